@@ -26,9 +26,6 @@ T = TypeVar("T")
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 """(n, V) logits of the draft, and which of all positions they are -> the sum of their losses."""
 
-MEMORY_BUDGET = 2 << 30
-"""Bytes that the loss may take at V = 152k and 8 x 512 positions, beside the models, their
-gradients and what the draft's body keeps for its backward pass."""
 CHUNK_BYTES = 1 << 30
 ENTRY_BYTES = 52  # for a logit of each model, their distributions, a loss and its gradient
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from specdata.config import Config
 
-Kind = Literal["specdec++", "immediate"]
+Kind = Literal["specdec++", "immediate", "candidates"]
 Tracker = Literal["none", "tensorboard", "wandb"]
 DecisionPointName = Literal["before", "drawn", "consumed"]
 FeatureName = Literal[
@@ -26,16 +26,12 @@ FeatureName = Literal[
     "since_rejection",
 ]
 
-# What pays, by the ablation (`benchmarks/head_figures`): position and since_rejection do not.
+# What pays for being asked (`benchmarks/head_figures`, `benchmarks/head_call.py`): of the numbers
+# one, the cheapest; the decision point `consumed`, for which `hidden` is, costs a second question.
 DEFAULT_FEATURES: tuple[FeatureName, ...] = (
     "hidden_before",
     "embedding",
-    "hidden",
     "log_q",
-    "log_q_max",
-    "margin",
-    "entropy",
-    "log_mass_above",
 )
 # Features that are not known before the token is drawn, and the decision point from which they are;
 # those of `heads.inputs.FEATURES`, which imports torch.
@@ -46,9 +42,7 @@ KNOWN_FROM: dict[FeatureName, DecisionPointName] = {
     "log_mass_above": "drawn",
 }
 
-# What differs from the defaults of specdec++, which the fields have.
-IMMEDIATE: dict[str, Any] = {
-    "depth": 2,
+_OURS: dict[str, Any] = {
     "mixing": None,
     "rejection_weight": 1.0,
     "batch_size": 12,
@@ -56,14 +50,26 @@ IMMEDIATE: dict[str, Any] = {
     "weight_decay": 0.01,
     "warmup_ratio": 0.05,
 }
+# What differs from the defaults of specdec++, which the fields have.
+DEFAULTS: dict[Kind, dict[str, Any]] = {
+    "specdec++": {},
+    "immediate": {"depth": 0, **_OURS},
+    "candidates": {"width": 128, **_OURS},
+}
 UNREAD: dict[Kind, tuple[str, ...]] = {
     "specdec++": ("width", "features", "decision_points", "draws", "cache"),
     "immediate": ("rejection_weight",),
+    "candidates": ("depth", "features", "decision_points", "mixing", "draws", "rejection_weight"),
 }
 # Without head.epochs: as many passes as make so many steps, but at least and at most so many. An
-# immediate head learns few rows by heart: after 107 passes over 162 rows it was worse than chance.
-STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1500}
-PASSES: dict[Kind, tuple[int, float]] = {"specdec++": (3, math.inf), "immediate": (12, 24)}
+# immediate head learns few rows by heart: after 107 passes over 162 rows it was worse than chance;
+# one of candidates, with 280 rows of SmolLM2's pair, had a KL of .186, .194, .221 after 4, 8, 16.
+STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1500, "candidates": 1500}
+PASSES: dict[Kind, tuple[int, float]] = {
+    "specdec++": (3, math.inf),
+    "immediate": (12, 24),
+    "candidates": (2, 4),
+}
 
 
 class HeadConfig(Config):
@@ -76,17 +82,26 @@ class HeadConfig(Config):
     kind: Kind = Field(
         "specdec++",
         description="specdec++: the published head, on the state after the token; immediate: ours, "
-        "on all that is known once the token is drawn, and better",
+        "on all that is known once the token is drawn, and better; candidates: for dynamic trees, "
+        "the target's probability of each of the draft's most probable tokens, which labels have "
+        "with labels.candidates; it trains as immediate does where nothing else is said",
     )
-    depth: int = Field(3, ge=0, description="residual blocks; 0 is a linear head [immediate: 2]")
-    width: int = Field(128, ge=1, description="width of the residual blocks [immediate alone]")
+    depth: int = Field(
+        3,
+        ge=0,
+        description="residual blocks, 0 is a linear head [immediate: layers after the sum of what "
+        "it reads, 0]",
+    )
+    width: int = Field(
+        64, ge=1, description="width of its layers [candidates: 128; not of specdec++]"
+    )
     features: tuple[FeatureName, ...] = Field(
         DEFAULT_FEATURES,
         min_length=1,
         description="what the head reads of a drafted token [immediate alone]",
     )
     decision_points: tuple[DecisionPointName, ...] = Field(
-        ("drawn", "consumed"),
+        ("drawn",),
         min_length=1,
         description="when it can be asked: before the token is drawn, when it is, and when the "
         "draft has read it [immediate alone]",
@@ -126,7 +141,7 @@ class HeadConfig(Config):
         None,
         gt=0.0,
         description="Adam's peak rate, then cosine; null: the paper's 5e-5 for states of width "
-        "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3]",
+        "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3; candidates: 5e-4]",
     )
     weight_decay: float = Field(
         0.0, ge=0.0, description="AdamW's decay of the weights [immediate: 0.01]"
@@ -147,7 +162,7 @@ class HeadConfig(Config):
     cache: Literal["none", "disk"] = Field(
         "none",
         description="what the draft says of the tokens: none computes it at every step; disk once, "
-        "and keeps it, states in bfloat16, until the head is done [immediate alone]",
+        "and keeps it, states in bfloat16, until the head is done [not of specdec++]",
     )
     save_steps: int = Field(200, ge=1, description="steps between checkpoints")
     report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")
@@ -161,8 +176,11 @@ class HeadConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_its_kind(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("kind") == "immediate":
-            return {**IMMEDIATE, **given}
+        if isinstance(given, Mapping):
+            of_kind: Mapping[str, Any] = next(
+                (own for kind, own in DEFAULTS.items() if kind == given.get("kind")), {}
+            )
+            return {**of_kind, **given}
         return given
 
     @model_validator(mode="after")
@@ -221,8 +239,8 @@ class HeadConfig(Config):
         """The largest learning rate, for a draft whose states have this width."""
         if self.learning_rate is not None:
             return self.learning_rate
-        if self.kind == "immediate":
-            return 2e-3
+        if self.kind != "specdec++":
+            return 5e-4 if self.kind == "candidates" else 2e-3
         return min(1e-3, 5e-5 * 4096 / hidden_size)
 
     def decisive(self) -> dict[str, Any]:
@@ -231,5 +249,4 @@ class HeadConfig(Config):
 
 
 def _default(kind: Kind, name: str) -> Any:
-    default = HeadConfig.model_fields[name].get_default()
-    return IMMEDIATE.get(name, default) if kind == "immediate" else default
+    return DEFAULTS[kind].get(name, HeadConfig.model_fields[name].get_default())

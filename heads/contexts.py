@@ -245,18 +245,34 @@ class TargetContext:
     def row(self, labels: LabelRow, index: int, epoch: int | None) -> TargetRow:
         """Take the pass's draws; of dev rows the first."""
         if epoch is None:
-            return target_row(
-                labels, index=-1, draws=(0,), max_length=self.max_length, key=("dev",)
-            )
+            return self.all_of(labels, (0,), key=("dev",))
         held = draws_of(labels)
         first = epoch * min(self.draws, held)
         draws = [(first + number) % held for number in range(min(self.draws, held))]
-        key = ("train", self.seed, epoch)
-        return target_row(labels, index=index, draws=draws, max_length=self.max_length, key=key)
+        return self.all_of(labels, draws, key=("train", self.seed, epoch), index=index)
+
+    def all_of(
+        self,
+        labels: LabelRow,
+        draws: Sequence[int],
+        *,
+        key: tuple[str | int, ...] = (),
+        index: int = -1,
+    ) -> TargetRow:
+        """A row with some of its draws, or with its candidates if the head ranks them."""
+        return target_row(
+            labels,
+            index=index,
+            draws=draws,
+            max_length=self.max_length,
+            key=key,
+            candidates=bool(self.head.candidates),
+        )
 
     def mass(self, row: TargetRow) -> Tensor:
         """The number of labels that count."""
-        count = row.tokens.numel() * len(self.head.decision_points) * row.counts
+        known = int((~row.accept.isnan()).sum())
+        count = known * len(self.head.decision_points) * row.counts
         return torch.tensor(float(count), dtype=torch.float64)
 
     @torch.no_grad()
@@ -266,12 +282,14 @@ class TargetContext:
         inputs = self.inputs(batch)
         ex_ante = batch.overlap[:, None].expand_as(batch.accept)
         accept = [
-            ex_ante if m is DecisionPoint.BEFORE else batch.accept for m in head.decision_points
+            ex_ante if m is DecisionPoint.BEFORE else batch.accept.nan_to_num()
+            for m in head.decision_points
         ]
+        mask = batch.mask[:, None] & ~batch.accept.isnan()
         return Questions(
             _arguments(head, inputs, batch.tokens.dim()),
             torch.stack(accept),
-            batch.mask[:, None].expand(len(head.decision_points), *batch.tokens.shape),
+            mask.expand(len(head.decision_points), -1, -1),
         )
 
     def inputs(self, batch: TargetBatch) -> HeadInputs:
@@ -310,7 +328,7 @@ class TargetContext:
 
             def distributions() -> Tensor:
                 """(n, S, V), the same for all draws."""
-                q = probabilities(self.draft_logits(mine), self.head.sampling_config)
+                q = probabilities(self.draft_logits(mine), self.head.reads_sampling)
                 return q[:, None].expand(*tokens.shape, -1)
 
             drafted = DraftedTokens(
@@ -325,18 +343,19 @@ class TargetContext:
         return {name: torch.cat([each[name] for each in pieces]) for name in reads}
 
 
-def number_scales(inputs: Sequence[HeadInputs]) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of the number features, by which a head standardises them.
+def feature_scales(inputs: Sequence[HeadInputs]) -> dict[str, tuple[float, float]]:
+    """Means and deviations by which a head scales what it reads; of vectors, about 0.
 
     Args:
         inputs: of some rows.
     """
     scales = {}
-    for name in [name for name in inputs[0].features if name in NUMBERS]:
+    for name in inputs[0].features:
         values = torch.cat([each[name].flatten() for each in inputs]).double()
+        mean = float(values.mean()) if name in NUMBERS else 0.0
+        deviation = float((values - mean).square().mean().sqrt())
         # What never changes, such as the entropy of a greedy draft, says nothing: it becomes 0.
-        deviation = float(values.std(correction=0))
-        scales[name] = (float(values.mean()), deviation if deviation > 0.0 else 1.0)
+        scales[name] = (mean, deviation if deviation > 0.0 else 1.0)
     return scales
 
 

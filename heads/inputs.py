@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -76,9 +76,8 @@ class DrawnToken(NextToken, Protocol):
     def token(self) -> int:
         """Its id."""
 
-    @property
-    def embedding(self) -> Tensor | None:
-        """(E,) the draft's input embedding of it; None if not captured."""
+    def embed(self, ids: Tensor) -> Tensor | None:
+        """(..., E) the draft's input embeddings of tokens (...); None if not captured."""
 
 
 def _not_known() -> Tensor:
@@ -265,29 +264,24 @@ class HeadInputs:
         )
 
     @classmethod
-    def from_drafted(
-        cls, reads: Sequence[str], drafted: Sequence[DrawnToken], point: DecisionPoint | None = None
-    ) -> HeadInputs | None:
-        """The inputs of the newest token of which so much is known, in a draft under way.
+    def from_drawn(
+        cls, reads: Sequence[str], drawn: DrawnToken, following: NextToken | None = None
+    ) -> HeadInputs:
+        """The inputs of a token of a draft under way, once it is drawn.
 
         Args:
-            reads: names of the features.
-            drafted: the tokens drawn so far in this round, in order. States must be captured.
-            point: what must be known, DRAWN or CONSUMED; by default all features.
+            reads: names of the features. States must be captured for those that read them.
+            drawn: the token.
+            following: the token after it, drawn or about to be: then it has been consumed.
 
         Returns:
-            Features with the leading shape (): those of the last token, or at CONSUMED of the one
-            before it. None if there is no such token yet.
+            Features with the leading shape (), at CONSUMED if `following` is known, else DRAWN.
         """
-        point = max(first_point(reads), DecisionPoint.DRAWN) if point is None else point
-        lag = int(point is DecisionPoint.CONSUMED)
-        if len(drafted) <= lag:
-            return None
-        judged, newest = drafted[-1 - lag], drafted[-1]
-        token = torch.tensor(judged.token, device=judged.distribution.device)
-        known = _under_way(
-            judged, token, after=lambda: _captured(newest), embedding=judged.embedding
-        )
+        after, point = _not_known, DecisionPoint.DRAWN
+        if following is not None:
+            after, point = partial(_captured, following), DecisionPoint.CONSUMED
+        token = torch.as_tensor(drawn.token, device=drawn.distribution.device)
+        known = _under_way(drawn, token, after=after, embed=drawn.embed)
         return cls.of(reads, known, point)
 
     @classmethod
@@ -310,15 +304,15 @@ def _under_way(
     token: Tensor,
     *,
     after: Callable[[], Tensor] = _not_known,
-    embedding: Tensor | None = None,
+    embed: Callable[[Tensor], Tensor | None] = lambda ids: None,
 ) -> DraftedTokens:
     """One token of a draft under way; leading shape ()."""
     device = judged.distribution.device
 
     def embeddings() -> Tensor:
-        if embedding is None:
+        if (found := embed(token)) is None:
             raise ValueError("the draft's input embeddings are needed and were not captured")
-        return embedding
+        return found
 
     return DraftedTokens(
         tokens=token,

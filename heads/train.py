@@ -23,8 +23,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from heads.batches import LabelRows, micro_batch_count
+from heads.candidates import CandidatesHead
 from heads.config import HeadConfig
-from heads.contexts import Context, FeatureCache, MixedContext, TargetContext, number_scales
+from heads.contexts import Context, FeatureCache, MixedContext, TargetContext, feature_scales
 from heads.immediate import ImmediateHead
 from heads.inputs import logits_of_states
 from heads.loop import (
@@ -39,7 +40,8 @@ from heads.loss import HeadMetrics
 from heads.mixing import COLUMNS
 from heads.model import AcceptanceHead, BaseHead
 from heads.probe import probe_of
-from heads.target_context import TargetBatch, check_tree_states, draws_of, target_row
+from heads.target_context import TargetBatch, candidates_of, check_tree_states, draws_of
+from specdata.errors import ConfigError
 from specdata.lm_head import check_hidden_states
 from specdata.models import positions
 from specdata.processes import is_main
@@ -47,7 +49,7 @@ from specdata.sampling import SamplingConfig
 from specdata.storage.checkpoints import checkpoint_to_resume
 from specdata.storage.files import write_json
 from specdata.storage.resume import Settings, read_record
-from specdata.storage.schema import MORE_DRAWS
+from specdata.storage.schema import CANDIDATES, MORE_DRAWS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +62,7 @@ STATES_NAME = "states"
 LOGS_NAME = "logs"
 RUN_ALONE = ("micro_batch_size", "save_steps")
 Scales = Mapping[str, tuple[float, float]]
-# Rows by which numbers are standardised.
+# Rows by which what a head reads is scaled.
 SCALED_ROWS = 128
 
 
@@ -120,7 +122,8 @@ def train_head(
     Args:
         draft: the frozen draft; its weights and its precision are left alone.
         train: labelled rows, the columns of `heads.mixing.LabelRow`: of kind immediate with
-            `overlap`, and with more draws a position if they hold any.
+            `overlap`, and with more draws a position if they hold any; of kind candidates with
+            them.
         dev: held-out labelled rows.
         out: folder for the head and `metrics.json` (written last), of checkpoints until then.
         config: settings.
@@ -142,6 +145,14 @@ def train_head(
     required, optional = COLUMNS, ()
     if config.kind == "immediate":
         required, optional = (*COLUMNS, "overlap"), MORE_DRAWS.names
+    if config.kind == "candidates":
+        required = (*COLUMNS, "overlap", *CANDIDATES.names)
+        if not {*CANDIDATES.names} <= {*train.column_names} & {*dev.column_names}:
+            raise ConfigError(
+                "a head of kind candidates learns the target's probability of the draft's most "
+                "probable tokens, and these labels hold none: label the rollouts with "
+                "labels.candidates 8 or so"
+            )
     longest = longest_text(draft, config)
     data = (
         LabelRows.read("train", train, longest, required=required, optional=optional),
@@ -215,7 +226,7 @@ def _train(
             )
         raise error
     if engine.accelerator.is_main_process:
-        final = new_head(draft, config, seed, sampling, scales)
+        final = new_head(draft, config, seed, sampling, scales, head.candidates)
         final.load_state_dict(weights)
         final.save_pretrained(out)
         write_json(out / METRICS_NAME, {"settings": settings.values, **asdict(result)})
@@ -262,7 +273,8 @@ def _start(
     if draft.device != accelerator.device:  # which packed weights refuse even where they are there
         draft.to(accelerator.device)
     check_hidden_states(draft)
-    head = new_head(draft, config, seed, sampling)
+    candidates = candidates_of(data[0][0]) if config.kind == "candidates" else 0
+    head = new_head(draft, config, seed, sampling, candidates=candidates)
     scales = None
     if isinstance(head, ImmediateHead):
         if config.mixing is None and "hidden" in head.reads:
@@ -316,12 +328,11 @@ def target_context(
 def scales_of(
     draft: PreTrainedModel, head: ImmediateHead, rows: LabelRows, config: HeadConfig, seed: int
 ) -> Scales:
-    """The standardisation of numbers: by some of the rows, the same ones in every process."""
-    if not head.numbers:
-        return {}
+    """The scales of what it reads: by some of the rows, the same ones in every process."""
     reader = ImmediateHead(
         hidden_size=head.hidden_size,
-        reads=head.numbers,
+        embedding_size=head.embedding_size,
+        reads=["hidden_before", *(name for name in head.reads if name != "hidden_before")],
         decision_points=["drawn"],
         sampling=head.sampling,
     )
@@ -330,9 +341,10 @@ def scales_of(
     some = [context.row(rows[index], -1, 0) for index in range(0, len(rows), step)]
     size = config.micro_batch_size
     parts = [some[start : start + size] for start in range(0, len(some), size)]
-    return number_scales(
+    scales = feature_scales(
         [context.inputs(TargetBatch.of(part).to(context.draft.device)) for part in parts]
     )
+    return {"hidden": scales["hidden_before"], **scales}
 
 
 def _cached(
@@ -350,18 +362,7 @@ def _cached(
         for start in range(here.start, here.stop, config.micro_batch_size):
             part = range(start, min(start + config.micro_batch_size, here.stop))
             held = [rows[index] for index in part]
-            batch = TargetBatch.of(
-                [
-                    target_row(
-                        row,
-                        index=-1,
-                        draws=range(draws_of(row)),
-                        max_length=context.max_length,
-                        key=(),
-                    )
-                    for row in held
-                ]
-            )
+            batch = TargetBatch.of([context.all_of(row, range(draws_of(row))) for row in held])
             pieces.append(context.of_draft(batch.to(device)))
         return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
@@ -376,8 +377,10 @@ def new_head(
     seed: int,
     sampling: SamplingConfig | None,
     scales: Scales | None = None,
+    candidates: int = 0,
 ) -> BaseHead:
     """An untrained head of the kind that is asked for, the same one for the same seed."""
+    embedding_size = int(draft.get_input_embeddings().weight.shape[-1])
     hidden_size = int(draft.get_output_embeddings().weight.shape[-1])
     provenance: dict[str, Any] = {
         "draft": draft.name_or_path or None,
@@ -393,9 +396,17 @@ def new_head(
                 rejection_weight=config.rejection_weight,
                 **provenance,
             )
+        if config.kind == "candidates":
+            return CandidatesHead(
+                hidden_size=hidden_size,
+                candidates=candidates,
+                embedding_size=embedding_size,
+                width=config.width,
+                **provenance,
+            )
         return ImmediateHead(
             hidden_size=hidden_size,
-            embedding_size=int(draft.get_input_embeddings().weight.shape[-1]),
+            embedding_size=embedding_size,
             reads=config.features,
             decision_points=config.decision_points,
             width=config.width,

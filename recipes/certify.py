@@ -22,7 +22,6 @@ from recipes.layout import CERTIFICATE, RESULTS
 from recipes.run import OUTPUT, portable, prepare_libraries, say, stage_record
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
-from specdata.storage.manifest import PROGRESS
 from specdata.terminal import accept_any_text, progress, tell, whole_number
 
 MOST_TOKENS = 64
@@ -71,7 +70,7 @@ def _run(folder: Path, texts: int) -> int:
     experiment = Experiment(
         models, loaded.prompts, folder, evaluation, config.sampling, config.seed, where
     )
-    parts = folder / PROGRESS / f"certificate-{texts}"
+    parts = folder / f".certificate-{texts}"
     with progress(1 + len(ways(evaluation, config.sampling)), "certificate", "method") as bar:
         found = certify(
             experiment,
@@ -90,7 +89,7 @@ def _run(folder: Path, texts: int) -> int:
         "methods": [each.model_dump(mode="json") for each in found],
     }
     write_json(folder / CERTIFICATE, values)
-    shutil.rmtree(folder / PROGRESS)
+    shutil.rmtree(parts)
     say(f"{said}\nwritten to {folder / CERTIFICATE}")
     return int(any(each.lossless and not each.is_exact for each in found))
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from eval.measuring.results import Results
+    from specdata.prompts.loading import Prompt
 
 OURS = ("over", "label")
 """Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""
@@ -84,15 +85,26 @@ class ModelPair:
     def identity(self) -> dict[str, Any]:
         """What decides every measurement, paths in the run's output relative to it."""
         names = {"target": self.config.models.target, "draft": draft_in_use(self.config)}
-        values: dict[str, Any] = {
+        values = {
             "pair": {role: [name, fingerprint(name)] for role, name in names.items()},
             "sampling": asdict(self.config.sampling),
             "seed": self.config.seed,
             "dtype": self.config.models.dtype,
+            "prompts": self.prompts,
+            "sets": [asdict(wanted) for wanted in self.config.eval.sets],
         }
-        values["prompts"] = self.prompts
-        values["sets"] = [asdict(wanted) for wanted in self.config.eval.sets]
         return dict(portable(json.loads(json.dumps(values)), self.config.output))
+
+    def load_prompts(self, evaluation: EvalConfig) -> list[Prompt]:
+        """The prompts of an evaluation that leave both models room to answer."""
+        from specdata.models import load_tokenizer, longest_prompt
+        from specdata.prompts.loading import load_prompts
+
+        names = [self.config.models.target, draft_in_use(self.config)]
+        room = min(longest_prompt(name, evaluation.max_new_tokens) for name in names)
+        tokenizer = load_tokenizer(names[0])
+        loaded = load_prompts(evaluation.sets, tokenizer, seed=self.config.seed, max_tokens=room)
+        return loaded.prompts
 
 
 # --- measurements: (pair, its specification, its folder) -> records ---
@@ -112,21 +124,12 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     from eval.measuring.results import Method, build_results
     from eval.runtime.engines import engine_on
     from heads import BaseHead
-    from specdata.models import load_tokenizer, longest_prompt
-    from specdata.prompts.loading import load_prompts
 
     config, sampling, methods = evaluated(pair, spec)
-    names = [pair.config.models.target, draft_in_use(pair.config)]
-    room = min(longest_prompt(name, config.max_new_tokens) for name in names)
-    prompts = load_prompts(
-        config.sets, load_tokenizer(names[0]), seed=pair.config.seed, max_tokens=room
-    ).prompts
-    head = None
-    if "head" in spec:
-        head = BaseHead.from_pretrained(str(pair.folder / spec["head"]))
-    models = Artefacts(
-        pair.target, pair.draft, head, {"target": names[0], "draft": names[1], "head": None}
-    )
+    prompts = pair.load_prompts(config)
+    head = BaseHead.from_pretrained(pair.folder / spec["head"]) if "head" in spec else None
+    names = {"target": pair.config.models.target, "draft": draft_in_use(pair.config), "head": None}
+    models = Artefacts(pair.target, pair.draft, head, names)
     found: list[Results] = []
     before = torch.get_num_threads()
     torch.set_num_threads(config.threads or before)
@@ -147,16 +150,14 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         torch.set_num_threads(before)
     used = engine_on(config.engine, where.device)
     say(f"  {len(prompts)} prompts, {len(config.methods)} methods, forwards {used}")
-    pooled = build_results(
-        where,
-        [
-            (
-                Method(**{name: getattr(run, name) for name in Method.model_fields}),
-                [record for each in found for record in each.runs[index].generations],
-            )
-            for index, run in enumerate(found[0].runs)
-        ],
-    )
+    generations = [
+        (
+            Method(**{name: getattr(run, name) for name in Method.model_fields}),
+            [record for each in found for record in each.runs[index].generations],
+        )
+        for index, run in enumerate(found[0].runs)
+    ]
+    pooled = build_results(where, generations)
     keys = {method["name"]: method for method in methods} | {PLAIN: {}}
     shared = {"measurement": folder.name, **asdict(sampling)}
     return [shared | record for record in _records(pooled, found, keys)]
@@ -228,13 +229,11 @@ def _records(
     pooled: Results, by_seed: Sequence[Results], methods: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Record]:
     """A record for each set and method, then for all sets; times are those of each set."""
-    from eval.measuring.pooled import ALL_SETS, pool
+    from eval.measuring.pooled import pool
 
     sets = pooled.datasets()
-    for name, chosen in [
-        *((each, [each]) for each in sets),
-        *([(ALL_SETS, sets)] * (len(sets) > 1)),
-    ]:
+    several = {ALL_SETS: sets} if len(sets) > 1 else {}
+    for name, chosen in ({each: [each] for each in sets} | several).items():
         rows = {row.method: row for row in pool(pooled, chosen)}
         seeds = [{row.method: row for row in pool(each, chosen)} for each in by_seed]
         for method, row in rows.items():
@@ -273,20 +272,18 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     A record a set, rule and setting (`best`: the fastest of its rule there), and one a set, head
     and threshold of the grid (`grid`). Times are those of the specification, by Eq. 5.1.
     """
-    import numpy as np
-
     from eval.analysis.replay import COST_RULE, bounds, replay_rules, result_rows, rows_of_split
     from eval.analysis.sweep import sweep
     from eval.analysis.traces import acceptance_traces
-    from eval.measuring.pooled import ALL_SETS
     from heads import BaseHead
-    from specdata.labels.make import sampling_of
+    from specdata.labels import make
     from specdata.storage.dataset import stream_stored
 
     prepare_libraries()
     labels, draft = stage_folder(pair.config, "labels"), draft_in_use(pair.config)
     own = {key: spec[key] for key in GRID} | {"labels": labels, "draft": draft}
-    grid = sweep(argparse.Namespace(**own, out=folder / "heads", seed=pair.config.seed))[:-1]
+    asked = argparse.Namespace(**own, out=folder / "heads", seed=pair.config.seed)
+    grid = sweep(asked, grid_alone=True)
     records: list[Record] = []
     for head in grid:
         shared = {"grid": True, "depth": head["depth"], "weight": head["weight"], "kl": head["kl"]}
@@ -298,14 +295,13 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
                     "discard_rate": each["discarded"],
                     "verification_rate": each["verified"],
                 }
-                best = each is fastest
-                records.append({"set": name, **shared, **figures, "best": best})
+                records.append({"set": name, **shared, **figures, "best": each is fastest})
     rows = rows_of_split(stream_stored(labels), labels, "dev", spec["judged_rows"])
     traces = acceptance_traces(
         rows,
         draft=pair.draft,
-        sampling=sampling_of(labels),
-        head=BaseHead.from_pretrained(str(pair.folder / spec["head"])),
+        sampling=make.sampling_of(labels),
+        head=BaseHead.from_pretrained(pair.folder / spec["head"]),
     )
     times = {key: spec[key] for key in ("draft_seconds", "target_seconds")}
     sets = list(dict.fromkeys(rows["dataset"]))
@@ -313,22 +309,19 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
         chosen = np.array([name in (ALL_SETS, each) for each in rows["dataset"]])
         here, prompts = traces.select(chosen), np.array(rows["example_id"])[chosen].tolist()
         results = bounds(here, **times) + replay_rules(here, {}, **times)
-        every = result_rows(results, **times, prompts=prompts)
-        found = [
-            row for row in every if row["setting"] != COST_RULE
-        ]  # which is none of the paper's
-        least: dict[str, float] = {}
-        for row in found:
-            seconds = row["seconds_per_token"]
-            least[row["rule"]] = min(seconds, least.get(row["rule"], seconds))
-        for row in found:
+        every = [
+            row
+            for row in result_rows(results, **times, prompts=prompts)
+            if row["rule"] in spec["rules"] and row["setting"] != COST_RULE  # none of the paper's
+        ]
+        for row in every:
             seconds, rule = row["seconds_per_token"], row["rule"]
+            least = min(each["seconds_per_token"] for each in every if each["rule"] == rule)
             saved = {key: 100 * x for key, x in row["saving_over_best_length"].items()}
             figures = {"speedup": times["target_seconds"] / seconds, "saved": saved}
             figures |= {key: row[key] for key in ("discard_rate", "verification_rate")}
             record = {"set": name, "rule": rule, "method": row["setting"], **figures}
-            if rule in spec["rules"]:
-                records.append({**record, "best": seconds == least[rule]})
+            records.append({**record, "best": seconds == least})
     return [{"measurement": folder.name, **record} for record in records]
 
 
@@ -336,15 +329,10 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     """Acceptance by rule, and shares of effective alphabets, at positions of the target's texts.
 
     Finished prompt sets are kept in the folder. A record a prompt set and rule, and one of all
-    sets, positions weighing alike; intervals are bootstraps over prompts.
-
-    Args:
-        pair: the models, and the configuration of prompts.
-        spec: `rules`, as methods are listed: `rule` names a function of
-            `eval.analysis.acceptance.RULES` and `k` the candidates, other keys are its parameters;
-            `rule: alphabet` with `top_p` counts the tokens that truncation leaves. `positions` a
-            text, `sampling` of the target, and `draft_temperature` where the draft has another.
-        folder: of the measurement.
+    sets, positions weighing alike; intervals are bootstraps over prompts. `rules` are listed as
+    methods are: `rule` names a function of `eval.analysis.acceptance.RULES` and `k` the candidates,
+    other keys are its parameters; `rule: alphabet` with `top_p` counts the tokens that truncation
+    leaves. `positions` a text; `draft_temperature` where it is not the target's.
     """
     from eval.analysis.acceptance import values_along
 
@@ -361,10 +349,8 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
                     values = values_along(
                         row,
                         [function for _, function in columns],
-                        target=pair.target,
-                        draft=pair.draft,
-                        sampling=sampling,
-                        draft_sampling=drafts,
+                        models=(pair.target, pair.draft),
+                        samplings=(sampling, drafts),
                         positions=spec["positions"],
                     )
                     found.append([len(values), *values.sum(axis=0).tolist()])
@@ -388,14 +374,9 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
 def tree_search(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
     """Search for a k-configuration (MCSD, section 4.2) along the target's texts of all sets.
 
-    A record for each number of paths and criterion: the k-configuration within it that is expected
-    to emit most, and the one that is expected to be fastest.
-
-    Args:
-        pair: the models, and the configuration of prompts.
-        spec: `budgets`, each a most number of paths; `ratio` of the draft's forward to the
-            target's; `siblings` ("iid" or "distinct"); `sampling`.
-        folder: of the measurement.
+    For each most number of paths (`budgets`) the k-configuration that is expected to be fastest, at
+    a `ratio` of the draft's forward to the target's, and the one expected to emit most; `siblings`
+    are "iid" or "distinct".
     """
     import datasets
 
@@ -433,17 +414,9 @@ def sampling_of(pair: ModelPair, spec: Mapping[str, Any]) -> SamplingConfig:
 def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Of each prompt set its name and the target's texts, those with a token at least."""
     from eval.analysis.acceptance import target_texts
-    from specdata.models import load_tokenizer, longest_prompt
-    from specdata.prompts.loading import load_prompts
 
     config, sampling, _ = evaluated(pair, {**spec, "methods": []})
-    name = pair.config.models.target
-    prompts = load_prompts(
-        config.sets,
-        load_tokenizer(name),
-        seed=pair.config.seed,
-        max_tokens=longest_prompt(name, config.max_new_tokens),
-    ).prompts
+    prompts = pair.load_prompts(config)
     for chosen in dict.fromkeys(prompt.dataset for prompt in prompts):
         rows = target_texts(
             pair.target,

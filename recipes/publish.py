@@ -145,6 +145,9 @@ class Release(Stage):
             made.append("draft")
         if head := head_in_use(config):
             trained, draws = stage_record(head_folder(config))["results"], config.labels.draws
+            tokens = f"{draws} drafted token{'' if draws == 1 else 's'}"
+            if config.head and config.head.kind == "candidates":
+                tokens = f"{config.labels.candidates} candidates"
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
             about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])
@@ -156,8 +159,7 @@ class Release(Stage):
                     results,
                     about,
                     trained=f"{trained['train_rows']} rollouts of "
-                    f"{', '.join(map(public_name, sets))} with {draws} drafted "
-                    f"token{'' if draws == 1 else 's'} a position",
+                    f"{', '.join(map(public_name, sets))} with {tokens} a position",
                     verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
                     push_to=publish.head_id,
                     private=publish.private,
@@ -216,7 +218,8 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     }
     if len(sizes - {None}) > 1:
         return []
-    return [Step("serve", vllm_line(draft, target))]
+    why = "# the number of tokens is that of its own example: in vLLM none was measured"
+    return [Step("serve", f"{vllm_line(draft, target)}  {why}")]
 
 
 def _results(config: PipelineConfig) -> Results:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -34,9 +34,6 @@ from specdata.storage.files import fingerprint, locked, write_json, write_text
 from specdata.storage.resume import Settings, read_record
 from specdata.terminal import accept_any_text, tell, whole_number
 
-if TYPE_CHECKING:
-    pass
-
 FOLDER = Path(__file__).parent / "papers"
 PAPERS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 RESULTS, PAGE, SETTINGS, RECORDS = "results.json", "README.md", "settings.json", "records.json"
@@ -50,12 +47,10 @@ def protocol_of(paper: str, *, quick: bool) -> dict[str, Any]:
     """
     if paper not in PAPERS:
         raise ConfigError(f"unknown paper {paper!r}: {nearest(paper, PAPERS)}")
-    protocol = yaml.safe_load((FOLDER / f"{paper}.yaml").read_text(encoding="utf-8"))
-    less = protocol.pop("quick", {}) if quick else {}
-    for name, values in less.items():
-        protocol["measurements"][name] |= values
-    protocol.pop("quick", None)
-    return dict(protocol)
+    protocol: dict[str, Any] = yaml.safe_load((FOLDER / f"{paper}.yaml").read_text("utf-8"))
+    for name, values in protocol.pop("quick").items():
+        protocol["measurements"][name] |= values if quick else {}
+    return protocol
 
 
 def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -75,8 +70,7 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
     stages = all_stages(config)
     names = [stage.name for stage in stages]
     last = max(names.index(name) for name in needed if name)
-    kinds = {spec["kind"] for spec in specs.values()}
-    if kinds <= {"evaluation", "formula"} and config.draft is None:  # given as it is
+    if "labels" not in needed and config.draft is None:  # given as it is
         last = names.index("pair")
     asked = [stage for stage in stages[: last + 1] if stage.is_asked]
     if not all(stage.is_made for stage in asked):
@@ -149,10 +143,9 @@ def reproduce(given: argparse.Namespace, rest: Sequence[str]) -> Path:
     )
     tables = [
         {"title": table["title"], "rows": pivot(table, selected(table, pair.measured))}
-        for table in protocol.get("tables", [])
+        for table in protocol["tables"]
     ]
-    out.mkdir(parents=True, exist_ok=True)
-    for figure in protocol.get("figures", []):
+    for figure in protocol["figures"]:
         write_figure(out / f"{figure['name']}.svg", figure, pair.measured)
     stored = {"paper": given.paper, "quick": given.quick, **identity, "tables": tables}
     lines = [  # one record a line: a third of the size

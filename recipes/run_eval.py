@@ -134,6 +134,9 @@ class Eval(Stage):
         config = self.config
         check_machine(config.eval)
         check_methods(config.eval, config.sampling, head=config.head is not None)
+        of_trees = config.head is not None and config.head.kind == "candidates"
+        for method in config.eval.methods if config.head else ():
+            method.stop.check_kind(of_trees=of_trees)
         check_loading(config, "eval")
         for role in ("target", "draft"):
             load = config.models.load.of(role)
@@ -289,6 +292,8 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
     where = folder(config, "labels")
     if sampling_of(where) != config.sampling:
         return not_measured("the labels were made under another sampler than the evaluation's")
+    if config.head and config.head.kind == "candidates":
+        return not_measured("it ranks candidates of trees, and what is replayed are chains")
     draft = load_model(draft_in_use(config), load=config.models.loading("draft"))
     return head_verdict(
         results,
@@ -296,6 +301,7 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
         draft,
         _load_head(head).to(draft.device),
         sampling=config.sampling,
+        engine=config.eval.engine,
     )
 
 
@@ -354,20 +360,20 @@ def _verifiers(
 
     from eval.analysis.verifier_table import Measured, Times, decoded_only, verifier_table
 
-    ours = [
-        run.generations
-        for run in results.runs
-        if run.drafter not in (None, "transformers") and (run.fixed_length or run.branching)
-    ]
+    plain, chains, branching = (
+        [each for run in results.runs if chosen(run) for each in run.generations]
+        for chosen in (
+            lambda run: run.drafter is None,
+            lambda run: run.drafter == "chain" and run.fixed_length,
+            lambda run: run.drafter not in (None, "transformers", "chain"),
+        )
+    )
     measured = Measured(
         models.target,
         models.draft,
         [(prompt.dataset, torch.tensor(prompt.ids)) for prompt in prompts],
         config.sampling,
-        Times.of(
-            [each for run in results.runs if run.drafter is None for each in run.generations],
-            [each for generations in ours for each in generations],
-        ),
+        Times.of(plain, chains, branching),
         {
             method.name: method.decoding(config.sampling)
             for method in evaluation.methods

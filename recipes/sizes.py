@@ -10,7 +10,8 @@ from typing import Any
 from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
 from recipes.run import absolute, is_within
-from specdata.prompts.reading import size_of, source_of
+from specdata.prompts.catalogue import CATALOGUE
+from specdata.prompts.reading import size_of
 from specdata.sources import base_of_adapters, hub_source
 from specdata.storage.files import read_object
 
@@ -185,8 +186,10 @@ def rows_size(config: PipelineConfig, token_bytes: Mapping[str, int]) -> str:
     stored = most * sum(
         (count or 0) * token_bytes.get(split, token_bytes[""]) for split, count in counts
     )
-    # Only conversations have later turns, and embedded sets hold none.
-    more = " (more with later turns)" if any(map(source_of, rollouts.sets)) else ""
+    # Later turns of questions depend on the model's answers; of conversations each is a prompt.
+    asks = [each for each in rollouts.sets if each.name in CATALOGUE and each.turns != "first"]
+    several = any(CATALOGUE[each.name].form.questions for each in asks)
+    more = " (more with later turns)" if several else ""
     return (
         f"{rollouts.samples * prompts:,} completions{more}, at most {most * prompts:,} tokens, "
         f"{in_bytes(stored)}"

@@ -13,14 +13,16 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from eval.runtime.engines import ENGINES
 from specdata.errors import ConfigError
+from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.files import write_json, write_text
@@ -90,7 +92,8 @@ def _run(given: argparse.Namespace, log: Console) -> tuple[list[VerifierRow], st
     tokenizer = load_tokenizer(given.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
     room = min(longest_prompt(name, given.max_new_tokens) for name in (given.target, given.draft))
-    sets = [PromptSet(given.prompts, count=0)]  # of a short file all
+    # Of a file all are read first: it may hold fewer.
+    sets = [PromptSet(given.prompts, count=given.count if given.prompts in EMBEDDED else 0)]
     loaded = load_prompts(sets, tokenizer, seed=given.seed, max_tokens=room)
     prompts = loaded.prompts[: given.count]
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
@@ -101,7 +104,7 @@ def _run(given: argparse.Namespace, log: Console) -> tuple[list[VerifierRow], st
         draft,
         [("prompts", each) for each in ids],
         sampling,
-        _times(target, draft, ids, sampling, given.seed),
+        _times(target, draft, ids, sampling, given),
         seed=given.seed,
         max_new_tokens=given.max_new_tokens,
     )
@@ -116,11 +119,15 @@ def _run(given: argparse.Namespace, log: Console) -> tuple[list[VerifierRow], st
     if not rows:
         raise ConfigError("no kind of draft could be decoded by this pair: see above")
     best = verifiers.best(rows)
-    speed = best.speedup or 0.0
-    pays = "it pays" if speed > 1 else "it does not pay: drafting costs more than it saves"
+    speed, tokens = best.speedup or 0.0, best.expected_tokens
+    pays = "so few places cannot tell whether it pays"
+    if speed * tokens.low > tokens.value:
+        pays = "it pays"
+    elif speed * tokens.high < tokens.value:
+        pays = "it does not pay: drafting costs more than it saves"
     return rows, (
         f"A drafted token is accepted with probability {accepted.value:.3f} [{accepted.low:.3f}, "
-        f"{accepted.high:.3f}]; best is {best.name} on a {best.draft_kind}, expected {speed:.2f}x "
+        f"{accepted.high:.3f}]; best is {best.name} on {best.draft_kind}, expected {speed:.2f}x "
         f"over the target alone here: {pays}. {verifiers.answer(rows)}"
     )
 
@@ -130,8 +137,8 @@ def _times(
     draft: PreTrainedModel,
     prompts: Sequence[Tensor],
     sampling: SamplingConfig,
-    seed: int,
-) -> Times | None:
+    given: argparse.Namespace,
+) -> Mapping[bool, Times]:
     """Fitted to a few prompts, decoded one at a time."""
     from eval.analysis.verifier_table import Times
     from eval.decoder import DecodeConfig, SpeculativeDecoder
@@ -140,19 +147,22 @@ def _times(
     made = []
     for settings in ({}, *TIMED):
         config = DecodeConfig(**{**settings, **asdict(sampling)})
-        decoder = SpeculativeDecoder.from_config(target, draft if settings else None, config)
+        decoder = SpeculativeDecoder.from_config(
+            target, draft if settings else None, config, engine=given.engine
+        )
+        decoder.warm_up()
         records = []
         for number, prompt in enumerate([prompts[0], *prompts[:TIMED_PROMPTS]]):
             out = decoder.generate(
                 prompt,
                 max_new_tokens=TIMED_TOKENS if number else 4,
-                generator=generator_for(seed, "times", number),
+                generator=generator_for(given.seed, "times", number),
             )
             records.append(
                 record_prompt(str(number), out.rounds, seconds=out.seconds, finish=out.finish)
             )
         made.append(records[1:])  # the first warms up
-    return Times.of(made[0], [record for records in made[1:] for record in records])
+    return Times.of(made[0], [*made[1], *made[2]], made[3])
 
 
 def _acceptance(
@@ -204,11 +214,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--out", type=Path, help="folder for verifiers.md, verifiers.json and verifiers.png")
     add("--seconds", type=float, default=240.0, help="that it may take (default: 240)")
     add("--count", type=int, default=16, help="most prompts (default: 16)")
-    add("--max-new-tokens", type=int, default=96, help="of each text (default: 96)")
+    add("--max-new-tokens", type=int, default=48, help="of each text (default: 48)")
     add("--temperature", type=float, default=1.0, help="default: 1")
     add("--top-k", type=int, default=0, help="0: all tokens (default)")
     add("--top-p", type=float, default=1.0, help="default: 1")
     add("--dtype", default="float32", help="of both models (default: float32)")
+    add(
+        "--engine", default="captured", choices=ENGINES, help="of what is timed (default: captured)"
+    )
     add("--seed", type=int, default=0, help="of everything drawn (default: 0)")
     return parser
 

@@ -225,14 +225,14 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
 def draw_and_read(
     probs: Tensor,
     generator: torch.Generator,
-    numbers: Callable[[Tensor, Tensor], Tensor] | None,
+    numbers: Callable[[Tensor], Tensor] | None,
 ) -> tuple[int, tuple[float, ...] | None]:
     """Draw one token from one distribution (V,), and what is to be known of it in the same read.
 
     Args:
         probs: (V,).
         generator: gives one uniform, as for `draw_one`.
-        numbers: gives (m,) numbers of a distribution (V,) and a token of it (1,).
+        numbers: gives (m,) numbers of a token (1,).
 
     Returns:
         What `draw_one` returns, and the numbers; None where they can be read later as well.
@@ -240,7 +240,7 @@ def draw_and_read(
     if numbers is None or not read_waits(probs):
         return draw_one(probs, generator), None
     token = draw(probs, generator).view(1)
-    drawn, *read = torch.cat([token.double(), numbers(probs, token.clamp(min=0)).double()]).tolist()
+    drawn, *read = torch.cat([token.double(), numbers(token.clamp(min=0)).double()]).tolist()
     return _drawn(drawn), tuple(read)
 
 

@@ -35,9 +35,9 @@ from recipes.run_eval import RECIPE
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig
-from specdata.storage.manifest import PROGRESS
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_branching import CASES
+from tests.test_scores import evaluation_of
 from tests.tiny import tiny_llama
 
 PROMPTS = [Prompt(str(n), "made", "test", [2 + n, 5, n + 7]) for n in range(6)]
@@ -141,19 +141,10 @@ def test_each_form_of_draft_verifier_and_stopping_rule_is_certified_once() -> No
 def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
     trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {
-        "output": str(tmp_path / "run"),
-        "models": {role: str(trained_pair / role) for role in ("target", "draft")},
-        "rollouts": {"sets": [{"name": "instruct", "split": "train", "count": 2}]},
-        "draft": None,
-        "head": None,
-        "eval": {
-            "max_new_tokens": 8,
-            "sets": [{"name": "instruct", "split": "test", "count": 2}],
-            "methods": [{"name": "plain", "decoder": "plain"}, {"name": "K=2", "length": 2}],
-        },
-    }
-    RECIPE.main(build(config))
+    sets = [{"name": "instruct", "split": "test", "count": 2}]
+    methods = [{"name": "plain", "decoder": "plain"}, {"name": "K=2", "length": 2}]
+    asked = evaluation_of(trained_pair, tmp_path / "run", sets=sets, methods=methods)
+    RECIPE.main(build(asked))
     folder = (tmp_path / "run").rename(tmp_path / "moved") / "eval"
     assert main([str(folder), "--texts", "16"]) == 0
     made = json.loads((folder / CERTIFICATE).read_text())
@@ -161,7 +152,7 @@ def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
     assert found.is_exact
     assert made["sentence"] == sentence([found])
     assert made["sentence"] in capsys.readouterr().out
-    assert not (folder / PROGRESS).exists()
+    assert not list(folder.glob(".cert*"))
     for wrong, said in (
         ([str(tmp_path)], "the folder of a finished evaluation"),
         ([str(folder), "--texts", "1"], "2 or larger"),

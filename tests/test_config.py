@@ -177,10 +177,13 @@ def test_plan_says_what_would_be_read_and_written_and_writes_nothing(tmp_path: P
     assert done.stderr == "", "no noise on import"
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert f"writes {out}/{stage}" in done.stdout
-    assert "1,368 completions, at most 131,328 tokens, about 525.3 KB" in done.stdout
+    assert "1,368 completions, at most 131,328 tokens, about 135.0 MB" in done.stdout
     # 40 bytes a token, and 8 for each of five more draws along the 960 that are trained on.
     assert "1,368 completions, at most 131,328 tokens, about 8.9 MB" in done.stdout
-    assert "head: {kind: immediate, epochs: 10, cache: disk}" in done.stdout
+    assert (
+        "head: {kind: immediate, epochs: 14, draws: 6, learning_rate: 0.006, cache: disk}"
+        in done.stdout
+    )
     assert "max_grad_norm" not in done.stdout, "values that were not given are not printed"
     assert not out.exists()
 
@@ -205,7 +208,7 @@ def test_the_plan_of_a_folder_that_was_made_with_other_settings_says_what_to_do(
     write_json(stage.folder / "run.json", record)
     for flags, status, state in (
         ([], 0, "head (done)"),
-        (["--head.depth", "2"], 0, "head (done)"),
+        (["--head.depth", "0"], 0, "head (done)"),
         (
             ["--head.depth", "1"],
             2,

@@ -16,6 +16,8 @@ from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
+from heads import AcceptanceHead, BaseHead, ImmediateHead
+from heads.inputs import FEATURES
 from specdata import probability
 from specdata.probability import SamplingConfig, draw, draw_one
 from tests.tiny import tiny_llama
@@ -94,13 +96,31 @@ def test_the_counter_counts_a_read_for_each_node(device: None) -> None:
     assert one_by_one(16) > one_by_one(3) + 10
 
 
-@pytest.mark.parametrize("name", [name for name, rule in STOPPING_RULES.items() if name != "head"])
-def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(name: str, device: None) -> None:
-    """With what the rule asks of it. Nothing else of a draft is read from the device."""
-    model = CachedModel(tiny_llama(0, vocab=VOCABULARY), VOCABULARY)
+SIZE = 16
+HEADS: dict[str, BaseHead] = {
+    "specdec++": AcceptanceHead(hidden_size=SIZE, depth=1),
+    "drawn": ImmediateHead(hidden_size=SIZE, reads=[*FEATURES], decision_points=["drawn"]),
+    "consumed, too": ImmediateHead(hidden_size=SIZE, reads=[*FEATURES]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        *((name, None) for name in STOPPING_RULES if name != "head"),
+        *((name, head) for name in ("head", "cost") for head in HEADS),
+    ],
+)
+def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(
+    name: str, head: str | None, device: None
+) -> None:
+    """With what the rule asks of it, or of a head. Nothing else of a draft is read."""
+    asked = None if head is None else HEADS[head].eval()
+    draft = tiny_llama(0, vocab=VOCABULARY)
+    model = CachedModel(draft, VOCABULARY, capture_hidden=asked is not None)
     never = {"threshold": 0.0 if name in ("confidence", "cumulative") else 1e9}
     fields = STOPPING_RULES[name].model_fields
-    if name in ("logit", "margin", "numbers"):
+    if name in ("logit", "margin", "numbers", "head"):
         never = {"threshold": 1.0}
     given: dict[str, Any] = {**({} if "threshold" not in fields else never)}
     if name == "cost":
@@ -109,7 +129,7 @@ def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(name: str, devi
     def reads(length: int) -> int:
         size = "length" if name == "fixed" else "limit"
         rule = STOPPING_RULES[name].model_validate({**given, size: length})
-        drafter = ChainDrafter(model.sequence(0, SamplingConfig()), rule.start(None), frozenset())
+        drafter = ChainDrafter(model.sequence(0, SamplingConfig()), rule.start(asked), frozenset())
         model.reset()
 
         def draft() -> None:
@@ -127,7 +147,7 @@ def test_a_token_drawn_with_numbers_is_the_token_drawn_without(device: None) -> 
     probs = torch.randn(9000, generator=torch.Generator().manual_seed(0)).softmax(-1)
     for seed in range(20):
         token, numbers = probability.draw_and_read(
-            probs, torch.Generator().manual_seed(seed), lambda q, x: q.index_select(0, x)
+            probs, torch.Generator().manual_seed(seed), lambda x: probs.index_select(0, x)
         )
         assert token == draw_one(probs, torch.Generator().manual_seed(seed))
         assert numbers == (float(probs[token]),)

@@ -17,7 +17,7 @@ import heads.train
 from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead, BaseHead, ImmediateHead
-from heads.config import HeadConfig
+from heads.config import DEFAULT_FEATURES, HeadConfig
 from heads.inputs import (
     FEATURES,
     DecisionPoint,
@@ -27,7 +27,7 @@ from heads.inputs import (
     logits_of_states,
     token_embeddings,
 )
-from heads.judge import COPIED, NumpyJudge, TorchJudge, judge_of
+from heads.judge import TorchJudge, judge_of
 from specdata.lm_head import hidden_states
 from specdata.sampling import SamplingConfig
 from tests.drive_head import VOCABULARY, synthetic_rows, tiny_draft
@@ -43,9 +43,12 @@ class Drawn:
     token: int
     distribution: Tensor
     state: Tensor | None
-    embedding: Tensor | None = None
+    embeddings: Tensor | None = None
     position: int = 0
     since_rejection: int = 0
+
+    def embed(self, ids: Tensor) -> Tensor | None:
+        return None if self.embeddings is None else self.embeddings[ids]
 
 
 def chance(drafted: DraftedTokens) -> Tensor:
@@ -78,8 +81,8 @@ def drawn_tokens(draft: PreTrainedModel, count: int) -> list[Drawn]:
         distribution = distribution.masked_fill(cut, 0.0)
         distribution = distribution / distribution.sum()
         token = int(torch.multinomial(distribution, 1, generator=generator))
-        embedding = token_embeddings(draft, torch.tensor(token))
-        drawn.append(Drawn(token, distribution, state, embedding, len(drawn), 7 + len(drawn)))
+        embeddings = token_embeddings(draft, torch.arange(VOCABULARY))
+        drawn.append(Drawn(token, distribution, state, embeddings, len(drawn), 7 + len(drawn)))
         state = hidden_states(draft, torch.tensor([[token]]), past_key_values=cache)[0, -1]
     return drawn
 
@@ -104,14 +107,10 @@ def test_a_feature_is_the_same_of_a_batch_and_of_a_draft_under_way() -> None:
         lag = int(FEATURES[name].point is DecisionPoint.CONSUMED)
         whole = batch_inputs([name], draft, ids)[name][0]
         assert len(whole) == len(ids)
-        for count in range(1, len(drawn) + 1):
-            inputs = HeadInputs.from_drafted([name], drawn[:count])
-            if count <= lag:
-                assert inputs is None
-                continue
-            assert inputs is not None
+        for number, each in enumerate(drawn[: len(drawn) - lag]):
+            inputs = HeadInputs.from_drawn([name], each, drawn[number + 1] if lag else None)
             torch.testing.assert_close(
-                inputs[name], whole[len(PROMPT) + count - 1 - lag], rtol=1e-4, atol=1e-5
+                inputs[name], whole[len(PROMPT) + number], rtol=1e-4, atol=1e-5
             )
         if FEATURES[name].point is DecisionPoint.BEFORE:
             for number, each in enumerate(drawn):
@@ -126,8 +125,7 @@ def test_places_in_a_draft_are_known_while_drafting_and_not_of_a_sequence() -> N
     draft = tiny_draft().eval()
     drawn, reads = drawn_tokens(draft, 3), ["position", "since_rejection"]
     for count, each in enumerate(drawn):
-        inputs = HeadInputs.from_drafted(reads, drawn[: count + 1])
-        assert inputs is not None
+        inputs = HeadInputs.from_drawn(reads, each)
         assert (int(inputs["position"]), int(inputs["since_rejection"])) == (count, count + 7)
         assert HeadInputs.from_next(reads, each).features == inputs.features
     with pytest.raises(ValueError, match="not known here"):
@@ -165,8 +163,7 @@ def test_numbers_follow_their_definitions(q: list[float]) -> None:
         expected = by_definition(q, token)
         for dtype in (torch.float32, torch.float64):
             drawn = Drawn(token, torch.tensor(q, dtype=dtype), None)
-            inputs = HeadInputs.from_drafted(names, [drawn])
-            assert inputs is not None
+            inputs = HeadInputs.from_drawn(names, drawn)
             found = {name: float(inputs[name]) for name in names}
             assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
         rows = DraftedTokens(  # the same of many tokens at once
@@ -198,9 +195,9 @@ def test_only_what_a_head_reads_is_computed() -> None:
     assert set(inputs.features) == {"hidden"}
     assert inputs["hidden"] is states
     uncaptured = Drawn(1, torch.ones(2) / 2, None)
-    assert HeadInputs.from_drafted(["entropy"], [uncaptured]) is not None
+    assert set(HeadInputs.from_drawn(["entropy"], uncaptured).features) == {"entropy"}
     with pytest.raises(ValueError, match="hidden states are needed and were not captured"):
-        HeadInputs.from_drafted(["hidden"], [uncaptured, uncaptured])
+        HeadInputs.from_drawn(["hidden"], uncaptured, uncaptured)
 
 
 def test_a_head_with_another_feature_goes_from_labels_to_decoding(
@@ -257,14 +254,21 @@ def test_a_head_with_another_feature_goes_from_labels_to_decoding(
 # --- our own head
 
 HIDDEN, EMBEDDING, IDS = 12, 8, 20
-SCALES = {"log_q": (-2.0, 1.5), "margin": (1.0, 2.0), "position": (3.0, 4.0)}
+SCALES = {
+    "log_q": (-2.0, 1.5),
+    "margin": (1.0, 2.0),
+    "position": (3.0, 4.0),
+    "hidden_before": (0.0, 1.5),
+    "hidden": (0.0, 2.5),
+    "embedding": (0.0, 0.5),
+}
 
 
 def make_head(**settings: Any) -> ImmediateHead:
     torch.manual_seed(0)
     sizes = {"hidden_size": HIDDEN, "embedding_size": EMBEDDING, "width": 16}
     head = ImmediateHead(**{**sizes, "reads": [*FEATURES], "scales": SCALES, **settings}).eval()
-    for parameter in head.parameters():  # norms and biases, too, must matter
+    for parameter in head.parameters():  # biases, too, must matter
         torch.nn.init.normal_(parameter, std=0.4)
     return head
 
@@ -281,7 +285,7 @@ def drafted_tokens(seed: int, count: int = 4, dtype: torch.dtype = torch.float32
         q = logits.to(torch.promote_types(dtype, torch.float32)).softmax(-1)
         token = int(torch.multinomial(q, 1, generator=generator))
         state = torch.randn(HIDDEN, generator=generator).to(dtype)
-        drawn.append(Drawn(token, q, state, embeddings[token].to(dtype), place, place + seed))
+        drawn.append(Drawn(token, q, state, embeddings.to(dtype), place, place + seed))
     return drawn
 
 
@@ -326,7 +330,7 @@ def test_a_point_changes_with_what_is_known_then_and_with_nothing_later() -> Non
         torch.testing.assert_close(together[point], alone)
 
 
-def test_numbers_are_standardised_by_the_scales() -> None:
+def test_what_a_head_reads_is_divided_by_its_scales() -> None:
     plain, scaled = make_head(scales=None), make_head()
     features = dict(HeadInputs.of(plain.reads, batch(2), DecisionPoint.CONSUMED).features)
     expected = plain.logits(HeadInputs(features))
@@ -349,7 +353,7 @@ def test_half_precision_inputs_and_autocast_leave_the_arithmetic_in_float32() ->
 def test_what_is_known_at_none_of_its_points_is_left_out() -> None:
     head = make_head(decision_points=["drawn"], reads=["hidden", "hidden_before", "log_q"])
     assert head.reads == ("hidden_before", "log_q")
-    assert "hidden" not in head.norms
+    assert "hidden" not in head.vectors
     with pytest.raises(ValueError, match="judges tokens drawn, not consumed"):
         head.logits(HeadInputs({}, DecisionPoint.CONSUMED))
 
@@ -417,7 +421,8 @@ def test_the_kind_in_the_configuration_decides(tmp_path: Path) -> None:
 
 
 READS = {
-    "all": [name for name in FEATURES if name in COPIED],
+    "all": [*FEATURES],
+    "default": [*DEFAULT_FEATURES],
     "numbers": ["log_q", "log_q_max", "margin", "entropy", "log_mass_above"],
     "vectors": ["hidden_before", "embedding"],
     "some": ["position", "hidden", "since_rejection"],
@@ -429,51 +434,45 @@ READS = {
     [*((name, torch.float32) for name in READS), ("all", torch.float64), ("all", torch.bfloat16)],
 )
 @torch.inference_mode()
-def test_numpy_judges_as_the_head_does(reads: str, dtype: torch.dtype) -> None:
+def test_a_draft_under_way_is_judged_as_the_head_does(reads: str, dtype: torch.dtype) -> None:
     with torch.inference_mode(False):
         head = make_head(reads=READS[reads], depth=2)
-    fast, plain = NumpyJudge(head), TorchJudge(head)
-    compared = 0
+    fast, plain = judge_of(head), TorchJudge(head)
+    assert type(fast) is not TorchJudge
     for seed in range(6):
         drawn = drafted_tokens(seed, dtype=dtype)
-        for count in range(len(drawn) + 1):
-            for point in (DecisionPoint.CONSUMED, DecisionPoint.DRAWN):
-                expected, found = (j.newest(drawn[:count], point) for j in (plain, fast))
-                assert (expected is None) == (found is None) == (count < point)
-                if expected is not None:
-                    compared += 1
+        for number, each in enumerate(drawn):
+            pairs = [(judge.upcoming(each), judge.drawn(each)) for judge in (plain, fast)]
+            assert pairs[1] == pytest.approx(pairs[0], abs=1e-5, rel=1e-5)
+            if number:  # what was kept of the last token, and a token of which nothing is
+                for judged in (each, drawn[number - 1]):
+                    expected, found = (judge.consumed(judged, each) for judge in (plain, fast))
                     assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
-            if count < len(drawn):
-                found = fast.upcoming(drawn[count])
-                assert found == pytest.approx(plain.upcoming(drawn[count]), abs=1e-5, rel=1e-5)
-    assert compared == 6 * (4 + 3)
 
 
-def test_numpy_refuses_what_the_head_refuses() -> None:
-    drawn = drafted_tokens(2)
-    with pytest.raises(ValueError, match="judges tokens drawn, not consumed"):
-        judge_of(make_head(decision_points=["drawn"])).newest(drawn, DecisionPoint.CONSUMED)
+def test_a_judge_refuses_what_the_head_refuses() -> None:
     uncaptured = Drawn(1, torch.ones(3) / 3, None)
     for name in ("hidden_before", "embedding"):
         judge = judge_of(make_head(reads=[name], decision_points=["drawn"]))
         with pytest.raises(ValueError, match="not captured"):
-            judge.newest([uncaptured], DecisionPoint.DRAWN)
+            judge.drawn(uncaptured)
 
 
-def test_a_feature_that_was_added_is_judged_by_the_head_itself(
+def test_a_feature_that_was_added_is_judged_by_its_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(FEATURES, "even", Feature(lambda drafted: 1.0 - drafted.tokens % 2))
     head, drawn = make_head(reads=["even", "log_q"], decision_points=["drawn"]), drafted_tokens(1)
-    inputs = HeadInputs.from_drafted(head.reads, drawn, DecisionPoint.DRAWN)
-    found = judge_of(head).newest(drawn, DecisionPoint.DRAWN)
-    assert found == pytest.approx(float(head.logits(inputs).detach()), abs=1e-5)
+    expected = float(head.logits(HeadInputs.from_drawn(head.reads, drawn[-1])).detach())
+    assert judge_of(head).drawn(drawn[-1]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_other_heads_are_judged_by_themselves() -> None:
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_published_head_is_judged_as_it_does(depth: int) -> None:
     torch.manual_seed(0)
-    head, drawn = AcceptanceHead(hidden_size=HIDDEN).eval(), drafted_tokens(3)
-    judge = judge_of(head)
-    assert judge.newest(drawn[:1], DecisionPoint.CONSUMED) is None
+    head, drawn = AcceptanceHead(hidden_size=HIDDEN, depth=depth).eval(), drafted_tokens(3)
     expected = float(head(drawn[1].state).detach())
-    assert judge.newest(drawn[:2], DecisionPoint.CONSUMED) == pytest.approx(expected, abs=1e-6)
+    judges = judge_of(head), TorchJudge(head)
+    assert type(judges[0]) is not TorchJudge
+    for judge in judges:
+        assert judge.consumed(*drawn[:2]) == pytest.approx(expected, abs=1e-6)

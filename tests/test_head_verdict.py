@@ -148,6 +148,24 @@ def test_a_head_that_knows_more_is_found_better_and_saves_more() -> None:
     assert good.replay[0].rule == "fixed"
 
 
+def test_a_head_that_costs_more_to_ask_saves_less() -> None:
+    test = traces(1)
+    made = [
+        judge_head(
+            synthetic_results(datasets=("alpaca", "gsm8k")),
+            traces(0),
+            test,
+            prompts=[str(i) for i in range(len(test.accept))],
+            question_seconds=lambda fitted, own=question: {"head": own},
+        )
+        for question in (0.0, 0.002)
+    ]
+    free, dear = (each.replay[0].saved.value for each in made)
+    assert dear < free - 0.05, "as much as a draft step"
+    assert "2000 of head microseconds" in made[1].basis()
+    assert (made[0].pays_from, made[1].pays_from) == (0.02, None)
+
+
 def test_without_dev_nothing_is_judged_and_without_test_it_is_said(labels: Dataset) -> None:
     head = AcceptanceHead(hidden_size=16, depth=0).eval()
     made = judged(labels.filter(lambda row: row["split"] == "test"), head)

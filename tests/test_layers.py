@@ -56,7 +56,8 @@ BELOW = {
         "server": "config errors",
         "rollouts": "config errors lm_head models prepack probability prompts sampling "
         "server storage target_states",
-        "labels": "config errors lm_head models prepack probability sampling storage target_states",
+        "labels": "config draft_vocabulary errors lm_head models prepack probability sampling "
+        "storage target_states",
         "logits": "config errors labels lm_head prepack server storage",
         "inspect": "errors models prompts sources storage terminal",
     },

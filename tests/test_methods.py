@@ -35,11 +35,11 @@ def test_a_method_can_be_written_on_the_command_line() -> None:
     flags = [
         "--method",
         "{name: my tree, verifier: traversal, drafter: tree, widths: [2, 2]}",
-        "--method=head h=.5",
+        "--method=head h=.6",
     ]
     plain, tree, rule = parse(flags, "").config.eval.methods
     assert (plain.decoder, tree.name, tree.widths) == ("plain", "my tree", (2, 2))
-    assert rule.stop.threshold == 0.5
+    assert rule.stop.threshold == 0.6
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_vllm_drafts_its_own_number_of_tokens_and_not_what_was_best_in_another_l
     tmp_path: Path,
 ) -> None:
     _, _, serve = steps("publish", "--head", "null", *released(tmp_path, 100))[:3]
-    settings = json.loads(shlex.split(serve.line)[-1])
+    settings = json.loads(shlex.split(serve.line, comments=True)[-1])
     assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
     assert settings["model"] == str(tmp_path / "out" / "release" / "draft")
 

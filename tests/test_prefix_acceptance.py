@@ -22,7 +22,7 @@ READS = ("hidden_before", "embedding", "hidden", "log_q", "position")
 
 
 def immediate(*decision_points: str) -> ImmediateHead:
-    torch.manual_seed(3)
+    torch.manual_seed(4)
     head = ImmediateHead(
         hidden_size=WIDTH, width=8, depth=1, reads=READS, decision_points=decision_points
     ).eval()
@@ -33,15 +33,17 @@ def immediate(*decision_points: str) -> ImmediateHead:
 def tokens(count: int) -> list[DraftedToken]:
     generator = torch.Generator().manual_seed(1)
     q = torch.rand(count, 5, generator=generator).softmax(dim=-1)
-    states, embeddings = torch.randn(2, count, WIDTH, generator=generator)
+    states = torch.randn(count, WIDTH, generator=generator)
+    embeddings = torch.randn(5, WIDTH, generator=generator)
     return [
-        DraftedToken(place % 5, q[place], states[place], embeddings[place], place, 7 + place)
+        DraftedToken(place % 5, q[place], states[place], embeddings.__getitem__, place, 7 + place)
         for place in range(count)
     ]
 
 
 def upcoming(token: DraftedToken) -> UpcomingToken:
-    return UpcomingToken(token.distribution, token.state, token.position, token.since_rejection)
+    known = token.state, token.embed, token.position, token.since_rejection
+    return UpcomingToken(token.distribution, *known)
 
 
 @torch.inference_mode()
@@ -56,9 +58,10 @@ def estimates(head: ImmediateHead, drafted: list[DraftedToken]) -> dict[Decision
         }
         for point in DecisionPoint:
             if point is DecisionPoint.DRAWN:
-                assert token.embedding is not None
+                embedding = token.embed(torch.tensor(token.token))
+                assert embedding is not None
                 q = token.distribution[token.token]
-                features |= {"embedding": token.embedding, "log_q": q.log()}
+                features |= {"embedding": embedding, "log_q": q.log()}
             if point is DecisionPoint.CONSUMED:
                 after = drafted[place + 1].state if place + 1 < len(drafted) else None
                 if after is None:
@@ -127,14 +130,13 @@ def rounds_of(
         length = chance.randint(1, 6)
         noise = 2.0 * torch.randn(6, WIDTH, generator=generator)
         turn = [
-            DraftedToken(t.token, t.distribution, state, t.embedding, t.position)
+            DraftedToken(t.token, t.distribution, state, t.embed, t.position)
             for t, state in zip(drafted[:length], noise, strict=False)
         ]
         accepted, alive = 0, True
-        for place, token in enumerate(turn):
+        for token in turn:
             prefix_acceptance.after(token)
-            inputs = HeadInputs.from_drafted(head.reads, turn[: place + 1], DecisionPoint.DRAWN)
-            assert inputs is not None
+            inputs = HeadInputs.from_drawn(head.reads, token)
             with torch.inference_mode():
                 alive = alive and chance.random() < sigmoid(float(head.logits(inputs)) - shift)
             accepted += alive

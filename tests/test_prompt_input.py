@@ -146,11 +146,12 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
             r"not reached: connect, unset HF_HUB_OFFLINE, or name",
         ),
         (PromptSet("spec-bench"), r"not on the Hub: download it \(`curl -LO https.*`source:`"),
+        (PromptSet("https://a.org/b.jsonl"), r"not on the Hub: download it.*and give the file"),
         (PromptSet("alpaca", "train", 1), r"not reached: connect.*`source:` a local copy"),
     ]
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", range(17))
 def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) -> None:
     wanted, message = bad_sets(tmp_path)[number]
     with pytest.raises(ConfigError, match=message):
@@ -264,7 +265,7 @@ def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(h
         (["[1]"], 1, "must be a JSON object with a `prompt` or `messages` .*list"),
         (['{"prompt": 3}'], 1, "0 of 1 kept; 1 undecodable"),
         (['{"prompt": " .. "}'], 1, "0 of 1 kept; 1 near_empty"),
-        (['{"prompt": "a"}', '{"messages": []}'], 2, "row 2, has no column 'prompt'"),
+        (['{"prompt": "a"}', "", '{"messages": []}'], 2, "row 3, has no column 'prompt'"),
         (['{"messages": []}', '{"prompt": "a"}'], 2, "row 2, has no column 'messages'"),
         ([], 0, "is empty: it must hold prompts"),
     ],

@@ -184,9 +184,9 @@ def test_a_recorded_head_of_any_points_drafts_as_far_as_its_rules_own_object(
         first, n = len(row["prompt_ids"]), len(row["completion_ids"])
         with torch.no_grad():
             states, q = hidden_states(draft, ids)[0], probabilities(draft(ids).logits[0], SAMPLING)
-            embedded = draft.get_input_embeddings()(ids[0])
+            embed = draft.get_input_embeddings()
         tokens = [
-            DraftedToken(int(ids[0, at]), q[at - 1], states[at - 1], embedded[at])
+            DraftedToken(int(ids[0, at]), q[at - 1], states[at - 1], embed)
             for at in range(first, first + n)
         ]
         own = longest_drafts(rule, head, tokens)
@@ -349,6 +349,20 @@ def test_the_command_prints_a_table_and_writes_json(
     for row in stored["rows"][ALL_ROLLOUTS]:
         drafted = row["n_draft"] + row["n_target"]
         assert drafted == pytest.approx(row["tokens"] + row["n_discarded"])
+    assert "were the head asked for nothing: head" in printed
+    assert main([*flags, "--question-share", "0.5"]) == 0
+    dear = json.loads((tmp_path / "replay.json").read_text())
+    assert dear["question_seconds"]["head"] == 0.05
+    # t_d is .1 and t_t 1 where nothing else is said; a question is half a step here.
+    for row in dear["rows"][ALL_ROLLOUTS]:
+        question = dear["question_seconds"].get(row["rule"], 0.0)
+        seconds = (0.1 + question) * row["n_draft"] + row["n_target"]
+        assert row["seconds_per_token"] == pytest.approx(seconds / row["tokens"])
+        asks = question > 0.0
+        saved, free = (
+            row[name]["value"] for name in ("saving_over_best_length", "were_questions_free")
+        )
+        assert (saved < free) == asks
 
 
 @pytest.mark.parametrize(
@@ -357,6 +371,8 @@ def test_the_command_prints_a_table_and_writes_json(
         (["--split", "train"], "no rows of split 'train', only dev, test"),
         (["--head", "x"], "give --draft too"),
         (["--draft-seconds", "0"], "must be positive"),
+        (["--question-share", ".1"], "got 0.1 and no head"),
+        (["--draft", "x", "--head", "x", "--question-share", "-1"], "got -1 and a head"),
     ],
 )
 def test_unusable_arguments_end_with_status_2(

@@ -321,7 +321,7 @@ def test_the_terminal_has_the_answer_and_one_table_that_cuts_nothing(results: Re
     assert "is fastest: " in text
     assert synthetic_verdict().sentence in " ".join(text.split())
     assert len(text.splitlines()) <= 18, "a run's end has 25 lines, its own seven among them"
-    for name in (PLAIN, "fixed-4", "tree-4x2x1", "biased-0.05 †"):
+    for name in (PLAIN, "fixed-4", "tree-4x2x1", "biased-0.05 †", "† biased"):
         assert name in text
     assert "[bold red]x[/]" in printed(renamed(results, "[bold red]x[/]"), 200)
 

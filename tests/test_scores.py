@@ -89,6 +89,18 @@ def test_what_is_not_installed_is_refused_with_the_command(
         check_scores(["bleu"])
 
 
+def evaluation_of(pair: Path, output: Path, **evaluation: Any) -> dict[str, Any]:
+    """The configuration of an evaluation of a pair that is given."""
+    return {
+        "output": str(output),
+        "models": {role: str(pair / role) for role in ("target", "draft")},
+        "rollouts": {"sets": [{"name": "instruct", "split": "train", "count": 2}]},
+        "draft": None,
+        "head": None,
+        "eval": {"max_new_tokens": 8, **evaluation},
+    }
+
+
 @pytest.mark.slow
 def test_an_evaluation_scores_what_has_a_reference_and_goes_on_where_it_stopped(
     trained_pair: Path, tmp_path: Path
@@ -108,23 +120,17 @@ def test_an_evaluation_scores_what_has_a_reference_and_goes_on_where_it_stopped(
         {"prompt": "Name a tree."},
     ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    asked = {
-        "output": str(tmp_path / "run"),
-        "models": {role: str(trained_pair / role) for role in ("target", "draft")},
-        "rollouts": {"sets": [{"name": "instruct", "split": "train", "count": 2}]},
-        "draft": None,
-        "head": None,
-        "eval": {
-            "max_new_tokens": 8,
-            "scores": ["rougeL", "bleu", "exact_match"],
-            "reward_model": str(judge),
-            "sets": [{"name": str(tmp_path / "mine.jsonl"), "count": 3}],
-            "methods": [
-                {"name": "plain", "decoder": "plain"},
-                {"name": "uno", "verifier": "biased_uno", "verifier_args": {"epsilon": 0.5}},
-            ],
-        },
-    }
+    asked = evaluation_of(
+        trained_pair,
+        tmp_path / "run",
+        scores=["rougeL", "bleu", "exact_match"],
+        reward_model=str(judge),
+        sets=[{"name": str(tmp_path / "mine.jsonl"), "count": 3}],
+        methods=[
+            {"name": "plain", "decoder": "plain"},
+            {"name": "uno", "verifier": "biased_uno", "verifier_args": {"epsilon": 0.5}},
+        ],
+    )
     RECIPE.main(build(asked))
     folder = tmp_path / "run" / "eval"
     results = read_results(folder / "results.json")
@@ -152,7 +158,7 @@ def test_an_evaluation_scores_what_has_a_reference_and_goes_on_where_it_stopped(
     again = read_results(folder / "results.json")
     assert [run.scores for run in again.runs] == [run.scores for run in results.runs]
 
-    asked["eval"]["sets"] = [{"name": "instruct", "count": 2}]  # type: ignore[index]
-    asked["eval"]["folder"] = "eval-other"  # type: ignore[index]
+    asked["eval"]["sets"] = [{"name": "instruct", "count": 2}]
+    asked["eval"]["folder"] = "eval-other"
     with pytest.raises(ConfigError, match="no prompt of instruct has one: give rows a column"):
         RECIPE.main(build(asked))

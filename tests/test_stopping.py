@@ -9,8 +9,6 @@ import pytest
 import torch
 from pydantic_core import PydanticUndefined
 
-from eval.analysis import optimal_stopping
-from eval.analysis.optimal_stopping import AcceptanceChain, Costs
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import (
     STOPPING_RULES,
@@ -28,6 +26,8 @@ from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
 from specdata.config import read_config
 from specdata.errors import ConfigError
+from tests import optimal_stopping
+from tests.optimal_stopping import AcceptanceChain, Costs
 from tests.tiny import tiny_llama
 
 COSTS = {"draft_seconds": 0.3, "token_seconds": 1.0}

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eval.drafting.stopping import (
     STOPPING_RULES,
@@ -39,6 +40,7 @@ ADAPTIVE = [
     if "chain" in spec.takes and spec.lossless and not spec.residual_persists
 ]
 CHANCE = np.random.default_rng(0)
+READS = ("hidden_before", "embedding", "hidden", "log_q")
 NETWORK = Network(tuple(CHANCE.normal(size=shape) for shape in SHAPES))
 COSTS = {"draft_seconds": 0.25, "token_seconds": 1.0}
 # Thresholds at which the tables below give drafts of several lengths.
@@ -84,12 +86,15 @@ EMBEDDINGS = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(3))
 def head_of(name: str) -> BaseHead | None:
     if not name.startswith(("head", "cost")):
         return None
-    torch.manual_seed(5)
+    torch.manual_seed(5 if "specdec++" in name else 13)
     head: BaseHead = (
         AcceptanceHead(hidden_size=WIDTH, depth=1, rejection_weight=6.0)
         if "specdec++" in name
-        else ImmediateHead(hidden_size=WIDTH, width=8, depth=1)
+        else ImmediateHead(hidden_size=WIDTH, width=8, depth=1, reads=READS)
     )
+    if isinstance(head, ImmediateHead):
+        for layer in head.vectors.values():
+            torch.nn.init.normal_(cast(nn.Linear, layer).weight)
     torch.nn.init.normal_(head.output.weight, std=1.5)
     return head.eval()
 
@@ -114,11 +119,12 @@ def at_work(name: str) -> ActiveRule:
 
 
 def upcoming(path: Path) -> UpcomingToken:
-    return UpcomingToken(Q[path], STATES[path], len(path), len(path))
+    return UpcomingToken(Q[path], STATES[path], EMBEDDINGS.__getitem__, len(path), len(path))
 
 
 def drafted(path: Path, token: int) -> DraftedToken:
-    return DraftedToken(token, Q[path], STATES[path], EMBEDDINGS[token], len(path), len(path))
+    embed = EMBEDDINGS.__getitem__
+    return DraftedToken(token, Q[path], STATES[path], embed, len(path), len(path))
 
 
 def drafts(rule: ActiveRule, *, drop: bool = False) -> Iterator[tuple[Path, float]]:

@@ -20,7 +20,7 @@ from eval.drafting.stopping.recorded import Reals, RecordedTokens
 from eval.rounds import Round
 from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
-from heads.inputs import DecisionPoint, HeadInputs
+from heads.inputs import HeadInputs
 from specdata.config import read_config
 from specdata.errors import ConfigError
 from tests.test_acceptance import labeller
@@ -115,13 +115,10 @@ def test_the_network_reads_the_same_numbers_in_decoding_and_replay() -> None:
     distributions = torch.tensor(chance.dirichlet([0.4] * 6, 24))
     tokens = [DraftedToken(int(q.multinomial(1)), q, None) for q in distributions]
     features = [
-        HeadInputs.from_drafted(
-            ("margin", "entropy", "log_mass_above"), [token], DecisionPoint.DRAWN
-        )
-        for token in tokens
+        HeadInputs.from_drawn(("margin", "entropy", "log_mass_above"), token) for token in tokens
     ]
     margin, entropy, above = (
-        np.array([[float(each[name]) for each in features if each]])
+        np.array([[float(each[name]) for each in features]])
         for name in ("margin", "entropy", "log_mass_above")
     )
     lengths = rule.recorded_lengths(

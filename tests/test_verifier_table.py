@@ -24,8 +24,9 @@ from eval.analysis.verifier_table import (
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
+from eval.measuring.records import PromptRecord
 from eval.measuring.results import ENOUGH
-from eval.reporting.verifiers import best, fold, of_all
+from eval.reporting.verifiers import answer, best, fold, of_all
 from eval.verifiers import VERIFIERS
 from recipes.verifiers import main
 from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
@@ -98,6 +99,46 @@ def test_a_place_counts_by_how_a_round_ends_there_and_a_call_emits_what_its_verd
         assert found["kseq"].weight[index] == pytest.approx(wanted, abs=1e-9)
         checked += 1
     assert checked > 10
+
+
+@pytest.mark.parametrize(
+    "kind", ["chain of 4", "2 paths of 4", "tree 2x2x1, distinct", "4 siblings, greedy"]
+)
+def test_a_large_vocabulary_is_enumerated_over_a_smaller_one_with_the_same_counts(
+    kind: str,
+) -> None:
+    target, draft = (tiny_llama(1, vocab=6000) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weights, size in ((target.lm_head.weight, 0.8), (draft.lm_head.weight, 0.2)):
+            weights += size * torch.randn(weights.shape, generator=generator)
+        draft.lm_head.weight += target.lm_head.weight - draft.lm_head.weight.mean()
+    settings, references = KINDS[kind]
+    own = [
+        Enumerated(VERIFIERS[name].make(**given), end_ids(target))
+        for name, given in rows_of(kind, SamplingConfig())
+        if "alphabet" not in given
+    ]
+    config = DecodeConfig(verifier=references[0], **settings)
+    used = [each.verifier for each in own[: len(references)]]
+    starts = drafted(
+        target, draft, tiny_prompts(2), config, references=used, max_new_tokens=6, size=2
+    )
+    rounds = [place.here for place in starts if len(place.here.tree)]
+    most = 0.0
+    for here in rounds:
+        assert here.compact.target.shape[-1] < 1200
+        for each in own:
+            _, accepted, chance = each(here)
+            whole = [0.0, 0.0]
+            for weight, end in each.verifier.outcomes(here.tree, here.target):
+                path = here.paths[end.node]
+                whole[0] += weight * len(path)
+                if path == here.paths[here.node]:
+                    whole[1] += weight * float(end.distribution[here.token])
+            assert (accepted, chance) == pytest.approx(whole, abs=2e-3), each.verifier.name
+            most = max(most, accepted)
+    assert most > 0.4, "drafts that are never accepted would show nothing"
 
 
 @pytest.mark.exhaustive
@@ -173,13 +214,43 @@ def test_rows_of_one_law_are_one_figure_because_they_are_at_the_same_places() ->
         assert rows[one].expected_tokens.value == pytest.approx(tokens, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_where_no_place_of_a_set_weighs_there_is_no_ceiling() -> None:
+    """Set b is one prompt, whose places among the few that have an optimum weigh nothing."""
+    prompts = [("ba"[min(1, n)], prompt) for n, prompt in enumerate(tiny_prompts(6))]
+    measured = Measured(*TINY, prompts, SamplingConfig(), seed=9, max_new_tokens=8)
+    rows = [row for row in verifier_rows("4 siblings", measured, 0.0) if row.dataset == "b"]
+    assert {row.ceiling for row in rows} == {None}
+
+
+def test_speeds_are_predicted_from_the_times_of_drafts_of_the_same_shape() -> None:
+    def record(rounds: int, nodes: int, forwards: int, each: float, extra: float) -> PromptRecord:
+        draft, target = forwards * each, rounds * 0.01 + nodes * 0.0005
+        seconds = draft + target + rounds * extra
+        counts = (rounds, nodes, nodes - rounds, rounds, nodes, [], [], [], forwards)
+        return PromptRecord(
+            "p", 2 * rounds, "length", *counts, seconds, draft, target, rounds * extra
+        )
+
+    plain = [record(20, 0, 0, 0.0, 0.0)]
+    chains = [record(9, 36, 36, 0.001, 0.0002), record(5, 40, 40, 0.001, 0.0002)]
+    trees = [record(6, 60, 18, 0.002, 0.0005)]
+    times = Times.of(plain, chains, trees)
+    for branches, (own, extra) in enumerate(((0.001, 0.0002), (0.002, 0.0005))):
+        mine = times[bool(branches)]
+        made = (mine.plain, mine.round, mine.forward, mine.node)
+        assert made == pytest.approx((0.005, 0.01 + extra, own, 0.0005))
+    assert Times.of(plain, chains, [])[True].forward == times[False].forward
+    assert Times.of([], chains, trees) == {}
+
+
 def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path: Path) -> None:
     measured = Measured(
         tiny_llama(1, vocab=12),
         tiny_llama(4, vocab=12),
         [(name, torch.tensor([0, 2 + index])) for name in ("a", "b") for index in range(4)],
         SamplingConfig(),
-        Times(plain=0.01, round=0.012, forward=0.001, node=0.0001),
+        dict.fromkeys((False, True), Times(plain=0.01, round=0.012, forward=0.001, node=0.0001)),
         {"mine": DecodeConfig("block", length=4)},
         max_new_tokens=8,
     )
@@ -204,6 +275,10 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path
     assert page is not None
     assert len(page.rows) == len(of_all(rows))
     assert best(rows).name in page.sentence
+    assert "apart" not in page.sentence
+    wide = {"expected_tokens": Interval(best(rows).expected_tokens.value, 1.0, 9.0)}
+    unsure = [row.model_copy(update=wide) if row is best(rows) else row for row in rows]
+    assert "do not tell them apart" in answer(unsure)
 
 
 def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
@@ -219,6 +294,7 @@ def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
     assert "| chain of 4 | block |" in said
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"verifiers.md", "verifiers.json", "verifiers.png"}
+    assert main([*pair, "--prompts", "maths", "--count", "1", *small]) == 0, "a set by its name"
     assert main([*pair, "--prompts", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
     prompts.write_text('{"prompt": "' + "far too long " * 5_000 + '"}\n')

@@ -232,8 +232,8 @@ def closes(rule: Counts, rival: Counts, best: Counts, times: Times) -> Interval:
 
 def together(counts: Sequence[Counts]) -> Counts:
     """Those of several seeds on the same rollouts, one after the other."""
-    fields = [asdict(each) for each in counts]
-    return Counts(**{name: np.concatenate([f[name] for f in fields]) for name in fields[0]})
+    names = ("tokens", "n_target", "n_draft", "n_discarded")
+    return Counts(*(np.concatenate([getattr(each, name) for each in counts]) for name in names))
 
 
 def figures(interval: Interval) -> dict[str, float]:

@@ -95,9 +95,12 @@ ABLATION = (
     *(Variant(f"without {name}", _without(name)) for name in SHIPPED.features if name in NUMBERS),
     Variant("with the position in the draft", _with("position"), replayed=False),
     Variant("with tokens since the last rejection", _with("since_rejection"), replayed=False),
-    Variant("also asked before drawing", {"decision_points": ("before", "drawn", "consumed")}),
-    Variant("one stage: as drawn alone", {"decision_points": ("drawn",)}),
-    Variant("one token late: as consumed alone", {"decision_points": ("consumed",)}),
+    Variant("with the other numbers", _with("log_q_max", "margin", "entropy", "log_mass_above")),
+    Variant("also asked before drawing", {"decision_points": ("before", "drawn")}),
+    Variant("also as consumed", {"decision_points": ("drawn", "consumed"), **_with("hidden")}),
+    Variant(
+        "one token late: as consumed alone", {"decision_points": ("consumed",), **_with("hidden")}
+    ),
     Variant(
         "the state after the token alone, one token late",
         {"decision_points": ("consumed",), "features": ("hidden",)},
@@ -106,10 +109,9 @@ ABLATION = (
     Variant("drawn outcomes as labels", rows=drawn_labels),
     ALONE,
     Variant("mixed context (.15)", {"mixing": 0.15}),
-    Variant("no block", {"depth": 0}),
-    Variant("4 blocks", {"depth": 4}),
-    Variant("half the width", {"width": 64}),
-    Variant("twice the width", {"width": 256}),
+    Variant("a layer more", {"depth": 1}),
+    Variant("half the width", {"width": 32}),
+    Variant("four times the width", {"width": 256}),
     PUBLISHED,
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,28 +36,19 @@ POINTS = 32
 """Of the quadrature over rejected candidates."""
 
 
-def recursive(p: Tensor, q: Tensor, k: int) -> float:
-    """Recursive rejection with replacement (SpecInfer; MCSD, Alg. 1): 1 - prod_k TV(p^k, q)."""
-    return float(_after(p, q, k, None))
+def recursive(p: Tensor, q: Tensor, k: int, *, distinct: bool = False) -> float:
+    """Recursive rejection (SpecInfer; MCSD, Alg. 1): 1 - prod_k TV(p^k, q).
 
-
-def recursive_distinct(p: Tensor, q: Tensor, k: int) -> float:
-    """Recursive rejection without replacement (MCSD, Alg. 2).
-
-    Exact given the candidates that are rejected; their average is a quadrature of `POINTS` points
-    (Sobol), since there is no product form.
+    Of distinct candidates (MCSD, Alg. 2) it is exact given those that are rejected; their average
+    is a quadrature of `POINTS` points (Sobol), since there is no product form.
     """
-    sobol = torch.quasirandom.SobolEngine(max(1, k - 1))  # type: ignore[no-untyped-call]
-    points = sobol.draw(POINTS, dtype=torch.float64)
-    return float(_after(p, q, k, points + 0.5 / POINTS).mean())
-
-
-def _after(p: Tensor, q: Tensor, k: int, uniforms: Tensor | None) -> Tensor:
-    """Acceptance of the first k, (C,), given the uniforms (C, k - 1) that draw the rejected."""
-    count = 1 if uniforms is None else len(uniforms)
-    p, q = (each.double().expand(count, -1) for each in (p, q))
+    uniforms = None
+    if distinct:
+        sobol = torch.quasirandom.SobolEngine(max(1, k - 1))  # type: ignore[no-untyped-call]
+        uniforms = sobol.draw(POINTS, dtype=torch.float64) + 0.5 / POINTS
+    p, q = (each.double().expand(POINTS if distinct else 1, -1) for each in (p, q))
     p, q = (each / each.sum(dim=-1, keepdim=True) for each in (p, q))
-    return overlap(p, scales(p, q, uniforms, k)[:, -1:] * q)
+    return float(overlap(p, scales(p, q, uniforms, k)[:, -1:] * q).mean())
 
 
 def naive(p: Tensor, q: Tensor, k: int) -> float:
@@ -102,23 +94,12 @@ def likeliest(p: Tensor, q: Tensor, k: int) -> float:
     return float(p[q.topk(k).indices].sum())
 
 
-def optimum(p: Tensor, q: Tensor, k: int) -> float:
-    """The most that any rule accepts of iid candidates."""
-    return optimal_acceptance(p, q, k)
-
-
-def optimum_distinct(p: Tensor, q: Tensor, k: int) -> float:
-    """The most that any rule accepts of candidates drawn without replacement."""
-    return optimal_acceptance(p, q, k, "distinct")
-
-
 RULES: dict[str, Callable[..., float]] = {
-    "optimum": optimum,
-    "optimum_distinct": optimum_distinct,
+    "optimum": optimal_acceptance,
     "importance": importance,
     "kseq": k_seq,
     "rrs": recursive,
-    "rrs_wor": recursive_distinct,
+    "rrs_wor": partial(recursive, distinct=True),
     "naive": naive,
     "likeliest": likeliest,
 }
@@ -143,7 +124,6 @@ def target_texts(
     *,
     max_new_tokens: int,
     seed: int,
-    batch: int = 16,
 ) -> list[dict[str, Any]]:
     """Texts of the target alone: rows with `prompt_ids`, `completion_ids`, `example_id`, `set`."""
     decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig(**asdict(sampling)))
@@ -151,7 +131,7 @@ def target_texts(
         [torch.tensor(prompt.ids) for prompt in prompts],
         max_new_tokens=max_new_tokens,
         generators=[generator_for(seed, "texts", prompt.example_id) for prompt in prompts],
-        size=batch,
+        size=16,
     )
     return [
         {
@@ -170,10 +150,8 @@ def values_along(
     row: Mapping[str, Any],
     functions: Sequence[Callable[[Tensor, Tensor], float | list[float]]],
     *,
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    sampling: SamplingConfig,
-    draft_sampling: SamplingConfig,
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    samplings: tuple[SamplingConfig, SamplingConfig],
     positions: int,
 ) -> NDArray[np.float64]:
     """Functions of p and q, both (V,), at positions of a text.
@@ -181,10 +159,8 @@ def values_along(
     Args:
         row: `prompt_ids` and `completion_ids`.
         functions: each gives a number, or several; F in all.
-        target: the model of p.
-        draft: the model of q.
-        sampling: how p is made of logits.
-        draft_sampling: how q is.
+        models: of p and q.
+        samplings: how p is made of logits, and how q.
         positions: how many, evenly over the completion; all, if it has fewer.
 
     Returns:
@@ -194,9 +170,9 @@ def values_along(
     count = min(positions, len(completion))
     chosen = torch.linspace(0, len(completion) - 1, count).round().long() + len(prompt) - 1
     ids = torch.tensor([[*prompt, *completion][:-1]])
-    both = [model(ids.to(model.device)).logits[0].cpu()[chosen] for model in (target, draft)]
-    p = probabilities(both[0].double(), sampling)
-    q = probabilities(to_vocabulary(both[1].double(), p.shape[-1]), draft_sampling)
+    both = [model(ids.to(model.device)).logits[0].cpu()[chosen] for model in models]
+    p = probabilities(both[0].double(), samplings[0])
+    q = probabilities(to_vocabulary(both[1].double(), p.shape[-1]), samplings[1])
     pairs = zip(p, q, strict=True)
     return np.array([np.hstack([function(*pair) for function in functions]) for pair in pairs])
 

@@ -48,8 +48,7 @@ DEVIATION = 1e-9
 LEVEL, POWER = 1e-3, 0.9
 """A sound decoder fails the two-sample test once in 1 / LEVEL times; power is stated for POWER."""
 POSITIONS, CONTEXT = 4, 32
-"""Positions that are enumerated, and tokens before each: a verifier sees nothing of their number.
-"""
+"""Positions that are enumerated, and tokens before each, whose number a verifier does not see."""
 GREEDY_TEXTS, BATCH = 4, 16
 """Texts that are compared, and sequences that are decoded at a time."""
 BINS = 4
@@ -96,8 +95,7 @@ class Certified(Strict):
     @property
     def is_exact(self) -> bool:
         """True if nothing speaks against it."""
-        enumerated, sampled = self.total_variation <= DEVIATION, self.p_value >= LEVEL
-        return enumerated and sampled and not self.bugs
+        return self.total_variation <= DEVIATION and self.p_value >= LEVEL and not self.bugs
 
 
 def sentence(found: Sequence[Certified]) -> str:
@@ -134,16 +132,8 @@ def laws_after(
     """The laws of target and draft after a context and after everything that may be drafted there.
 
     After every sequence of outcomes, 0 to `likeliest` - 1 are the tokens that both models together
-    find likeliest there, and the last is all others, continued as the likeliest of them.
-
-    Args:
-        pair: the target and the draft.
-        context: token ids before the position.
-        sampling: the distribution of both models.
-        likeliest: tokens with an outcome of their own.
-
-    Returns:
-        The `DEPTH` + 1 laws of each model.
+    find likeliest there, and the last is all others, continued as the likeliest of them. Of each
+    model `DEPTH` + 1 laws.
     """
     vocabulary = pair[0].config.get_text_config().vocab_size
     count, last = min(likeliest + 1, vocabulary), torch.tensor([-1])
@@ -175,13 +165,8 @@ def output_deviation(verifier: Verifier, p: Laws, q: Laws, kind: str) -> float:
     """Total variation between what follows a position under a verifier and under the target.
 
     One round emits up to `DEPTH` + 1 tokens; where it emits fewer, plain sampling adds the rest.
-
-    Args:
-        verifier: the acceptance rule.
-        p: the target's laws there, as of `laws_after`.
-        q: the draft's.
-        kind: the drafts' `DraftTree.kind`: a chain of `DEPTH` tokens, or `WIDTH` paths of as many,
-            or a tree with `WIDTH` candidates and one after each.
+    The laws are those of `laws_after`. By `kind` (`DraftTree.kind`) a draft is a chain of `DEPTH`
+    tokens, or `WIDTH` paths of as many, or a tree with `WIDTH` candidates and one after each.
     """
     following = [p[1].unsqueeze(-1) * p[2], p[2], torch.ones_like(p[2])]
     joint = torch.zeros_like(p[2])
@@ -190,10 +175,10 @@ def output_deviation(verifier: Verifier, p: Laws, q: Laws, kind: str) -> float:
         for chance, end in verifier.outcomes(tree, rows):
             prefix, mass = prefixes[end.node], weight * chance
             if verifier.residual_persists:
-                for token, share in _support(end.distribution):
-                    after = verifier.after(tree, rows, end, token)
-                    sequence = (*prefix, token)
-                    joint[sequence] += mass * share * _without_drafts(after, sequence, p, q)
+                for token in end.distribution.nonzero().flatten().tolist():
+                    after, sequence = verifier.after(tree, rows, end, token), (*prefix, token)
+                    rest = _without_drafts(after, sequence, p, q)
+                    joint[sequence] += mass * end.distribution[token] * rest
             else:
                 rest = following[len(prefix)][prefix]
                 first = end.distribution.view(-1, *[1] * (rest.dim() - 1))
@@ -209,14 +194,10 @@ def _without_drafts(verifier: Verifier, sequence: Prefix, p: Laws, q: Laws) -> T
     tree = DraftTree.chain(torch.zeros(0, dtype=torch.long), row[:0], tail)
     law = torch.zeros_like(p[2][sequence])
     for chance, end in verifier.outcomes(tree, row):
-        for token, share in _support(end.distribution):
-            after = verifier.after(tree, row, end, token)
-            law[token] += chance * share * _without_drafts(after, (*sequence, token), p, q)
+        for token in end.distribution.nonzero().flatten().tolist():
+            rest = _without_drafts(verifier.after(tree, row, end, token), (*sequence, token), p, q)
+            law[token] += chance * end.distribution[token] * rest
     return law
-
-
-def _support(distribution: Tensor) -> list[tuple[int, float]]:
-    return [(token, share) for token, share in enumerate(distribution.tolist()) if share > 0]
 
 
 def _drawn(p: Laws, q: Laws, kind: str, rng: Rng) -> tuple[DraftTree, list[Prefix]]:
@@ -274,25 +255,15 @@ def count_cells(
     A token's place is its randomised rank in the target's distribution given all before it, tokens
     ordered by q/p: a verifier that accepts too much moves it up. Under plain sampling places are
     independent and uniform whatever the target (Rosenblatt's transformation), so cells are equally
-    likely and pairs of tokens independent samples.
-
-    Args:
-        pair: the target and the draft.
-        texts: prompts (T,) and what was decoded after them (n,).
-        sampling: the distribution of both models.
-        generator: breaks ties.
-
-    Returns:
-        (BINS^2,) counts.
+    likely and pairs of tokens independent samples. Texts are prompts (T,) with what was decoded
+    after them (n,); the generator breaks ties. Returns (BINS^2,).
     """
     vocabulary = pair[0].config.get_text_config().vocab_size
     counts = np.zeros(BINS**2, dtype=np.int64)
     for prompt, new in texts:
         ids = torch.cat([prompt, new])[:-1]
-        places = torch.arange(len(prompt) - 1, len(ids))
-        p, q = (
-            distributions(model, ids, places, sampling, vocabulary).double().cpu() for model in pair
-        )
+        at = torch.arange(len(prompt) - 1, len(ids))
+        p, q = (distributions(each, ids, at, sampling, vocabulary).double().cpu() for each in pair)
         ratio = torch.where(p > 0, q / p, torch.inf)
         own = ratio.gather(-1, new.unsqueeze(-1))
         below, equal = (p * (ratio < own)).sum(-1), (p * (ratio == own)).sum(-1)
@@ -306,17 +277,11 @@ def count_cells(
 def two_sample_test(
     decoded: NDArray[np.int64], plain: NDArray[np.int64]
 ) -> tuple[float, float, float]:
-    """Pearson's chi-square test that two counts of cells are of one distribution.
+    """Pearson's chi-square test that n and m samples, counted in cells, are of one distribution.
 
     A bias that moves the distribution of the equally likely cells by a total variation of d has a
-    noncentrality of at least 4 d^2 n m / (n + m), by Cauchy-Schwarz, however it is spread.
-
-    Args:
-        decoded: counts of n samples.
-        plain: counts of m samples.
-
-    Returns:
-        The statistic, its p-value, and the d that is seen at `LEVEL` with power `POWER`.
+    noncentrality of at least 4 d^2 n m / (n + m), by Cauchy-Schwarz, however it is spread. Returns
+    the statistic, its p-value, and the d that is seen at `LEVEL` with power `POWER`.
     """
     both = np.stack([decoded, plain])
     found = chi2_contingency(both[:, both.sum(0) > 0], correction=False)
@@ -392,15 +357,16 @@ def certify(
         with warnings.catch_warnings():  # greedy texts need no calibrated head
             warnings.simplefilter("ignore", OtherSamplingWarning)
             greedy = replace(experiment, sampling=SamplingConfig(0.0)).decoder(method)
-        unused = torch.Generator()
+
+        def decoded(prompt: Tensor) -> Tensor:
+            return greedy.generate(
+                prompt, max_new_tokens=max_new_tokens, generator=torch.Generator()
+            ).tokens
+
         (compared,) = compare_sequences(
             pair[0],
             prompts[:: -(-len(prompts) // GREEDY_TEXTS)],
-            {
-                method.name: lambda prompt: (
-                    greedy.generate(prompt, max_new_tokens=max_new_tokens, generator=unused).tokens
-                )
-            },
+            {method.name: decoded},
             max_new_tokens=max_new_tokens,
         )
         return Certified(

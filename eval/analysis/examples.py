@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,45 +26,37 @@ Record = dict[str, Any]
 def accepted_lengths(
     p: Sequence[float], q: Sequence[float], lengths: Sequence[int]
 ) -> list[Record]:
-    """E[tau] of one block where every token is drawn alike (Sun et al., sections 1 and 3).
-
-    Args:
-        p: the target's distribution at every position.
-        q: the draft's.
-        lengths: L of each record.
-    """
+    """E[tau] of one block of each length, every token of law p or q (Sun et al., section 1)."""
     target, draft = (torch.tensor(row, dtype=torch.float64) for row in (p, q))
-    verifiers: dict[str, Callable[[theory.Model, theory.Model, int], float]] = {
+    verifiers = {
         "token": theory.token_accepted,
         "block": theory.block_accepted,
         "greedy_block": theory.greedy_block_accepted,
     }
+    of_p, of_q = (lambda _: target), (lambda _: draft)
     return [
-        {"verifier": name, "length": length, "accepted": accepted}
+        {"verifier": name, "length": length, "accepted": formula(of_p, of_q, length)}
         for length in lengths
         for name, formula in verifiers.items()
-        for accepted in [formula(lambda _: target, lambda _: draft, length)]
     ]
 
 
 def bernoulli(p: Sequence[float], q: float, lengths: Sequence[int]) -> list[Record]:
-    """E[tau] for Ber(p) against Ber(q) (Sun et al. v1, Figure 2).
-
-    Args:
-        p: chances of the target.
-        q: chance of the draft.
-        lengths: L of each record.
-    """
+    """E[tau] for Ber(p), of each p, against Ber(q) (Sun et al. v1, Figure 2)."""
     curves = {
         "token": theory.bernoulli_token_accepted,
         "block (v1)": theory.bernoulli_greedy_block_accepted,
     }
     return [
-        {"target": f"Ber({chance:g})", "verifier": name, "length": length, "accepted": value}
+        {
+            "target": f"Ber({chance:g})",
+            "verifier": name,
+            "length": length,
+            "accepted": curve(chance, q, length),
+        }
         for chance in p
         for length in lengths
         for name, curve in curves.items()
-        for value in [curve(chance, q, length)]
     ]
 
 
@@ -72,11 +65,7 @@ def markov_chains(
 ) -> tuple[Tensor, Tensor, theory.Model, theory.Model]:
     """Two random chains whose transitions change with the position (Yin et al., section 5).
 
-    Args:
-        vocabulary: V.
-        horizon: T.
-        spread: of the draft's logits around the target's, which are standard normal.
-        seed: of both.
+    The target's logits are standard normal, the draft's lie around them with the given spread.
 
     Returns:
         p and q, (T, V + 1, V), row V for the first token, and the same as models.
@@ -98,14 +87,8 @@ def rejections(
 ) -> list[Record]:
     """Rejections of token verification, the mean of simulated runs and Theorem 1 (Yin et al.).
 
-    Drafts run to the end of the horizon, and a rejection is corrected, as in the paper.
-
-    Args:
-        vocabulary: V.
-        horizon: T.
-        spread: as in `markov_chains`.
-        runs: after how many runs there is a record.
-        seed: of the chains and of the runs.
+    Of `markov_chains`, after each number of runs. Drafts run to the end of the horizon, and a
+    rejection is corrected, as in the paper.
     """
     p, q, of_p, of_q = markov_chains(vocabulary, horizon, spread, seed)
     exact = float(theory.expected_rejections(of_p, of_q, horizon, memory=1).sum())
@@ -114,46 +97,35 @@ def rejections(
     for _ in range(max(runs)):
         done, last, rejected = 0, vocabulary, 0
         while done < horizon:
-            tokens, contexts = [], [last]
-            for rows, point in zip(
-                reaching[done:], torch.rand(horizon, generator=generator).tolist(), strict=False
-            ):
-                tokens.append(min(bisect(rows[contexts[-1]], point), vocabulary - 1))
-                contexts.append(tokens[-1])
+            contexts = [last]
+            points = torch.rand(horizon, generator=generator).tolist()
+            for rows, point in zip(reaching[done:], points, strict=False):
+                contexts.append(min(bisect(rows[contexts[-1]], point), vocabulary - 1))
+            before, tokens = torch.tensor(contexts[:-1]), torch.tensor(contexts[1:])
             steps = torch.arange(done, horizon)
-            drafted = q[steps, torch.tensor(contexts[:-1])]
-            target = p[steps, torch.tensor(contexts[:-1])]
             # After a whole draft nothing is left to generate: its bonus token is not used.
-            target = torch.cat([target, target[-1:]])
-            tree = DraftTree.chain(torch.tensor(tokens), drafted)
-            out = verifier.draw(tree, target, generator)
-            accepted = len(out.nodes)
-            done, last = done + accepted + 1, out.token
-            rejected += accepted < len(tokens)
-        counts.append(float(rejected))
-    every = torch.tensor(counts, dtype=torch.float64).numpy()
+            target = torch.cat([p[steps, before], p[-1:, before[-1]]])
+            out = verifier.draw(DraftTree.chain(tokens, q[steps, before]), target, generator)
+            rejected += len(out.nodes) < len(tokens)
+            done, last = done + len(out.nodes) + 1, out.token
+        counts.append(rejected)
+    every = np.array(counts, dtype=np.float64)
     records: list[Record] = []
     for count in runs:
         mean = Interval.of(resamples(count) @ every[:count] / count)
         rows = [("simulated", mean.value, asdict(mean)), ("Theorem 1", exact, exact)]
         for by, value, figure in rows:
-            records.append(
-                {"runs": count, "by": by, "rejections": figure, "speedup": horizon / value}
-            )
+            record = {"runs": count, "by": by, "rejections": figure, "speedup": horizon / value}
+            records.append(record)
     return records
 
 
 def batches(
     vocabulary: int, horizon: int, spread: float, responses: Sequence[int], seed: int
 ) -> list[Record]:
-    """Rejections of batch verification over M, and the limit of many (Yin et al., Theorem 3).
+    """Rejections of batch verification over each M, and the limit of many (Yin et al., Theorem 3).
 
-    Args:
-        vocabulary: V.
-        horizon: T.
-        spread: as in `markov_chains`.
-        responses: M of each record.
-        seed: of the chains.
+    Of `markov_chains`.
     """
     *_, p, q = markov_chains(vocabulary, horizon, spread, seed)
     limit = float(theory.batch_rejections(p, q, horizon, None, memory=1).sum())
@@ -166,13 +138,7 @@ def batches(
 
 
 def tradeoff(p: Sequence[float], q: Sequence[float], epsilons: Sequence[float]) -> list[Record]:
-    """Rejection against bias at one position (Yin et al., Theorems 4 and 5).
-
-    Args:
-        p: (V,) the target's distribution.
-        q: (V,) the draft's.
-        epsilons: over-acceptance of each record.
-    """
+    """Rejection against bias at one position by over-acceptance (Yin et al., Theorems 4 and 5)."""
     target, draft = (torch.tensor(row, dtype=torch.float64) for row in (p, q))
     records = []
     for epsilon in epsilons:

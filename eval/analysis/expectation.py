@@ -57,16 +57,18 @@ class Counts:
         n_target: rounds, each one forward of the target.
         n_draft: drafted tokens.
         n_discarded: drafted tokens that were not accepted.
+        question: seconds of asking the rule about a drafted token.
     """
 
     tokens: Reals
     n_target: Reals
     n_draft: Reals
     n_discarded: Reals
+    question: float = 0.0
 
     def seconds(self, draft_seconds: float, target_seconds: float) -> Reals:
-        """(R,) t_d N_draft + t_t N_target, in seconds."""
-        return draft_seconds * self.n_draft + target_seconds * self.n_target
+        """(R,) (t_d + the question) N_draft + t_t N_target, in seconds."""
+        return (draft_seconds + self.question) * self.n_draft + target_seconds * self.n_target
 
     def seconds_per_token(self, draft_seconds: float, target_seconds: float) -> float:
         """The same of all rollouts together, for one emitted token."""
@@ -125,7 +127,6 @@ def dinkelbach(
     *,
     draft_seconds: float,
     target_seconds: float,
-    steps: int = 16,
 ) -> tuple[Counts, float]:
     """Expected counts of a rule that depends on lambda, the time per token that it itself achieves.
 
@@ -136,13 +137,12 @@ def dinkelbach(
         lengths: lambda in seconds -> (R, N) tokens drafted from each position.
         draft_seconds: t_d.
         target_seconds: t_t, where lambda starts.
-        steps: most iterations.
 
     Returns:
         The counts of the best step and its lambda.
     """
     seconds, best = target_seconds, None
-    for _ in range(steps):
+    for _ in range(16):
         counts = expected_counts(traces, lengths(seconds))
         achieved = counts.seconds_per_token(draft_seconds, target_seconds)
         if best is not None and achieved >= seconds:

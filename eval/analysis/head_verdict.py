@@ -9,7 +9,8 @@ positive means that the head takes less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # a stored verdict is read without torch
     import datasets
     from transformers import PreTrainedModel
 
+    from eval.runtime.engines import Engine
     from heads import BaseHead
     from specdata.sampling import SamplingConfig
 
@@ -51,6 +53,8 @@ ASSISTED = "assisted"
 """The rule of transformers' own loop among the rivals, whatever it stops by."""
 RIVALS = tuple(name for name, rule in STOPPING_RULES.items() if not rule.needs_head)
 """Rules that need no head; what is replayed beside them is nobody's choice."""
+RATIOS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
+"""Of the time of a drafted token to that of a target forward."""
 ROLLOUTS = 256
 """Most rollouts of a prompt set and split that are read."""
 DECISION_POINTS = {
@@ -131,8 +135,10 @@ class HeadVerdict(Strict):
         predictions: one for each predictor and decision point.
         draft_seconds: t_d, seconds of a drafted token, as the evaluation measured it.
         target_seconds: t_t, seconds of a round.
+        question_seconds: rule -> of asking it about a drafted token, measured beside.
         replay_setting: the head's threshold that is best on dev of a grid.
         replay: rivals by exact expectation; the fixed length first, then from the hardest to beat.
+        pays_from: least t_d / t_t of `RATIOS` at which it surely saves time over all of them.
         method: the head's method that is best on dev, of those that were measured.
         threshold: of that method.
         candidates: how many thresholds it was chosen from.
@@ -148,8 +154,10 @@ class HeadVerdict(Strict):
     predictions: list[Prediction] = Field(default_factory=list)
     draft_seconds: float | None = None
     target_seconds: float | None = None
+    question_seconds: dict[str, float] = Field(default_factory=dict)
     replay_setting: str | None = None
     replay: list[Rival] = Field(default_factory=list)
+    pays_from: float | None = None
     method: str | None = None
     threshold: float | None = None
     candidates: int = 0
@@ -196,8 +204,11 @@ class HeadVerdict(Strict):
                 f" {self.rollouts[self.judged_on]} {self.judged_on} rollouts, which neither draft"
                 f" nor head was trained on, with {1000 * self.draft_seconds:.2f} ms a drafted token"
                 f" and {1000 * self.target_seconds:.2f} ms a target forward, fitted here; the"
-                f" head stops at {self.replay_setting}, and its answers take no time. "
+                f" head stops at {self.replay_setting}. "
             )
+            if self.question_seconds:
+                asked = [f"{1e6 * s:.0f} of {name}" for name, s in self.question_seconds.items()]
+                text += f"An answer takes, measured here, {_list(asked)} microseconds. "
         if self.clock:
             text += f"By the clock: wall time on the evaluation's prompts of {self.method}"
             several = self.candidates > 1
@@ -264,6 +275,7 @@ def head_verdict(
     head: BaseHead,
     *,
     sampling: SamplingConfig,
+    engine: Engine = "eager",
 ) -> HeadVerdict:
     """Judge a head by labelled rollouts and by an evaluation.
 
@@ -273,8 +285,10 @@ def head_verdict(
         draft: the draft that made them.
         head: a head of this draft.
         sampling: how the draft's tokens were drawn.
+        engine: of the evaluation, in which a question is timed.
     """
     from eval.analysis.traces import acceptance_traces
+    from eval.measuring.question import question_seconds
 
     taken: dict[tuple[str, str], list[int]] = {}
     for index, key in enumerate(zip(labels["split"], labels["dataset"], strict=True)):
@@ -290,7 +304,13 @@ def head_verdict(
     if "dev" not in traces:
         return not_measured("no held-out labels to choose the threshold on")
     judged = rows.get("test", rows["dev"])
-    return judge_head(results, traces["dev"], traces.get("test"), prompts=judged["example_id"][:])
+    return judge_head(
+        results,
+        traces["dev"],
+        traces.get("test"),
+        prompts=judged["example_id"][:],
+        question_seconds=lambda fitted: question_seconds(draft, head, sampling, fitted, engine)[0],
+    )
 
 
 def judge_head(
@@ -299,6 +319,7 @@ def judge_head(
     test: Traces | None,
     *,
     prompts: Sequence[str],
+    question_seconds: Callable[[Mapping[str, Any]], dict[str, float]] = lambda fitted: {},
 ) -> HeadVerdict:
     """Judge a head by traces that it was recorded in, and by an evaluation.
 
@@ -307,6 +328,7 @@ def judge_head(
         dev: what rivals are fitted and settings chosen on.
         test: what is judged on; None judges on dev.
         prompts: which prompt each rollout is of that is judged on.
+        question_seconds: measures, with what rules fitted, rule -> seconds of asking it.
     """
     judged = dev if test is None else test
     fitted = fit_all_rules(dev)
@@ -320,26 +342,57 @@ def judge_head(
         reason = "speeds were not measured"
     else:
         times = {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
+        questions = question_seconds(fitted)
         on_dev, on_judged = (
-            replay_rules(traces, fitted, draft_seconds=fit.t_draft, target_seconds=fit.t_target)
+            replay_rules(
+                traces,
+                fitted,
+                draft_seconds=fit.t_draft,
+                target_seconds=fit.t_target,
+                questions=questions,
+            )
             for traces in (dev, judged)
         )
-        known |= times | compare(on_dev, on_judged, prompts, **times)
-        by_clock, reason = _by_clock(results, expected_seconds(results, dev, fit))
+        known |= times | {"question_seconds": questions}
+        known |= compare(on_dev, on_judged, prompts, **times)
+        for ratio in RATIOS if known.get("replay") else ():
+            dearer = {**times, "draft_seconds": ratio * fit.t_target}
+            rivals = compare(on_dev, on_judged, prompts, **dearer)["replay"]
+            if all(rival.saved.low > 0.0 for rival in rivals):
+                known["pays_from"] = ratio
+                break
+        by_clock, reason = _by_clock(results, expected_seconds(results, dev, fit, questions))
         known |= by_clock
     replay, clock = known.get("replay", []), known.get("clock", [])
     status, sentence = _decide(replay, clock, reason)
+    if fit and replay and status != "pays":
+        pays = known.get("pays_from")
+        least = f"first at {pays:g}" if pays else f"at none from {RATIOS[0]:g} to {RATIOS[-1]:g}"
+        sentence += (
+            f" A drafted token takes {fit.t_draft / fit.t_target:.2f} of the time of a target"
+            f" forward here; on held-out rollouts the head would surely pay {least}."
+        )
     return HeadVerdict(status=status, sentence=sentence, **known)
 
 
 def measured_times(results: Results) -> LatencyFit | None:
-    """t_d and t_t of all chains of an evaluation; None if they cannot be told apart."""
+    """t_d and t_t of all chains of an evaluation that ask no head, or else of all that do.
+
+    None if they cannot be told apart.
+    """
     chains = [run for run in results.runs if run.drafter in (None, "chain")]
-    fit = fit_latency([record for run in chains for record in run.generations])
+    fit = None
+    for runs in ([run for run in chains if not run.head], chains):
+        fit = fit or fit_latency([record for run in runs for record in run.generations])
     return None if fit is None or not fit.t_target > 0.0 else fit
 
 
-def expected_seconds(results: Results, traces: Traces, fit: LatencyFit) -> dict[str, float]:
+def expected_seconds(
+    results: Results,
+    traces: Traces,
+    fit: LatencyFit,
+    questions: Mapping[str, float] | None = None,
+) -> dict[str, float]:
     """Method -> expected seconds a token on rollouts, of every chain that labels can replay.
 
     Methods of transformers' own loop count as the rule that they follow, with our times. A cost
@@ -354,10 +407,12 @@ def expected_seconds(results: Results, traces: Traces, fit: LatencyFit) -> dict[
         if rule is None:
             continue
         counts: Counts | None = None
+        asked = "head" if rule.reads_head else "logit" if isinstance(rule, Cost) else rule.name
+        question = (questions or {}).get(asked, 0.0)
         if isinstance(rule, Cost) and not (rule.draft_seconds and rule.token_seconds):
-            counts = cost_rule_counts(rule, traces, **times)
+            counts = cost_rule_counts(rule, traces, **times, question=question)
         elif (lengths := rule.recorded_lengths(traces.tokens)) is not None:
-            counts = expected_counts(traces, lengths)
+            counts = replace(expected_counts(traces, lengths), question=question)
         if counts is not None:
             expected[run.method] = counts.seconds_per_token(**times)
     return expected
@@ -504,7 +559,7 @@ def _decide(replay: Sequence[Rival], clock: Sequence[Rival], reason: str) -> tup
         said += f" (by the clock: not measured, {reason})"
     if any(rival.saved.high < 0.0 for rival in (*replay, *clock)):
         return "does not pay", f"The head does not pay: {said}."
-    # An exact expectation counts no time for the head itself: the clock has to confirm its sign
+    # An exact expectation is of forwards and questions alone: the clock has to confirm its sign
     # over the best fixed length and the hardest other rule. Without one, the clock decides alone.
     tied = any(rival.saved.low <= 0.0 for rival in replay or clock)
     if tied or any(rival.saved.value < 0.0 for rival in clock[:2]):

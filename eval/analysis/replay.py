@@ -5,7 +5,8 @@
 Counts are expectations over all outcomes of acceptance (`eval.analysis.expectation`). Rules with
 something to fit are fitted on the rows of --fit-split, and the setting of each rule is chosen on
 those. --draft-seconds is the time of one more drafted token, including the time that the target
-takes longer for a longer draft, as the cost rule measures it.
+takes longer for a longer draft, as the cost rule measures it. With a head, rules pay for each
+question as much of a draft step as is measured here (`eval.measuring.question`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -99,6 +100,7 @@ def replay_rules(
     *,
     draft_seconds: float,
     target_seconds: float,
+    questions: Mapping[str, float] | None = None,
     limit: int = 20,
 ) -> list[RuleResult]:
     """Replay every rule at every setting, each as the decoder applies it.
@@ -108,9 +110,11 @@ def replay_rules(
         fitted: values of what rules fit on labels; see `fit_all_rules`.
         draft_seconds: t_d.
         target_seconds: t_t.
+        questions: rule -> seconds of asking it about a drafted token; 0 for others.
         limit: most tokens of a draft whose length a rule decides.
     """
-    tokens, results = traces.tokens, []
+    tokens, asking = traces.tokens, questions or {}
+    results: list[RuleResult] = []
     settings: list[tuple[StoppingRule, str]]
     settings = [(Fixed(length=length), f"K={length}") for length in LENGTHS]
     for kind in STOPPING_RULES.values():
@@ -122,13 +126,15 @@ def replay_rules(
     for rule, setting in settings:
         lengths = rule.recorded_lengths(tokens)
         if lengths is not None:
-            results.append(RuleResult(rule.name, setting, expected_counts(traces, lengths)))
+            counts = expected_counts(traces, lengths)
+            counts = replace(counts, question=asking.get(rule.name, 0.0))
+            results.append(RuleResult(rule.name, setting, counts))
     times = {"draft_seconds": draft_seconds, "target_seconds": target_seconds}
     for family, in_use in (("logit", False), ("head", True)):
         cost = Cost(head=in_use, limit=limit).with_fit(fitted)
-        counts = cost_rule_counts(cost, traces, **times)
-        if counts is not None and (tokens.head is not None or not in_use):
-            results.append(RuleResult(family, COST_RULE, counts))
+        priced = cost_rule_counts(cost, traces, **times, question=asking.get(family, 0.0))
+        if priced is not None and (tokens.head is not None or not in_use):
+            results.append(RuleResult(family, COST_RULE, priced))
     return results
 
 
@@ -207,9 +213,14 @@ def saving(
 
 
 def cost_rule_counts(
-    rule: Cost, traces: Traces, *, draft_seconds: float, target_seconds: float
+    rule: Cost,
+    traces: Traces,
+    *,
+    draft_seconds: float,
+    target_seconds: float,
+    question: float = 0.0,
 ) -> Counts | None:
-    """The counts of a cost rule that measures a cost, once it knows it.
+    """The counts of a cost rule that measures a cost, once it knows it: a question's, too.
 
     Its lambda is then the time per token that it achieves itself, and its mean acceptance that of
     the rollouts. What it learns online of the head's odds is not replayed.
@@ -218,6 +229,7 @@ def cost_rule_counts(
         None if it reads what was not recorded.
     """
     mean = traces.mean_accept()
+    draft_seconds += question
 
     def lengths(seconds: float) -> Lengths | None:
         known = {
@@ -230,9 +242,8 @@ def cost_rule_counts(
     if lengths(target_seconds) is None:
         return None
     recorded = cast("Callable[[float], Lengths]", lengths)  # it reads the same at every cost
-    return dinkelbach(traces, recorded, draft_seconds=draft_seconds, target_seconds=target_seconds)[
-        0
-    ]
+    times = {"draft_seconds": draft_seconds, "target_seconds": target_seconds}
+    return replace(dinkelbach(traces, recorded, **times)[0], question=question)
 
 
 def result_rows(
@@ -259,17 +270,21 @@ def result_rows(
     rows = []
     for result in results:
         counts = result.counts
-        saved = saving(counts, fixed.counts, **times, prompts=prompts)
+        saved, free = (
+            saving(each, fixed.counts, **times, prompts=prompts)
+            for each in (counts, replace(counts, question=0.0))
+        )
         rows.append(
             {
                 "rule": result.family,
                 "setting": result.setting,
-                **{name: float(value.sum()) for name, value in asdict(counts).items()},
+                **{name: float(np.sum(value)) for name, value in asdict(counts).items()},
                 "verification_rate": float(counts.n_target.sum() / counts.tokens.sum()),
                 "discard_rate": float(counts.n_discarded.sum() / counts.tokens.sum()),
                 "seconds_per_token": seconds_of(result),
                 "of_the_oracles_speed": ideal / seconds_of(result),
                 "saving_over_best_length": asdict(saved),
+                "were_questions_free": asdict(free),
             }
         )
     return rows
@@ -319,6 +334,13 @@ def main(
                 row["rule"], row["setting"], *(f"{x:.3f}" for x in metrics), percent, saved
             )
         console.print(view)
+        free = [
+            f"{row['rule']} {row['setting']} {Interval(**row['were_questions_free'])}"
+            for row in rows
+            if row["rule"] == "head"
+        ]
+        if free:
+            console.print(f"were the head asked for nothing: {', '.join(free)}")
     console.print(f"every setting: {given.out / 'replay.json'}")
     return 0
 
@@ -326,6 +348,7 @@ def main(
 def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Replay, store every row, and return those that are shown of each prompt set."""
     from eval.analysis.traces import acceptance_traces
+    from eval.measuring.question import question_seconds
     from heads import BaseHead
     from specdata.labels.make import sampling_of
     from specdata.models import load_model
@@ -333,6 +356,11 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
     if given.draft_seconds <= 0 or given.target_seconds <= 0:
         raise ConfigError("--draft-seconds and --target-seconds must be positive")
+    if given.question_share is not None and not (given.head and given.question_share >= 0.0):
+        raise ConfigError(
+            "--question-share is what asking --head costs, 0 or more of a draft step; got "
+            f"{given.question_share:g} and {'a' if given.head else 'no'} head"
+        )
     if given.head and not given.draft:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
     check_labels(given.labels)
@@ -348,16 +376,22 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         known = {"draft": load_model(given.draft, dtype="float32")}
         known["sampling"] = sampling_of(given.labels)
     if given.head:
-        known["head"] = BaseHead.from_pretrained(given.head)
+        known["head"] = BaseHead.from_pretrained(given.head).eval()
     traces, dev = (acceptance_traces(rows, **known) for rows in (judged, held_out))
     fitted = fit_all_rules(dev)
     costs = {"draft_seconds": given.draft_seconds, "target_seconds": given.target_seconds}
+    questions: dict[str, float] = {}
+    if given.head:
+        asked, step = question_seconds(known["draft"], known["head"], known["sampling"], fitted)
+        questions = {name: given.draft_seconds * own / step for name, own in asked.items()}
+        if given.question_share is not None:
+            questions["head"] = given.draft_seconds * given.question_share
 
     def rows_of(traces: Traces, rows: datasets.Dataset, name: str) -> list[dict[str, Any]]:
         chosen = np.array([name in (ALL_ROLLOUTS, own) for own in rows["dataset"]])
         here = traces.select(chosen)
         results = bounds(here, limit=given.limit, **costs)
-        results += replay_rules(here, fitted, limit=given.limit, **costs)
+        results += replay_rules(here, fitted, limit=given.limit, **costs, questions=questions)
         prompts = np.array(rows["example_id"])[chosen].tolist()
         return result_rows(results, **costs, prompts=prompts)
 
@@ -367,7 +401,13 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         rows[name] = rows_of(traces, judged, name)
         shown[name] = best_settings(rows[name], rows_of(dev, held_out, name))
     settings = {name: str(value) for name, value in vars(given).items()}
-    stored = {"settings": settings, "fitted": fitted, "rows": rows, "shown": shown}
+    stored = {
+        "settings": settings,
+        "question_seconds": questions,
+        "fitted": fitted,
+        "rows": rows,
+        "shown": shown,
+    }
     write_json(given.out / "replay.json", json.loads(json.dumps(stored)))
     return shown
 
@@ -430,6 +470,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--draft-seconds", type=float, default=0.1, help="t_d (default: %(default)s)"
     )
     parser.add_argument("--target-seconds", type=float, default=1.0, help="t_t (default: 1)")
+    parser.add_argument(
+        "--question-share",
+        type=float,
+        help="what asking the head costs, as a share of t_d (default: as it is measured here)",
+    )
     parser.add_argument("--split", default="test", help="rows that are replayed (default: test)")
     parser.add_argument(
         "--fit-split",

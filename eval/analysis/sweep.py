@@ -37,8 +37,8 @@ COLUMNS = ("depth", "weight", "kl", "auroc", "h", "verified", "discarded", "spee
 BEST = "best"
 
 
-def sweep(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train and judge the grid, then the winner at full length; the winner's row comes last.
+def sweep(given: argparse.Namespace, *, grid_alone: bool = False) -> list[dict[str, Any]]:
+    """Train and judge the grid, then, unless it alone is asked for, the winner at full length.
 
     Raises:
         ConfigError: if labels or draft cannot be used.
@@ -54,34 +54,35 @@ def sweep(given: argparse.Namespace) -> list[dict[str, Any]]:
     if given.draft_seconds <= 0 or given.target_seconds <= 0:
         raise ConfigError("--draft-seconds and --target-seconds must be positive")
     labels, sampling = stream_stored(given.labels), sampling_of(given.labels)
-    few, train = (
-        rows_of_split(labels, given.labels, "train", most) for most in (given.rows, sys.maxsize)
-    )
-    dev, test = (
-        rows_of_split(labels, given.labels, split, given.judged_rows) for split in ("dev", "test")
+    few, train, dev, test = (
+        rows_of_split(labels, given.labels, split, most)
+        for split, most in (
+            ("train", given.rows),
+            ("train", sys.maxsize),
+            ("dev", given.judged_rows),
+            ("test", given.judged_rows),
+        )
     )
     check_labelling_draft(given.labels, given.draft)
     draft = load_model(given.draft, dtype="float32")
 
-    def row_of(config: HeadConfig, folder: Path, *, full: bool) -> dict[str, Any]:
+    def row_of(config: HeadConfig, folder: Path, train: Any, judged: Any) -> dict[str, Any]:
         trained = train_head(
             draft=draft,
-            train=train if full else few,
+            train=train,
             dev=dev,
             out=folder,
             config=config,
             seed=given.seed,
             sampling=sampling,
         )
-        head = BaseHead.from_pretrained(folder)
-        judged = test if full else dev
+        head, after = BaseHead.from_pretrained(folder), trained.after
         traces = acceptance_traces(judged, draft=draft, sampling=sampling, head=head)
         points = [point(traces, h, given) for h in given.thresholds]
         sets = {
             name: traces.select(np.array(judged["dataset"]) == name)
             for name in dict.fromkeys(judged["dataset"])
         }
-        after = trained.after
         return {
             "depth": config.depth,
             "weight": config.rejection_weight,
@@ -105,13 +106,15 @@ def sweep(given: argparse.Namespace) -> list[dict[str, Any]]:
         for weight in given.weights
     }
     rows = [
-        row_of(config, given.out / f"depth-{depth}-weight-{weight:g}", full=False)
+        row_of(config, given.out / f"depth-{depth}-weight-{weight:g}", few, dev)
         for (depth, weight), config in grid.items()
     ]
+    if grid_alone:
+        return rows
     won = max(rows, key=lambda row: float(row["speed"]))
     winner = grid[won["depth"], won["weight"]]
     name = f"{BEST}-depth-{winner.depth}-weight-{winner.rejection_weight:g}"
-    rows.append(row_of(winner, given.out / name, full=True))
+    rows.append(row_of(winner, given.out / name, train, test))
     settings = {name: str(value) for name, value in vars(given).items()}
     stored = {"settings": settings, "grid": rows[:-1], BEST: {**rows[-1], "folder": name}}
     write_json(given.out / "sweep.json", json.loads(json.dumps(stored)))
@@ -145,27 +148,12 @@ def main(
     add("labels", type=Path, help="folder of a dataset of labels, with train, dev and test rows")
     add("--draft", required=True, help="the draft that made them")
     add("--out", type=Path, default=Path("runs/sweep"), help="folder of heads and results")
-    add(
-        "--rows",
-        type=whole_number,
-        default=512,
-        help="training rollouts of a prompt set, for the grid",
-    )
-    add(
-        "--judged-rows",
-        type=whole_number,
-        default=256,
-        help="dev and test rollouts of a prompt set",
-    )
+    add("--rows", type=whole_number, default=512, help="training rollouts of a set, for the grid")
+    add("--judged-rows", type=whole_number, default=256, help="dev and test rollouts of a set")
     add("--depths", type=whole_number, nargs="+", default=DEPTHS)
     add("--weights", type=float, nargs="+", default=WEIGHTS, help="of rejections in the loss")
     add("--thresholds", type=float, nargs="+", default=THRESHOLDS)
-    add(
-        "--epochs",
-        type=whole_number,
-        default=3,
-        help="passes over the rows (default: the paper's 3)",
-    )
+    add("--epochs", type=whole_number, default=3, help="over the rows (default: the paper's 3)")
     add("--draft-seconds", type=float, default=0.1, help="t_d (default: %(default)s)")
     add("--target-seconds", type=float, default=1.0, help="t_t (default: 1)")
     add("--seed", type=whole_number, default=0, help="of the heads (default: 0)")

@@ -10,7 +10,7 @@ only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,10 +42,10 @@ def expected_rejections(p: Model, q: Model, horizon: int, memory: int | None = N
     def extend(prefix: Prefix, weight: Tensor) -> Tensor:
         return p(prefix).double().unsqueeze(-1) * weight
 
-    return _sum_levels(
-        _levels(extend, torch.ones(1, dtype=torch.float64), horizon, memory),
-        lambda prefix, weight: weight[0] * distance(p(prefix), q(prefix)),
-    )
+    def rejected(prefix: Prefix, weight: Tensor) -> Tensor:
+        return weight[0] * distance(p(prefix), q(prefix))
+
+    return _by_length(extend, 1, horizon, memory, rejected)
 
 
 def batch_rejections(
@@ -87,8 +87,7 @@ def batch_rejections(
         missed, _ = first_token_missed(target, draft, responses)
         return weight[0] * single - weight[1] * (single - missed)
 
-    start = torch.ones(2, dtype=torch.float64)
-    return _sum_levels(_levels(extend, start, horizon, memory), rejected)
+    return _by_length(extend, 2, horizon, memory, rejected)
 
 
 def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[float, Tensor]:
@@ -118,14 +117,14 @@ def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[flo
 # --- expected accepted tokens of one block (Leviathan et al.; Sun et al.) ---
 
 
-def token_accepted(p: Model, q: Model, length: int, memory: int | None = None) -> float:
+def token_accepted(p: Model, q: Model, length: int) -> float:
     """E[tau] of token verification: sum_l sum_{x^l} prod_i min(p, q)(x_i | x^{i-1})."""
 
     def extend(prefix: Prefix, weight: Tensor) -> Tensor:
         return torch.minimum(p(prefix), q(prefix)).double().unsqueeze(-1) * weight
 
-    levels = _levels(extend, torch.ones(1, dtype=torch.float64), length + 1, memory)
-    return float(_sum_levels(levels, lambda _, weight: weight[0])[1:].sum())
+    sums = _by_length(extend, 1, length + 1, None, lambda _, weight: weight[0])
+    return float(sums[1:].sum())
 
 
 def block_accepted(p: Model, q: Model, length: int) -> float:
@@ -136,13 +135,11 @@ def block_accepted(p: Model, q: Model, length: int) -> float:
     """
 
     def extend(prefix: Prefix, weight: Tensor) -> Tensor:
-        drafted = weight[0] * q(prefix).double()
-        return torch.stack(
-            [drafted, torch.minimum(drafted, weight[1] * p(prefix).double())], dim=-1
-        )
+        drafted, target = weight[0] * q(prefix).double(), weight[1] * p(prefix).double()
+        return torch.stack([drafted, torch.minimum(drafted, target)], dim=-1)
 
-    levels = _levels(extend, torch.ones(2, dtype=torch.float64), length + 1, None)
-    return float(_sum_levels(levels, lambda _, weight: weight[1])[1:].sum())
+    sums = _by_length(extend, 2, length + 1, None, lambda _, weight: weight[1])
+    return float(sums[1:].sum())
 
 
 def greedy_block_accepted(p: Model, q: Model, length: int) -> float:
@@ -155,8 +152,8 @@ def greedy_block_accepted(p: Model, q: Model, length: int) -> float:
     def extend(prefix: Prefix, weight: Tensor) -> Tensor:
         return torch.stack([p(prefix).double(), q(prefix).double()], dim=-1) * weight
 
-    levels = _levels(extend, torch.ones(2, dtype=torch.float64), length + 1, None)
-    return float(_sum_levels(levels, lambda _, weight: weight.min())[1:].sum())
+    sums = _by_length(extend, 2, length + 1, None, lambda _, weight: weight.min())
+    return float(sums[1:].sum())
 
 
 def bernoulli_token_accepted(p: float, q: float, length: int) -> float:
@@ -238,21 +235,28 @@ def uno_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
 # --- enumeration of contexts ---
 
 
-def _levels(
-    extend: Callable[[Prefix, Tensor], Tensor], start: Tensor, count: int, memory: int | None
-) -> Iterator[list[tuple[Prefix, Tensor]]]:
-    """Contexts of length 0, 1, .. count-1 with their weights.
+def _by_length(
+    extend: Callable[[Prefix, Tensor], Tensor],
+    weights: int,
+    count: int,
+    memory: int | None,
+    value: Callable[[Prefix, Tensor], Tensor],
+) -> Tensor:
+    """The sum of a value over the contexts of length 0, 1, .. count-1: float64 (count,).
 
     Args:
         extend: weights (V, k) of a prefix's extensions, given its own weights (k,).
-        start: weights (k,) of the empty prefix.
+        weights: k; those of the empty prefix are 1.
         count: how many lengths.
         memory: contexts that agree in their last `memory` tokens are merged and their weights
             added, which is exact where `extend` is linear and depends on those tokens only.
+        value: of a prefix and its weights.
     """
+    sums = []
+    start = torch.ones(weights, dtype=torch.float64)
     level: dict[Prefix, tuple[Prefix, Tensor]] = {(): ((), start)}
     for _ in range(count):
-        yield list(level.values())
+        sums.append(sum(float(value(prefix, weight)) for prefix, weight in level.values()))
         longer: dict[Prefix, tuple[Prefix, Tensor]] = {}
         for prefix, weight in level.values():
             extensions = extend(prefix, weight)
@@ -262,13 +266,4 @@ def _levels(
                 kept, known = longer.get(key, (extended, torch.zeros_like(start)))
                 longer[key] = (kept, known + extensions[token])
         level = longer
-
-
-def _sum_levels(
-    levels: Iterator[list[tuple[Prefix, Tensor]]], value: Callable[[Prefix, Tensor], Tensor]
-) -> Tensor:
-    """The sum of a value over the contexts of every length: (lengths,)."""
-    return torch.tensor(
-        [sum(float(value(prefix, weight)) for prefix, weight in level) for level in levels],
-        dtype=torch.float64,
-    )
+    return torch.tensor(sums, dtype=torch.float64)

@@ -91,6 +91,44 @@ class Scored:
     forwards: int = 0
 
     @cached_property
+    def compact(self) -> Scored:
+        """The same round over fewer tokens, where the vocabulary is large.
+
+        Tokens that are neither drafted nor among the `NAMED` likeliest of a node are added up there
+        in `BINS` bins of nearly one p/q. Verifiers read sums of functions f(p, q) with f(cp, cq) =
+        c f(p, q), so tokens of one p/q are as good as one token.
+        """
+        tree, p = self.tree, self.target
+        if p.shape[-1] <= LARGE or not len(tree):
+            return self
+        q, rows = tree.distributions, tree.distribution_index.tolist()
+        row_of = dict(zip(tree.parent_list, rows, strict=True))  # a node -> what it was followed by
+        node_of = {row: node for node, row in reversed(row_of.items())}  # where it is met first
+        likeliest = [x.topk(NAMED).indices for n, m in row_of.items() for x in (p[n], q[m])]
+        named = torch.cat([tree.tokens, torch.tensor([self.token]), *likeliest])
+        named = torch.unique(named)
+        rest = torch.ones(p.shape[-1], dtype=torch.bool)
+        rest[named] = False
+        number = {token: place for place, token in enumerate(named.tolist())}
+        bins = {}
+        for row, node in node_of.items():
+            ratio = (p[node, rest].log() - q[row, rest].log()).nan_to_num(0.0).clamp(-8.0, 8.0)
+            bins[row] = ((ratio + 8.0) * (BINS - 1) / 16.0).round().long()
+        anyhow = torch.zeros_like(bins[rows[0]])
+
+        def fewer(values: Tensor, row: int | None) -> Tensor:
+            binned = values.new_zeros(BINS).index_add_(0, bins.get(row, anyhow), values[rest])
+            return torch.cat([values[named], binned])
+
+        smaller = replace(
+            tree,
+            tokens=torch.tensor([number[token] for token in tree.token_list]),
+            distributions=torch.stack([fewer(each, row) for row, each in enumerate(q)]),
+        )
+        scores = torch.stack([fewer(each, row_of.get(node)) for node, each in enumerate(p)])
+        return replace(self, tree=smaller, target=scores, token=number[self.token])
+
+    @cached_property
     def paths(self) -> list[tuple[int, ...]]:
         """The drafted tokens down to each node: N+1."""
         found: list[tuple[int, ...]] = [()]
@@ -230,12 +268,13 @@ class Enumerated:
         if not len(scored.tree):
             return 1.0, 0.0, 1.0
         emitted = accepted = chance = 0.0
-        for weight, end in self.verifier.outcomes(scored.tree, scored.target):
+        few = scored.compact
+        for weight, end in self.verifier.outcomes(few.tree, few.target):
             path = scored.paths[end.node]
             accepted += weight * len(path)
             emitted += weight * (len(path) + (not path or path[-1] not in self._ends))
             if path == scored.paths[scored.node]:  # siblings may hold one token twice
-                chance += weight * float(end.distribution[scored.token])
+                chance += weight * float(end.distribution[few.token])
         return emitted, accepted, chance
 
 
@@ -366,6 +405,8 @@ TEXTS = 10
 """The texts of a kind take about as long as so many of its rows."""
 TIMED = 12
 """Places at which a sampled verification is timed; at slow ones, for a tenth of a second."""
+LARGE, NAMED, BINS = 4096, 48, 256
+"""Beyond so many tokens, verifiers are enumerated over fewer: see `Scored.compact`."""
 BYTES = 1 << 30
 """Distributions that are held of one kind."""
 
@@ -387,24 +428,37 @@ class Times:
     node: float
 
     @classmethod
-    def of(cls, plain: Sequence[PromptRecord], drafting: Sequence[PromptRecord]) -> Times | None:
-        """Fitted to generations; None if they were not timed."""
+    def of(
+        cls,
+        plain: Sequence[PromptRecord],
+        chains: Sequence[PromptRecord],
+        branching: Sequence[PromptRecord],
+    ) -> Mapping[bool, Times]:
+        """Fitted to generations: whether a draft branches -> times; empty if none were timed.
+
+        A target's forward costs by its nodes whatever they are; drafting, and what a round takes
+        besides models, cost more where a draft branches. What was not decoded has the other's.
+        """
+        drafting = (*chains, *branching)
         if not plain or not drafting or not all(r.seconds for r in (*plain, *drafting)):
-            return None
+            return {}
         from scipy.optimize import nnls
 
         counts = np.array([[r.rounds, r.n_draft] for r in drafting], dtype=np.float64)
         per_round, node = nnls(counts, np.array([r.target_seconds for r in drafting]))[0]
-        total = {
-            name: sum(getattr(r, name) for r in drafting)
-            for name in ("rounds", "draft_forwards", "draft_seconds", "overhead_seconds")
-        }
-        return cls(
-            plain=sum(r.seconds for r in plain) / sum(r.tokens for r in plain),
-            round=per_round + total["overhead_seconds"] / total["rounds"],
-            forward=total["draft_seconds"] / max(1, total["draft_forwards"]),
-            node=float(node),
-        )
+        times = {}
+        for branches, records in ((False, chains or branching), (True, branching or chains)):
+            total = {
+                name: sum(getattr(r, name) for r in records)
+                for name in ("rounds", "draft_forwards", "draft_seconds", "overhead_seconds")
+            }
+            times[branches] = cls(
+                plain=sum(r.seconds for r in plain) / sum(r.tokens for r in plain),
+                round=per_round + total["overhead_seconds"] / total["rounds"],
+                forward=total["draft_seconds"] / max(1, total["draft_forwards"]),
+                node=float(node),
+            )
+        return times
 
     def speedup(self, tokens: float, forwards: float, nodes: float, extra: float) -> float:
         """Over the target alone, of rounds of these counts; `extra` is of the verification."""
@@ -437,7 +491,7 @@ class Measured:
         draft: the draft.
         prompts: the name of its prompt set and the tokens (T,) of each.
         sampling: of both models.
-        times: what speeds are predicted from; None: none are.
+        times: what speeds are predicted from, by whether a draft branches; empty: none are.
         decoded: methods that were decoded, by name.
         seed: of everything drawn.
         max_new_tokens: of each text.
@@ -447,7 +501,7 @@ class Measured:
     draft: PreTrainedModel
     prompts: Sequence[tuple[str, Tensor]]
     sampling: SamplingConfig
-    times: Times | None = None
+    times: Mapping[bool, Times] = field(default_factory=dict)
     decoded: Mapping[str, DecodeConfig] = field(default_factory=dict)
     seed: int = 0
     max_new_tokens: int = 96
@@ -542,9 +596,10 @@ def verifier_rows(kind: str, measured: Measured, seconds: float) -> list[Verifie
             ceiling = None if ceiling is None or np.isnan(ceiling) else ceiling
             share = None if share is None or np.isnan(share) else share
             speedup = bias = None
-            if measured.times is not None:
+            if measured.times:
                 extra = 1e-6 * (micros[index] - micros[0])
-                speedup = measured.times.speedup(tokens.value, forwards, nodes, extra)
+                times = measured.times[config.drafter != "chain"]
+                speedup = times.speedup(tokens.value, forwards, nodes, extra)
             if not VERIFIERS[name].lossless:
                 bias = _bias(own[index], given["epsilon"], places)
             alone = DecodeConfig(verifier=name, verifier_args=given, **settings, **sampling)
@@ -619,7 +674,7 @@ def _places(
     sets = list(dict.fromkeys(dataset for dataset, _ in prompts))
     of_set = [[each for each in prompts if each[0] == name] for name in sets]
     waiting = [each for turn in zip_longest(*of_set) for each in turn if each is not None]
-    size = max(6, 2 * len(sets))
+    size = max(4, 2 * len(sets))
     nodes = {
         "chain": config.stop.longest,
         "paths": config.paths * config.stop.longest,
@@ -697,7 +752,7 @@ def _optimum(places: Sequence[Start], config: DecodeConfig, seconds: float) -> l
     for place in places:
         if len(found) >= LEAST and time.thread_time() - begun > seconds:
             break
-        tree, p = place.here.tree, place.here.target[0]
+        tree, p = place.here.compact.tree, place.here.compact.target[0]
         best = optimal_acceptance(p, tree.distributions[0], len(tree), how) if len(tree) else 0.0
         found.append(best)
     return found
@@ -711,7 +766,7 @@ def _bias(own: Enumerated, epsilon: float, places: Sequence[Start]) -> float:
     loss = {"biased_uno": uno_loss, "biased_opt": opt_loss}[own.verifier.name]
     away = tokens = 0.0
     for scored in [place.here for place in places if len(place.here.tree)][:TIMED]:
-        tree, target = scored.tree, scored.target
+        tree, target = scored.compact.tree, scored.compact.target
         lost = [loss(p, q, epsilon) for p, q in zip(target[:-1], tree.distributions, strict=True)]
         tokens += own(scored)[0]
         for weight, end in own.verifier.outcomes(tree, target):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -108,17 +109,17 @@ class ChainDrafter(Drafter):
             distribution, state = sequence.distribution(logits[0]), sequence.hidden
             place, since = len(tokens), self._since_rejection + len(tokens)
             # At least one token is drafted: a round is never the target's alone.
-            upcoming = UpcomingToken(distribution, state, place, since)
+            known = distribution, state, sequence.model.embed, place, since
+            upcoming = UpcomingToken(*known)
             if rule.asks_before and tokens and rule.should_stop_before(upcoming):
                 break
-            token, numbers = draw_and_read(distribution, generator, rule.reads)
+            reads = None if rule.reads is None else partial(rule.reads, upcoming)
+            token, numbers = draw_and_read(distribution, generator, reads)
             tokens.append(token)
             distributions.append(distribution)
             if token in self._end_tokens:
                 break
-            embedding = sequence.embedding(token)
-            drafted = DraftedToken(token, distribution, state, embedding, place, since, numbers)
-            if rule.should_stop(drafted):
+            if rule.should_stop(DraftedToken(token, *known, numbers)):
                 break
             uncached = [token]
         return drawn_chain(tokens, distributions, planned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ from eval.drafts import DraftTree
 from eval.runtime.sequence import CachedSequence, ForwardCoroutine
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig
+
+if TYPE_CHECKING:
+    from eval.drafting.stopping.tree_cost import TreeCosts
+    from eval.rounds import Round
+    from heads.candidates import Ranker
 
 UNWARPED = SamplingConfig()
 """Nodes are ranked by the draft's own distribution. At a low temperature or in a small nucleus it
@@ -31,6 +37,9 @@ class DynamicTreeDrafter(Drafter):
     Nothing is drawn, so the draft is the same whatever the target will sample, and a verifier that
     follows the target's own sample (`naive`) is exact.
 
+    With a rule and a ranker, a node's value is the target's probability of its path as a head
+    predicts it, and the rule says which nodes and levels pay.
+
     Args:
         sequence: the draft model's.
         nodes: most nodes of a draft.
@@ -38,6 +47,9 @@ class DynamicTreeDrafter(Drafter):
         gain: least sum of the values of a level's nodes for which the next level is drafted; 0: all
             `depth` levels.
         end_tokens: token ids after which nothing is drafted.
+        ranker: gives the candidates of a level their values, from states that the sequence's model
+            captures.
+        costs: the rule; None: as many levels as `depth` and `gain` say.
     """
 
     def __init__(
@@ -47,19 +59,25 @@ class DynamicTreeDrafter(Drafter):
         depth: int,
         gain: float,
         end_tokens: frozenset[int],
+        *,
+        ranker: Ranker | None = None,
+        costs: TreeCosts | None = None,
     ) -> None:
         super().__init__([sequence], end_tokens)
         self._sequence = sequence
         self._nodes = nodes
         self._depth = depth
         self._gain = gain
+        self._ranker = ranker
+        self._costs = costs
         self._cached_number: dict[int, int] = {}
 
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft a tree; the generator is not used."""
-        sequence, seen = self._sequence, _Seen(self._nodes)
+        sequence, costs = self._sequence, self._costs
+        seen = _Seen(self._nodes, self._ranker, 0.0 if costs is None else costs.least)
         level, cached = [0], {0: 0}
         for _ in range(min(self._depth, max_depth)):
             if level == [0]:
@@ -69,9 +87,13 @@ class DynamicTreeDrafter(Drafter):
                 parents = [cached[seen.parents[node]] for node in level]
                 logits = yield sequence.append_tree(tokens, parents)  # (n, V)
             cached |= {node: len(cached) + place for place, node in enumerate(level) if node}
-            seen.extend(level, sequence.distribution(logits, UNWARPED))
+            before = sum(seen.values[node] for node in level)
+            seen.extend(level, sequence.distribution(logits, UNWARPED), sequence.states)
             level = [node for node in seen.newest if seen.tokens[node] not in self._end_tokens]
-            if not level or sum(seen.values[node] for node in level) < self._gain:
+            value = sum(seen.values[node] for node in level)
+            if not level or value < self._gain:
+                break
+            if costs is not None and not costs.goes_on(value, before, len(level)):
                 break
         self._cached_number = {
             number: cached[node] for number, node in enumerate(seen.best, 1) if node in cached
@@ -87,6 +109,11 @@ class DynamicTreeDrafter(Drafter):
         self._sequence.accept([self._cached_number[node] for node in cached])
         self._cached_number = {}
 
+    def observe(self, record: Round) -> None:
+        """Show the round to the rule."""
+        if self._costs is not None:
+            self._costs.observe(record)
+
     def reset(self) -> None:
         """Forget the sequence and the draft."""
         super().reset()
@@ -98,6 +125,8 @@ class _Seen:
 
     Args:
         count: most nodes to keep.
+        ranker: gives candidates their values; None: the draft's probability.
+        least: a node's value must be more.
 
     Attributes:
         tokens: of each node.
@@ -107,29 +136,33 @@ class _Seen:
         newest: those of them that the last `extend` added.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, ranker: Ranker | None, least: float) -> None:
         self.tokens, self.parents, self.values = [-1], [-1], [1.0]
         self.best: list[int] = []
         self.newest: list[int] = []
-        self._count = count
+        self._count, self._ranker, self._least = count, ranker, least
         self._rows: list[Tensor] = []
         self._row_of = [-1]
 
-    def extend(self, nodes: list[int], rows: Tensor) -> None:
-        """Add the most probable children of nodes, given the distributions (n, V) after them."""
-        found = rows.topk(min(self._count, rows.shape[-1]))
+    def extend(self, nodes: list[int], rows: Tensor, states: Tensor | None) -> None:
+        """Add the best children of nodes, given distributions (n, V) and states (n, H) there."""
+        ranker = self._ranker
+        found = rows.topk(min(self._count if ranker is None else ranker.candidates, rows.shape[-1]))
+        chances: list[list[float]] = found.values.tolist()
+        if ranker is not None:
+            assert states is not None
+            chances = ranker(states, *found).tolist()
         first, row = len(self.tokens), sum(map(len, self._rows))
-        for node, probs, tokens in zip(
-            nodes, found.values.tolist(), found.indices.tolist(), strict=True
-        ):
+        for node, probs, tokens in zip(nodes, chances, found.indices.tolist(), strict=True):
             if math.isnan(probs[0]):
                 raise NotFiniteError
             for prob, token in zip(probs, tokens, strict=True):
-                if prob > 0:
+                # At most the parent's, so that no node is kept without its parent.
+                value = self.values[node] * min(1.0, prob)
+                if value > self._least:
                     self.tokens.append(token)
                     self.parents.append(node)
-                    # At most the parent's, so that no node is kept without its parent.
-                    self.values.append(self.values[node] * min(1.0, prob))
+                    self.values.append(value)
                     self._row_of.append(row)
             row += 1
         self._rows.append(rows)

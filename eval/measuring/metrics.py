@@ -188,7 +188,6 @@ def resampled_scores(
     records: Sequence[PromptRecord],
     plain: Sequence[PromptRecord] | None,
     prompts: Sequence[str],
-    seed: int = 0,
 ) -> dict[str, Array]:
     """Mean of each score over prompts, and the win rate, as `resampled_counts` resamples."""
     base = {record.prompt_id: record.scores for record in plain or ()}
@@ -197,7 +196,7 @@ def resampled_scores(
         if REWARD in each and REWARD in base.get(prompt_id, {}):
             won = each[REWARD] - base[prompt_id][REWARD]
             each[WIN_RATE] = 0.5 * (1 + float(np.sign(won)))
-    weights = resamples(len(prompts), seed)
+    weights = resamples(len(prompts))
     means = {}
     for name in dict.fromkeys(chain.from_iterable(scores.values())):
         has = np.array([name in scores[prompt] for prompt in prompts], dtype=np.float64)

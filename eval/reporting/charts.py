@@ -320,5 +320,4 @@ def verifier_picture(bars: Sequence[Bar], path: Path) -> None:
         axes.invert_yaxis()
         axes.set_xlabel("expected tokens a call of the target; line: ceiling")
         FigureCanvasAgg(figure)
-        with atomic_write(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=150)
+    write_png(path, figure)

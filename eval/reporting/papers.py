@@ -7,7 +7,7 @@ that the paper prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,11 @@ def page(protocol: Mapping[str, Any], measured: Mapping[str, Sequence[Record]], 
         of: what they were measured on, and by which command.
     """
     parts = [f"# {protocol['title']}", of, protocol["differs"].strip()]
-    for table in protocol.get("tables", []):
+    for table in protocol["tables"]:
         rows = pivot(table, selected(table, measured))
         body = markdown_table(table, rows)
         parts += [f"## {table['title']}", *filter(None, [table.get("note", "").strip()]), body]
-    for figure in protocol.get("figures", []):
+    for figure in protocol["figures"]:
         parts += [f"## {figure['title']}", *filter(None, [figure.get("note", "").strip()])]
         parts.append(f"![{figure['title']}]({figure['name']}.svg)")
     return "\n\n".join(part.strip() for part in parts) + "\n"
@@ -125,16 +125,15 @@ def page(protocol: Mapping[str, Any], measured: Mapping[str, Sequence[Record]], 
 def write_figure(
     path: Path, figure: Mapping[str, Any], measured: Mapping[str, Sequence[Record]]
 ) -> None:
-    """Draw a figure as SVG: lines, points or bars of one field over another, a panel a key."""
+    """Draw a figure as SVG: lines or bars of one field over another, a panel a key."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     from eval.reporting.charts import HEIGHT, STYLE
 
-    records = selected(figure, measured)
     panels: dict[str, list[Record]] = {}
-    for record in records:
+    for record in selected(figure, measured):
         panels.setdefault(_label(record, figure.get("panels", [])), []).append(record)
     columns = 2 if len(panels) == 4 else min(3, max(1, len(panels)))
     lines = -(-max(1, len(panels)) // columns)
@@ -164,22 +163,23 @@ def write_figure(
 
 def _draw(axes: Any, figure: Mapping[str, Any], records: Sequence[Record]) -> None:
     """Each line of a panel, its interval as a band or whisker."""
-    kind, number = figure.get("kind", "line"), 0
-    groups = dict(_lines(figure, records))
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.get(figure["x"]) is not None and record.get(figure["y"]) is not None:
+            groups.setdefault(_label(record, figure.get("lines", [])), []).append(record)
     for number, (name, points) in enumerate(groups.items()):
         middles = [_middle(record[figure["y"]]) for record in points]
-        bounds = [_bounds(record[figure["y"]]) for record in points]
+        low, high = (
+            [_middle(record[figure["y"]], side) for record in points] for side in ("low", "high")
+        )
         over = [_middle(record[figure["x"]]) for record in points]
-        low, high = ([each[side] for each in bounds] for side in (0, 1))
-        if kind == "bars":
+        if figure.get("kind") == "bars":
             width = 0.8 / len(groups)
             places = [place + width * number for place in range(len(points))]
             spans = [[m - a for m, a in zip(middles, low, strict=True)]]
             spans.append([b - m for m, b in zip(middles, high, strict=True)])
             axes.bar(places, middles, width, yerr=spans, label=name, error_kw={"elinewidth": 0.8})
             axes.set_xticks([n + 0.4 - width / 2 for n in range(len(points))], map(str, over))
-        elif kind == "points":
-            axes.plot(over, middles, "o", markersize=4, label=name)
         else:
             # Fronts run along one field, which may not be in the order of what was varied.
             (line,) = axes.plot(over, middles, marker="o", markersize=3, linewidth=1.2, label=name)
@@ -187,19 +187,5 @@ def _draw(axes: Any, figure: Mapping[str, Any], records: Sequence[Record]) -> No
                 axes.fill_between(over, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
-def _lines(
-    figure: Mapping[str, Any], records: Sequence[Record]
-) -> Iterator[tuple[str, list[Record]]]:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.get(figure["x"]) is not None and record.get(figure["y"]) is not None:
-            groups.setdefault(_label(record, figure.get("lines", [])), []).append(record)
-    yield from groups.items()
-
-
-def _middle(figure: Any) -> Any:
-    return figure["value"] if isinstance(figure, Mapping) else figure
-
-
-def _bounds(figure: Any) -> tuple[float, float]:
-    return (figure["low"], figure["high"]) if isinstance(figure, Mapping) else (figure, figure)
+def _middle(figure: Any, part: str = "value") -> Any:
+    return figure[part] if isinstance(figure, Mapping) else figure

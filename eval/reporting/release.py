@@ -40,7 +40,7 @@ from eval.reporting.metadata import (
 from eval.reporting.rendering import render
 from eval.reporting.serving import acceptance_positions, serving_lines, synthetic_acceptance
 from eval.reporting.table import readme_table
-from heads import BaseHead, ImmediateHead
+from heads import BaseHead
 from heads.inputs import DecisionPoint
 from heads.remote import write_custom_generate
 from specdata.draft_vocabulary import draft_vocabulary_ids, restore_vocabulary, substitute_row
@@ -234,7 +234,7 @@ def release_head(
             "draft": loadable(draft),
         },
         head=head,
-        width=head.width if isinstance(head, ImmediateHead) else None,
+        width=getattr(head, "width", None),
         decision_points=[DECISION_POINTS[point.name.lower()] for point in head.decision_points],
         lag=head.decision_points[0] is DecisionPoint.CONSUMED,
         trained=trained,

@@ -43,6 +43,8 @@ RATES_SHOWN = {
 """The rates in the columns, each with its decimals."""
 UNTIMED = "not measured"
 """A speed in results without times."""
+MARKS = {"★": "fastest", "≈": "not told apart from it", "~": "wide interval", "†": "biased"}
+"""The legend of the table in a terminal."""
 SHORT, FEW_ROWS = 4, 8
 """Columns of the table in a terminal, and most of its rows: a run's end has 25 lines."""
 
@@ -163,7 +165,7 @@ def _marks(rows: Sequence[ReportRow]) -> str:
     return text
 
 
-def terminal(results: Results, context: Context | None = None) -> Group:
+def terminal(results: Results, context: Context) -> Group:
     """The answer and one table for `rich.print`, at most 80 columns wide.
 
     The table is over all prompt sets: of many methods the best setting of each kind, the target
@@ -176,6 +178,7 @@ def terminal(results: Results, context: Context | None = None) -> Group:
         table.add_column(
             name.replace("block efficiency", "tokens a call"), justify="right", no_wrap=True
         )
+    marks = ""
     for row in rows_of(results):
         if row.method not in shown:
             continue
@@ -186,10 +189,12 @@ def terminal(results: Results, context: Context | None = None) -> Group:
         # Text, not str: a name may hold what rich would take for markup.
         name = f"{row.method} {row.mark or row.note[:1]}"
         table.add_row(*(Text(each, style=style) for each in (name, *cells)))
+        marks += row.title + first
     said = [overall(results).finding]
-    if context and context.verdict:
+    if context.verdict:
         said.append(context.verdict.sentence)
-    return Group(*(Text(words, style="bold") for words in said), "", table, "")
+    legend = ", ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in marks)
+    return Group(*(Text(words, style="bold") for words in said), "", table, legend, "")
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
@@ -328,7 +333,7 @@ def _head(verdict: HeadVerdict | None) -> Fold | None:
         [(name, "") for name in verdict.columns()],
         verdict.rows(),
         first="rule, at its best setting on dev rollouts",
-        note=verdict.basis(),
+        note=f"{verdict.basis()} Green: the intervals of its row are above zero.".strip(),
         wins=verdict.beaten(),
     )
 

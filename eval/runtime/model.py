@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.runtime.engines import Engine, engine_on
@@ -59,7 +59,7 @@ class CachedModel:
         check_forward(model)
         layers = check_cache(model.config)
         self.model: Any = model
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
         self._capture_hidden = capture_hidden
         ids = draft_vocabulary_ids(model)
@@ -127,7 +127,7 @@ class CachedModel:
         One token again and again makes states of a size at which half precision rounds several
         times as much as on a text, and graphs are compared with the eager forward here.
         """
-        return [(100 + 31 * place) % self._vocabulary for place in range(count)]
+        return [(100 + 31 * place) % self.vocabulary for place in range(count)]
 
     def run(self, forward: Forward) -> Tensor:
         """Run one forward by itself.
@@ -162,13 +162,11 @@ class CachedModel:
         logits |= dict(zip(joined, batch, strict=True))
         return [logits[index] for index in range(len(forwards))]
 
-    def embedding(self, token: int) -> Tensor | None:
-        """(E,) the model's input embedding of a token, for heads; None if they read nothing."""
+    def embed(self, ids: Tensor) -> Tensor | None:
+        """(..., E) the model's input embeddings of tokens, for heads; None if none reads it."""
         if not self._capture_hidden:
             return None
-        if type(self._embeddings) is nn.Embedding:  # a row of it, a tenth of the time of a call
-            return self._embeddings.weight[token]
-        embedded: Tensor = self._embeddings(torch.tensor(token, device=self.device))
+        embedded: Tensor = self._embeddings(self._known(ids.to(self.device)))
         return embedded
 
     def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -194,8 +192,9 @@ class CachedModel:
         Returns:
             Logits (logits_to_keep, V).
         """
-        forward.sequence.commit(forward, layout, None if hidden is None else hidden[-1])
-        return to_vocabulary(logits[-forward.logits_to_keep :], self._vocabulary)
+        states = None if hidden is None else hidden[-forward.logits_to_keep :]
+        forward.sequence.commit(forward, layout, states)
+        return to_vocabulary(logits[-forward.logits_to_keep :], self.vocabulary)
 
     def _run_single(self, forward: Forward, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """Run a forward in one row: logits (logits_to_keep or more, V') and hidden states."""

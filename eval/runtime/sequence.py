@@ -135,8 +135,9 @@ class CachedSequence:
     Attributes:
         length: committed tokens in the cache.
         ancestors: (m, m) boolean over the m nodes in the cache; see `Layout.ancestors`.
-        hidden: (H,) what the lm_head read at the last token that was run; None before the first
-            forward, and where the model does not capture hidden states.
+        states: (n, H) what the lm_head read at the last n tokens that were run, of which logits
+            were asked for; None before the first forward, and where the model does not capture
+            hidden states.
         forwards: forwards so far, of this sequence and of those before it in the slot.
     """
 
@@ -147,13 +148,18 @@ class CachedSequence:
         self.forwards = 0
         self.length = 0
         self.ancestors = NO_NODES
-        self.hidden: Tensor | None = None
+        self.states: Tensor | None = None
 
     def reset(self) -> None:
         """Forget the sequence."""
         self.length = 0
         self.ancestors = NO_NODES
-        self.hidden = None
+        self.states = None
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """(H,) of `states`, that of the last token."""
+        return None if self.states is None else self.states[-1]
 
     @property
     def in_use(self) -> int:
@@ -185,26 +191,22 @@ class CachedSequence:
         logits_to_keep = len(tokens) + bool(uncached)
         return Forward(self, [*uncached, *tokens], logits_to_keep, parents, unrolled)
 
-    def embedding(self, token: int) -> Tensor | None:
-        """(E,) the model's input embedding of a token; None where `hidden` is not captured."""
-        return self.model.embedding(token)
-
     def distribution(self, logits: Tensor, sampling: SamplingConfig | None = None) -> Tensor:
         """Distributions (..., V) of logits (..., V), by default under the sequence's sampling."""
         return self.model.distribution(logits, sampling or self.sampling)
 
-    def commit(self, forward: Forward, layout: Layout, hidden: Tensor | None) -> None:
+    def commit(self, forward: Forward, layout: Layout, states: Tensor | None) -> None:
         """Take account of a forward of this sequence that has run.
 
         Args:
             forward: what was run.
             layout: where its tokens were written.
-            hidden: (H,) what the lm_head read at the last token, if it was captured.
+            states: (n, H) what the lm_head read at the last tokens, if it was captured.
         """
         self.forwards += 1
         self.length += len(forward.tokens) - len(forward.parents)
         self.ancestors = layout.ancestors
-        self.hidden = hidden
+        self.states = states
 
     def crop(self, length: int) -> None:
         """Keep at most the first `length` committed tokens, and no nodes."""

@@ -39,8 +39,8 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         reads: names of the features it reads.
         decision_points: names of the decision points it can be asked at.
         width: W of the network.
-        depth: number of residual blocks.
-        scales: number feature -> (mean, standard deviation) by which it is standardised.
+        depth: number of layers between the sum of what it reads and the output.
+        scales: feature -> (mean, standard deviation) by which it is standardised.
         draft: name of the draft whose hidden states the head reads.
         sampling: temperature, top_k and top_p under which its labels were made.
         **kwargs: what every configuration has.
@@ -73,21 +73,6 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         super().__init__(**kwargs)
 
 
-class FeedForwardBlock(nn.Module):
-    """x + W2 SiLU(W1 RMSNorm(x)): (..., W) -> (..., W), the inner width twice as large."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width)
-        self.inner = nn.Linear(width, 2 * width)
-        self.outer = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to (..., W)."""
-        added: Tensor = self.outer(nn.functional.silu(self.inner(self.norm(x))))
-        return x + added
-
-
 class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
     """One network for every decision point at which a drafted token can be judged."""
 
@@ -105,15 +90,15 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
             if name in VECTORS
         }
         self.numbers = [name for name in reads if name in NUMBERS]
-        self.norms = nn.ModuleDict({name: nn.LayerNorm(size) for name, size in sizes.items()})
         self.vectors = nn.ModuleDict(
             {name: nn.Linear(size, config.width, bias=False) for name, size in sizes.items()}
         )
         if self.numbers:
             self.number_weights = nn.Linear(len(self.numbers), config.width, bias=False)
         self.point = nn.Embedding(len(DECISION_POINTS), config.width)
-        self.blocks = nn.ModuleList(FeedForwardBlock(config.width) for _ in range(config.depth))
-        self.norm = nn.RMSNorm(config.width)
+        self.layers = nn.ModuleList(
+            nn.Linear(config.width, config.width) for _ in range(config.depth)
+        )
         self.output = nn.Linear(config.width, 1)
         self.post_init()
 
@@ -168,13 +153,14 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
                         f"{None if value is None else value.shape[-1]}; it was trained for the "
                         f"draft {self.config.draft or '(not recorded)'}"
                     )
-                x = x + layer(self.norms[name](value.to(x.dtype)))
+                _, deviation = (self.config.scales or {}).get(name, (0.0, 1.0))
+                x = x + layer(value.to(x.dtype) / deviation)
             if self.numbers:
                 places = {"position": position, "since_rejection": since_rejection}
                 x = x + self.number_weights(self._numbers(distribution, token, places, x.dtype))
-            for block in self.blocks:
-                x = block(x)
-            logits: Tensor = self.output(self.norm(x))
+            for layer in self.layers:
+                x = layer(x.relu())
+            logits: Tensor = self.output(x.relu())
         return logits.squeeze(-1)
 
     def _numbers(

@@ -91,14 +91,14 @@ def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message
         seed: decides the order of a catalogued set.
 
     Yields:
-        The number of a row, from 1 (blank lines of a file do not count), and its messages, or why
-        it cannot be trained on: one of the first three `REASONS`.
+        The number of a row in its source, from 1, and its messages, or why it cannot be trained on:
+        one of the first three `REASONS`.
 
     Raises:
         ConfigError: for an unknown or unreadable source, or a row without the columns.
     """
     form = CATALOGUE[name].form if name in CATALOGUE else None
-    for number, row in enumerate(read_rows(_checked(name), seed), start=1):
+    for number, row in read_rows(_checked(name), seed):
         if isinstance(row, str):
             yield number, "undecodable"
             continue

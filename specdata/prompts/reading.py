@@ -142,7 +142,7 @@ def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[Ra
     stats = [file.stat() for file in files if file.exists()]
     rows = _first_rows(wanted, seed, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
     form, left = None, wanted.count or math.inf
-    for number, row in enumerate(rows, start=1):
+    for number, row in rows:
         found: Iterable[RawPrompt | Unusable]
         if isinstance(row, str):
             found = [Unusable("undecodable", row)]
@@ -161,7 +161,7 @@ def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[Ra
 
 
 @lru_cache(maxsize=64)
-def _first_rows(wanted: PromptSet, seed: int, _state: object) -> tuple[PromptRow, ...]:
+def _first_rows(wanted: PromptSet, seed: int, _state: object) -> tuple[tuple[int, PromptRow], ...]:
     """The rows that `count` prompts are made of, at most: each row makes at least one.
 
     Kept, because checks and several stages of a run read the same sets.
@@ -179,11 +179,11 @@ def _first_rows(wanted: PromptSet, seed: int, _state: object) -> tuple[PromptRow
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return tuple({"prompt": text} for text in texts)
+    return tuple(enumerate(({"prompt": text} for text in texts), start=1))
 
 
-def read_rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
-    """The rows of a set that is not embedded.
+def read_rows(wanted: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
+    """The rows of a set that is not embedded, each with its number in the source, from 1.
 
     A catalogued set comes in an order shuffled by the seed (a larger count only appends), any
     other in its own order.
@@ -195,15 +195,15 @@ def read_rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
     if catalogued := CATALOGUE.get(wanted.name):
         return _catalogued(wanted, catalogued, seed)
     path = Path(wanted.name)
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" and "://" not in wanted.name:
         return json_lines(path)
     split = wanted.source_split or wanted.split
     data = load_rows(wanted.name, wanted.name, split, subset=wanted.subset)
     return _at(data, range(len(data)))
 
 
-def json_lines(path: Path) -> Iterator[PromptRow]:
-    """The objects of a JSONL file, line by line, so that one bad character costs one row.
+def json_lines(path: Path) -> Iterator[tuple[int, PromptRow]]:
+    """The lines of a JSONL file and their objects, so that one bad character costs one row.
 
     Raises:
         ConfigError: if the file cannot be read or a line is no JSON object.
@@ -215,7 +215,7 @@ def json_lines(path: Path) -> Iterator[PromptRow]:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 except UnicodeDecodeError as error:
                     byte = line[error.start]
-                    yield f"line {number} holds the byte {byte:#x}: save the file as UTF-8"
+                    yield number, f"line {number} holds the byte {byte:#x}: save the file as UTF-8"
                     continue
                 if not text:
                     continue
@@ -228,7 +228,7 @@ def json_lines(path: Path) -> Iterator[PromptRow]:
                         f"{path}, line {number}: must be a JSON object with a `prompt` or "
                         f"`messages` ({error})"
                     ) from error
-                yield row
+                yield number, row
     except OSError as error:
         raise ConfigError(f"prompt file {path} cannot be read: {error.strerror}") from error
 
@@ -262,7 +262,7 @@ def load_rows(
     if "://" in source:
         raise ConfigError(
             f"prompt set {name!r} is not on the Hub: download it (`curl -LO {source}`) and give "
-            "`source:` the file"
+            f"{'`source:` ' * (name in CATALOGUE)}the file"
         )
     if is_file(source):
         if not Path(source).is_file():
@@ -316,7 +316,9 @@ def _fetch(hub: str, revision: str | None, pattern: str) -> list[str]:
     return paths
 
 
-def _catalogued(wanted: PromptSet, catalogued: CataloguedSet, seed: int) -> Iterator[PromptRow]:
+def _catalogued(
+    wanted: PromptSet, catalogued: CataloguedSet, seed: int
+) -> Iterator[tuple[int, PromptRow]]:
     part, source = catalogued.splits[wanted.split], wanted.source or catalogued.hub
     files = None if wanted.source or wanted.subset else catalogued.files
     subset = wanted.subset or (None if files else catalogued.subset)
@@ -350,7 +352,7 @@ def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:
     if (part.start, part.stop) == (0, 1):
         return range(len(data))
     hashes = []
-    for row in _at(data.select_columns(columns_of(form)), range(len(data))):
+    for _, row in _at(data.select_columns(columns_of(form)), range(len(data))):
         values: Any
         if isinstance(row, str):
             values = None
@@ -365,13 +367,13 @@ def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:
     return [index for index, value in enumerate(hashes) if low <= ranks[value] < high]
 
 
-def _at(data: Any, indices: Iterable[int]) -> Iterator[PromptRow]:
+def _at(data: Any, indices: Iterable[int]) -> Iterator[tuple[int, PromptRow]]:
     for index in indices:
         try:
             row = data[index]
         except UnicodeDecodeError:
             row = f"row {index + 1} is no UTF-8"
-        yield row
+        yield index + 1, row
 
 
 def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:

@@ -18,7 +18,6 @@ MANIFEST = "manifest.json"
 PROGRESS = ".progress"
 # The folder, beside it, of the copy that is mapped into memory.
 CACHE = ".cache"
-SCHEMA_VERSION = 2
 
 
 class _Shape(BaseModel):
@@ -66,7 +65,7 @@ class _Manifest(_Shape):
 def new_manifest(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest of a dataset of which no shard exists yet."""
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 2,
         "settings": settings,
         "counts": count([]),
         "shards": [],

@@ -26,9 +26,11 @@ from eval.drafting.stopping.rule import (
     UpcomingToken,
 )
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
+from eval.drafting.stopping.tree_cost import TreeCost
 from specdata.config import nearest
 
 __all__ = [
+    "ALL_RULES",
     "STOPPING_RULES",
     "ActiveRule",
     "DraftedToken",
@@ -51,7 +53,10 @@ STOPPING_RULES: dict[str, type[StoppingRule]] = {
         Cost,  # another token costs more than it is expected to save
     )
 }
-"""Name -> class of every rule."""
+"""Name -> class of every rule that ends chains."""
+TREE_RULES: dict[str, type[StoppingRule]] = {TreeCost.name: TreeCost}
+"""Name -> class of every rule that ends dynamic trees."""
+ALL_RULES = {**STOPPING_RULES, **TREE_RULES}
 
 
 def read_rule(
@@ -71,11 +76,11 @@ def read_rule(
         ValueError: for parameters that the rule does not have.
     """
     rule = stop if isinstance(stop, StoppingRule) else None
-    kind = STOPPING_RULES.get(str(stop)) if rule is None else type(rule)
+    kind = ALL_RULES.get(str(stop)) if rule is None else type(rule)
     if kind is None:
-        known = ", ".join(STOPPING_RULES)
+        known = ", ".join(ALL_RULES)
         raise _mistakes({"stop": f"unknown stop {stop!r}; choose from {known}"}, {"stop": stop})
-    have = {name for each in (*STOPPING_RULES.values(), kind) for name in each.model_fields}
+    have = {name for each in (*ALL_RULES.values(), kind) for name in each.model_fields}
     if unknown := [name for name in parameters if name not in have]:
         names = [*others, *sorted(have)]
         hints = {name: f"unknown key: {nearest(name, names)}" for name in unknown}

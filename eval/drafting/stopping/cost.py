@@ -25,6 +25,8 @@ from eval.drafting.stopping.rule import (
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.rounds import Round
@@ -170,7 +172,7 @@ def worth_drafting(
 
     One more token saves lambda, the time of an emitted token, if it and all before it are accepted,
     and costs t_d. With lambda the least reachable time per token this is the optimal rule for
-    independent acceptances (`eval.analysis.optimal_stopping`); taking lambda from what the rule
+    independent acceptances (`tests/optimal_stopping.py`); taking lambda from what the rule
     itself achieves is Dinkelbach's iteration, which converges to it.
 
     Args:
@@ -214,6 +216,7 @@ class CostEstimates(ActiveRule):
             from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 
             self._prefix_acceptance = PrefixAcceptance(head, refit=self._learns and rule.refit)
+            self.reads = largest if rule.before_drawing else self._numbers
         self._round: list[float] = []  # of each token, what the logistic model reads
         self._product = 1.0
         self._rounds: deque[Round] = deque(maxlen=ROUNDS)
@@ -228,19 +231,29 @@ class CostEstimates(ActiveRule):
 
     def should_stop(self, drafted: DraftedToken) -> bool:
         """True if the next token is expected to cost more than it saves."""
-        self._round.append(odds_of(drafted.read(largest)[0]))
+        q_max, *answers = drafted.read(largest)
+        self._round.append(odds_of(q_max))
         newest = self.newest.accept(self._round[-1])
         self._product *= newest
         prefix_acceptance = self._prefix_acceptance
-        alive = (
-            self._product if prefix_acceptance is None else prefix_acceptance.after(drafted, newest)
-        )
+        alive = self._product
+        if prefix_acceptance is not None:
+            was_read = drafted.numbers is not None and not self.asks_before
+            alive = prefix_acceptance.after(drafted, newest, answers if was_read else None)
         return not worth_drafting(
             alive,
             mean_acceptance=self.mean_acceptance,
             token_seconds=self.token_seconds,
             draft_seconds=self.draft_seconds,
         )
+
+    def _numbers(self, known: UpcomingToken | DraftedToken, token: Tensor | int) -> Tensor:
+        """The largest probability, and what is asked of the head."""
+        import torch
+
+        assert self._prefix_acceptance is not None
+        asked = self._prefix_acceptance.reads(known, token)
+        return torch.cat([largest(known, token), asked])
 
     def should_stop_before(self, upcoming: UpcomingToken) -> bool:
         """True if verifying the token costs more: the draft's forward for it is paid already."""
@@ -265,7 +278,8 @@ class CostEstimates(ActiveRule):
         if self._prefix_acceptance is not None:
             self._prefix_acceptance.observe(record)
         self._observed += 1
-        if self._observed in (4, 8) or self._observed % 16 == 0:
+        # It takes a millisecond or three: every 16 rounds that was 1 % of the demo's time.
+        if self._observed in (4, 8, 16, 32) or self._observed % 64 == 0:
             self._measure_costs()
             known = PRIOR_TOKENS * self._rule.mean_acceptance + sum(self._accepted)
             self.mean_acceptance = known / (PRIOR_TOKENS + len(self._accepted))
@@ -284,8 +298,8 @@ class CostEstimates(ActiveRule):
         forward = float(np.median([r.draft_seconds / r.draft_forwards for r in rounds]))
         slope, verify = forward, 0.0
         if len(rounds) >= 16 and np.ptp(drafted) >= 2:
-            slope = max(_slope(seconds, drafted), 0.5 * forward)
-            verify = max(_slope(verifying, drafted), 0.0) if rule.before_drawing else 0.0
+            slope = max(slope_of(seconds, drafted), 0.5 * forward)
+            verify = max(slope_of(verifying, drafted), 0.0) if rule.before_drawing else 0.0
         rest = max(float(np.median(seconds - slope * drafted)), 0.0)
         token = (rest * len(rounds) + slope * drafted.sum()) / emitted
         if slope > 0.0 and token > 0.0:
@@ -294,7 +308,7 @@ class CostEstimates(ActiveRule):
             self.token_seconds = rule.token_seconds or float(token)
 
 
-def _slope(seconds: Reals, drafted: Reals) -> float:
+def slope_of(seconds: Reals, drafted: Reals) -> float:
     """The increase by one more drafted token, robustly (Theil and Sen)."""
     from scipy.stats import theilslopes
 

@@ -82,16 +82,16 @@ class _HeadModel(ActiveRule):
     def __init__(self, rule: Head, head: BaseHead) -> None:
         from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 
-        super().__init__(rule.limit)
+        self.prefix_acceptance = PrefixAcceptance(head, calibrated=False)
+        super().__init__(rule.limit, None if rule.before_drawing else self.prefix_acceptance.reads)
         self.threshold = rule.threshold
         self.asks_before = rule.before_drawing
-        self.prefix_acceptance = PrefixAcceptance(head, calibrated=False)
 
     def begin(self) -> None:
         self.prefix_acceptance.begin()
 
     def should_stop(self, drafted: DraftedToken) -> bool:
-        return 1.0 - self.prefix_acceptance.after(drafted) > self.threshold
+        return 1.0 - self.prefix_acceptance.after(drafted, 1.0, drafted.numbers) > self.threshold
 
     def should_stop_before(self, upcoming: UpcomingToken) -> bool:
         return 1.0 - self.prefix_acceptance.before(upcoming) > self.threshold

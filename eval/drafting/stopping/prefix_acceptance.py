@@ -7,17 +7,23 @@ recorded rollouts it is `eval.drafting.stopping.recorded.until_head_prefix_accep
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from eval.drafting.stopping.logistic import OnlineLogistic, sigmoid
+from eval.drafting.stopping.rule import DraftedToken
 from heads.inputs import DecisionPoint
-from heads.judge import judge_of
+from heads.judge import TorchJudge, judge_of
 
 if TYPE_CHECKING:
-    from eval.drafting.stopping.rule import DraftedToken, UpcomingToken
+    from torch import Tensor
+
+    from eval.drafting.stopping.rule import UpcomingToken
     from eval.rounds import Round
     from heads import BaseHead
-    from heads.inputs import DrawnToken, NextToken
+    from heads.inputs import NextToken
 
 
 class PrefixAcceptance:
@@ -36,9 +42,15 @@ class PrefixAcceptance:
     """
 
     def __init__(self, head: BaseHead, *, calibrated: bool = True, refit: bool = False) -> None:
-        self._judge, self._decision_points = judge_of(head), head.decision_points
+        self._judge, self._on_device = judge_of(head), TorchJudge(head)
+        points = head.decision_points
+        self._drawn, self._consumed = (
+            point in points for point in (DecisionPoint.DRAWN, DecisionPoint.CONSUMED)
+        )
         self._bias = math.log(head.rejection_weight) if calibrated else 0.0
         self._refit = refit
+        # Nothing but the newest token is to be known.
+        self._once = points == (DecisionPoint.DRAWN,) and not refit
         self.models = {point: OnlineLogistic((0.0, 1.0)) for point in head.decision_points}
         self.begin()
 
@@ -52,26 +64,47 @@ class PrefixAcceptance:
         # logit.
         self._estimates: list[tuple[DecisionPoint, int, float]] = []
 
-    def after(self, drafted: DraftedToken, newest: float = 1.0) -> float:
+    def reads(self, upcoming: UpcomingToken | DraftedToken, token: Tensor | int) -> Tensor:
+        """(m,) the logits that `after` asks for, to be read with the token: see `ActiveRule`."""
+        asked = []
+        if self._consumed and self._tokens:
+            asked.append(self._on_device.consumed_logit(self._tokens[-1], upcoming))
+        if self._drawn:
+            id_ = cast(int, torch.as_tensor(token).view(()))  # it stays on the device
+            known = upcoming.state, upcoming.embed, upcoming.position, upcoming.since_rejection
+            drawn = DraftedToken(id_, upcoming.distribution, *known)
+            asked.append(self._on_device.drawn_logit(drawn))
+        return torch.stack(asked) if asked else upcoming.distribution.new_zeros(0)
+
+    def after(
+        self,
+        drafted: DraftedToken,
+        newest: float = 1.0,
+        answers: Sequence[float] | None = None,
+    ) -> float:
         """That all tokens drafted so far are accepted, once another one is drawn.
 
         Args:
             drafted: the token, in order.
             newest: the probability that it is accepted, if the head cannot judge it yet and was not
                 asked before it was drawn.
+            answers: the logits that `reads` gave, if they were read with the token.
         """
-        decision_points = self._decision_points
+        if self._once and answers is None:
+            self._known *= sigmoid(self._judge.drawn(drafted) + self._bias)
+            return self._known
+        read = None if answers is None else iter(answers)
         self._tokens.append(drafted)
         place = len(self._tokens) - 1
-        if DecisionPoint.CONSUMED in decision_points and place > self._final:
-            self._consume(drafted)
-        if DecisionPoint.DRAWN in decision_points:
-            logit = self._judge.newest([drafted], DecisionPoint.DRAWN)
+        if self._consumed and place > self._final:
+            self._consume(drafted, read)
+        if self._drawn:
+            logit = self._judge.drawn(drafted) if read is None else next(read)
             newest = self._estimate(DecisionPoint.DRAWN, place, logit)
         elif self._expected is not None:
             newest = self._expected
         self._expected = None
-        if DecisionPoint.CONSUMED not in decision_points:
+        if not self._consumed:
             self._known, self._final = self._known * newest, place + 1
             return self._known
         return self._known * newest
@@ -82,7 +115,7 @@ class PrefixAcceptance:
         Args:
             upcoming: what is known of the next token.
         """
-        if DecisionPoint.CONSUMED in self._decision_points and self._tokens:
+        if self._consumed and self._tokens:
             self._consume(upcoming)
         logit = self._judge.upcoming(upcoming)
         self._expected = self._estimate(DecisionPoint.BEFORE, len(self._tokens), logit)
@@ -96,22 +129,20 @@ class PrefixAcceptance:
             if place < record.drafted and place <= record.accepted:
                 self.models[point].observe(logit, place < record.accepted)
 
-    def _consume(self, newest: NextToken) -> None:
+    def _consume(self, newest: NextToken, read: Iterator[float] | None = None) -> None:
         """Take the final estimate of the last token that the draft has consumed.
 
         Args:
             newest: the token after it, whose state is the draft's after consuming it.
+            read: gives the logit, if it was read already.
         """
         judged = self._tokens[self._final]
-        # Of the second, only the state is read.
-        pair = [judged, cast("DrawnToken", newest)]
-        logit = self._judge.newest(pair, DecisionPoint.CONSUMED)
+        logit = self._judge.consumed(judged, newest) if read is None else next(read)
         self._known *= self._estimate(DecisionPoint.CONSUMED, self._final, logit)
         self._final += 1
 
-    def _estimate(self, point: DecisionPoint, place: int, raw: float | None) -> float:
+    def _estimate(self, point: DecisionPoint, place: int, raw: float) -> float:
         """The probability, by a raw logit, that a token is accepted, and note of it."""
-        assert raw is not None
         logit = raw + self._bias
         if not self._refit:
             return sigmoid(logit)

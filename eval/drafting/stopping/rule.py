@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from specdata.config import Config
+from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 Family = Literal["fixed", "rule", "head", "cost"]
 
 
+Embed = Callable[["Tensor"], "Tensor | None"]
+
+
+def _no_embedding(_ids: Tensor) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class UpcomingToken:
     """The next token of a draft before it is drawn.
@@ -39,6 +47,7 @@ class UpcomingToken:
         state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
             token before this one, which for the first drafted token is the last committed token.
             None if hidden states are not captured, because the rule reads no head.
+        embed: gives the draft's input embeddings (..., E) of tokens (...); None as for `state`.
         position: its place in the draft, from 0.
         since_rejection: tokens since the last one that the target replaced, or since the
             completion began.
@@ -46,6 +55,7 @@ class UpcomingToken:
 
     distribution: Tensor
     state: Tensor | None
+    embed: Embed = _no_embedding
     position: int = 0
     since_rejection: int = 0
 
@@ -58,7 +68,7 @@ class DraftedToken:
         token: its id.
         distribution: (V,) the distribution q that it was drawn from.
         state: (H,) as in `UpcomingToken`.
-        embedding: (E,) the draft's input embedding of the token; None as for `state`.
+        embed: as in `UpcomingToken`.
         position: as in `UpcomingToken`.
         since_rejection: as in `UpcomingToken`.
         numbers: what the rule `reads` of it, where it was read together with the token.
@@ -67,7 +77,7 @@ class DraftedToken:
     token: int
     distribution: Tensor
     state: Tensor | None
-    embedding: Tensor | None = None
+    embed: Embed = _no_embedding
     position: int = 0
     since_rejection: int = 0
     numbers: tuple[float, ...] | None = None
@@ -76,23 +86,23 @@ class DraftedToken:
         """The numbers that `ActiveRule.reads`, from the device now if the drafter has not."""
         if self.numbers is not None:
             return self.numbers
-        return tuple(numbers(self.distribution, self.token).tolist())
+        return tuple(numbers(self, self.token).tolist())
 
 
-Numbers = Callable[["Tensor", "Tensor | int"], "Tensor"]
-"""(m,) numbers of a distribution (V,) and a token drawn from it, given as an id or as (1,)."""
+Numbers = Callable[["UpcomingToken | DraftedToken", "Tensor | int"], "Tensor"]
+"""(m,) numbers of a token drawn from what was known before, given as an id or as (1,)."""
 
 
-def chance(distribution: Tensor, token: Tensor | int) -> Tensor:
+def chance(known: UpcomingToken | DraftedToken, token: Tensor | int) -> Tensor:
     """(1,) the probability of the token itself."""
     if isinstance(token, int):
-        return distribution[token : token + 1]
-    return distribution.index_select(0, token)
+        return known.distribution[token : token + 1]
+    return known.distribution.index_select(0, token)
 
 
-def largest(distribution: Tensor, token: Tensor | int) -> Tensor:
+def largest(known: UpcomingToken | DraftedToken, _token: Tensor | int) -> Tensor:
     """(1,) the probability of the most probable token."""
-    return distribution.max().view(1)
+    return known.distribution.max().view(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +111,21 @@ class Features:
 
     names: tuple[str, ...]
 
-    def __call__(self, distribution: Tensor, token: Tensor | int) -> Tensor:
+    def __call__(self, known: UpcomingToken | DraftedToken, token: Tensor | int) -> Tensor:
         """The numbers (m,), in the order of the names."""
         import torch
 
         from heads.inputs import DecisionPoint, DraftedTokens, HeadInputs
 
+        distribution = known.distribution
         id_ = torch.tensor([token]) if isinstance(token, int) else token
-        known = DraftedTokens(
+        drafted = DraftedTokens(
             tokens=id_.to(distribution.device),
             before=_unknown,
             after=_unknown,
             distributions=lambda: distribution.unsqueeze(0),
         )
-        inputs = HeadInputs.of(self.names, known, DecisionPoint.DRAWN)
+        inputs = HeadInputs.of(self.names, drafted, DecisionPoint.DRAWN)
         return torch.cat([inputs[name] for name in self.names])
 
 
@@ -197,6 +208,7 @@ class StoppingRule(Config):
         adaptive: whether the length depends on the tokens drafted. If so, it ends chains only, and
             no verifier whose residual persists over rounds takes it.
         needs_head: whether it cannot work without an acceptance head.
+        of_trees: whether it grows dynamic trees, by a head of kind candidates, and ends no chain.
         fitted: parameters that an evaluation fits on labels where they are None, by `fit`. Two
             rules may name the same one if they fit it alike.
         family: which methods plots draw alike: "fixed" lengths, training-free "rule"s, rules that
@@ -206,6 +218,7 @@ class StoppingRule(Config):
     name: ClassVar[str]
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
+    of_trees: ClassVar[bool] = False
     fitted: ClassVar[tuple[str, ...]] = ()
     family: ClassVar[Family] = "rule"
 
@@ -221,6 +234,24 @@ class StoppingRule(Config):
 
     def check_head(self, head: BaseHead | None) -> None:
         """Raise ConfigError if it cannot work with a head, or without one; most can with any."""
+
+    def check_kind(self, *, of_trees: bool) -> None:
+        """Raise ConfigError if it reads a head, and that is not of its kind.
+
+        Args:
+            of_trees: whether the head ranks candidates of trees, or judges tokens of chains.
+        """
+        if self.reads_head and of_trees != self.of_trees:
+            judged = ("judges tokens of chains", "ranks candidates of trees")
+            remedy = (
+                "take drafter dynamic_tree with stop tree_cost, or a head of kind immediate"
+                if of_trees
+                else "take stop head, or train a head of kind candidates"
+            )
+            raise ConfigError(
+                f"stop={self.name!r} asks a head that {judged[self.of_trees]}, and this one "
+                f"{judged[of_trees]}: {remedy}"
+            )
 
     @property
     def needs_fit(self) -> bool:

@@ -12,6 +12,7 @@ from eval.drafting.stopping.rule import (
     DraftedToken,
     Family,
     StoppingRule,
+    UpcomingToken,
     chance,
 )
 
@@ -128,11 +129,11 @@ class _Uncertain(ActiveRule):
         return drafted.read(_nats)[0] > self.threshold
 
 
-def _nats(distribution: Tensor, token: Tensor | int) -> Tensor:
+def _nats(known: UpcomingToken | DraftedToken, _token: Tensor | int) -> Tensor:
     """(1,) the entropy of the distribution."""
     from specdata.probability import entropy
 
-    return entropy(distribution).view(1)
+    return entropy(known.distribution).view(1)
 
 
 class Cumulative(AdaptiveRule):

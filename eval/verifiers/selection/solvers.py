@@ -156,7 +156,10 @@ def full_program(p: Array, q1: Array, q2: Array) -> Iterator[PairRule]:
     """The exact optimum for two drafts (equations 8, 9 and 199); p, q1 and q2 are (V,)."""
     head = np.flatnonzero((q1 > 0) | (q2 > 0))
     sure, masses = q1[head] * q2[head], pair_masses(q1[head], q2[head])
-    start = solve_linear_program(p[head], sure, masses)
+    try:
+        start = solve_linear_program(p[head], sure, masses)
+    except RuntimeError:  # HiGHS gives up on some; augmenting paths, slower, on none
+        start = None
     shares = solve_max_flow(p[head], sure, masses, start)
     group = np.zeros(len(p), dtype=np.int64)  # tokens with q = 0 may be in any group
     group[head] = np.arange(len(head))

@@ -1,0 +1,107 @@
+"""What acceptance heads save by the clock: from finished evaluations to docs/heads_clock.json.
+
+    python benchmarks/heads_clock.py --demo DIR ... [--smollm2 DIR ...] --calls FILE [--out FILE]
+
+How the evaluations are made is said in docs/heads.md; FILE is what benchmarks/head_call.py wrote.
+Of each evaluation: the fastest fixed length, the fastest rule without training, and the fastest
+head, over all prompt sets together, paired by prompt, each chosen on the same prompts: there are
+more rivals than heads, so that leans against the head. Trees likewise, with and without a head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eval.measuring.intervals import Interval
+from eval.measuring.pooled import PooledRow, pool
+from eval.measuring.results import Results
+from specdata.storage.files import write_json
+
+
+def saved(head: PooledRow, rivals: Sequence[PooledRow]) -> dict[str, Any] | None:
+    """The share of the fastest rival's time a token that a head saves; None without a rival."""
+    if not rivals:
+        return None
+    rival = max(rivals, key=PooledRow.speed)
+    time = Interval.of(rival.rates["tokens_per_second"] / head.rates["tokens_per_second"])
+    tokens = head.over(rival, "block_efficiency")
+    return {
+        "value": 1 - time.value,
+        "low": 1 - time.high,
+        "high": 1 - time.low,
+        "method": head.method,
+        "rival": rival.method,
+        "tokens_a_call": asdict(tokens),
+    }
+
+
+def summary(results: Results) -> dict[str, Any]:
+    """The comparisons of one evaluation."""
+    rows = [
+        row for row in pool(results) if row.lossless and row.drafter not in (None, "transformers")
+    ]
+    trees = [row for row in rows if row.drafter == "dynamic_tree"]
+    chains = [row for row in rows if row.drafter == "chain" and row.runs[0].verifier == "token"]
+    fixed = [row for row in chains if row.runs[0].fixed_length]
+    made: dict[str, Any] = {
+        "prompts": len({each.prompt_id for run in rows[0].runs for each in run.generations})
+    }
+    for name, group, others in (
+        ("over_best_k", chains, fixed),
+        (
+            "over_best_rule",
+            chains,
+            [each for each in chains if not each.runs[0].head and each not in fixed],
+        ),
+        ("over_dynamic_tree", trees, [each for each in trees if not each.runs[0].head]),
+    ):
+        heads = [each for each in group if each.runs[0].head]
+        if heads and (found := saved(max(heads, key=PooledRow.speed), others)):
+            made[name] = found
+    made["methods"] = {
+        row.method: {
+            "tokens_per_second": row.speed(),
+            "tokens_a_call": row.value("block_efficiency"),
+            "speedup": row.value("speedup"),
+        }
+        for row in rows
+    }
+    return {**made, "environment": results.environment.model_dump(mode="json")}
+
+
+def main() -> None:
+    """Read evaluations, print and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--demo", type=Path, nargs="+", help="evaluations of the demo's pair")
+    parser.add_argument("--smollm2", type=Path, nargs="+", help="evaluations of SmolLM2's pair")
+    parser.add_argument("--calls", type=Path, default=Path("docs/head_call.json"))
+    parser.add_argument("--out", type=Path, default=Path("docs/heads_clock.json"))
+    options = parser.parse_args()
+    made: dict[str, Any] = {}
+    for name in ("demo", "smollm2"):
+        if folders := getattr(options, name):
+            made[name] = {"evaluations": []}
+            for folder in folders:  # a head has an evaluation of its own; the first one found stays
+                read = Results.model_validate_json((folder / "results.json").read_bytes())
+                found = summary(read)
+                compared = {key: found[key] for key in found if key.startswith("over_")}
+                made[name] = {**compared, **made[name]}
+                made[name]["evaluations"].append(found)
+            for key, each in made[name].items():
+                if key.startswith("over_"):
+                    print(
+                        f"{name}: {each['method']} saves {each['value']:.1%} "
+                        f"[{each['low']:.1%}, {each['high']:.1%}] over {each['rival']}"
+                    )
+            called = json.loads(options.calls.read_text(encoding="utf-8"))["drafts"][name]
+            made[name]["question_share"] = called["captured"]["immediate, drawn"]["share"]
+    write_json(options.out, made)
+
+
+if __name__ == "__main__":
+    main()
