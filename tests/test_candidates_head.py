@@ -260,11 +260,32 @@ def test_rankings_are_compared_on_the_same_texts_and_only_with_the_heads_own_dra
     ]
     given = {"vocabulary": VOCABULARY, "nodes": [1, 30], "depth": 3}
     found = compare_rankings(datasets.Dataset.from_list(rows), draft, head, **given)  # type: ignore[arg-type]
-    for by_draft, by_head, gain in found.values():
-        assert min(by_draft.value, by_head.value) >= 1.0
-        assert gain.value == pytest.approx(by_head.value / by_draft.value - 1.0, abs=1e-6)
+    for tokens in found.values():
+        assert min(tokens["draft"].value, tokens["head"].value) >= 1.0
+        gain = tokens["head"].value / tokens["draft"].value - 1.0
+        assert tokens["head gain"].value == pytest.approx(gain, abs=1e-6)
     # Of many nodes more of a text is among them, whatever ranks them.
-    assert found[30][0].value > found[1][0].value
+    assert found[30]["draft"].value > found[1]["draft"].value
     head.probe = probe_of(tiny_llama(2, vocab=VOCABULARY))
     with pytest.raises(ConfigError, match="trained for another draft"):
         compare_rankings(datasets.Dataset.from_list(rows), draft, head, **given)  # type: ignore[arg-type]
+
+
+def test_the_oracle_ranks_by_the_targets_own_probabilities() -> None:
+    draft, target = tiny_llama(1, vocab=VOCABULARY), tiny_llama(2, vocab=VOCABULARY)
+    prompt = torch.tensor([[2, 7, 11]])
+    text = target.generate(prompt, do_sample=False, max_new_tokens=12, min_new_tokens=12)
+    row = {"example_id": "a", "prompt_ids": [2, 7, 11], "completion_ids": text[0, 3:].tolist()}
+    rows = datasets.Dataset.from_list([row])
+    head = random_head(candidates=VOCABULARY)
+    given = {"vocabulary": VOCABULARY, "nodes": [3], "depth": 3}
+    # At temperature 0 the one path with a probability is the text: a round is three and one tokens.
+    found = compare_rankings(
+        rows, draft, head, target=target, sampling=SamplingConfig(temperature=0.0), **given
+    )[3]  # type: ignore[arg-type]
+    assert found["target"].value == 4.0
+    assert found["draft"].value < 4.0
+    # A draft that is the target ranks as the oracle does.
+    head.probe = probe_of(target)
+    found = compare_rankings(rows, target, head, target=target, **given)[3]  # type: ignore[arg-type]
+    assert found["target gain"].value == 0.0

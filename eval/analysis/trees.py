@@ -1,10 +1,10 @@
 """The search for a draft tree (MCSD, arXiv:2401.06706, section 4.2), along held-out text.
 
     draftsmith trees ROLLOUTS --target TARGET --draft DRAFT [--budget 32] [--ratio 0.1]
-    draftsmith trees ROLLOUTS --target TARGET --draft DRAFT --head HEAD [--nodes 3 5 8 12]
+    draftsmith trees ROLLOUTS --draft DRAFT --head HEAD [--target TARGET] [--nodes 3 5 8 12]
 
-With a head of kind candidates: dynamic trees ranked by it, and by the draft (EAGLE-2), at equal
-nodes (`eval.analysis.rankings`). What follows is about the search.
+With a head of kind candidates: dynamic trees ranked by it, by the draft (EAGLE-2), and by an oracle
+if a target is given, at equal nodes (`eval.analysis.rankings`). What follows is about the search.
 
 A k-configuration k_1 x k_2 x ... gives every node at depth d - 1 k_d children. The search compares
 all with k_d in {1, 2, 4, 8, 16, 32} that widen nowhere (the monotonic rule) and whose product, the
@@ -329,6 +329,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith tree
 def _rankings(given: argparse.Namespace) -> None:
     """Print how trees ranked by a head compare with those ranked by the draft."""
     from eval.analysis.rankings import compare_rankings
+    from eval.drafting.dynamic_tree import UNWARPED
     from heads import BaseHead
     from heads.candidates import CandidatesHead
     from specdata.models import load_model
@@ -340,31 +341,38 @@ def _rankings(given: argparse.Namespace) -> None:
             f"{given.head} is a head of kind {head.kind}, which judges tokens of chains: give one "
             "of kind candidates, or replay this one"
         )
+    sampling = None if given.target is None else _sampling(given)
     rows = rows_of_split(stream_stored(given.rollouts), given.rollouts, given.split, given.rows)
     draft = load_model(given.draft, dtype=given.dtype)
-    vocabulary = draft.config.get_text_config().vocab_size
+    target = None if sampling is None else load_model(given.target, dtype=given.dtype)
     with progress(len(rows), "trees", "rollout") as bar:
         found = compare_rankings(
             rows,
             draft,
             head,
-            vocabulary=vocabulary,
+            vocabulary=draft.config.get_text_config().vocab_size,
             nodes=given.nodes,
             depth=given.depth,
+            target=target,
+            sampling=sampling or UNWARPED,
             report=bar.update,
         )
     view = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in ("nodes", "tokens/round by the draft", "by the head", "gain"):
+    by = ["head"] if target is None else ["head", "target"]
+    for column in ("nodes", "tokens/round by the draft", *(f"by the {name}" for name in by)):
         view.add_column(column, no_wrap=True, justify="right")
-    for count, (by_draft, by_head, gain) in found.items():
-        shown = [f"{100 * x:+.1f}" for x in (gain.value, gain.low, gain.high)]
-        cells = f"{by_draft.value:.3f}", f"{by_head.value:.3f}"
-        view.add_row(str(count), *cells, f"{shown[0]} % [{shown[1]}, {shown[2]}]")
+    for count, figures in found.items():
+        cells = [f"{figures['draft'].value:.3f}"]
+        for name in by:
+            gain = figures[f"{name} gain"]
+            shown = [f"{100 * x:+.1f}" for x in (gain.value, gain.low, gain.high)]
+            cells.append(f"{figures[name].value:.3f}, {shown[0]} % [{shown[1]}, {shown[2]}]")
+        view.add_row(str(count), *cells)
     Console(highlight=False).print(view)
 
 
 def _run(given: argparse.Namespace) -> list[Candidate]:
-    from specdata.models import load_model, revision_of
+    from specdata.models import load_model
     from specdata.storage.dataset import stream_stored
 
     if given.budget < 1 or not given.ratio >= 0.0:
@@ -372,16 +380,9 @@ def _run(given: argparse.Namespace) -> list[Candidate]:
             f"--budget must be at least 1 and --ratio at least 0; got {given.budget} and "
             f"{given.ratio:g}"
         )
-    stored = read_manifest(given.rollouts)["settings"]
-    if "sampling" not in stored:
-        raise ConfigError(f"{given.rollouts} does not say how its rollouts were sampled")
-    wrote, revision = stored.get("target"), revision_of(given.target)
-    if isinstance(wrote, dict) and wrote.get("revision", revision) != revision:
-        raise ConfigError(
-            f"--target must be the model that wrote {given.rollouts}, {wrote.get('name')}; the one "
-            f"in {given.target} is another (contents {wrote['revision']} -> {revision})"
-        )
-    sampling = SamplingConfig(**stored["sampling"])
+    if given.target is None:
+        raise ConfigError("without --head, --target must be given: its p says what is accepted")
+    sampling = _sampling(given)
     if sampling.temperature == 0:
         raise ConfigError(
             "these rollouts were sampled at temperature 0, where the draft has one candidate for a "
@@ -401,6 +402,22 @@ def _run(given: argparse.Namespace) -> list[Candidate]:
     return search(acceptance, given.budget, given.ratio)
 
 
+def _sampling(given: argparse.Namespace) -> SamplingConfig:
+    """How the rollouts were sampled; a target that did not write them is refused."""
+    from specdata.models import revision_of
+
+    stored = read_manifest(given.rollouts)["settings"]
+    if "sampling" not in stored:
+        raise ConfigError(f"{given.rollouts} does not say how its rollouts were sampled")
+    wrote, revision = stored.get("target"), revision_of(given.target)
+    if isinstance(wrote, dict) and wrote.get("revision", revision) != revision:
+        raise ConfigError(
+            f"--target must be the model that wrote {given.rollouts}, {wrote.get('name')}; the one "
+            f"in {given.target} is another (contents {wrote['revision']} -> {revision})"
+        )
+    return SamplingConfig(**stored["sampling"])
+
+
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
@@ -409,7 +426,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("rollouts", type=Path, help="folder of a dataset of rollouts (or labels) of the target")
-    add("--target", required=True, help="the model that wrote them")
+    add(
+        "--target",
+        help="the model that wrote them; with --head, the oracle",
+    )
     add("--draft", required=True, help="the draft")
     add("--budget", type=whole_number, default=32, help="most paths of a tree (default: 32)")
     add("--ratio", type=float, default=0.1, help="t_draft/t_target (default: 0.1)")
