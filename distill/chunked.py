@@ -23,7 +23,7 @@ from specdata.lm_head import LMHead
 
 T = TypeVar("T")
 
-ChunkLoss = Callable[[Tensor, slice], Tensor]
+ChunkLoss = Callable[[Tensor, slice | Tensor], Tensor]
 """(n, V) logits of the draft, and which of all positions they are -> the sum of their losses."""
 
 CHUNK_BYTES = 1 << 30

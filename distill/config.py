@@ -40,14 +40,21 @@ Reporter = Literal["tensorboard", "wandb"]
 class InitConfig(Config):
     """Where a draft comes from: what it is before it is trained."""
 
-    kind: Literal["model", "fresh", "target"] = Field(
+    kind: Literal["model", "fresh", "target", "states"] = Field(
         default="model",
-        description="model (models.draft), fresh (random weights) or target (layers of the target)",
+        description="model (models.draft), fresh (random weights), target (layers of the target) "
+        "or states (the target's last layers, which read its hidden states)",
     )
     architecture: Architecture = Field(default="llama-68m", description="of a fresh draft")
     layers: int | list[int] = Field(
         default=2,
         description="layers cut from the target: how many, or which ([0, 5]; 0 is the first)",
+    )
+    taps: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="with kind states: the target's states that are read; 0 enters the first of n "
+        "layers, n leaves the last (default: 2, n/2, n - 3 and n)",
     )
     choose: Literal["first", "last", "even"] = Field(
         default="first",  # untrained, two or three of a real model start at .09, spaced ones at 0
@@ -85,6 +92,10 @@ class InitConfig(Config):
     def _layers_are_aligned(self) -> Self:
         if self.align and self.kind != "target":
             raise ValueError(f"align needs kind target, whose layers are cut, got {self.kind}")
+        if self.taps is not None and self.kind != "states":
+            raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
+        if self.taps is not None and self.taps != sorted(set(self.taps)):
+            raise ValueError(f"taps must be in order, each once, got {self.taps}")
         return self
 
 
@@ -200,6 +211,12 @@ class DistilConfig(Config):
         ge=0.0,
         description="passes over the training rollouts; 0 keeps the draft as it starts",
     )
+    readings: int = Field(
+        3,
+        ge=2,
+        description="with init.kind states: times that a batch is read, first after the target's "
+        "states, then after the draft's own (training-time test)",
+    )
     max_length: int | None = Field(
         None, ge=2, description="tokens of a rollout; what is longer is cut (default: nothing is)"
     )
@@ -272,6 +289,21 @@ class DistilConfig(Config):
                 f"({self.on_policy.share:g}) has the target read those of the draft: set share to "
                 "0, or leave cache out to distil with the target"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _states_are_the_targets(self) -> Self:
+        if self.init.kind != "states":
+            return self
+        for name, given, why in (
+            ("cache", self.cache, "top logits come without the target's states"),
+            ("on_policy.share", self.on_policy.share, "it learns from its own states in readings"),
+            ("finetune", self.finetune, "the target does not read texts there"),
+            ("lora", self.lora, "its maps are trained whole"),
+            ("shard_teacher", self.shard_teacher, "each process reads the target's states"),
+        ):
+            if given:
+                raise ValueError(f"{name} must be left out with init.kind states: {why}")
         return self
 
     def decisive(self) -> dict[str, Any]:

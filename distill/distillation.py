@@ -50,9 +50,11 @@ from specdata.models import (
 from specdata.processes import join_processes, process_count, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.sharded import load_sharded
+from specdata.states_draft import reads_states
 from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, read_record
+from specdata.taps import attach
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +179,11 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             undecided += check_decided(rollouts, teacher, measured)[1]
     else:
         teacher = measured = _load_teacher(str(target), teacher_load, config)
-    student = load_student(str(draft), config.lora, seed=seed)
-    plain = load_plain(str(draft), config.lora)
+    student, plain = (
+        load_student(str(draft), config.lora, seed=seed),
+        load_plain(str(draft), config.lora),
+    )
+    _let_read(teacher, base_of(student), base_of(plain))
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts)
     before = held_out.measure_on_main(base_of(plain))
 
@@ -246,6 +251,13 @@ def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTraine
         )
         return load_model(target, load=load)
     return load_sharded(target, load)
+
+
+def _let_read(teacher: PreTrainedModel | TopLogitDistributions, *drafts: PreTrainedModel) -> None:
+    """Have drafts that read states read those of a target that is loaded already."""
+    for draft in drafts:
+        if reads_states(draft.config) and not isinstance(teacher, TopLogitDistributions):
+            attach(draft, teacher)
 
 
 def _work(out: Path) -> Path:

@@ -24,6 +24,7 @@ from transformers import (
 
 from distill.batches import content_of
 from distill.config import ARCHITECTURES, InitConfig
+from distill.states import fit_inputs, silence
 from distill.toy import language_model
 from distill.training import save_model
 from specdata.draft_vocabulary import reduce_vocabulary, replace_output
@@ -42,6 +43,7 @@ from specdata.models import (
 from specdata.processes import join_processes, wait_for_main
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, read_record
+from specdata.taps import decoder_layers, default_taps, install
 from specdata.target_states import stored_states
 from specdata.terminal import progress
 
@@ -126,13 +128,20 @@ def make_initial(
             model = _fresh(str(target), rollouts, config, seed)
         else:
             whole = load_model(str(target), load=target_load)
-            layers = config.layers
+            layers, count = config.layers, len(decoder_layers(whole)[1])
             if isinstance(layers, int):
-                layers = choose_layers(config.choose, layers, len(decoder_layers(whole)[1]))
+                choose = "last" if config.kind == "states" else config.choose
+                layers = choose_layers(choose, layers, count)
             made["layers"] = layers
             model = cut(whole, layers)
             if config.align:
                 align_output(model, whole, rollouts, getattr(torch, states_dtype))
+            if config.kind == "states":
+                made["taps"] = taps = config.taps or default_taps(count)
+                silence(model)
+                replace_output(model, copy.deepcopy(model.get_output_embeddings()))  # was tied
+                install(model, whole, taps)
+                fit_inputs(model, whole, taps, rollouts)
         vocabulary = model.config.get_text_config().vocab_size
         if config.vocabulary is not None:
             # The target's: an existing draft may name others, and decoding ends at these.
@@ -227,29 +236,6 @@ def choose_layers(choose: str, count: int, layers: int) -> list[int]:
     if choose == "last":
         return list(range(layers - count, layers))
     return [round(index * (layers - 1) / max(1, count - 1)) for index in range(count)]
-
-
-def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The name and the list of a model's decoder layers, found by their number.
-
-    Raises:
-        ConfigError: if there is not one list of as many modules as the configuration says.
-    """
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == count
-        and not any(part.isdigit() for part in name.split("."))  # within a layer
-    ]
-    if len(found) != 1:
-        names = ", ".join(name for name, _ in found) or "none"
-        raise ConfigError(
-            f"{type(model).__name__} must have one list of {count} decoder layers to cut a draft "
-            f"from, found: {names}. Give draft.init another kind: model or fresh"
-        )
-    return found[0]
 
 
 def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:

@@ -19,10 +19,10 @@ from distill.adapters import base_of
 from distill.batches import IGNORED, Numbered, collate
 from distill.chunked import ChunkLoss, chunked_loss, inside_forward
 from distill.config import DistilConfig
-from distill.initial import decoder_layers
 from distill.losses import LOSSES
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
+from distill.states import of_round, readings, weights_of
 from distill.teacher import Part, Teacher, TopLogitsTeacher
 from distill.training import Schedule, training_arguments, whole_batches
 from specdata.draft_vocabulary import draft_vocabulary_ids
@@ -33,6 +33,8 @@ from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import is_fsdp, join_processes
 from specdata.sampling import SamplingConfig
+from specdata.states_draft import states_input
+from specdata.taps import decoder_layers
 from specdata.target_states import has_states
 
 
@@ -58,6 +60,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         self.student_head = find_lm_head(base_of(self.student.eval()))
         self.objective = LOSSES[config.objective]
         self.warp = config.warp
+        self.readings = config.readings
         self.in_bfloat16 = config.precision == "bfloat16"
         self.sampling = sampling
         self.batch_size = config.batch_size
@@ -95,9 +98,13 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         ids, attention = inputs["input_ids"], inputs["attention_mask"]
         chosen = inputs["labels"][:, 1:] != IGNORED
         loss, is_narrow = self._taught(inputs)
+        reads_states = states_input(base_of(self.student))
+        taps = None if reads_states is None else reads_states.read_target(ids)
 
         def total() -> Tensor:
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
+                if taps is not None:
+                    return self._of_readings(ids, taps, chosen, loss, is_narrow=is_narrow)
                 learnt = self.student_head.states(ids, attention, trained=True)[:, :-1][chosen]
                 return chunked_loss(learnt, self.student_head, loss, is_narrow=is_narrow)
 
@@ -107,13 +114,32 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         value = value * self.accelerator.num_processes / counted
         return (value, {}) if return_outputs else value
 
+    def _of_readings(
+        self, ids: Tensor, taps: Tensor, chosen: Tensor, loss: ChunkLoss, *, is_narrow: bool
+    ) -> Tensor:
+        """The sum of the loss over the readings of a draft on states (`distill.states`)."""
+        total: Tensor = taps.new_zeros((), dtype=torch.float32)
+        weights = weights_of(self.readings)
+        for step, states in enumerate(readings(base_of(self.student), ids, taps, self.readings)):
+            mine = of_round(chosen, step)
+            places = mine[chosen].nonzero().squeeze(-1)  # of all that are taught
+
+            def here(q_logits: Tensor, chunk: slice | Tensor, places: Tensor = places) -> Tensor:
+                return loss(q_logits, places[chunk])
+
+            learnt = states[:, :-1][mine]
+            total = total + weights[step] * chunked_loss(
+                learnt, self.student_head, here, is_narrow=is_narrow
+            )
+        return total
+
     def _taught(self, inputs: Mapping[str, Tensor]) -> tuple[ChunkLoss, bool]:
         """The loss of a batch's positions, and whether it takes narrow logits (`chunked_loss`)."""
         teacher, device = self.teacher, inputs["labels"].device
         if isinstance(teacher, TopLogitsTeacher):
             top = teacher.columns(inputs)
 
-            def top_logits_loss(q_logits: Tensor, chunk: slice) -> Tensor:
+            def top_logits_loss(q_logits: Tensor, chunk: slice | Tensor) -> Tensor:
                 here = {name: values[chunk] for name, values in top.items()}
                 with torch.autocast(device.type, enabled=False):
                     return teacher.divergence(self.objective, q_logits, here)
@@ -121,7 +147,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
             return top_logits_loss, False
         taught, rest = teacher.states(inputs)
 
-        def loss(q_logits: Tensor, chunk: slice) -> Tensor:
+        def loss(q_logits: Tensor, chunk: slice | Tensor) -> Tensor:
             # The teacher is as in serving, whatever the precision that the draft trains in.
             with torch.autocast(device.type, enabled=False):
                 if rest is not None:
@@ -192,7 +218,7 @@ def draft_trainer(
         save_steps=config.save_steps,
         gradient_checkpointing=config.gradient_checkpointing,
     )
-    if config.freeze_embeddings:
+    if config.freeze_embeddings or states_input(base_of(student)) is not None:
         _freeze_embeddings(student)
     pad_id, texts = 0, None
     taught: Teacher | TopLogitsTeacher

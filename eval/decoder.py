@@ -35,6 +35,8 @@ from heads.probe import check_head, warn_of_other_sampling
 from specdata.errors import ConfigError, NotFiniteError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, draw_one
+from specdata.states_draft import states_input
+from specdata.taps import attach
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
 
@@ -72,6 +74,7 @@ class SpeculativeDecoder:
         self._verifier = verifier
         self._end_tokens = end_tokens
         self._tree_attention = tree_attention
+        self._reads_states = any(draft.reads_states for draft in self._drafts)
         # What decodes one sequence at a time: the target's KV cache of it, and a drafter.
         self._slots: list[tuple[CachedSequence, Drafter | None]] = []
 
@@ -108,11 +111,12 @@ class SpeculativeDecoder:
             OtherSamplingWarning: if the head was trained for another sampler.
         """
         vocabulary, end_tokens = target.config.get_text_config().vocab_size, end_ids(target)
-        cached_target = CachedModel(target, vocabulary, engine=engine)
+        taps: list[int] = []
         cached_drafts: tuple[CachedModel, ...] = ()
         drafters: Callable[[int], Drafter] | None = None
         if draft is not None:
             drafts = tuple(draft) if isinstance(draft, Sequence) else (draft,)
+            taps = taps_of(drafts, target)
             if head is not None:
                 head = head.to(drafts[0].device)
             capture_hidden = head is not None and config.stop.reads_head
@@ -128,7 +132,7 @@ class SpeculativeDecoder:
                     check_trees(model)
             drafters = make_drafters(config, cached_drafts, head, end_tokens)
         return cls(
-            cached_target,
+            CachedModel(target, vocabulary, engine=engine, taps=taps),
             config.sampling,
             drafters,
             verifier or config.make_verifier(),
@@ -255,6 +259,8 @@ class SpeculativeDecoder:
             check_rope(self._target.model, len(committed), max_length, alone=alone)
         rounds: list[Round] = []
         ended = False
+        if self._reads_states and len(committed) > 1:
+            yield target.append(committed[:-1], 1)  # a draft reads its states first
         while len(committed) < max_length and not ended:
             started = self._now() if alone else 0.0
 
@@ -328,7 +334,10 @@ class SpeculativeDecoder:
         while len(self._slots) <= number:
             new = len(self._slots)
             drafter = self._make_drafter(new) if self._make_drafter else None
-            self._slots.append((self._target.sequence(new, self._sampling), drafter))
+            sequence = self._target.sequence(new, self._sampling)
+            if drafter is not None:
+                drafter.follow(sequence)
+            self._slots.append((sequence, drafter))
         target, drafter = self._slots[number]
         target.reset()
         if drafter is not None:
@@ -360,6 +369,21 @@ def _naming(models: Sequence[CachedModel]) -> Iterator[None]:
     except NotFiniteError as error:
         names = " or ".join(each.model.config.name_or_path for each in models)
         raise NotFiniteError(names) from error
+
+
+def taps_of(drafts: Sequence[PreTrainedModel], target: PreTrainedModel) -> list[int]:
+    """The target's states that drafts read; drafts of several paths must read the same.
+
+    Raises:
+        ConfigError: if they do not, or were made for another target.
+    """
+    each = [attach(draft, target) for draft in drafts if states_input(draft) is not None]
+    if each and any(taps != each[0] for taps in each):
+        raise ConfigError(
+            "drafts of several paths must read the same states of the target, got taps "
+            f"{' and '.join(map(str, each))}"
+        )
+    return each[0] if each else []
 
 
 def make_drafters(

@@ -26,6 +26,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, entropy, probabilities
+from specdata.states_draft import token_embedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -354,7 +355,7 @@ def token_embeddings(draft: PreTrainedModel, ids: Tensor) -> Tensor:
     Ids that only the target has are replaced, as where the draft reads them (`known_ids`).
     """
     with torch.no_grad():
-        embeddings: Tensor = draft.get_input_embeddings()(known_ids(ids, draft))
+        embeddings: Tensor = token_embedding(draft)(known_ids(ids, draft))
     return embeddings
 
 

@@ -21,7 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from heads.mixing import LabelRow, check_labels
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
+from specdata.models import known_ids
 from specdata.sampling import numpy_generator_for
+from specdata.states_draft import states_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -291,12 +293,20 @@ def tree_states(
     allowed[:, length:, length:] = torch.eye(drafted, dtype=torch.bool, device=device)
     mask = torch.zeros(allowed.shape, dtype=draft.dtype, device=device)
     mask.masked_fill_(~allowed, torch.finfo(draft.dtype).min)
-    states = hidden_states(
-        draft,
-        torch.cat([input_ids, tokens], dim=1),
-        mask[:, None],
-        position_ids=torch.cat([at.expand(batch, -1), positions], dim=1),
-    )
+    places = torch.cat([at.expand(batch, -1), positions], dim=1)
+    ids = known_ids(torch.cat([input_ids, tokens], dim=1), draft)
+    if (reads := states_input(draft)) is None:
+        states = hidden_states(draft, ids, mask[:, None], position_ids=places)
+    else:  # the drafted tokens come after the draft's own states, which the text's forward gives
+        with torch.no_grad():
+            x = reads(ids[:, :length])
+            along = draft.base_model(inputs_embeds=x)[0]
+            index = (positions - 1).clamp(min=0, max=length - 1)[..., None]
+            before = along.gather(1, index.expand(-1, -1, along.shape[-1]))
+            x = torch.cat([x, reads.after_own(ids[:, length:], before)], dim=1)
+            states = draft.base_model(
+                inputs_embeds=x, attention_mask=mask[:, None], position_ids=places
+            )[0]
     return states[:, :length], states[:, length:]
 
 
@@ -313,6 +323,8 @@ def check_tree_states(draft: PreTrainedModel, longest: int) -> None:
     Raises:
         ConfigError: if it takes no such mask or no positions, or reads otherwise under one.
     """
+    if states_input(draft) is not None:
+        return  # made of layers that take such masks
     size = draft.config.get_text_config().vocab_size
     ids = (torch.arange(longest, device=draft.device) * 7919 % size).unsqueeze(0)
     positions = torch.tensor([[longest - 1, longest // 2]], device=draft.device)

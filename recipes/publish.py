@@ -29,7 +29,7 @@ from recipes.layout import (
 )
 from recipes.recipe import HUB_ID, CommandLine, Recipe, load_draft, load_head
 from recipes.run import Stage, Step, remove_caches, say, stage_record
-from recipes.sizes import described, draft_size, in_bytes, source_model
+from recipes.sizes import described, draft_size, in_bytes, reads_states, source_model
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
@@ -86,6 +86,11 @@ class Release(Stage):
             check_repository(name)
             if name is not None and trained is None:
                 raise ConfigError(f"publish.{what} is set, but this configuration trains none")
+        if publish.draft_id and reads_states(config):
+            raise ConfigError(
+                "publish.draft_id must be left out: the draft reads its target's states, and no "
+                "engine but this one loads it"
+            )
         if config.draft and not any(
             method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
             for method in methods
@@ -116,7 +121,7 @@ class Release(Stage):
             language=publish.language,
             certificate=found.get("sentence"),
         )
-        if config.draft:
+        if config.draft and not reads_states(config):
             trained = stage_record(folder(config, "draft"))["results"]
             what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
             rates = {
@@ -179,6 +184,10 @@ class Release(Stage):
     def show(self, results: dict[str, Any]) -> None:
         """Print where the copies are; nothing is left to be made of the datasets."""
         remove_caches(self.config)
+        if reads_states(self.config):
+            here = draft_in_use(self.config)
+            say(f"  draft: {here}, not assembled: it reads its target's states, and no engine but")
+            say("  this one loads it")
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():
             said = "not uploaded"
@@ -192,7 +201,7 @@ class Release(Stage):
         """Load, serve and upload what was assembled."""
         config, unnamed = self.config, []
         steps = [Step("look", str(eval_folder(config) / "report.html"))]
-        if config.draft:
+        if config.draft and not reads_states(config):
             draft = config.publish.draft_id or str(self.folder / "draft")
             unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
             steps += [load_draft(draft), *_serve(config, draft)]

@@ -43,7 +43,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
 from recipes.recipe import CommandLine, Recipe
 from recipes.run import RUN, Stage, Step, all_stages, console, finished, say, stage_record
-from recipes.sizes import in_bytes
+from recipes.sizes import in_bytes, reads_states
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
 from specdata.prompts.reading import content_of, prompt_inputs, size_of
@@ -138,6 +138,12 @@ class Eval(Stage):
         for method in config.eval.methods if config.head else ():
             method.stop.check_kind(of_trees=of_trees)
         check_loading(config, "eval")
+        theirs = [each.name for each in config.eval.methods if each.decoder == "assisted"]
+        if theirs and reads_states(config):
+            raise ConfigError(
+                "transformers' assisted generation does not hand a draft its target's states, "
+                f"which this one reads: leave the methods {', '.join(theirs)} out of eval.methods"
+            )
         for role in ("target", "draft"):
             load = config.models.load.of(role)
             if load.is_spread and config.eval.engine != "eager":

@@ -129,9 +129,16 @@ def parameters(known: Mapping[str, Any], draft_vocabulary: int | None = None) ->
 def source_model(config: PipelineConfig) -> str:
     """The model that the draft has its hidden size from, if it is not a fresh one."""
     kind = config.draft.init.kind if config.draft else "model"
-    if kind == "target" or config.models.draft is None:
+    if kind in ("target", "states") or config.models.draft is None:
         return config.models.target
     return config.models.draft
+
+
+def reads_states(config: PipelineConfig) -> bool:
+    """True if the draft reads its target's hidden states (`specdata.states_draft`)."""
+    if config.draft and config.draft.init.kind != "model":
+        return config.draft.init.kind == "states"
+    return config.models.draft is not None and "target_states" in described(config.models.draft)
 
 
 def draft_width(config: PipelineConfig) -> int | None:
@@ -157,13 +164,16 @@ def draft_size(config: PipelineConfig) -> str:
             "tie_word_embeddings": init.architecture == "toy",
             **asdict(ARCHITECTURES[init.architecture]),
         }
-    elif init is not None and init.kind == "target":
+    elif init is not None and init.kind in ("target", "states"):
         known["num_hidden_layers"] = (
             init.layers if isinstance(init.layers, int) else len(init.layers)
         )
-        if init.align:
+        if init.align or init.kind == "states":
             known["tie_word_embeddings"] = False
     count = parameters(known, init.vocabulary if init else None)
+    if count is not None and init is not None and init.kind == "states":
+        maps = 3 + len(init.taps or range(4))  # which make its input
+        count += maps * known["hidden_size"] ** 2
     if count is None:
         return f"the draft, whose size follows from {source_model(config)}"
     return f"the draft, {in_bytes(4 * count)} of weights"

@@ -271,7 +271,7 @@ class Draft(_OfDraft):
         """Use the draft as it is, or go on."""
         draft = self.folder / "model"
         step = load_draft(draft)
-        if described(str(draft)).get("draft_vocab_size") is not None:
+        if {"draft_vocab_size", "target_states"} & described(str(draft)).keys():
             load = f"load_model({json.dumps(str(draft), ensure_ascii=False)})"
             step = Step("load", f"from specdata.models import load_model; draft = {load}")
         return [step, steps_to_head(self.config, line)]
@@ -301,7 +301,7 @@ def check_initial(config: PipelineConfig) -> None:
     if config.draft is None:
         return
     init, target = config.draft.init, config.models.target
-    if init.kind == "target":
+    if init.kind in ("target", "states"):
         known = sizes_of(config, target)
         layers = known.get("num_hidden_layers", known.get("n_layer"))
         wanted = init.layers if isinstance(init.layers, int) else init.layers[-1] + 1
@@ -310,6 +310,11 @@ def check_initial(config: PipelineConfig) -> None:
             raise ConfigError(
                 f"draft.init.layers must be {numbers}, because {target} has {layers} layers; got "
                 f"{init.layers}"
+            )
+        if layers is not None and init.taps and not 0 <= init.taps[0] <= init.taps[-1] <= layers:
+            raise ConfigError(
+                f"draft.init.taps must be from 0 to {layers}, because {target} has {layers} "
+                f"layers; got {init.taps}"
             )
     if init.vocabulary is None:
         return

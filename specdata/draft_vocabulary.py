@@ -110,7 +110,7 @@ def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTra
     """A class of models to load reduced drafts with, whose output matrix has `size` rows.
 
     Its `from_pretrained` reads what `save_pretrained` wrote, whatever names an architecture has on
-    the disk; `settle` makes ordinary models of what it gives.
+    the disk; what it gives becomes a model of `architecture` again, and `settle` ends the loading.
     """
 
     class Reduced(architecture):  # type: ignore[misc]
@@ -127,8 +127,8 @@ def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTra
     return Reduced
 
 
-def settle(model: PreTrainedModel, architecture: type[PreTrainedModel]) -> PreTrainedModel:
-    """Make an ordinary model of one of `reduced_class` that has been loaded.
+def settle(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model of `reduced_class` that has been loaded the ids of its tokens.
 
     Raises:
         ConfigError: if its tensors d2t and t2d do not fit each other.
@@ -138,7 +138,6 @@ def settle(model: PreTrainedModel, architecture: type[PreTrainedModel]) -> PreTr
     if not torch.equal(vocabulary_ids, model.t2d.nonzero().squeeze(-1)):
         raise ConfigError("d2t and t2d keep different tokens, or d2t is not in the order of ids")
     output.vocabulary_ids = vocabulary_ids
-    model.__class__ = architecture
     return model
 
 

@@ -41,6 +41,7 @@ from specdata.loading import (
 )
 from specdata.processes import join_processes
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
+from specdata.states_draft import reads_states, states_class, states_input
 from specdata.storage.files import fingerprint, write_json
 
 T = TypeVar("T")
@@ -96,7 +97,25 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
     source, revision = hub_source(name)
     model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
     check_complete(name, info)
-    return _placed(model, name, load).eval()
+    model = _placed(model, name, load).eval()
+    if reads_states(model.config):
+        _find_target(model, dtype)
+    return model
+
+
+def _find_target(draft: Any, dtype: str) -> None:
+    """Have a draft that reads states load its target when it is first asked to read a text."""
+    from specdata.states_draft import KEY
+    from specdata.taps import attach  # which needs this module
+
+    made = states_input(draft)
+    assert made is not None
+
+    def read(ids: Tensor) -> Tensor:
+        attach(draft, load_model(getattr(draft.config, KEY)["target"], dtype=dtype))
+        return made.read_target(ids)
+
+    made.read_target = read
 
 
 def check_complete(name: str, info: Mapping[str, Any]) -> None:
@@ -136,10 +155,15 @@ def read_model(
     """
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     kind: Any = AutoModelForCausalLM
-    if is_reduced(config):
+    architecture: Any = None
+    if is_reduced(config) or reads_states(config):
         with torch.device("meta"):
             architecture = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-        kind = reduced_class(architecture, getattr(config, SIZE))
+        kind = architecture
+    if reads_states(config):
+        kind = states_class(kind)
+    if is_reduced(config):
+        kind = reduced_class(kind, getattr(config, SIZE))
     model, info = kind.from_pretrained(
         source,
         dtype=dtype,
@@ -148,7 +172,9 @@ def read_model(
         output_loading_info=True,
         **_options(load),
     )
-    return settle(model, architecture) if is_reduced(config) else model, info
+    if architecture is not None:
+        model.__class__ = architecture
+    return settle(model) if is_reduced(config) else model, info
 
 
 def _options(load: Loading) -> dict[str, Any]:

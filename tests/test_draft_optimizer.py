@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from distill import initial
 from distill.config import DistilConfig
-from distill.initial import align_output, cut, decoder_layers
+from distill.initial import align_output, cut
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.trainer import DistilTrainer, draft_trainer
 from specdata.draft_vocabulary import reduce_vocabulary
@@ -21,6 +21,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
+from specdata.taps import decoder_layers
 from tests.families import tiny
 from tests.random_pair import texts_of
 

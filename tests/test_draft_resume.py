@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from distill.config import DistilConfig, FinetuneConfig, LoraConfig
+from distill.config import DistilConfig, FinetuneConfig, InitConfig, LoraConfig
 from distill.distillation import distil
 from distill.finetune import finetune
+from distill.initial import make_initial
 from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.sampling import SamplingConfig
 from tests.random_pair import texts_of
@@ -40,6 +41,29 @@ def trained(pair: Path, out: Path, changes: dict[str, Any]) -> None:
         target=pair / "target",
         draft=pair / "draft",
         train=texts_of(pair, 24, seed=1),
+        dev=texts_of(pair, 4, seed=2),
+        out=out,
+        config=DistilConfig(**{**BASE, **changes}),
+        sampling=SamplingConfig(),
+        seed=0,
+    )
+
+
+def trained_on_states(pair: Path, out: Path, changes: dict[str, Any]) -> None:
+    """Distil a draft that reads the states of the pair's target, made of the same rollouts."""
+    initial, rollouts = pair / "on-states", texts_of(pair, 24, seed=1)
+    make_initial(
+        target=pair / "target",
+        draft=None,
+        rollouts=rollouts,
+        out=initial,
+        config=InitConfig(kind="states", layers=1, vocabulary=200),
+        seed=0,
+    )
+    distil(
+        target=pair / "target",
+        draft=initial,
+        train=rollouts,
         dev=texts_of(pair, 4, seed=2),
         out=out,
         config=DistilConfig(**{**BASE, **changes}),
@@ -72,6 +96,7 @@ CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "completions of the draft": (trained, COMPLETIONS),
     "muon": (trained, {"optimizer": "muon", "epochs": 4}),
     "the last weights": (trained, {"keep": "last"}),
+    "the target's states": (trained_on_states, {}),
     "fine-tuning": (tuned, {}),
     "fine-tuning of adapters": (tuned, LORA),
 }
@@ -155,15 +180,32 @@ def test_an_interrupted_and_killed_training_in_two_processes_ends_in_the_same_we
 
 
 @pytest.mark.exhaustive
-def test_adapters_in_parts_are_gathered_and_merged(
-    pair: Path, tmp_path: Path, server: ForkServerContext
+@pytest.mark.parametrize(
+    ("train", "draft", "changes", "engine"),
+    [
+        (trained, "draft", {"lora": {"rank": 4}}, ZERO_3),
+        (trained_on_states, "on-states", {}, ON_CPU),
+        (trained_on_states, "on-states", {}, ZERO_3),
+    ],
+    ids=["adapters, ZeRO-3", "states, DDP", "states, ZeRO-3"],
+)
+def test_two_processes_end_in_the_weights_of_one(
+    pair: Path,
+    tmp_path: Path,
+    server: ForkServerContext,
+    train: Train,
+    draft: str,
+    changes: dict[str, Any],
+    engine: dict[str, str],
 ) -> None:
     """Under ZeRO-3 the main process alone gets the weights; the others go on without them."""
-    changes = {"lora": {"rank": 4}, "epochs": 1}
-    trained(pair, tmp_path / "alone", changes)
-    finish(start_two(server, trained, pair, tmp_path / "two", changes, **ZERO_3))
+    changes = {**changes, "epochs": 1}
+    train(pair, tmp_path / "alone", changes)
+    finish(start_two(server, train, pair, tmp_path / "two", changes, **engine))
     ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("two", "alone"))
-    before = load_file(pair / "draft" / "model.safetensors")
+    before = load_file(pair / draft / "model.safetensors")
     for name, weight in theirs.items():
+        if not weight.is_floating_point():
+            continue  # ids of a reduced vocabulary
         moved = (weight - before[name]).square().mean().sqrt()
         assert (ours[name] - weight).square().mean().sqrt() <= moved / 50, name

@@ -18,7 +18,6 @@ from distill.initial import (
     choose_layers,
     coverage,
     cut,
-    decoder_layers,
     frequent_tokens,
     make_initial,
 )
@@ -29,6 +28,7 @@ from recipes.train_draft import Draft
 from specdata.errors import ConfigError, OtherSettingsError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
+from specdata.taps import decoder_layers
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 from tests.families import FAMILIES, tiny
 

@@ -121,9 +121,11 @@ class _WithTarget(CachedSequence):
         super().reset()
         self._target.reset()
 
-    def commit(self, forward: Forward, layout: Layout, states: Tensor | None) -> None:
+    def commit(
+        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
+    ) -> None:
         """Take account of a forward of the draft, and run the target's over the same tokens."""
-        super().commit(forward, layout, states)
+        super().commit(forward, layout, states, taps)
         own = replace(forward, sequence=self._target)
         self.states = self._target.distribution(own.model.run(own))
 

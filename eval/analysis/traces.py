@@ -16,13 +16,12 @@ from transformers import DynamicCache, PreTrainedModel
 from eval.analysis.expectation import Traces
 from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens, pad
 from heads import BaseHead
-from heads.inputs import FEATURES, DraftedTokens, HeadInputs, logits_of_states
+from heads.inputs import FEATURES, DraftedTokens, HeadInputs, logits_of_states, token_embeddings
 from heads.probe import check_head, warn_of_other_sampling
 from heads.target_context import check_tree_states, simulated_rounds, tree_states
 from specdata.errors import ConfigError
 from specdata.labels.labeller import tokens_at_once
 from specdata.lm_head import find_lm_head, hidden_states
-from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
 from specdata.sampling import numpy_generator_for
 from specdata.terminal import progress
@@ -132,7 +131,7 @@ def _drafted(
     distributions: Callable[[Tensor], Tensor],
 ) -> Iterator[DraftedTokens]:
     """The drafted tokens of rows, some at a time; states are (N, H) for all in one line."""
-    device, embedding = draft.device, draft.get_input_embeddings()
+    device = draft.device
     tokens = torch.tensor([token for row in rows for token in row["draft_ids"]], device=device)
 
     @cache
@@ -146,7 +145,7 @@ def _drafted(
             before=lambda: before[here],
             after=lambda: after[here],
             distributions=lambda: distributions(before[here]),
-            embeddings=lambda: embedding(known_ids(tokens[here], draft)),
+            embeddings=lambda: token_embeddings(draft, tokens[here]),
             position=lambda: rounds()[0][here],
             since_rejection=lambda: rounds()[1][here],
         )

@@ -19,7 +19,7 @@ from eval.drafting.stopping import ActiveRule, DraftedToken, UpcomingToken
 from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
-from eval.runtime.sequence import CachedSequence, ForwardCoroutine
+from eval.runtime.sequence import CachedSequence, ForwardCoroutine, StatesSequence
 from specdata.probability import SamplingConfig, draw_and_read, draw_one, draw_several
 
 
@@ -65,6 +65,12 @@ class Drafter(ABC):
 
     def observe(self, record: Round) -> None:  # noqa: B027 (most learn nothing)
         """Take note of a finished round."""
+
+    def follow(self, target: CachedSequence) -> None:
+        """Read the states of a target's sequence, in drafts that read any."""
+        for sequence in self._sequences:
+            if isinstance(sequence, StatesSequence):
+                sequence.target = target
 
     def reset(self) -> None:
         """Forget the sequence; what a stopping rule has measured is kept."""

@@ -37,6 +37,7 @@ from eval.runtime.transformers_models import (
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.prepack import multiplies
+from specdata.taps import capturing_taps
 
 # Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
 # candidates enough to be unlike every other size of a model.
@@ -45,17 +46,23 @@ CACHE_LENGTHS = (131, 137, 139, 149, 151)
 # A graph must reproduce the eager logits to this share of their largest; ropes are in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
-Graph = Callable[..., tuple[Tensor, Tensor]]
-"""A forward of tensors: (token ids, positions, mask if there is one, keys and values of each layer)
-to (logits, hidden states); see `ForwardGraphs.__call__` for the shapes."""
+Graph = Callable[..., tuple[Tensor, ...]]
+"""A forward of tensors: (token ids or what stands for them, positions, mask if there is one, keys
+and values of each layer) to (logits, hidden states, taps if any are asked for); see
+`ForwardGraphs.__call__` for the shapes."""
 
-_SHARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, ForwardGraphs]] = (
+Key = tuple[str, tuple[int, ...]]
+_SHARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[Key, ForwardGraphs]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def shared_graphs(model: PreTrainedModel, engine: Engine) -> ForwardGraphs:
+def shared_graphs(
+    model: PreTrainedModel, engine: Engine, taps: tuple[int, ...] = ()
+) -> ForwardGraphs:
     """The graphs of a model, shared by all decoders that use it while its weights stay the same.
+
+    With `taps` they give these states, too.
 
     Changed weights are found by their version counters, which every in-place operation advances,
     except operations on `.data`.
@@ -65,11 +72,11 @@ def shared_graphs(model: PreTrainedModel, engine: Engine) -> ForwardGraphs:
     """
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}; choose from {', '.join(ENGINES)}")
-    by_engine = _SHARED.setdefault(model, {})
+    by_key, key = _SHARED.setdefault(model, {}), (engine, taps)
     versions = weight_versions(model)
-    if engine not in by_engine or by_engine[engine].versions != versions:
-        by_engine[engine] = ForwardGraphs(model, versions, compiled=engine == "compiled")
-    return by_engine[engine]
+    if key not in by_key or by_key[key].versions != versions:
+        by_key[key] = ForwardGraphs(model, versions, compiled=engine == "compiled", taps=taps)
+    return by_key[key]
 
 
 class _GraphKind(NamedTuple):
@@ -95,13 +102,21 @@ class ForwardGraphs:
         model: the model, which is not kept alive.
         versions: of its weights; the graphs are valid for these only.
         compiled: whether graphs go through `torch.compile`.
+        taps: states inside the model that they give (`specdata.taps`).
 
     Raises:
         ConfigError: if the model's forward depends on the length of the sequence, or is spread
             over devices.
     """
 
-    def __init__(self, model: PreTrainedModel, versions: WeightVersions, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        versions: WeightVersions,
+        *,
+        compiled: bool,
+        taps: tuple[int, ...] = (),
+    ) -> None:
         if rope := length_dependent_rope(model):
             # A graph would keep the frequencies of one length.
             raise ConfigError(
@@ -116,6 +131,7 @@ class ForwardGraphs:
         self.versions = versions
         self._model = weakref.ref(model)
         self._compiled = compiled
+        self._taps = taps
         self._prepacker = Prepacker()
         self._graphs: dict[_GraphKind, Graph] = {}
 
@@ -126,11 +142,11 @@ class ForwardGraphs:
         mask: Tensor | None,
         cache: Sequence[Tensor],
         logits_to_keep: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Run one forward, which writes keys and values of the new tokens into the cache.
 
         Args:
-            ids: (1, n) new tokens.
+            ids: (1, n) new tokens, or (1, n, H) inputs of a draft that reads its target's states.
             positions: (1, n).
             mask: (1, 1, n, length) additive, or None for one token that attends to everything.
             cache: keys and values of each layer, (1, heads, length, size); the new tokens take the
@@ -138,7 +154,8 @@ class ForwardGraphs:
             logits_to_keep: logits are needed after this many of the last tokens.
 
         Returns:
-            Logits (1, logits_to_keep or more, V') and what the lm_head read (1, as many, H).
+            Logits (1, logits_to_keep or more, V'), what the lm_head read (1, as many, H), and taps
+            (1, n, F) if there are any.
 
         Raises:
             ConfigError: if the forward cannot be captured, or its graph gives other logits.
@@ -161,7 +178,7 @@ class ForwardGraphs:
         """Make the graph of a kind, and compare it with the eager forward on the given inputs."""
         model = self._model()
         assert model is not None
-        forward = eager_forward(model, kind.masked, kind.last)
+        forward = eager_forward(model, kind.masked, kind.last, self._taps)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 traced = make_fx(
@@ -199,21 +216,32 @@ def check_same_logits(model: PreTrainedModel, expected: Tensor, actual: Tensor) 
         )
 
 
-def eager_forward(model: PreTrainedModel, masked: bool, last: bool) -> Graph:
+def named_inputs(inputs: Tensor) -> dict[str, Tensor]:
+    """What a model reads, by the name that its forward has for it: ids, or vectors."""
+    return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
+
+
+def eager_forward(
+    model: PreTrainedModel, masked: bool, last: bool, taps: Sequence[int] = ()
+) -> Graph:
     """The model's forward as a function of tensors only."""
 
-    def forward(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         hidden: list[Tensor] = []
-        with capturing_hidden(model, hidden.append):
+        tapped: list[Tensor] = []
+        with (
+            capturing_hidden(model, hidden.append),
+            capturing_taps(model, taps, tapped.append),
+        ):
             logits: Tensor = model(
-                input_ids=ids,
+                **named_inputs(ids),
                 position_ids=positions,
                 attention_mask=rest[0] if masked else None,
                 past_key_values=_CacheView(rest[1:] if masked else rest),
                 use_cache=True,
                 logits_to_keep=int(last),  # 0: all
             ).logits
-        return logits, hidden[0]
+        return logits, hidden[0], *tapped
 
     return forward
 
@@ -227,7 +255,7 @@ def _examples(inputs: Sequence[Tensor], masked: bool) -> list[Tensor]:
     sizes = {size for buffer in cache for size in buffer.shape}
     count = 1 if ids.shape[1] == 1 else next(n for n in TOKEN_LENGTHS if n not in sizes)
     length = next(n for n in CACHE_LENGTHS if n not in sizes)
-    examples = [ids.new_zeros(1, count), ids.new_zeros(1, count)]
+    examples = [ids.new_zeros(1, count, *ids.shape[2:]), inputs[1].new_zeros(1, count)]
     if masked:
         mask = inputs[2]
         examples.append(torch.zeros(1, 1, count, length, dtype=mask.dtype, device=ids.device))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.runtime.engines import Engine, engine_on
-from eval.runtime.graphs import ForwardGraphs, shared_graphs
+from eval.runtime.graphs import ForwardGraphs, named_inputs, shared_graphs
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, pack
-from eval.runtime.sequence import CachedSequence, Forward
+from eval.runtime.sequence import CachedSequence, Forward, StatesSequence
 from eval.runtime.transformers_models import (
     attending_packed,
     can_pack,
@@ -27,9 +27,29 @@ from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
+from specdata.states_draft import states_input, token_embedding
+from specdata.taps import capturing_taps
 
 # Forwards of more tokens are prompts, for which a mask would cost more than a graph saves.
 LONGEST_GRAPH_FORWARD = 256
+
+
+class Outputs(NamedTuple):
+    """What a model gives of the tokens of a forward, one dimension of rows before each.
+
+    Args:
+        logits: (B, logits_to_keep or more, V') after the last of them.
+        hidden: (B, as many, H) what the lm_head read there, if it was captured.
+        taps: (B, n, F) at all of them, if they were captured; see `specdata.taps`.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    taps: Tensor | None = None
+
+    def of(self, rows: Any, columns: Any) -> Outputs:
+        """Those at some rows and columns, counted among all tokens; of as many logits as tokens."""
+        return Outputs(*(None if each is None else each[rows, columns] for each in self))  # type: ignore[arg-type]
 
 
 class CachedModel:
@@ -41,7 +61,8 @@ class CachedModel:
         engine: how forwards run; see `eval.runtime.graphs`.
         capture_hidden: also keep, in `CachedSequence.hidden`, what the lm_head reads (after the
             final norm) at the last token of each forward, for acceptance heads, and give the
-            input embeddings of tokens.
+            input embeddings of tokens. Always of a draft that reads its target's states.
+        taps: keep these states in `CachedSequence.taps`, for such a draft.
 
     Raises:
         CacheNotRewindableError: if the model's cache cannot drop tokens (sliding windows, states).
@@ -55,16 +76,19 @@ class CachedModel:
         *,
         engine: Engine = "eager",
         capture_hidden: bool = False,
+        taps: Sequence[int] = (),
     ) -> None:
         check_forward(model)
         layers = check_cache(model.config)
         self.model: Any = model
         self.vocabulary = vocabulary
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
-        self._capture_hidden = capture_hidden
+        self.reads_states = states_input(model) is not None
+        self._capture_hidden = capture_hidden or self.reads_states
+        self._taps = tuple(taps)
         ids = draft_vocabulary_ids(model)
         self._vocabulary_ids = None if ids is None else ids[ids < vocabulary]
-        self._embeddings = model.get_input_embeddings()
+        self._embeddings = token_embedding(model)
         # A model looks through its parameters for these each time it is asked.
         self.device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
@@ -82,8 +106,12 @@ class CachedModel:
 
     def sequence(self, slot: int, sampling: SamplingConfig) -> CachedSequence:
         """An empty sequence in a slot of the cache, in place of an earlier one there."""
-        self._sequences[slot] = CachedSequence(self, slot, sampling)
+        self._sequences[slot] = self._empty_sequence(slot, sampling)
         return self._sequences[slot]
+
+    def _empty_sequence(self, slot: int, sampling: SamplingConfig) -> CachedSequence:
+        kind = StatesSequence if self.reads_states else CachedSequence
+        return kind(self, slot, sampling)
 
     def reset(self) -> None:
         """Forget every sequence and free the cache."""
@@ -94,7 +122,7 @@ class CachedModel:
     def refresh_graphs(self) -> None:
         """Use graphs of the weights as they are now; they may have changed."""
         if self._engine != "eager":
-            self._graphs = shared_graphs(self.model, self._engine)
+            self._graphs = shared_graphs(self.model, self._engine, self._taps)
 
     def warm_up(self, appends: Sequence[tuple[int, int]], nodes: Sequence[int] = ()) -> None:
         """Make the graphs that decoding will need, so that none is made while something is timed.
@@ -117,7 +145,7 @@ class CachedModel:
 
     def _prompted(self, logits_to_keep: int) -> CachedSequence:
         """A sequence with a prompt of three tokens in the cache, for a warm-up."""
-        sequence = CachedSequence(self, 0, SamplingConfig())
+        sequence = self._empty_sequence(0, SamplingConfig())
         self.run(sequence.append(self._different(3), logits_to_keep))
         return sequence
 
@@ -137,8 +165,7 @@ class CachedModel:
         """
         layout = forward.layout()
         run = self._run_unrolled if forward.unrolled else self._run_single
-        logits, hidden = run(forward, layout)
-        return self._commit(forward, layout, logits, hidden)
+        return self._commit(forward, layout, run(forward, layout))
 
     def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
         """Run one forward of each of several sequences, together where that pays.
@@ -166,7 +193,10 @@ class CachedModel:
         """(..., E) the model's input embeddings of tokens, for heads; None if none reads it."""
         if not self._capture_hidden:
             return None
-        embedded: Tensor = self._embeddings(self._known(ids.to(self.device)))
+        ids = ids.to(self.device)
+        embedded: Tensor = self._embeddings(
+            known_ids(ids, self.model) if self._has_fewer_ids else ids
+        )
         return embedded
 
     def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -178,26 +208,31 @@ class CachedModel:
         everywhere = some.new_zeros(logits.shape)
         return everywhere.index_copy_(-1, self._vocabulary_ids, some)
 
-    def _commit(
-        self, forward: Forward, layout: Layout, logits: Tensor, hidden: Tensor | None
-    ) -> Tensor:
+    def _commit(self, forward: Forward, layout: Layout, outputs: Outputs) -> Tensor:
         """Commit a forward that has run to its sequence; every forward ends here.
 
         Args:
             forward: what was run.
             layout: where its tokens were written.
-            logits: (logits_to_keep or more, V') after its last tokens.
-            hidden: (logits_to_keep or more, H) what the lm_head read there, if it was captured.
+            outputs: of them, without rows.
 
         Returns:
             Logits (logits_to_keep, V).
         """
+        logits, hidden, taps = outputs
         states = None if hidden is None else hidden[-forward.logits_to_keep :]
-        forward.sequence.commit(forward, layout, states)
+        forward.sequence.commit(forward, layout, states, taps)
         return to_vocabulary(logits[-forward.logits_to_keep :], self.vocabulary)
 
-    def _run_single(self, forward: Forward, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """Run a forward in one row: logits (logits_to_keep or more, V') and hidden states."""
+    def _inputs(self, forward: Forward) -> Tensor:
+        """What the model reads of a forward's tokens: (n,) ids, or (n, H) of a draft on states."""
+        ids = torch.tensor(forward.tokens, device=self.device)
+        ids = known_ids(ids, self.model) if self._has_fewer_ids else ids
+        sequence = forward.sequence
+        return sequence.inputs(forward, ids) if isinstance(sequence, StatesSequence) else ids
+
+    def _run_single(self, forward: Forward, layout: Layout) -> Outputs:
+        """Run a forward in one row."""
         count = len(forward.tokens)
         mask: Tensor | None = None
         if layout.visible is not None:
@@ -206,65 +241,64 @@ class CachedModel:
             graph = self._graphs is not None and count <= LONGEST_GRAPH_FORWARD
             if (graph and not self._sdpa) if count == 1 else (graph or layout.start > 0):
                 mask = self._causal_mask(layout.start, count)
-        logits, hidden = self._run_slot(
+        outputs = self._run_slot(
             forward.sequence.slot,
             layout.start,
-            torch.tensor([forward.tokens], device=self.device),
+            self._inputs(forward)[None],
             torch.tensor([layout.positions], device=self.device),
             mask,
             forward.logits_to_keep,
         )
-        return logits[0], None if hidden is None else hidden[0]
+        return Outputs(*(None if each is None else each[0] for each in outputs))  # type: ignore[arg-type]
 
     def _run_slot(
         self,
         slot: int,
         start: int,
-        ids: Tensor,
+        inputs: Tensor,
         positions: Tensor,
         mask: Tensor | None,
         logits_to_keep: int,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run n tokens of one slot, by a graph if there may be one; ids and positions (1, n)."""
-        end = start + ids.shape[1]
-        if self._graphs is not None and ids.shape[1] <= LONGEST_GRAPH_FORWARD:
+    ) -> Outputs:
+        """Run n tokens of one slot, by a graph if there may be one; inputs and positions (1, n)."""
+        end = start + inputs.shape[1]
+        if self._graphs is not None and inputs.shape[1] <= LONGEST_GRAPH_FORWARD:
             views = self.kv_cache.views(slot, end)
             if views is not None:
-                logits, hidden = self._graphs(
-                    self._known(ids), positions, mask, views, logits_to_keep
-                )
-                return logits, hidden if self._capture_hidden else None
+                outputs = Outputs(*self._graphs(inputs, positions, mask, views, logits_to_keep))
+                return outputs if self._capture_hidden else outputs._replace(hidden=None)
         self.kv_cache.place(slice(slot, slot + 1), start, end)
-        return self._run_eager(self.kv_cache, ids, positions, mask, logits_to_keep)
+        return self._run_eager(self.kv_cache, inputs, positions, mask, logits_to_keep)
 
     def _run_eager(
         self,
         cache: KVCache,
-        ids: Tensor,
+        inputs: Tensor,
         positions: Tensor,
         mask: Tensor | None,
         logits_to_keep: int,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The model's own forward: logits (B, logits_to_keep, V') and hidden states."""
+    ) -> Outputs:
+        """The model's own forward."""
         hidden: list[Tensor] = []
+        taps: list[Tensor] = []
         # Hooked only while it runs: decoders that share a model must not slow each other down.
         capturing = (
             capturing_hidden(self.model, hidden.append) if self._capture_hidden else nullcontext()
         )
-        with capturing:
+        with capturing, capturing_taps(self.model, self._taps, taps.append):
             logits = self.model(
-                input_ids=self._known(ids),
+                **named_inputs(inputs),
                 position_ids=positions,
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
             ).logits
-        return logits, hidden[0].to(logits.device) if hidden else None
-
-    def _known(self, ids: Tensor) -> Tensor:
-        """Token ids that the model has, others replaced."""
-        return known_ids(ids, self.model) if self._has_fewer_ids else ids
+        return Outputs(
+            logits,
+            hidden[0].to(logits.device) if hidden else None,
+            taps[0].to(logits.device) if taps else None,
+        )
 
     def _additive(self, visible: Tensor) -> Tensor:
         """The additive mask of a boolean one, in the model's type and on its device."""
@@ -298,24 +332,21 @@ class CachedModel:
         )
         columns = packing.columns[0].to(self.device)
         with attending_packed(self.model, slots[0], columns):
-            logits, hidden = self._run_eager(
+            outputs = self._run_eager(
                 self.kv_cache,
-                packing.tokens.to(self.device),
+                torch.cat([self._inputs(forward) for forward in forwards])[None],
                 packing.positions.to(self.device),
                 self._additive(packing.visible).unsqueeze(1),
                 packing.tokens.shape[1],
             )
-        return [
-            self._commit(
-                forward,
-                layout,
-                logits[0, : packing.ends[forward.sequence.slot]],
-                None if hidden is None else hidden[0, : packing.ends[forward.sequence.slot]],
-            )
-            for forward, layout in zip(forwards, layouts, strict=True)
-        ]
+        logits = []
+        for forward, layout in zip(forwards, layouts, strict=True):
+            end = packing.ends[forward.sequence.slot]
+            mine = outputs.of(0, slice(end - len(forward.tokens), end))
+            logits.append(self._commit(forward, layout, mine))
+        return logits
 
-    def _run_unrolled(self, forward: Forward, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    def _run_unrolled(self, forward: Forward, layout: Layout) -> Outputs:
         """Score a whole tree as a batch of its paths from the root to each leaf (an ablation)."""
         start, parents = layout.start, forward.parents
         committed, nodes = len(forward.tokens) - len(parents), range(len(parents))
@@ -327,17 +358,16 @@ class CachedModel:
             if leaf + 1 not in parents
         ]
         width = max(map(len, paths))
-        ids = [[forward.tokens[i] for i in path] + [0] * (width - len(path)) for path in paths]
+        padded = torch.tensor([path + [0] * (width - len(path)) for path in paths])
         positions = torch.arange(start, start + width, device=self.device).expand(len(paths), -1)
         cache = self.kv_cache.repeat_prefix(forward.sequence.slot, start, len(paths))
         cache.place(slice(0, len(paths)), start, start + width)
         mask = self._causal_mask(start, width).expand(len(paths), -1, -1, -1) if start else None
-        logits, hidden = self._run_eager(
-            cache, torch.tensor(ids, device=self.device), positions, mask, width
-        )
+        inputs = self._inputs(forward)[padded.to(self.device)]
+        outputs = self._run_eager(cache, inputs, positions, mask, width)
         # Each token is read on the first path that has it.
         tokens = range(len(forward.tokens))
         rows = [next(row for row, path in enumerate(paths) if i in path) for i in tokens]
         columns = [position - start for position in layout.positions]
         self.kv_cache.copy_from(cache, rows, layout.positions, forward.sequence.slot, start)
-        return logits[rows, columns], None if hidden is None else hidden[rows, columns]
+        return outputs.of(rows, columns)

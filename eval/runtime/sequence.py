@@ -7,6 +7,7 @@ sequences together. So decoding is written once, for one sequence and for batche
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from eval.runtime.layout import Layout, lay_out
 from specdata.probability import SamplingConfig
+from specdata.states_draft import states_input
 
 if TYPE_CHECKING:
     from eval.runtime.model import CachedModel
@@ -139,6 +141,8 @@ class CachedSequence:
             were asked for; None before the first forward, and where the model does not capture
             hidden states.
         forwards: forwards so far, of this sequence and of those before it in the slot.
+        taps: (size, F) states inside the model by cache position, for drafts that read them; None
+            where the model does not capture them.
     """
 
     def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
@@ -149,6 +153,7 @@ class CachedSequence:
         self.length = 0
         self.ancestors = NO_NODES
         self.states: Tensor | None = None
+        self.taps: Tensor | None = None
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -195,14 +200,25 @@ class CachedSequence:
         """Distributions (..., V) of logits (..., V), by default under the sequence's sampling."""
         return self.model.distribution(logits, sampling or self.sampling)
 
-    def commit(self, forward: Forward, layout: Layout, states: Tensor | None) -> None:
+    def commit(
+        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
+    ) -> None:
         """Take account of a forward of this sequence that has run.
 
         Args:
             forward: what was run.
             layout: where its tokens were written.
             states: (n, H) what the lm_head read at the last tokens, if it was captured.
+            taps: (n, F) the taps of all its tokens, if they were captured.
         """
+        if taps is not None:
+            end = layout.start + len(taps)
+            if self.taps is None or len(self.taps) < end:
+                enlarged = taps.new_zeros(2 * end, taps.shape[1])
+                if self.taps is not None:
+                    enlarged[: len(self.taps)] = self.taps
+                self.taps = enlarged
+            self.taps[layout.start : end] = taps
         self.forwards += 1
         self.length += len(forward.tokens) - len(forward.parents)
         self.ancestors = layout.ancestors
@@ -225,5 +241,85 @@ class CachedSequence:
         if list(nodes) != list(range(1, len(nodes) + 1)):
             source = [self.length + node - 1 for node in nodes]
             self.model.kv_cache.move(self.slot, source, self.length)
+            if self.taps is not None:
+                self.taps[self.length : self.length + len(source)] = self.taps[source]
         self.length += len(nodes)
         self.ancestors = NO_NODES
+
+
+class StatesSequence(CachedSequence):
+    """A sequence of a draft that reads its target's states (`specdata.states_draft`).
+
+    A token is read with the target's states at the token before it, or, where the target has not
+    read that one yet, with the draft's own. Tokens read so are dropped when a draft was verified,
+    accepted or not, and are read again with the target's.
+
+    Attributes:
+        target: the target's sequence; without one, as in a warm-up, its states count as 0.
+    """
+
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
+        super().__init__(model, slot, sampling)
+        self.target: CachedSequence | None = None
+        self._after_target = 0  # committed tokens that were read with the target's states
+        self._own: dict[int, Tensor] = {}  # the draft's states by cache position, of this draft
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        super().reset()
+        self._after_target, self._own = 0, {}
+
+    def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
+        """(n, H) what the draft reads of a forward's tokens, (n,) ids of its own vocabulary."""
+        embedding = states_input(self.model.model)
+        assert embedding is not None
+        x = ids.new_empty(len(ids), embedding.token.out_features, dtype=embedding.weight.dtype)
+        before = torch.tensor(self._before(forward))
+        own = before >= self._read_by_target()
+        if not own.all():
+            known = before[~own]
+            states = x.new_zeros(len(known), embedding.states.in_features)
+            taps = None if self.target is None else self.target.taps
+            if taps is not None:
+                found = taps[known.clamp(min=0)].to(x)
+                states = found.masked_fill((known < 0)[:, None].to(x.device), 0.0)
+            x[~own] = embedding.after_target(ids[~own], states)
+        if own.any():
+            states = torch.stack([self._own[place] for place in before[own].tolist()])
+            x[own] = embedding.after_own(ids[own], states)
+        return x
+
+    def _before(self, forward: Forward) -> list[int]:
+        """The cache position of the token before each of a forward's; -1 if there is none."""
+        committed = len(forward.tokens) - len(forward.parents)
+        last = self.length + committed - 1
+        return [
+            *range(self.length - 1, last),
+            *(last + parent for parent in forward.parents),
+        ]
+
+    def _read_by_target(self) -> int:
+        """Tokens of the sequence whose states are known."""
+        return sys.maxsize if self.target is None else self.target.length
+
+    def commit(
+        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
+    ) -> None:
+        """Take account of a forward that has run, and keep the draft's states."""
+        assert states is not None
+        committed = len(forward.tokens) - len(forward.parents)
+        known = sum(place < self._read_by_target() for place in self._before(forward)[:committed])
+        if known and self._after_target == self.length:
+            self._after_target += known
+        end = layout.start + len(forward.tokens)
+        self._own |= dict(zip(range(end - len(states), end), states, strict=True))
+        super().commit(forward, layout, states, taps)
+
+    def crop(self, length: int) -> None:
+        """Keep at most the first `length` tokens, of those read with the target's states."""
+        super().crop(min(length, self._after_target))
+        self._after_target, self._own = self.length, {}
+
+    def accept(self, nodes: Sequence[int]) -> None:
+        """Drop all nodes: those that were accepted are read again."""
+        self.crop(self.length)

@@ -1,0 +1,163 @@
+"""Drafts that read their target's states: how they begin, and training-time test.
+
+They begin without training: their inputs are linear maps that predict the target's own last state
+(ridge regression), their layers are the target's last, silenced (the matrices that write to the
+residual stream are 0), and the target's final norm and output matrix make tokens of it.
+
+Training-time test (Li et al. 2025, EAGLE-3, arXiv:2503.01840): a batch is read several times. In
+the first, every token comes after the target's states. In each later one, after the draft's own
+states of the time before, as the second, third, ... token of a round does while decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from specdata.errors import ConfigError
+from specdata.lm_head import hidden_states
+from specdata.states_draft import before, states_input
+from specdata.taps import decoder_layers, read_taps
+from specdata.terminal import progress
+
+FITTED_ROWS = 128
+"""Rollouts that the maps are fitted on: some ten thousand positions."""
+RIDGE = 1e-3
+"""Added to the diagonal, of columns scaled to unit mean square."""
+SILENCED = ("o_proj", "down_proj")
+"""What writes to the residual stream in layers of Llama's kind."""
+DECAY = 0.8
+"""Weight of each reading over the one before it (EAGLE-3's)."""
+
+
+@torch.no_grad()
+def silence(model: PreTrainedModel) -> None:
+    """Make every layer of a model the identity, to begin with; other models may share its weights.
+
+    Raises:
+        ConfigError: for layers of another kind than Llama's.
+    """
+    for layer in decoder_layers(model)[1]:
+        written = [each for name, each in layer.named_modules() if name.endswith(SILENCED)]
+        if len(written) != len(SILENCED) or not all(isinstance(e, nn.Linear) for e in written):
+            raise ConfigError(
+                f"draft.init.kind states needs layers with {' and '.join(SILENCED)}, as Llama's and"
+                f" Qwen's have, and those of {type(model).__name__} have not: use kind target"
+            )
+        for linear in written:
+            linear.weight = nn.Parameter(torch.zeros_like(linear.weight))
+            if linear.bias is not None:
+                linear.bias = nn.Parameter(torch.zeros_like(linear.bias))
+
+
+@torch.no_grad()
+def fit_inputs(
+    model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int], rollouts: Dataset
+) -> None:
+    """Set the maps of a draft's input by least squares.
+
+    First those that read the target: x_t = A e_t + C g_(t-1) nearest to the target's last state at
+    t, scaled as a tap is. Then those that read the draft itself: x_t = A' e_t + D h_(t-1), where h
+    is what its output matrix reads with the first maps.
+
+    Args:
+        model: the draft, whose layers are silent.
+        target: its target.
+        taps: that it reads.
+        rollouts: with `prompt_ids` and `completion_ids`.
+    """
+    made, last = states_input(model), len(decoder_layers(target)[1])
+    assert made is not None
+    wanted = min(FITTED_ROWS, len(rollouts))
+    texts: list[tuple[Tensor, Tensor, Tensor, int]] = []
+    with progress(wanted, "states to fit the draft to", "row") as bar:
+        for row in rollouts.select([index * len(rollouts) // wanted for index in range(wanted)]):
+            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
+            read = read_taps(target, [*taps, last], ids)
+            width = read.shape[-1] // (len(taps) + 1)
+            texts.append((ids, read[..., :-width], read[0, :, -width:], len(row["prompt_ids"])))
+            bar.update()
+
+    # A state before the first completion token has read the prompt.
+    final = torch.cat([state[first:] for _, _, state, first in texts])
+    embedded = torch.cat([made.tokens(ids)[0, first:] for ids, _, _, first in texts])
+    seen = torch.cat([taps[0, first - 1 : -1] for _, taps, _, first in texts])
+    _set(ridge(torch.cat([embedded, seen], dim=-1), final), made.token, made.states)
+    own = []
+    for ids, taps_read, _, first in texts:
+        with made.reading(taps_read):
+            own.append(hidden_states(model, ids)[0, first - 1 : -1])
+    _set(ridge(torch.cat([embedded, torch.cat(own)], -1), final), made.own_token, made.own_state)
+
+
+def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """(N, F) and (N, H) -> (F, H), the map of least squares."""
+    x, y = inputs.double(), outputs.double()
+    scale = x.square().mean(dim=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+    x = x / scale
+    gram = x.T @ x
+    gram.diagonal().add_(RIDGE * len(x))
+    found: Tensor = torch.linalg.solve(gram, x.T @ y) / scale[:, None]
+    return found
+
+
+def _set(fitted: Tensor, *maps: nn.Linear) -> None:
+    parts = torch.split(fitted, [each.in_features for each in maps])
+    for linear, part in zip(maps, parts, strict=True):
+        linear.weight.copy_(part.T)
+
+
+def readings(model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int) -> Iterator[Tensor]:
+    """The draft's last states along texts, after the target's states and then after its own.
+
+    Reading s at position t is what drafting gives at the (s + 1)-th token of a round that began at
+    t - s: it attends to the readings of 0 up to there, and to reading r at t - s + r.
+
+    Args:
+        model: the draft; a gradient reaches it.
+        ids: (B, T); padding is on the right, where no token sees it.
+        taps: (B, T, states) the target's.
+        count: how many readings.
+
+    Yields:
+        (B, T, H) for s = 0, 1, ...; at t < s without meaning.
+    """
+    made = states_input(model)
+    assert made is not None
+    x, cache = made.after_target(ids, before(taps)), DynamicCache()
+    length = ids.shape[1]
+    at = torch.arange(length, device=ids.device)
+    positions = at.expand(len(ids), -1)
+    visible = at <= at[:, None]
+    for step in range(count):
+        mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
+        mask.masked_fill_(~visible, torch.finfo(x.dtype).min)
+        states: Tensor = model.base_model(
+            inputs_embeds=x,
+            attention_mask=mask.expand(len(ids), 1, -1, -1),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )[0]
+        yield states
+        x = made.after_own(ids, before(states))
+        began = at[:, None] - (step + 1)  # where the round of each position did
+        seen = [at <= began] + [at == began + later for later in range(1, step + 2)]
+        visible = torch.cat(seen, dim=1)
+
+
+def of_round(chosen: Tensor, step: int) -> Tensor:
+    """(B, T) bool positions whose tokens are learnt -> those whose round began at such a one."""
+    began = nn.functional.pad(chosen[:, : chosen.shape[1] - step], (step, 0))
+    return chosen & began
+
+
+def weights_of(count: int) -> list[float]:
+    """Of the readings, 1 together."""
+    each: list[Any] = [DECAY**step for step in range(count)]
+    return [weight / sum(each) for weight in each]

@@ -1,0 +1,131 @@
+"""Drafts that read their target's hidden states (Li et al. 2024, EAGLE, arXiv:2401.15077).
+
+A token's input is a linear map of its embedding and of the target's states at the token before it
+(`specdata.taps`). Where the target has not been yet, while drafting, another map of the embedding
+and of the draft's own last state there stands in. What follows is an ordinary decoder of one or two
+layers, so in memory it is the transformers model of its architecture with another input embedding:
+all other code sees an ordinary draft. Along a text that is known, as in training and labels, the
+input embedding has the target read the text and answers with its states at every position, which is
+how the first token of each round is drafted.
+
+Its config.json says `target_states`: the taps, the target's name, and a probe of its states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from specdata.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+KEY = "target_states"
+"""The key of config.json by which such a draft is known."""
+
+
+class StatesInput(nn.Module):
+    """The input embedding of a draft that reads its target's states.
+
+    Args:
+        tokens: (V, E) the target's input embedding.
+        width: H of the draft.
+        states: width of all taps together.
+
+    Attributes:
+        read_target: ids (B, T) -> the target's taps (B, T, states) along them.
+    """
+
+    def __init__(self, tokens: nn.Embedding, width: int, states: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        size = tokens.embedding_dim
+        like: dict[str, Any] = {"device": tokens.weight.device, "dtype": tokens.weight.dtype}
+        self.token = nn.Linear(size, width, bias=False, **like)
+        self.states = nn.Linear(states, width, bias=False, **like)
+        self.own_token = nn.Linear(size, width, bias=False, **like)
+        self.own_state = nn.Linear(width, width, bias=False, **like)
+        self.read_target: Callable[[Tensor], Tensor] = _no_target
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, E) of the tokens."""
+        return self.tokens.weight
+
+    def after_target(self, ids: Tensor, states: Tensor) -> Tensor:
+        """(..., H) inputs of tokens whose predecessors the target has read.
+
+        Args:
+            ids: (...) of the tokens.
+            states: (..., states) the target's at the tokens before; 0 where there is none.
+        """
+        x: Tensor = self.token(self.tokens(ids)) + self.states(states.to(self.weight.dtype))
+        return x
+
+    def after_own(self, ids: Tensor, states: Tensor) -> Tensor:
+        """The same of tokens whose predecessors the draft alone has read: its states (..., H)."""
+        x: Tensor = self.own_token(self.tokens(ids)) + self.own_state(states)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, T) texts -> (B, T, H), each token after the target."""
+        return self.after_target(ids, before(self.read_target(ids)))
+
+    @contextmanager
+    def reading(self, taps: Tensor) -> Iterator[None]:
+        """Inside, the target's taps (B, T, states) are known of the one text that is read."""
+        read, self.read_target = self.read_target, lambda ids: taps.to(ids.device)
+        try:
+            yield
+        finally:
+            self.read_target = read
+
+
+def before(states: Tensor) -> Tensor:
+    """(B, T, F) states, each moved to the token after it; 0 at the first."""
+    return nn.functional.pad(states[:, :-1], (0, 0, 1, 0))
+
+
+def states_input(model: Any) -> StatesInput | None:
+    """The input embedding of a draft that reads its target's states; None of any other model."""
+    found = model.get_input_embeddings()
+    return found if isinstance(found, StatesInput) else None
+
+
+def token_embedding(model: Any) -> nn.Module:
+    """A model's embedding of tokens alone, whatever else it reads."""
+    found: nn.Module = model.get_input_embeddings()
+    return found.tokens if isinstance(found, StatesInput) else found
+
+
+def reads_states(config: PreTrainedConfig) -> bool:
+    """True if a configuration is that of a draft that reads its target's states."""
+    return getattr(config, KEY, None) is not None
+
+
+def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class of models to load such drafts with, as `save_pretrained` wrote them.
+
+    As `specdata.draft_vocabulary.reduced_class`, whose classes it takes, too.
+    """
+
+    class ReadsStates(architecture):  # type: ignore[misc]
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            width = config.get_text_config().hidden_size
+            tokens = self.get_input_embeddings()
+            self.set_input_embeddings(StatesInput(tokens, width, getattr(config, KEY)["width"]))
+
+    ReadsStates.__name__, ReadsStates.__module__ = architecture.__name__, architecture.__module__
+    return ReadsStates
+
+
+def _no_target(_ids: Tensor) -> Tensor:
+    raise ConfigError(
+        "this draft reads its target's states, and has no target here: load it with "
+        "specdata.models.load_model, which finds the target by the name in its config.json"
+    )

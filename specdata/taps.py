@@ -1,0 +1,189 @@
+"""Hidden states inside a target, for drafts that read them (`specdata.states_draft`).
+
+Tap i of a model of n layers is the hidden state that enters layer i, and tap n the one that leaves
+the last layer, before the final norm. vLLM counts so; SGLang's explicit ids are one less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specdata.errors import ConfigError
+from specdata.models import known_ids
+from specdata.states_draft import KEY, StatesInput, states_input
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+EPSILON = 1e-6
+TOKENS, STEP, VALUES = 8, 127, 32
+"""The probe of a target: some values of its taps after a few fixed tokens."""
+BOUND = 0.25
+"""Relative error up to which a probe is of the same target, as of heads (`heads.probe`)."""
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The name and the list of a model's decoder layers, found by their number.
+
+    Raises:
+        ConfigError: if there is not one list of as many modules as the configuration says.
+    """
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and not any(part.isdigit() for part in name.split("."))  # within a layer
+    ]
+    if len(found) != 1:
+        names = ", ".join(name for name, _ in found) or "none"
+        raise ConfigError(
+            f"{type(model).__name__} must have one list of {count} decoder layers to cut a draft "
+            f"from, found: {names}. Give draft.init another kind: model or fresh"
+        )
+    return found[0]
+
+
+def default_taps(layers: int) -> list[int]:
+    """Early, middle, late (EAGLE-3, arXiv:2503.01840) and final, of a model of so many layers."""
+    return sorted({min(2, layers), layers // 2, max(layers - 3, 0), layers})
+
+
+def check_taps(taps: Sequence[int], layers: int) -> None:
+    """Raise ConfigError for taps that a target of so many layers does not have."""
+    if outside := [tap for tap in taps if not 0 <= tap <= layers]:
+        raise ConfigError(
+            f"draft.init.taps must be from 0 (what enters the first layer) to {layers} (what "
+            f"leaves the last), because the target has {layers} layers; got {outside[0]}"
+        )
+
+
+@contextmanager
+def capturing_taps(
+    model: PreTrainedModel, taps: Sequence[int], capture: Callable[[Tensor], object]
+) -> Iterator[None]:
+    """Pass the taps to `capture` in every forward in the `with` block.
+
+    Args:
+        model: the target.
+        taps: which, in increasing order.
+        capture: called with (B, T, taps x H), each tap scaled to unit mean square, at every token
+            that the forward reads.
+    """
+    if not taps:
+        yield
+        return
+    _, layers = decoder_layers(model)
+    seen: list[Tensor] = []
+
+    def take(state: Tensor) -> None:
+        seen.append(_unit(state).to(seen[0].device if seen else state.device))
+        if len(seen) == len(taps):
+            capture(torch.cat(seen, dim=-1))
+            seen.clear()
+
+    def entering(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        take(inputs[0] if inputs else named["hidden_states"])
+
+    def leaving(_module: nn.Module, _inputs: object, output: Any) -> None:
+        take(output if isinstance(output, Tensor) else output[0])
+
+    hooks = [
+        layers[tap].register_forward_pre_hook(entering, with_kwargs=True)
+        if tap < len(layers)
+        else layers[-1].register_forward_hook(leaving)
+        for tap in taps
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def read_taps(model: PreTrainedModel, taps: Sequence[int], ids: Tensor) -> Tensor:
+    """(B, T, taps x H) of texts (B, T); padding on the right needs no mask."""
+    captured: list[Tensor] = []
+    with capturing_taps(model, taps, captured.append):
+        model.base_model(input_ids=known_ids(ids, model), use_cache=False)
+    return captured[0].to(ids.device)
+
+
+def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]) -> StatesInput:
+    """Make of a model cut from its target a draft that reads the target's states, in place.
+
+    Its new maps are not set yet.
+
+    Args:
+        model: with the target's input embedding.
+        target: the target.
+        taps: which states.
+
+    Raises:
+        ConfigError: if the target has no such taps.
+    """
+    _, layers = decoder_layers(target)
+    check_taps(taps, len(layers))
+    probe = _probe(target, taps)
+    record = {"taps": list(taps), "target": _named(target), "width": probe[1], "probe": probe[0]}
+    width = model.config.get_text_config().hidden_size
+    made = StatesInput(model.get_input_embeddings(), width, probe[1])
+    model.set_input_embeddings(made)
+    setattr(model.config, KEY, record)
+    attach(model, target)
+    return made
+
+
+def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
+    """Let a draft that reads states read them of a target.
+
+    Returns:
+        The taps.
+
+    Raises:
+        ConfigError: if the target is not the one that the draft was made for.
+    """
+    record, made = getattr(draft.config, KEY), states_input(draft)
+    assert made is not None
+    taps: list[int] = record["taps"]
+    if max(taps) <= target.config.get_text_config().num_hidden_layers:
+        probe, width = _probe(target, taps)
+        found, recorded = torch.tensor(probe), torch.tensor(record["probe"])
+        if width == record["width"] and (found - recorded).norm() <= BOUND * recorded.norm():
+            made.read_target = lambda ids: read_taps(target, taps, ids)
+            return taps
+    raise ConfigError(
+        f"the draft reads states of the target that it was made for, {record['target']} (taps "
+        f"{', '.join(map(str, taps))}), and those of {_named(target)} are others: give that "
+        "target, or make a draft for this one"
+    )
+
+
+def _probe(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], int]:
+    """Some values of a target's taps, rounded to five digits, and the width of all taps."""
+    size = target.config.get_text_config().vocab_size
+    ids = (1 + STEP * torch.arange(TOKENS, device=target.device) % (size - 1)).unsqueeze(0)
+    state = read_taps(target, taps, ids)[0, -1]
+    spread = torch.linspace(0, len(state) - 1, VALUES, device=state.device).long()
+    return [float(f"{value:.5g}") for value in state[spread].tolist()], len(state)
+
+
+def _named(target: PreTrainedModel) -> str:
+    """A target's name; a folder's whole path."""
+    name = str(target.name_or_path)
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def _unit(state: Tensor) -> Tensor:
+    """Scaled to unit mean square: states of later layers are many times larger."""
+    wide = state.float() if state.dtype in (torch.bfloat16, torch.float16) else state
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPSILON)
+    return (wide * scale).to(state.dtype)

@@ -1,0 +1,325 @@
+"""Drafts that read their target's states: what they draft, how they begin, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from distill.config import DistilConfig, InitConfig
+from distill.initial import cut, make_initial
+from distill.states import DECAY, of_round, readings, ridge, silence, weights_of
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafts import DraftTree
+from eval.verifiers.rule import Drawn, Verifier
+from heads.target_context import check_tree_states, tree_states
+from specdata.errors import ConfigError
+from specdata.lm_head import hidden_states
+from specdata.models import load_model
+from specdata.probability import SamplingConfig
+from specdata.states_draft import states_input, token_embedding
+from specdata.taps import attach, decoder_layers, default_taps, install, read_taps
+from tests.chi_square import LEVEL, p_value
+from tests.families import tiny
+from tests.test_branching import CASES, DRAWS
+from tests.test_decoder import PROMPT
+from tests.test_initial import ROWS, stored
+from tests.tiny import joint_distribution, tiny_llama
+
+TAPS = [0, 1, 3]
+
+
+def states_draft(target: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
+    """Of the target's last layer, with random maps."""
+    model = cut(target, [target.config.num_hidden_layers - 1])
+    made = install(model, target, TAPS)
+    torch.manual_seed(seed)
+    for linear in (made.token, made.states, made.own_token, made.own_state):
+        nn.init.normal_(linear.weight, std=0.6)
+    return model
+
+
+def pair(vocab: int = 4) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny_llama(0, vocab=vocab, layers=3)
+    return target, states_draft(target)
+
+
+@torch.inference_mode()
+def state_after(draft: PreTrainedModel, committed: list[int], path: list[int]) -> Tensor:
+    """(H,) the draft's state after a path, all computed anew: the definition."""
+    made = states_input(draft)
+    assert made is not None
+    ids = torch.tensor([committed])
+    x = made(ids)
+    for token in path:
+        last = draft.base_model(inputs_embeds=x)[0][:, -1:]
+        x = torch.cat([x, made.after_own(torch.tensor([[token]]), last)], dim=1)
+    state: Tensor = draft.base_model(inputs_embeds=x)[0][0, -1]
+    return state
+
+
+class Checked:
+    """A verifier that compares the distributions of every draft with their definition."""
+
+    def __init__(self, inner: Verifier, draft: PreTrainedModel, prompt: list[int]) -> None:
+        self.inner, self.draft, self.committed = inner, draft, [*prompt]
+        self.nodes = 0
+
+    @property
+    def residual_persists(self) -> bool:
+        return self.inner.residual_persists
+
+    def needs_tail(self, nodes: int) -> bool:
+        return self.inner.needs_tail(nodes)
+
+    def draw(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Drawn:
+        for node in range(len(tree)):
+            path, at = [], tree.parent_list[node]
+            while at:
+                path.insert(0, tree.token_list[at - 1])
+                at = tree.parent_list[at - 1]
+            state = state_after(self.draft, self.committed, path)
+            q = self.draft.lm_head(state).softmax(-1)
+            torch.testing.assert_close(
+                tree.distributions[tree.distribution_index[node]], q, rtol=1e-9, atol=1e-9
+            )
+            self.nodes += 1
+        drawn = self.inner.draw(tree, target, generator)
+        self.committed += [*(tree.token_list[node - 1] for node in drawn.nodes), drawn.token]
+        self.inner = drawn.verifier
+        return Drawn(drawn.nodes, drawn.token, cast(Verifier, self))
+
+
+DRAFTED = CASES | {
+    "dynamic tree": DecodeConfig(verifier="naive", drafter="dynamic_tree", nodes=4, depth=3),
+}
+DRAFTED = {
+    name: config
+    for name, config in DRAFTED.items()
+    if not config.stop.needs_head and not config.path_temperatures
+}
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_what_is_drafted_depends_on_the_text_and_the_path_alone(name: str) -> None:
+    """In every round: states of accepted tokens are the target's, and later ones the draft's."""
+    target, draft = pair(40)
+    config, nodes, rounds = DRAFTED[name], 0, 0
+    for seed in range(3):
+        checked = Checked(config.make_verifier(), draft, PROMPT)
+        decoder = SpeculativeDecoder.from_config(
+            target, draft, config, verifier=cast(Verifier, checked)
+        )
+        out = decoder.generate(
+            torch.tensor(PROMPT),
+            max_new_tokens=24,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        nodes, rounds = nodes + checked.nodes, rounds + len(out.rounds)
+    assert rounds > 6
+    assert nodes > rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTED)
+def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str) -> None:
+    """As of plain drafts (tests/test_branching.py)."""
+    target, draft = pair()
+    config = DRAFTED[name]
+    distribution = joint_distribution(target, PROMPT, 4, config.sampling)
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    generator = torch.Generator().manual_seed(17)
+    prompt = torch.tensor(PROMPT)
+    outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
+    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > LEVEL
+
+
+@pytest.mark.parametrize("engine", ["eager", "captured"])
+@pytest.mark.parametrize(
+    "name", ["greedy_block", "rrs", "traversal", "multipath_block", "dynamic tree"]
+)
+def test_batches_and_engines_decode_as_one_sequence_does(name: str, engine: Any) -> None:
+    target, draft = pair(40)
+    prompts = [torch.tensor([2, 5, 9 + n, 3][: 1 + n]) for n in range(4)]
+
+    def made(engine: Any) -> SpeculativeDecoder:
+        return SpeculativeDecoder.from_config(target, draft, DRAFTED[name], engine=engine)
+
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(n) for n in range(4)]
+
+    alone = [
+        made("eager").generate(prompt, max_new_tokens=16, generator=generator)
+        for prompt, generator in zip(prompts, generators(), strict=True)
+    ]
+    together = made(engine).generate_batch(
+        prompts, max_new_tokens=16, generators=generators(), size=3
+    )
+    single = [
+        made(engine).generate(prompt, max_new_tokens=16, generator=generator)
+        for prompt, generator in zip(prompts, generators(), strict=True)
+    ]
+    for one, two, three in zip(alone, together, single, strict=True):
+        assert one.tokens.tolist() == two.tokens.tolist() == three.tokens.tolist()
+
+
+def test_a_reading_is_what_a_round_drafts_at_its_place() -> None:
+    target, draft = pair(40)
+    ids = torch.tensor([[2, 9, 31, 4, 17, 8, 22], [6, 6, 5, 38, 3, 0, 0]])
+    with torch.inference_mode():
+        found = list(readings(draft, ids, read_taps(target, TAPS, ids), 4))
+    for row, length in ((0, 7), (1, 5)):
+        for step, states in enumerate(found):
+            for at in range(step, length):
+                text = ids[row, : at + 1].tolist()
+                began = at + 1 - step
+                expected = state_after(draft, text[:began], text[began:])
+                torch.testing.assert_close(states[row, at], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_reading_is_learnt_where_its_round_begins_at_the_prompts_end_or_later() -> None:
+    chosen = torch.tensor([[False, False, True, True, True, False]])
+    assert of_round(chosen, 0).tolist() == chosen.tolist()
+    assert of_round(chosen, 1)[0].nonzero().flatten().tolist() == [3, 4]
+    assert of_round(chosen, 3).sum() == 0
+    assert sum(weights_of(3)) == pytest.approx(1.0)
+    assert weights_of(3)[1] == pytest.approx(DECAY * weights_of(3)[0])
+
+
+def test_along_a_text_it_drafts_the_first_token_of_each_round() -> None:
+    _, draft = pair(40)
+    ids = torch.tensor([[2, 9, 31, 4, 17]])
+    states = hidden_states(draft, ids)[0]
+    for at in range(5):
+        torch.testing.assert_close(states[at], state_after(draft, ids[0, : at + 1].tolist(), []))
+    # And a token drafted there is read with the draft's own state.
+    check_tree_states(draft, 5)
+    tokens, places = torch.tensor([[7, 30]]), torch.tensor([[3, 5]])
+    along, after = tree_states(draft, ids, tokens, places)
+    torch.testing.assert_close(along[0], states)
+    for index, place in enumerate((3, 5)):
+        path = [int(tokens[0, index])]
+        torch.testing.assert_close(
+            after[0, index], state_after(draft, ids[0, :place].tolist(), path)
+        )
+
+
+def test_least_squares_finds_a_linear_map_of_columns_of_any_size() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 6, generator=generator, dtype=torch.float64) * torch.logspace(-3, 2, 6)
+    wanted = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    wanted /= torch.logspace(-3, 2, 6)[:, None]
+    found = ridge(x, x @ wanted)
+    torch.testing.assert_close(found, wanted, rtol=3e-3, atol=0.0)
+
+
+def test_silent_layers_pass_on_what_they_are_given_and_leave_the_target_alone() -> None:
+    target = tiny_llama(0, vocab=40, layers=3)
+    before = {name: each.clone() for name, each in target.state_dict().items()}
+    model = cut(target, [1, 2])
+    silence(model)
+    x = torch.randn(1, 4, 16, dtype=torch.float64)
+    torch.testing.assert_close(model.base_model(inputs_embeds=x)[0], model.model.norm(x))
+    for name, each in target.state_dict().items():
+        assert torch.equal(each, before[name])
+
+
+def test_taps_are_the_hidden_states_of_transformers_at_unit_size() -> None:
+    target = tiny_llama(0, vocab=40, layers=3)
+    ids = torch.tensor([[2, 9, 31, 4]])
+    theirs = target(input_ids=ids, output_hidden_states=True).hidden_states[:3]
+    ours = read_taps(target, [0, 1, 2, 3], ids).split(16, dim=-1)
+    for mine, state in zip(ours, theirs, strict=False):
+        scale = state.square().mean(dim=-1, keepdim=True).sqrt()
+        torch.testing.assert_close(mine, state / scale, rtol=1e-3, atol=1e-3)
+    # The last one leaves the last layer: the final norm gives what the output matrix reads.
+    torch.testing.assert_close(
+        target.model.norm(ours[3]), hidden_states(target, ids), rtol=1e-3, atol=1e-3
+    )
+    assert default_taps(30) == [2, 15, 27, 30]
+    assert default_taps(1) == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(tmp_path_factory.mktemp("target") / "model", num_hidden_layers=4)
+
+
+def made(target: Path, out: Path, **config: Any) -> dict[str, Any]:
+    return make_initial(
+        target=target,
+        draft=None,
+        rollouts=ROWS,
+        out=out,
+        config=InitConfig(kind="states", layers=1, **config),
+        seed=3,
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [None, 40])
+def test_a_stored_draft_is_the_one_that_was_made_and_finds_its_target(
+    target: Path, tmp_path: Path, vocabulary: int | None
+) -> None:
+    found = made(target, tmp_path / "draft", vocabulary=vocabulary)  # compares the logits itself
+    assert (found["layers"], found["taps"]) == ([3], [1, 2, 4])
+    draft, theirs = load_model(str(tmp_path / "draft")), load_model(str(target))
+    assert torch.equal(token_embedding(draft).weight, theirs.get_input_embeddings().weight)
+    ids = torch.tensor([[2, 9, 31, 4]])
+    with torch.inference_mode():
+        lazily = draft(input_ids=ids).logits
+        attach(draft, theirs)
+        assert torch.equal(draft(input_ids=ids).logits, lazily)
+    # The taps are those recorded, wherever the draft is read.
+    assert made(target, tmp_path / "draft", vocabulary=vocabulary) == found
+
+
+def test_states_of_another_target_are_refused(target: Path, tmp_path: Path) -> None:
+    made(target, tmp_path / "draft")
+    other = stored(tmp_path / "other", num_hidden_layers=3)
+    draft = load_model(str(tmp_path / "draft"))
+    with pytest.raises(ConfigError, match=r"made for, .*model .*and those of .*other are others"):
+        SpeculativeDecoder.from_config(load_model(str(other)), draft, DecodeConfig())
+    (target_moved := tmp_path / "moved").symlink_to(target)  # another name is no other target
+    SpeculativeDecoder.from_config(load_model(str(target_moved)), draft, DecodeConfig())
+
+
+def test_taps_and_targets_that_cannot_be_had_are_refused(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"from 0 .* to 4 .*; got 5"):
+        made(target, tmp_path / "draft", taps=[1, 5])
+    with pytest.raises(ConfigError, match=r"o_proj and down_proj.*use kind target"):
+        silence(tiny("gpt2", 0, vocab=40))
+    with pytest.raises(ValueError, match="in order, each once"):
+        InitConfig(kind="states", taps=[3, 1])
+    with pytest.raises(ValueError, match="taps needs kind states"):
+        InitConfig(kind="target", taps=[1])
+    assert len(decoder_layers(tiny_llama(0, layers=2))[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cache", "logits"),
+        ("on_policy", {"share": 0.5}),
+        ("finetune", {}),
+        ("lora", {}),
+        ("shard_teacher", True),
+    ],
+)
+def test_trainings_without_the_targets_states_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{key}.* must be left out with init.kind states"):
+        DistilConfig(init={"kind": "states"}, **{key: value})
+
+
+def test_a_target_is_asked_for_when_a_text_is_read_without_one() -> None:
+    _, draft = pair()
+    made = states_input(draft)
+    assert made is not None
+    fresh = type(made)(made.tokens, 16, 48)
+    with pytest.raises(ConfigError, match="has no target here: load it with"):
+        fresh(torch.tensor([[1, 2]]))
+    assert SamplingConfig().temperature == 1.0
