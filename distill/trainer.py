@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import is_fsdp, join_processes
 from specdata.sampling import SamplingConfig
-from specdata.states_draft import states_input
+from specdata.states_draft import StatesInput, states_input
 from specdata.taps import decoder_layers
-from specdata.target_states import has_states
+from specdata.target_states import has_states, has_taps, reading_stored
 
 
 class DistilTrainer(Trainer):  # type: ignore[misc]
@@ -52,6 +53,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         config: DistilConfig,
         sampling: SamplingConfig,
         texts: DraftTexts | None = None,
+        tapped: Dataset | None = None,
         **rest: Any,
     ) -> None:
         super().__init__(**rest)
@@ -65,6 +67,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         self.sampling = sampling
         self.batch_size = config.batch_size
         self.texts = texts
+        self.tapped = tapped
         self.duplicate = texts and copy_to_write(rest["model"], self.accelerator)
         self.model_accepts_loss_kwargs = True  # whatever the model: it is our loss that counts
 
@@ -99,7 +102,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         chosen = inputs["labels"][:, 1:] != IGNORED
         loss, is_narrow = self._taught(inputs)
         reads_states = states_input(base_of(self.student))
-        taps = None if reads_states is None else reads_states.read_target(ids)
+        taps = None if reads_states is None else self._taps(reads_states, inputs)
 
         def total() -> Tensor:
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
@@ -113,6 +116,15 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         # Gradients are averaged over processes, positions are counted over all of them.
         value = value * self.accelerator.num_processes / counted
         return (value, {}) if return_outputs else value
+
+    def _taps(self, reads_states: StatesInput, inputs: Mapping[str, Tensor]) -> Tensor:
+        """(B, T, F) the target's states inside, stored with the rollouts or read."""
+        ids, examples = inputs["input_ids"], inputs["examples"].tolist()
+        rows = []
+        if self.tapped is not None and min(examples) >= 0:
+            rows = [self.tapped[example] for example in examples]
+        with reading_stored(base_of(self.student), rows, ids.shape[1]) if rows else nullcontext():
+            return reads_states.read_target(ids)
 
     def _of_readings(
         self, ids: Tensor, taps: Tensor, chosen: Tensor, loss: ChunkLoss, *, is_narrow: bool
@@ -238,6 +250,7 @@ def draft_trainer(
         config=config,
         sampling=sampling,
         texts=texts,
+        tapped=train if has_taps(train) else None,
         model=student,
         args=(arguments := training_arguments(work, schedule, seed=seed)),
         optimizers=(_optimizer(student, config, arguments), None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +30,7 @@ from specdata.processes import join_processes, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.sharded import is_sharded
 from specdata.storage.files import write_json
-from specdata.target_states import has_states, stored_states
+from specdata.target_states import has_states, has_taps, reading_stored, stored_states
 
 DRAFTED = (4, 8)
 """Tokens drafted in the rounds whose expected tokens are measured."""
@@ -196,6 +197,7 @@ class HeldOut:
             head = find_lm_head(target)
             self._target = _ModelTarget(head, rollouts if has_states(rollouts) else None, sampling)
             at_once = tokens_at_once(head)
+        self._tapped = rollouts if has_taps(rollouts) else None
         rows = tokens_of(rollouts).to_list()
         chosen = _evenly([row.get("dataset", "") for row in rows], watched)
         others = sorted(set(range(len(rows))) - set(chosen))
@@ -255,7 +257,10 @@ class HeldOut:
 
     def _values(self, index: int, batch: _Batch, draft: LMHead) -> tuple[Tensor, Tensor]:
         """(N, C) values of COLUMNS at a batch's positions, and which count; float64 on the CPU."""
-        q_states, here = batch.states(draft), self._target.at(index, batch)
+        rows = [] if self._tapped is None else [self._tapped[row] for row in batch.members]
+        with reading_stored(draft.model, rows, batch.ids.shape[1]) if rows else nullcontext():
+            q_states = batch.states(draft)
+        here = self._target.at(index, batch)
         tokens = batch.tokens.to(q_states.device)
         step = max(1, VALUES_AT_ONCE // self._target.vocabulary)
         compared = [

@@ -113,7 +113,12 @@ class Rollouts(Stage):
         if self.config.rollouts.store_states:
             width = width_of(sizes_of(self.config, models.target)) or 0
             token += width * (4 if models.dtype_of("target") == "float32" else 2)
-        return rows_size(self.config, {"": token})
+        text = rows_size(self.config, {"": token})
+        if taps := self.config.rollouts.store_taps:
+            width = width_of(sizes_of(self.config, models.target)) or 0
+            text += f"; the taps take {2 * len(taps) * width:,} bytes more for each token, those "
+            text += "of prompts included"
+        return text
 
     def check(self) -> None:
         """Refuse prompts, lengths and loadings that cannot be used."""
@@ -239,6 +244,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
             wanted.batch_size,
             config.seed,
             store_states=wanted.store_states,
+            store_taps=wanted.store_taps or (),
         )
     identity["revision"] = revision_of(models.target)
     return backend, identity, limit

@@ -60,7 +60,7 @@ def check_taps(taps: Sequence[int], layers: int) -> None:
     """Raise ConfigError for taps that a target of so many layers does not have."""
     if outside := [tap for tap in taps if not 0 <= tap <= layers]:
         raise ConfigError(
-            f"draft.init.taps must be from 0 (what enters the first layer) to {layers} (what "
+            f"taps must be from 0 (what enters the first layer) to {layers} (what "
             f"leaves the last), because the target has {layers} layers; got {outside[0]}"
         )
 

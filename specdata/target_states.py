@@ -3,11 +3,15 @@
 The target computes them while it samples. Stored, they save distillation and labels a forward of it
 over every rollout: its output matrix makes the same logits of them again. They are those of the
 forwards that sampled, so they differ from those of a later forward by rounding alone.
+
+For drafts that read states inside the target (`specdata.taps`), those are stored at every token
+that the target read, in float16: they are scaled to unit mean square.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +20,11 @@ from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, find_lm_head
-from specdata.storage.schema import TARGET_STATES
+from specdata.states_draft import KEY, states_input
+from specdata.storage.schema import TARGET_STATES, TARGET_TAPS
 
 (COLUMN,) = TARGET_STATES.names
+TAPS, TAPPED = TARGET_TAPS.names
 
 
 def check_keepable(model: Any) -> None:
@@ -40,9 +46,48 @@ def has_states(rollouts: Dataset) -> bool:
     return COLUMN in rollouts.column_names
 
 
+def has_taps(rollouts: Dataset) -> bool:
+    """True if rollouts are stored with states inside the target."""
+    return TAPPED in rollouts.column_names
+
+
 def without_states(rollouts: Dataset) -> Dataset:
     """The same rows without them: reading a row reads every column."""
-    return rollouts.remove_columns(COLUMN) if has_states(rollouts) else rollouts
+    stored = [name for name in (COLUMN, TAPPED) if name in rollouts.column_names]
+    return rollouts.remove_columns(stored)
+
+
+@contextmanager
+def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -> Iterator[None]:
+    """Inside, a draft that reads states takes those stored with the texts that it reads, if any.
+
+    Args:
+        draft: any draft.
+        rows: B rollouts, of which completions may have been cut since.
+        length: T of the ids that it reads of them, padding on the right included.
+
+    Raises:
+        ConfigError: if what is stored is not as long as the rows.
+    """
+    reads = states_input(draft)
+    wanted = None if reads is None else getattr(draft.config, KEY)["taps"]
+    if reads is None or not all(TAPPED in row and row[TAPS] == wanted for row in rows):
+        yield
+        return
+    width = reads.states.in_features
+    found = torch.zeros(len(rows), length, width, dtype=reads.weight.dtype)
+    for place, row in enumerate(rows):
+        count = len(row["prompt_ids"]) + len(row["completion_ids"]) - 1
+        stored = torch.frombuffer(bytearray(row[TAPPED]), dtype=torch.float16)
+        if len(stored) % width or len(stored) < count * width:
+            raise ConfigError(
+                f"the rollouts keep {len(stored):,} numbers of the target's states for {count} "
+                f"tokens of {width} numbers each: they were made with another target, or cut; "
+                "make the rollouts again"
+            )
+        found[place, : min(count, length)] = stored.view(-1, width)[: min(count, length)]
+    with reads.reading(found):
+        yield
 
 
 def stored_states(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,10 +35,12 @@ from tests.tiny import joint_distribution, tiny_llama
 TAPS = [0, 1, 3]
 
 
-def states_draft(target: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
+def states_draft(
+    target: PreTrainedModel, seed: int = 5, taps: Sequence[int] = TAPS
+) -> PreTrainedModel:
     """Of the target's last layer, with random maps."""
     model = cut(target, [target.config.num_hidden_layers - 1])
-    made = install(model, target, TAPS)
+    made = install(model, target, taps)
     torch.manual_seed(seed)
     for linear in (made.token, made.states, made.own_token, made.own_state):
         nn.init.normal_(linear.weight, std=0.6)

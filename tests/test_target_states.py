@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from distill.batches import Numbered, collate, fitted
+from distill.config import DistilConfig
 from distill.initial import align_output, cut
 from distill.teacher import Part, Teacher
+from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from specdata.errors import ConfigError
 from specdata.labels.labeller import Labeller, target_distributions
@@ -22,9 +26,11 @@ from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import make_rollouts
+from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
-from specdata.target_states import COLUMN, stored_states, to_bytes
+from specdata.target_states import COLUMN, TAPPED, reading_stored, stored_states, to_bytes
+from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama
 
 SAMPLING = SamplingConfig(0.8, 0, 0.9)
@@ -33,6 +39,9 @@ TARGET.generation_config.eos_token_id = [5, 12, 17, 21]
 CONFIG = RolloutConfig(
     sets=[PromptSet(name="instruct", split="dev", count=1)], max_new_tokens=9, store_states=True
 )
+
+
+TAPS = [0, 1]
 
 
 def backend(**changes: Any) -> TransformersBackend:
@@ -183,3 +192,82 @@ def test_states_of_another_precision_or_width_are_refused(rollouts: datasets.Dat
     row[COLUMN] = row[COLUMN][:-3]
     with pytest.raises(ConfigError, match="make the rollouts again"):
         stored_states(row, P)
+
+
+# --- states inside, for drafts that read them
+
+
+@pytest.fixture(scope="module")
+def tapped(tmp_path_factory: pytest.TempPathFactory) -> datasets.Dataset:
+    folder = tmp_path_factory.mktemp("tapped") / "made"
+    make_rollouts(
+        backend(store_taps=TAPS),
+        prompts(),
+        folder,
+        CONFIG.model_copy(update={"store_states": False, "store_taps": TAPS}),
+        settings=Settings({}),
+        report=lambda done: None,
+    )
+    return load_stored(folder)
+
+
+def test_stored_taps_are_those_of_a_forward_over_prompt_and_completion(
+    tapped: datasets.Dataset, rollouts: datasets.Dataset
+) -> None:
+    draft = states_draft(TARGET, taps=TAPS)
+    assert tapped["completion_ids"] == rollouts["completion_ids"]
+    assert len({*map(len, tapped["completion_ids"])}) > 3  # some end early, and leave the batch
+    reads = states_input(draft)
+    assert reads is not None
+    for row in tapped:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        with reading_stored(draft, [row], ids.shape[1]):
+            stored = reads.read_target(ids)[:, :-1]
+        torch.testing.assert_close(stored, reads.read_target(ids)[:, :-1], rtol=2e-3, atol=2e-3)
+
+
+def figures(draft: PreTrainedModel, rows: datasets.Dataset) -> list[float]:
+    """Acceptance as it is measured, labelled, and the loss of a training step."""
+    measured = HeldOut(TARGET, rows, SAMPLING).measure(draft).overall.acceptance
+    label = Labeller(
+        lambda batch: target_distributions(find_lm_head(TARGET), SAMPLING, batch),
+        find_lm_head(draft),
+        23,
+        SAMPLING,
+        seed=0,
+        tokens_at_once=64,
+    )
+    labelled = [x for row in label(rows.to_list()) for x in row["overlap"]]
+    config = DistilConfig(epochs=1, batch_size=4, report_to=[])
+    trainer = draft_trainer(TARGET, draft, rows, Path("unused"), config, SAMPLING, 0)
+    batch = collate(0)([Numbered(rows)[index] for index in range(4)])
+    loss = trainer.compute_loss(draft, batch).detach()
+    return [measured, sum(labelled) / len(labelled), float(loss)]
+
+
+def test_drafts_are_taught_measured_and_labelled_with_stored_taps(
+    tapped: datasets.Dataset,
+) -> None:
+    draft = states_draft(TARGET, taps=TAPS)
+    read = figures(draft, tapped.remove_columns([TAPPED, "taps"]))
+    assert figures(draft, tapped) == pytest.approx(read, rel=2e-3)
+    others = tapped.map(lambda row: {TAPPED: bytes(len(row[TAPPED]))})
+    for other, right in zip(figures(draft, others), read, strict=True):
+        assert other != pytest.approx(right, rel=1e-2)
+    # Those of other taps are not taken for these.
+    unlike = others.map(lambda row: {"taps": [0]})
+    assert figures(draft, unlike) == pytest.approx(read)
+
+
+def test_taps_cut_short_or_of_a_server_are_refused(tapped: datasets.Dataset) -> None:
+    draft = states_draft(TARGET, taps=TAPS)
+    row = {**tapped[0], TAPPED: tapped[0][TAPPED][:-64]}
+    with (
+        pytest.raises(ConfigError, match=r"keep \d+ numbers .*cut; make the rollouts again"),
+        reading_stored(draft, [row], 40),
+    ):
+        pass
+    with pytest.raises(ValueError, match="store_states and store_taps need backend transformers"):
+        RolloutConfig(sets=CONFIG.sets, store_taps=[1], backend="vllm")
+    with pytest.raises(ConfigError, match=r"taps must be from 0 .* to 1 .*got 4"):
+        backend(store_taps=[1, 4])

@@ -31,7 +31,7 @@ from specdata.probability import (
 )
 from specdata.sampling import generator_for
 from specdata.storage.schema import MORE_DRAWS, TOP_LOGITS, Label, Rollout
-from specdata.target_states import stored_states
+from specdata.target_states import reading_stored, stored_states
 
 # Tokens of one forward, padding included. Larger batches leave a CPU's caches (at 4096 the toy pair
 # is labelled a third slower), smaller ones leave a GPU waiting.
@@ -88,7 +88,8 @@ class Batch:
     def states(self, model: LMHead) -> Tensor:
         """(N, H) states of a model at the positions. Raises ConfigError for too long a row."""
         check_length(model.model.config, self.ids.shape[1])
-        return model.states(self.ids)[self.row, self.column]
+        with reading_stored(model.model, self.rows, self.ids.shape[1]):
+            return model.states(self.ids)[self.row, self.column]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ neighbours; and its cache is copied whole for every token, which takes most of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -23,6 +23,7 @@ from specdata.models import end_ids, known_ids
 from specdata.prepack import prepacked
 from specdata.probability import NO_TOKEN, SamplingConfig, drawn_tokens, to_vocabulary
 from specdata.sampling import generator_for
+from specdata.taps import capturing_taps, check_taps, decoder_layers
 from specdata.target_states import check_keepable
 
 # The cache is copied when it is full, and when this share of a batch's rows has ended.
@@ -55,11 +56,14 @@ class Completion:
         ids: the new token ids only, at least one.
         finish: "eos" if the last id is an end token, else "length".
         states: (C, H) last hidden states that the tokens were drawn from, if they were asked for.
+        taps: numbers of states inside the model, and these at every token that it read of prompt
+            and completion, (P + C - 1, F), if they were asked for.
     """
 
     ids: list[int]
     finish: Literal["eos", "length"]
     states: Tensor | None = None
+    taps: tuple[list[int], Tensor] | None = None
 
 
 class Backend(Protocol):
@@ -83,9 +87,11 @@ class TransformersBackend:
         batch_size: rows decoded together.
         seed: the run's seed.
         store_states: whether completions come with their states.
+        store_taps: with which taps (`specdata.taps`).
 
     Raises:
-        ConfigError: with `store_states`, for a model whose states do not make its logits.
+        ConfigError: with `store_states`, for a model whose states do not make its logits; for taps
+            that it does not have.
     """
 
     model: PreTrainedModel
@@ -94,17 +100,21 @@ class TransformersBackend:
     batch_size: int
     seed: int
     store_states: bool = False
+    store_taps: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         """Find out now rather than after hours of sampling."""
         if self.store_states:
             check_keepable(self.model)
+        if self.store_taps:
+            check_taps(self.store_taps, len(decoder_layers(self.model)[1]))
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
         completions: dict[int, list[int]] = {}
         states: dict[int, Tensor] = {}
+        taps: dict[int, Tensor] = {}
         with prepacked(self.model):
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
@@ -112,6 +122,7 @@ class TransformersBackend:
                 states_of: list[list[Tensor]] | None = (
                     [[] for _ in rows] if self.store_states else None
                 )
+                taps_of: list[list[Tensor]] = [[] for _ in rows]
                 uniforms = torch.stack([self._uniforms(row) for row in rows])
                 ids = sample_batch(
                     self.model,
@@ -119,14 +130,21 @@ class TransformersBackend:
                     uniforms,
                     self.sampling,
                     states=states_of,
+                    taps=(self.store_taps, taps_of) if self.store_taps else None,
                 )
                 states |= {
                     i: torch.stack(each) for i, each in zip(batch, states_of or (), strict=False)
                 }
+                taps |= {i: torch.cat(each) for i, each in zip(batch, taps_of, strict=True) if each}
                 completions.update(zip(batch, ids, strict=True))
         ends = end_ids(self.model)
         return [
-            Completion(ids, "eos" if ids[-1] in ends else "length", states.get(index))
+            Completion(
+                ids,
+                "eos" if ids[-1] in ends else "length",
+                states.get(index),
+                ([*self.store_taps], taps[index]) if index in taps else None,
+            )
             for index, ids in sorted(completions.items())
         ]
 
@@ -145,6 +163,7 @@ def sample_batch(
     ends: Collection[int] | None = None,
     vocabulary: int | None = None,
     states: list[list[Tensor]] | None = None,
+    taps: tuple[Sequence[int], list[list[Tensor]]] | None = None,
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
@@ -159,6 +178,8 @@ def sample_batch(
         vocabulary: ids from here on are never drawn (default: the model's own vocabulary).
         states: B lists, to which the (H,) last hidden state that each token was drawn from is
             added, on the CPU (default: they are not looked at).
+        taps: which taps (`specdata.taps`), and B lists, to which those of the prompt (P, F) and of
+            each token that is read after it (1, F) are added, on the CPU.
 
     Returns:
         B completions as token ids; one that ended before its uniforms did has an end token last.
@@ -173,9 +194,16 @@ def sample_batch(
         sorted(end_ids(model) if ends is None else ends), dtype=torch.long, device=model.device
     )
     seen: list[Tensor] = []
-    with nullcontext() if states is None else capturing_hidden(model, seen.append):
+    tapped: list[Tensor] = []
+    wanted, taps_of = taps or ((), [])
+    with (
+        nullcontext() if states is None else capturing_hidden(model, seen.append),
+        capturing_taps(model, wanted, tapped.append),
+    ):
         cache = growing_cache(model)
         logits, mask = read_prompts(model, prompts, cache)
+        for mine, prompt in zip(taps_of, _of_prompts(tapped, prompts), strict=bool(taps_of)):
+            mine.append(prompt)
         positions = mask.sum(dim=1, keepdim=True) - 1
         drawn: list[list[int]] = [[] for _ in prompts]
         rows = list(range(len(prompts)))  # row of the batch -> prompt
@@ -211,7 +239,25 @@ def sample_batch(
                 )
                 rows = [rows[index] for index in keep.tolist()]
             logits = _forward(model, ids, mask, positions, cache)
+            if taps_of:
+                for row, is_read, read in zip(
+                    rows, alive.tolist(), tapped.pop().cpu(), strict=True
+                ):
+                    if is_read:
+                        taps_of[row].append(read)
     return drawn
+
+
+def _of_prompts(tapped: list[Tensor], prompts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """(P, F) taps of each prompt, of the forwards of `read_prompts`, which are forgotten."""
+    shared: list[Tensor] = []
+    if sum(map(len, tapped)) > len(prompts):
+        shared = [tapped.pop(0)[0].cpu()]  # what all begin with
+    rows = [row for each in tapped for row in each.cpu()]
+    tapped.clear()
+    before = len(shared[0]) if shared else 0
+    for row, prompt in zip(rows, prompts, strict=False):
+        yield torch.cat([*shared, row[len(row) - (len(prompt) - before) :]])
 
 
 def read_prompts(

@@ -30,6 +30,13 @@ class RolloutConfig(Config):
         description="store the target's last hidden states with the completions (hidden size x "
         "bytes of a number, a token), so that neither distillation nor labels run the target again",
     )
+    store_taps: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="store these states inside the target at every token, prompts included (2 x "
+        "hidden size bytes each), for a draft of init.kind states with the same taps: then no "
+        "training runs the target again; 0 enters the first layer",
+    )
     backend: Literal["transformers", "vllm"] = Field(
         default="transformers",
         description="transformers (in this process) or vllm (a server in its own)",
@@ -38,10 +45,12 @@ class RolloutConfig(Config):
 
     @model_validator(mode="after")
     def _states_are_known(self) -> Self:
-        if self.store_states and self.backend != "transformers":
+        if self.store_taps is not None and self.store_taps != sorted(set(self.store_taps)):
+            raise ValueError(f"store_taps must be in order, each once, got {self.store_taps}")
+        if (self.store_states or self.store_taps) and self.backend != "transformers":
             raise ValueError(
-                f"store_states needs backend transformers, got {self.backend}: a server does not "
-                "give its hidden states"
+                "store_states and store_taps need backend transformers, got "
+                f"{self.backend}: a server does not give its hidden states"
             )
         return self
 

@@ -19,7 +19,7 @@ from specdata.rollouts.backend import Backend, Completion, Request
 from specdata.rollouts.config import RolloutConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
-from specdata.storage.schema import ROLLOUTS, TARGET_STATES, Rollout
+from specdata.storage.schema import ROLLOUTS, TARGET_STATES, TARGET_TAPS, Rollout
 from specdata.target_states import to_bytes
 
 
@@ -74,7 +74,8 @@ def make_rollouts(
         for start in range(0, len(ordered), config.shard_size)
     ]
     shards = [partial(complete_group, backend, group, config.samples, dialogue) for group in groups]
-    schema = pa.schema([*ROLLOUTS, *(TARGET_STATES if config.store_states else ())])
+    stored = [TARGET_STATES] * config.store_states + [TARGET_TAPS] * bool(config.store_taps)
+    schema = pa.schema([*ROLLOUTS, *(field for each in stored for field in each)])
     return fill_dataset(folder, schema, settings, shards, report, tensor_parallel=tensor_parallel)
 
 
@@ -105,6 +106,9 @@ class _Turn:
         )
         if completion.states is not None:
             row["target_states"] = to_bytes(completion.states)
+        if completion.taps is not None:
+            row["taps"], tapped = completion.taps
+            row["target_taps"] = to_bytes(tapped.half())
         return row
 
     def next(self, completion: Completion, dialogue: Dialogue) -> _Turn | None:

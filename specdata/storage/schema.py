@@ -28,6 +28,8 @@ class Rollout(TypedDict):
         finish: "eos" (the last completion id is an end token) or "length".
         target_states: where they were asked for, the target's last hidden states that the
             completion's tokens were drawn from, (C, H), as `specdata.target_states` writes them.
+        taps: where they were asked for, numbers of states inside the target (`specdata.taps`).
+        target_taps: these, at every token that the target read, (P + C - 1, F).
     """
 
     example_id: str
@@ -39,6 +41,8 @@ class Rollout(TypedDict):
     completion_ids: list[int]
     finish: str
     target_states: NotRequired[bytes]
+    taps: NotRequired[list[int]]
+    target_taps: NotRequired[bytes]
 
 
 class Label(Rollout):
@@ -107,6 +111,8 @@ ROLLOUTS = pa.schema(
 )
 # One more column of rollouts whose states are stored.
 TARGET_STATES = pa.schema([("target_states", pa.large_binary())])
+# Two more of rollouts whose taps are stored.
+TARGET_TAPS = pa.schema([("taps", _IDS), ("target_taps", pa.large_binary())])
 LABELS = pa.schema(
     [
         *ROLLOUTS,
