@@ -41,8 +41,9 @@ from specdata.loading import (
 )
 from specdata.processes import join_processes
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
-from specdata.states_draft import reads_states, states_class, states_input
+from specdata.states_draft import KEY, reads_states, states_class, states_input
 from specdata.storage.files import fingerprint, write_json
+from specdata.taps import attach
 
 T = TypeVar("T")
 # Files that transformers and the engines read tokenizers of: their settings, chat templates, and
@@ -105,9 +106,6 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
 
 def _find_target(draft: Any, dtype: str) -> None:
     """Have a draft that reads states load its target when it is first asked to read a text."""
-    from specdata.states_draft import KEY
-    from specdata.taps import attach  # which needs this module
-
     made = states_input(draft)
     assert made is not None
 

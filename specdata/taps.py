@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from specdata.errors import ConfigError
-from specdata.models import known_ids
 from specdata.states_draft import KEY, StatesInput, states_input
 
 if TYPE_CHECKING:
@@ -110,10 +109,13 @@ def capturing_taps(
 
 @torch.no_grad()
 def read_taps(model: PreTrainedModel, taps: Sequence[int], ids: Tensor) -> Tensor:
-    """(B, T, taps x H) of texts (B, T); padding on the right needs no mask."""
+    """(B, T, taps x H) of texts (B, T); padding on the right needs no mask.
+
+    A draft that reads them was cut from the model, so it has the same ids.
+    """
     captured: list[Tensor] = []
     with capturing_taps(model, taps, captured.append):
-        model.base_model(input_ids=known_ids(ids, model), use_cache=False)
+        model.base_model(input_ids=ids, use_cache=False)
     return captured[0].to(ids.device)
 
 

@@ -359,7 +359,8 @@ def _rankings(given: argparse.Namespace) -> None:
         )
     view = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     by = ["head"] if target is None else ["head", "target"]
-    for column in ("nodes", "tokens/round by the draft", *(f"by the {name}" for name in by)):
+    print("tokens a round of trees ranked by the draft, by the head and what it gains (95 %):")
+    for column in ("nodes", "draft", *by):
         view.add_column(column, no_wrap=True, justify="right")
     for count, figures in found.items():
         cells = [f"{figures['draft'].value:.3f}"]

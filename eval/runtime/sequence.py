@@ -273,21 +273,19 @@ class StatesSequence(CachedSequence):
         """(n, H) what the draft reads of a forward's tokens, (n,) ids of its own vocabulary."""
         embedding = states_input(self.model.model)
         assert embedding is not None
-        x = ids.new_empty(len(ids), embedding.token.out_features, dtype=embedding.weight.dtype)
-        before = torch.tensor(self._before(forward))
-        own = before >= self._read_by_target()
-        if not own.all():
-            known = before[~own]
-            states = x.new_zeros(len(known), embedding.states.in_features)
-            taps = None if self.target is None else self.target.taps
-            if taps is not None:
-                found = taps[known.clamp(min=0)].to(x)
-                states = found.masked_fill((known < 0)[:, None].to(x.device), 0.0)
-            x[~own] = embedding.after_target(ids[~own], states)
-        if own.any():
-            states = torch.stack([self._own[place] for place in before[own].tolist()])
-            x[own] = embedding.after_own(ids[own], states)
-        return x
+        before, read = self._before(forward), self._read_by_target()
+        known = [place for place in before if place < read]  # they come first
+        parts: list[Tensor] = []
+        if known:
+            states = embedding.weight.new_zeros(len(known), embedding.states.in_features)
+            if self.target is not None and self.target.taps is not None:
+                begin = known[0] < 0  # nothing stands before the first token
+                states[begin:] = self.target.taps[known[begin:]]
+            parts.append(embedding.after_target(ids[: len(known)], states))
+        if len(known) < len(before):
+            own = torch.stack([self._own[place] for place in before[len(known) :]])
+            parts.append(embedding.after_own(ids[len(known) :], own))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _before(self, forward: Forward) -> list[int]:
         """The cache position of the token before each of a forward's; -1 if there is none."""
