@@ -357,9 +357,9 @@ def _rankings(given: argparse.Namespace) -> None:
             sampling=sampling or UNWARPED,
             report=bar.update,
         )
-    view = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    title = "tokens a round of trees ranked by the draft, by the head, and what it gains (95 %)"
+    view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     by = ["head"] if target is None else ["head", "target"]
-    print("tokens a round of trees ranked by the draft, by the head and what it gains (95 %):")
     for column in ("nodes", "draft", *by):
         view.add_column(column, no_wrap=True, justify="right")
     for count, figures in found.items():
