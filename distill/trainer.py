@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         rows = []
         if self.tapped is not None and min(examples) >= 0:
             rows = [self.tapped[example] for example in examples]
-        with reading_stored(base_of(self.student), rows, ids.shape[1]) if rows else nullcontext():
+        with reading_stored(base_of(self.student), rows, ids.shape[1]):
             return reads_states.read_target(ids)
 
     def _of_readings(

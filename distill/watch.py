@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from distill.batches import tokens_of
+from distill.states import readings
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.labels.labeller import TOKENS_AT_ONCE, by_length, tokens_at_once
 from specdata.labels.top_logits import (
@@ -29,11 +29,14 @@ from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import join_processes, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.sharded import is_sharded
+from specdata.states_draft import states_input
 from specdata.storage.files import write_json
 from specdata.target_states import has_states, has_taps, reading_stored, stored_states
 
 DRAFTED = (4, 8)
 """Tokens drafted in the rounds whose expected tokens are measured."""
+PLACES = 4
+"""Of a round, at which a draft on its target's states is read; it drafts later ones as the last."""
 SCORE = "token_4"
 """The figure by which the best weights are told: expected tokens of a round, over all positions.
 
@@ -257,23 +260,25 @@ class HeldOut:
 
     def _values(self, index: int, batch: _Batch, draft: LMHead) -> tuple[Tensor, Tensor]:
         """(N, C) values of COLUMNS at a batch's positions, and which count; float64 on the CPU."""
-        rows = [] if self._tapped is None else [self._tapped[row] for row in batch.members]
-        with reading_stored(draft.model, rows, batch.ids.shape[1]) if rows else nullcontext():
-            q_states = batch.states(draft)
-        here = self._target.at(index, batch)
-        tokens = batch.tokens.to(q_states.device)
+        q_states, here = self._states(batch, draft), self._target.at(index, batch)
+        tokens = batch.tokens.to(q_states[0].device)
         step = max(1, VALUES_AT_ONCE // self._target.vocabulary)
         compared = [
-            self._compare(
-                here,
-                slice(start, start + step),
-                draft.logits(q_states[start : start + step]),
-                tokens[start : start + step],
-            )
-            for start in range(0, len(tokens), step)
+            [
+                self._compare(
+                    here,
+                    slice(start, start + step),
+                    draft.logits(states[start : start + step]),
+                    tokens[start : start + step],
+                )
+                for start in range(0, len(tokens), step)
+            ]
+            for states in q_states
         ]
-        acceptance, kl, ratios, decided = torch.cat(compared).double().cpu().unbind(dim=-1)
+        found = torch.stack([torch.cat(each) for each in compared]).double().cpu()  # (S, N, 4)
+        acceptance, kl, _, decided = found[0].unbind(dim=-1)
         lengths = batch.lengths.tolist()
+        ratios = found[:, :, 2].T  # (N, S)
         texts = pad_sequence(list(torch.split(ratios, lengths)), batch_first=True)
         unknown = pad_sequence(list(torch.split(1.0 - decided, lengths)), batch_first=True)
         values, counted = [acceptance, kl], [decided.bool()] * 2
@@ -284,6 +289,18 @@ class HeldOut:
                 values.append(rounds[batch.row, batch.place])
                 counted.append(~reached.any(dim=-1)[batch.row, batch.place])
         return torch.stack(values, dim=-1), torch.stack(counted, dim=-1)
+
+    def _states(self, batch: _Batch, draft: LMHead) -> list[Tensor]:
+        """(N, H) the draft's states; of one on its target's states at each place of a round."""
+        rows = [] if self._tapped is None else [self._tapped[row] for row in batch.members]
+        reads, ids = states_input(draft.model), batch.ids.to(draft.model.device)
+        if reads is None:
+            return [batch.states(draft)]
+        check_length(draft.model.config, ids.shape[1])
+        with reading_stored(draft.model, rows, ids.shape[1]):
+            taps = reads.read_target(ids)
+        row, column = batch.row.to(ids.device), batch.column.to(ids.device)
+        return [states[row, column] for states in readings(draft.model, ids, taps, PLACES)]
 
     def _compare(self, target: _At, positions: slice, q_logits: Tensor, tokens: Tensor) -> Tensor:
         """(C, 4): sum min(p, q), KL(p || q), log q/p of the text's token, and if p is decided."""

@@ -46,7 +46,9 @@ def expected_tokens(
     position is a start, and none is left out for being near the end, which would prefer long texts.
 
     Args:
-        ratios: (B, T) `log_ratios` of the tokens, anything in the padding.
+        ratios: (B, T) `log_ratios` of the tokens, anything in the padding; or (B, T, S) where q
+            depends on a token's place in its round: those of the first S places, the last of which
+            stands for all later ones.
         lengths: (B,) tokens of each text.
         drafted: K, tokens drafted in a round.
         verification: how they are verified.
@@ -54,11 +56,15 @@ def expected_tokens(
     Returns:
         (B, T) 1 + tau at each start, at most K + 1; 0 in the padding.
     """
-    width = ratios.shape[1]
+    ratios = ratios if ratios.dim() == 3 else ratios.unsqueeze(-1)
+    width, places = ratios.shape[1:]
     position = torch.arange(width, device=ratios.device)
     left = lengths.unsqueeze(1) - position  # tokens from a start to the end of its text
-    after = torch.nn.functional.pad(ratios.masked_fill(left <= 0, 0.0), (0, drafted - 1))
-    windows = after.unfold(1, drafted, 1)  # (B, T, K)
+    known = ratios.masked_fill((left <= 0).unsqueeze(-1), 0.0)
+    after = torch.nn.functional.pad(known, (0, 0, 0, drafted - 1))
+    windows = torch.stack(
+        [after[:, i : i + width, min(i, places - 1)] for i in range(drafted)], dim=-1
+    )  # (B, T, K)
     if verification == "token":
         logs = windows.clamp(max=0.0).cumsum(dim=-1)
     else:

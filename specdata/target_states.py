@@ -71,7 +71,7 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
     """
     reads = states_input(draft)
     wanted = None if reads is None else getattr(draft.config, KEY)["taps"]
-    if reads is None or not all(TAPPED in row and row[TAPS] == wanted for row in rows):
+    if reads is None or not rows or not all(TAPPED in row and row[TAPS] == wanted for row in rows):
         yield
         return
     width = reads.states.in_features

@@ -9,12 +9,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.config import DistilConfig, InitConfig
 from distill.initial import cut, make_initial
 from distill.states import DECAY, of_round, readings, ridge, silence, weights_of
+from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.verifiers.rule import Drawn, Verifier
@@ -326,3 +328,28 @@ def test_a_target_is_asked_for_when_a_text_is_read_without_one() -> None:
     with pytest.raises(ConfigError, match="has no target here: load it with"):
         fresh(torch.tensor([[1, 2]]))
     assert SamplingConfig().temperature == 1.0
+
+
+@torch.inference_mode()
+def test_expected_tokens_of_a_round_are_of_what_is_drafted_at_each_place() -> None:
+    target, draft = pair(40)
+    prompt, text = [2, 9, 31], [4, 17, 8, 22, 6, 30]
+    rows = Dataset.from_list([{"prompt_ids": prompt, "completion_ids": text}])
+    found = HeldOut(target, rows, SamplingConfig()).measure(draft).overall
+    p = target(input_ids=torch.tensor([prompt + text])).logits[0].softmax(-1)[2:]
+    acceptance, emitted = 0.0, 0.0
+    for begin in range(len(text)):
+        emitted += 1.0
+        accepted = 1.0
+        for place in range(min(4, len(text) - 1 - begin)):  # the last token ends the round
+            state = state_after(draft, prompt + text[:begin], text[begin : begin + place])
+            q = draft.lm_head(state).softmax(-1)
+            acceptance += float(torch.minimum(p[begin], q).sum()) if place == 0 else 0.0
+            token = text[begin + place]
+            accepted *= min(1.0, float(q[token] / p[begin + place, token]))
+            emitted += accepted
+        if begin == len(text) - 1:
+            state = state_after(draft, prompt + text[:begin], [])
+            acceptance += float(torch.minimum(p[begin], draft.lm_head(state).softmax(-1)).sum())
+    assert found.acceptance == pytest.approx(acceptance / len(text), rel=1e-6)
+    assert found.expected_tokens["token_4"] == pytest.approx(emitted / len(text), rel=1e-6)
