@@ -23,6 +23,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.states_draft import before, states_input
 from specdata.taps import decoder_layers, read_taps
+from specdata.target_states import reading_stored
 from specdata.terminal import progress
 
 FITTED_ROWS = 128
@@ -69,7 +70,7 @@ def fit_inputs(
         model: the draft, whose layers are silent.
         target: its target.
         taps: that it reads.
-        rollouts: with `prompt_ids` and `completion_ids`.
+        rollouts: with `prompt_ids` and `completion_ids`, and the taps if they are stored.
     """
     made, last = states_input(model), len(decoder_layers(target)[1])
     assert made is not None
@@ -78,20 +79,22 @@ def fit_inputs(
     with progress(wanted, "states to fit the draft to", "row") as bar:
         for row in rollouts.select([index * len(rollouts) // wanted for index in range(wanted)]):
             ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
-            read = read_taps(target, [*taps, last], ids)
-            width = read.shape[-1] // (len(taps) + 1)
-            texts.append((ids, read[..., :-width], read[0, :, -width:], len(row["prompt_ids"])))
+            with reading_stored(model, [row], ids.shape[1]):
+                read = made.read_target(ids)
+            width = read.shape[-1] // len(taps)
+            final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
+            texts.append((ids, read, final[0], len(row["prompt_ids"])))
             bar.update()
 
-    # A state before the first completion token has read the prompt.
-    final = torch.cat([state[first:] for _, _, state, first in texts])
-    embedded = torch.cat([made.tokens(ids)[0, first:] for ids, _, _, first in texts])
-    seen = torch.cat([taps[0, first - 1 : -1] for _, taps, _, first in texts])
+    # At the completion's tokens but the last, which a target that samples does not read.
+    final = torch.cat([state[first:-1] for _, _, state, first in texts])
+    embedded = torch.cat([made.tokens(ids)[0, first:-1] for ids, _, _, first in texts])
+    seen = torch.cat([read[0, first - 1 : -2] for _, read, _, first in texts])
     _set(ridge(torch.cat([embedded, seen], dim=-1), final), made.token, made.states)
     own = []
-    for ids, taps_read, _, first in texts:
-        with made.reading(taps_read):
-            own.append(hidden_states(model, ids)[0, first - 1 : -1])
+    for ids, read, _, first in texts:
+        with made.reading(read):
+            own.append(hidden_states(model, ids)[0, first - 1 : -2])
     _set(ridge(torch.cat([embedded, torch.cat(own)], -1), final), made.own_token, made.own_state)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -264,21 +264,17 @@ class HeldOut:
         tokens = batch.tokens.to(q_states[0].device)
         step = max(1, VALUES_AT_ONCE // self._target.vocabulary)
         compared = [
-            [
-                self._compare(
-                    here,
-                    slice(start, start + step),
-                    draft.logits(states[start : start + step]),
-                    tokens[start : start + step],
-                )
-                for start in range(0, len(tokens), step)
-            ]
-            for states in q_states
+            self._compare(
+                here,
+                slice(start, start + step),
+                (draft.logits(states[start : start + step]) for states in q_states),
+                tokens[start : start + step],
+            )
+            for start in range(0, len(tokens), step)
         ]
-        found = torch.stack([torch.cat(each) for each in compared]).double().cpu()  # (S, N, 4)
-        acceptance, kl, _, decided = found[0].unbind(dim=-1)
+        acceptance, kl, decided, *logs = torch.cat(compared).double().cpu().unbind(dim=-1)
         lengths = batch.lengths.tolist()
-        ratios = found[:, :, 2].T  # (N, S)
+        ratios = torch.stack(logs, dim=-1)  # (N, S)
         texts = pad_sequence(list(torch.split(ratios, lengths)), batch_first=True)
         unknown = pad_sequence(list(torch.split(1.0 - decided, lengths)), batch_first=True)
         values, counted = [acceptance, kl], [decided.bool()] * 2
@@ -302,18 +298,28 @@ class HeldOut:
         row, column = batch.row.to(ids.device), batch.column.to(ids.device)
         return [states[row, column] for states in readings(draft.model, ids, taps, PLACES)]
 
-    def _compare(self, target: _At, positions: slice, q_logits: Tensor, tokens: Tensor) -> Tensor:
-        """(C, 4): sum min(p, q), KL(p || q), log q/p of the text's token, and if p is decided."""
-        q_logits = to_vocabulary(q_logits, self._target.vocabulary)
-        q = probabilities(q_logits, self.sampling)
-        text = tokens.unsqueeze(-1)
-        p, p_of_text, decided = target(positions, q, text)
-        ratios = log_ratios(p_of_text, q.gather(-1, text)).squeeze(-1)
-        # Of q before truncation, as in the losses: else it would be infinite nearly everywhere.
-        log_q = (q_logits.to(p.dtype) / (self.sampling.temperature or 1.0)).log_softmax(dim=-1)
-        counted = (p > 0) & (log_q > float("-inf"))
-        kl = torch.where(counted, p * (p.log() - log_q), 0.0).sum(dim=-1)
-        return torch.stack([overlap(p, q), kl, ratios, decided.to(kl.dtype)], dim=-1)
+    def _compare(
+        self, target: _At, positions: slice, all_logits: Iterable[Tensor], tokens: Tensor
+    ) -> Tensor:
+        """(C, 3 + S): sum min(p, q), KL(p || q), if p is decided, and log q/p of the text's token.
+
+        The last at each of S places in a round, whose logits (C, V') are given; else at the first.
+        """
+        text, ratios = tokens.unsqueeze(-1), []
+        shown: list[Tensor] = []
+        for q_logits in all_logits:
+            q_logits = to_vocabulary(q_logits, self._target.vocabulary)
+            q = probabilities(q_logits, self.sampling)
+            if not shown:
+                p, p_of_text, decided = target(positions, q, text)
+                # Of q before truncation, as in the losses: else infinite nearly everywhere.
+                scaled = q_logits.to(p.dtype) / (self.sampling.temperature or 1.0)
+                log_q = scaled.log_softmax(dim=-1)
+                counted = (p > 0) & (log_q > float("-inf"))
+                kl = torch.where(counted, p * (p.log() - log_q), 0.0).sum(dim=-1)
+                shown = [overlap(p, q), kl, decided.to(kl.dtype)]
+            ratios.append(log_ratios(p_of_text, q.gather(-1, text)).squeeze(-1))
+        return torch.stack([*shown, *ratios], dim=-1)
 
 
 _At = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]

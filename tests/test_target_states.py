@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from distill.batches import Numbered, collate, fitted
 from distill.config import DistilConfig
 from distill.initial import align_output, cut
+from distill.states import fit_inputs, silence
 from distill.teacher import Part, Teacher
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
@@ -29,6 +30,7 @@ from specdata.rollouts.make import make_rollouts
 from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
+from specdata.taps import install
 from specdata.target_states import COLUMN, TAPPED, reading_stored, stored_states, to_bytes
 from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama
@@ -271,3 +273,15 @@ def test_taps_cut_short_or_of_a_server_are_refused(tapped: datasets.Dataset) -> 
         RolloutConfig(sets=CONFIG.sets, store_taps=[1], backend="vllm")
     with pytest.raises(ConfigError, match=r"taps must be from 0 .* to 1 .*got 4"):
         backend(store_taps=[1, 4])
+
+
+def test_a_draft_begins_with_stored_taps_as_with_the_targets(tapped: datasets.Dataset) -> None:
+    found = []
+    for rows in (tapped, tapped.remove_columns([TAPPED, "taps"])):
+        draft = cut(TARGET, [0])
+        silence(draft)
+        install(draft, TARGET, TAPS)
+        fit_inputs(draft, TARGET, TAPS, rows)
+        found.append(hidden_states(draft, torch.tensor([[3, 9, 14, 2, 20, 7]])))
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
+    assert found[0].abs().mean() > 0.5
