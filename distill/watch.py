@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from distill.batches import tokens_of
 from distill.states import readings
+from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.labels.labeller import TOKENS_AT_ONCE, by_length, tokens_at_once
 from specdata.labels.top_logits import (
@@ -267,7 +268,8 @@ class HeldOut:
             self._compare(
                 here,
                 slice(start, start + step),
-                (draft.logits(states[start : start + step]) for states in q_states),
+                draft,
+                [states[start : start + step] for states in q_states],
                 tokens[start : start + step],
             )
             for start in range(0, len(tokens), step)
@@ -299,27 +301,39 @@ class HeldOut:
         return [states[row, column] for states in readings(draft.model, ids, taps, PLACES)]
 
     def _compare(
-        self, target: _At, positions: slice, all_logits: Iterable[Tensor], tokens: Tensor
+        self,
+        target: _At,
+        positions: slice,
+        draft: LMHead,
+        states: Sequence[Tensor],
+        tokens: Tensor,
     ) -> Tensor:
         """(C, 3 + S): sum min(p, q), KL(p || q), if p is decided, and log q/p of the text's token.
 
-        The last at each of S places in a round, whose logits (C, V') are given; else at the first.
+        The last at each of S places in a round, all else at the first; of each the draft's states
+        (C, H) are given.
         """
-        text, ratios = tokens.unsqueeze(-1), []
-        shown: list[Tensor] = []
-        for q_logits in all_logits:
-            q_logits = to_vocabulary(q_logits, self._target.vocabulary)
-            q = probabilities(q_logits, self.sampling)
-            if not shown:
-                p, p_of_text, decided = target(positions, q, text)
-                # Of q before truncation, as in the losses: else infinite nearly everywhere.
-                scaled = q_logits.to(p.dtype) / (self.sampling.temperature or 1.0)
-                log_q = scaled.log_softmax(dim=-1)
-                counted = (p > 0) & (log_q > float("-inf"))
-                kl = torch.where(counted, p * (p.log() - log_q), 0.0).sum(dim=-1)
-                shown = [overlap(p, q), kl, decided.to(kl.dtype)]
-            ratios.append(log_ratios(p_of_text, q.gather(-1, text)).squeeze(-1))
-        return torch.stack([*shown, *ratios], dim=-1)
+        text = tokens.unsqueeze(-1)
+        q_logits = to_vocabulary(draft.logits(states[0]), self._target.vocabulary)
+        q = probabilities(q_logits, self.sampling)
+        p, p_of_text, decided = target(positions, q, text)
+        # Of q before truncation, as in the losses: else it would be infinite nearly everywhere.
+        log_q = (q_logits.to(p.dtype) / (self.sampling.temperature or 1.0)).log_softmax(dim=-1)
+        counted = (p > 0) & (log_q > float("-inf"))
+        kl = torch.where(counted, p * (p.log() - log_q), 0.0).sum(dim=-1)
+        of_text = [q.gather(-1, text), *(self._of(text, draft, each) for each in states[1:])]
+        ratios = (log_ratios(p_of_text, each).squeeze(-1) for each in of_text)
+        return torch.stack([overlap(p, q), kl, decided.to(kl.dtype), *ratios], dim=-1)
+
+    def _of(self, text: Tensor, draft: LMHead, states: Tensor) -> Tensor:
+        """(C, 1) q of a text's tokens (C, 1), from states (C, H)."""
+        logits, ids = draft.logits(states), draft_vocabulary_ids(draft.model)
+        if ids is None:
+            logits = to_vocabulary(logits, self._target.vocabulary)
+            return probabilities(logits, self.sampling).gather(-1, text)
+        some = probabilities(logits[:, ids], self.sampling)  # far fewer than all tokens
+        place = torch.searchsorted(ids, text).clamp(max=len(ids) - 1)
+        return some.gather(-1, place).masked_fill(ids[place] != text, 0.0)
 
 
 _At = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -21,6 +21,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.verifiers.rule import Drawn, Verifier
 from heads.target_context import check_tree_states, tree_states
+from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model
@@ -331,8 +332,11 @@ def test_a_target_is_asked_for_when_a_text_is_read_without_one() -> None:
 
 
 @torch.inference_mode()
-def test_expected_tokens_of_a_round_are_of_what_is_drafted_at_each_place() -> None:
+@pytest.mark.parametrize("vocabulary", [40, 12])
+def test_expected_tokens_of_a_round_are_of_what_is_drafted_at_each_place(vocabulary: int) -> None:
     target, draft = pair(40)
+    if vocabulary < 40:
+        reduce_vocabulary(draft, range(0, 24, 2))
     prompt, text = [2, 9, 31], [4, 17, 8, 22, 6, 30]
     rows = Dataset.from_list([{"prompt_ids": prompt, "completion_ids": text}])
     found = HeldOut(target, rows, SamplingConfig()).measure(draft).overall
