@@ -166,7 +166,9 @@ def make_initial(
             save_model(model, temporary)
             copy_tokenizer(str(target), temporary)
             with torch.inference_mode():
-                found = load_model(str(temporary))(input_ids=ids, use_cache=False).logits
+                found = load_model(str(temporary), target=str(target))(
+                    input_ids=ids, use_cache=False
+                ).logits
             if not torch.equal(logits, found):
                 raise ConfigError(
                     f"{type(model).__name__} gives other logits once it is saved and loaded again, "

@@ -80,7 +80,8 @@ class ModelPair:
         from specdata.models import load_model
 
         prepare_libraries()
-        return load_model(name, load=self.config.models.loading(role))
+        models = self.config.models
+        return load_model(name, load=models.loading(role), target=models.target)
 
     def identity(self) -> dict[str, Any]:
         """What decides every measurement, paths in the run's output relative to it."""

@@ -86,10 +86,10 @@ class Release(Stage):
             check_repository(name)
             if name is not None and trained is None:
                 raise ConfigError(f"publish.{what} is set, but this configuration trains none")
-        if publish.draft_id and reads_states(config):
+        if (publish.draft_id or publish.head_id) and reads_states(config):
             raise ConfigError(
-                "publish.draft_id must be left out: the draft reads its target's states, and no "
-                "engine but this one loads it"
+                "publish.draft_id and head_id must be left out: the draft reads its target's "
+                "states, and no engine but this one loads it"
             )
         if config.draft and not any(
             method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
@@ -111,6 +111,8 @@ class Release(Stage):
         from eval.reporting.release import UPLOAD, release_draft, release_head
 
         config = self.config
+        if reads_states(config):
+            return {}
         results = _results(config)
         publish, made = config.publish, list[str]()
         certificate, found = eval_folder(config) / CERTIFICATE, {}
@@ -121,7 +123,7 @@ class Release(Stage):
             language=publish.language,
             certificate=found.get("sentence"),
         )
-        if config.draft and not reads_states(config):
+        if config.draft:
             trained = stage_record(folder(config, "draft"))["results"]
             what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
             rates = {
@@ -186,7 +188,7 @@ class Release(Stage):
         remove_caches(self.config)
         if reads_states(self.config):
             here = draft_in_use(self.config)
-            say(f"  draft: {here}, not assembled: it reads its target's states, and no engine but")
+            say(f"  nothing is assembled: {here} reads its target's states, and no engine but")
             say("  this one loads it")
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():
@@ -201,7 +203,9 @@ class Release(Stage):
         """Load, serve and upload what was assembled."""
         config, unnamed = self.config, []
         steps = [Step("look", str(eval_folder(config) / "report.html"))]
-        if config.draft and not reads_states(config):
+        if reads_states(config):
+            return steps
+        if config.draft:
             draft = config.publish.draft_id or str(self.folder / "draft")
             unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
             steps += [load_draft(draft), *_serve(config, draft)]

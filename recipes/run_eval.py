@@ -300,7 +300,9 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
         return not_measured("the labels were made under another sampler than the evaluation's")
     if config.head and config.head.kind == "candidates":
         return not_measured("it ranks candidates of trees, and what is replayed are chains")
-    draft = load_model(draft_in_use(config), load=config.models.loading("draft"))
+    models = config.models
+    name, load = draft_in_use(config), models.loading("draft")
+    draft = load_model(name, load=load, target=models.target)
     return head_verdict(
         results,
         load_labels(where, config.sampling),

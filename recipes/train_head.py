@@ -111,7 +111,7 @@ class Labels(Stage):
         models, draft_name = config.models, draft_in_use(config)
         tokenizer = load_tokenizer(models.target)
         check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-        draft = load_model(draft_name, load=models.loading("draft"))
+        draft = load_model(draft_name, load=models.loading("draft"), target=models.target)
         rollouts = load_stored(folder(config, "rollouts"))
         if share := held_out_share(config):
             splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
@@ -223,7 +223,9 @@ class Head(Stage):
         labels = load_labels(folder(config, "labels"), config.sampling)
         draft_name = draft_in_use(config)
         result = train_head(
-            draft=load_model(draft_name, load=config.models.loading("draft")),
+            draft=load_model(
+                draft_name, load=config.models.loading("draft"), target=config.models.target
+            ),
             train=of_split(
                 labels,
                 "train",

@@ -66,7 +66,9 @@ TOKENIZER_FILES = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE) -> Any:
+def load_model(
+    name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE, target: str | None = None
+) -> Any:
     """Load a causal LM from a folder or the Hub, in eval mode.
 
     Code that comes with a model is never run: see `asks_for_remote_code`. A draft with a reduced
@@ -77,6 +79,8 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
             folder (PEFT's) are merged into the base that they name.
         dtype: precision of the weights, one of `DTYPES`, unless `load` has one.
         load: where they lie, and in how many bits; by default all on `device()`.
+        target: of a draft that reads its target's states, where that is; by default where it was
+            when the draft was made. It is loaded when the draft is first asked to read a text.
 
     Returns:
         The model. Spread over several places its `device` is the one that token ids go to.
@@ -100,20 +104,15 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
     check_complete(name, info)
     model = _placed(model, name, load).eval()
     if reads_states(model.config):
-        _find_target(model, dtype)
+        made, theirs = states_input(model), target or getattr(model.config, KEY)["target"]
+        assert made is not None
+
+        def read(ids: Tensor) -> Tensor:
+            attach(model, load_model(theirs, dtype=dtype))
+            return made.read_target(ids)
+
+        made.read_target = read
     return model
-
-
-def _find_target(draft: Any, dtype: str) -> None:
-    """Have a draft that reads states load its target when it is first asked to read a text."""
-    made = states_input(draft)
-    assert made is not None
-
-    def read(ids: Tensor) -> Tensor:
-        attach(draft, load_model(getattr(draft.config, KEY)["target"], dtype=dtype))
-        return made.read_target(ids)
-
-    made.read_target = read
 
 
 def check_complete(name: str, info: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,7 +134,8 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
     _, layers = decoder_layers(target)
     check_taps(taps, len(layers))
     probe = _probe(target, taps)
-    record = {"taps": list(taps), "target": _named(target), "width": probe[1], "probe": probe[0]}
+    record = {"taps": list(taps), "target": target.name_or_path}
+    record |= {"width": probe[1], "probe": probe[0]}
     width = model.config.get_text_config().hidden_size
     made = StatesInput(model.get_input_embeddings(), width, probe[1])
     model.set_input_embeddings(made)
@@ -164,7 +164,7 @@ def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
             return taps
     raise ConfigError(
         f"the draft reads states of the target that it was made for, {record['target']} (taps "
-        f"{', '.join(map(str, taps))}), and those of {_named(target)} are others: give that "
+        f"{', '.join(map(str, taps))}), and those of {target.name_or_path} are others: give that "
         "target, or make a draft for this one"
     )
 
@@ -176,12 +176,6 @@ def _probe(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], i
     state = read_taps(target, taps, ids)[0, -1]
     spread = torch.linspace(0, len(state) - 1, VALUES, device=state.device).long()
     return [float(f"{value:.5g}") for value in state[spread].tolist()], len(state)
-
-
-def _named(target: PreTrainedModel) -> str:
-    """A target's name; a folder's whole path."""
-    name = str(target.name_or_path)
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def _unit(state: Tensor) -> Tensor:

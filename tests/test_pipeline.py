@@ -225,6 +225,34 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
 
 
 @EXHAUSTIVE
+def test_a_draft_on_its_targets_states_goes_through_every_stage(
+    finished: Path, tmp_path: Path
+) -> None:
+    for name in ("pair", "rollouts"):
+        shutil.copytree(finished / "out" / name, tmp_path / "out" / name)
+    flags = ["--toy", "null", "--models.draft", "null", "--draft.init"]
+    flags += ["{kind: states, layers: 1, vocabulary: 400}"]
+    refused = run(tmp_path, "pipeline.py", *flags)
+    assert refused.returncode == 2
+    assert "leave the methods transformers out of eval.methods" in refused.stderr
+    flags += ["--method", "K=3", "--method", "head", "--eval.verifiers", "4"]
+    done = run(tmp_path, "pipeline.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "nothing is assembled" in done.stdout
+    results = read_results(tmp_path / "out" / "eval" / "results.json")
+    check_metrics(results)
+    assert {entry.method for entry in results.runs} == {"plain", "K=3", "head"}
+    assert "over K=" in (tmp_path / "out" / "eval" / "verdict.json").read_text()
+    moved = tmp_path / "moved"
+    (tmp_path / "out").rename(moved)
+    shutil.rmtree(moved / "head")
+    here = ["--output", "moved", "--models.target", "moved/pair/target"]
+    again = run(tmp_path, "train_head.py", *flags, *here)
+    assert again.returncode == 0, again.stderr
+    assert "head: done in" in again.stdout
+
+
+@EXHAUSTIVE
 def test_a_head_is_evaluated_under_another_sampler_than_its_labels(
     finished: Path, tmp_path: Path
 ) -> None:

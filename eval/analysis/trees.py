@@ -343,7 +343,7 @@ def _rankings(given: argparse.Namespace) -> None:
         )
     sampling = None if given.target is None else _sampling(given)
     rows = rows_of_split(stream_stored(given.rollouts), given.rollouts, given.split, given.rows)
-    draft = load_model(given.draft, dtype=given.dtype)
+    draft = _draft(given)
     target = None if sampling is None else load_model(given.target, dtype=given.dtype)
     with progress(len(rows), "trees", "rollout") as bar:
         found = compare_rankings(
@@ -390,7 +390,7 @@ def _run(given: argparse.Namespace) -> list[Candidate]:
             "position and every tree is a chain: make rollouts at a temperature above 0"
         )
     rows = rows_of_split(stream_stored(given.rollouts), given.rollouts, given.split, given.rows)
-    target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
+    target, draft = load_model(given.target, dtype=given.dtype), _draft(given)
     acceptance = acceptance_along(
         rows,
         target=target,
@@ -401,6 +401,20 @@ def _run(given: argparse.Namespace) -> list[Candidate]:
         seed=given.seed,
     )
     return search(acceptance, given.budget, given.ratio)
+
+
+def _draft(given: argparse.Namespace) -> PreTrainedModel:
+    """The draft; refused if what it drafts does not follow from a text alone."""
+    from specdata.models import load_model
+    from specdata.states_draft import states_input
+
+    draft: PreTrainedModel = load_model(given.draft, dtype=given.dtype)
+    if states_input(draft) is not None:
+        raise ConfigError(
+            f"{given.draft} reads its target's states, so trees cannot be searched along texts "
+            "that are read once: decode with several, as eval.methods"
+        )
+    return draft
 
 
 def _sampling(given: argparse.Namespace) -> SamplingConfig:
