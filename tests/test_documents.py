@@ -31,7 +31,7 @@ def blocks(document: str, language: str) -> list[str]:
 def test_the_configurations_in_the_documents_are_usable() -> None:
     (pair,) = map(yaml.safe_load, blocks("README.md", "yaml"))
     large, served = map(yaml.safe_load, blocks("docs/targets.md", "yaml"))
-    (draft,) = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
+    draft, on_states = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
     (methods,) = map(yaml.safe_load, blocks("docs/evaluation.md", "yaml"))
     for section in (pair, {**pair, **methods}):
         config = build(section)
@@ -40,6 +40,7 @@ def test_the_configurations_in_the_documents_are_usable() -> None:
     assert build({**pair, **large}).models.loading("target").is_spread
     del pair["models"]["draft"]  # which the second makes
     build({**pair, **draft})
+    build({**pair, **on_states})
 
 
 def test_the_readmes_python_decodes(
