@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
-from specdata.states_draft import before, states_input
+from specdata.states_draft import before, states_input, unit
 from specdata.taps import decoder_layers, read_taps
 from specdata.target_states import reading_stored
 from specdata.terminal import progress
@@ -83,6 +83,7 @@ def fit_inputs(
                 read = made.read_target(ids)
             width = read.shape[-1] // len(taps)
             final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
+            read, final = unit(read, len(taps)), unit(final, 1)
             texts.append((ids, read, final[0], len(row["prompt_ids"])))
             bar.update()
 

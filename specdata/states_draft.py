@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from specdata.errors import ConfigError
@@ -24,6 +25,7 @@ from specdata.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+EPSILON = 1e-6
 KEY = "target_states"
 """The key of config.json by which such a draft is known."""
 
@@ -34,20 +36,22 @@ class StatesInput(nn.Module):
     Args:
         tokens: (V, E) the target's input embedding.
         width: H of the draft.
-        states: width of all taps together.
+        taps: how many.
+        size: width of each.
 
     Attributes:
         read_target: ids (B, T) -> the target's taps (B, T, states) along them.
     """
 
-    def __init__(self, tokens: nn.Embedding, width: int, states: int) -> None:
+    def __init__(self, tokens: nn.Embedding, width: int, taps: int, size: int) -> None:
         super().__init__()
         self.tokens = tokens
-        size = tokens.embedding_dim
+        self.taps = taps
+        embedding = tokens.embedding_dim
         like: dict[str, Any] = {"device": tokens.weight.device, "dtype": tokens.weight.dtype}
-        self.token = nn.Linear(size, width, bias=False, **like)
-        self.states = nn.Linear(states, width, bias=False, **like)
-        self.own_token = nn.Linear(size, width, bias=False, **like)
+        self.token = nn.Linear(embedding, width, bias=False, **like)
+        self.states = nn.Linear(taps * size, width, bias=False, **like)
+        self.own_token = nn.Linear(embedding, width, bias=False, **like)
         self.own_state = nn.Linear(width, width, bias=False, **like)
         self.read_target: Callable[[Tensor], Tensor] = _no_target
 
@@ -63,7 +67,8 @@ class StatesInput(nn.Module):
             ids: (...) of the tokens.
             states: (..., states) the target's at the tokens before; 0 where there is none.
         """
-        x: Tensor = self.token(self.tokens(ids)) + self.states(states.to(self.weight.dtype))
+        scaled = unit(states, self.taps).to(self.weight.dtype)
+        x: Tensor = self.token(self.tokens(ids)) + self.states(scaled)
         return x
 
     def after_own(self, ids: Tensor, states: Tensor) -> Tensor:
@@ -83,6 +88,18 @@ class StatesInput(nn.Module):
             yield
         finally:
             self.read_target = read
+
+
+def unit(states: Tensor, taps: int) -> Tensor:
+    """(..., F) taps, each scaled to unit mean square: those of later layers are many times larger.
+
+    Twice is as once, so stored ones may be.
+    """
+    each = states.view(*states.shape[:-1], taps, -1)
+    wide = each.float() if each.dtype in (torch.bfloat16, torch.float16) else each
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPSILON)
+    scaled: Tensor = (wide * scale).to(states.dtype).flatten(-2)
+    return scaled
 
 
 def before(states: Tensor) -> Tensor:
@@ -117,8 +134,10 @@ def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
             width = config.get_text_config().hidden_size
-            tokens = self.get_input_embeddings()
-            self.set_input_embeddings(StatesInput(tokens, width, getattr(config, KEY)["width"]))
+            tokens, record = self.get_input_embeddings(), getattr(config, KEY)
+            taps = len(record["taps"])
+            made = StatesInput(tokens, width, taps, record["width"] // taps)
+            self.set_input_embeddings(made)
 
     ReadsStates.__name__, ReadsStates.__module__ = architecture.__name__, architecture.__module__
     return ReadsStates

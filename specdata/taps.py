@@ -19,7 +19,6 @@ from specdata.states_draft import KEY, StatesInput, states_input
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-EPSILON = 1e-6
 TOKENS, STEP, VALUES = 8, 127, 32
 """The probe of a target: some values of its taps after a few fixed tokens."""
 BOUND = 0.25
@@ -72,8 +71,7 @@ def capturing_taps(
     Args:
         model: the target.
         taps: which, in increasing order.
-        capture: called with (B, T, taps x H), each tap scaled to unit mean square, at every token
-            that the forward reads.
+        capture: called with (B, T, taps x H) at every token that the forward reads.
     """
     if not taps:
         yield
@@ -82,7 +80,7 @@ def capturing_taps(
     seen: list[Tensor] = []
 
     def take(state: Tensor) -> None:
-        seen.append(_unit(state).to(seen[0].device if seen else state.device))
+        seen.append(state.to(seen[0].device if seen else state.device))
         if len(seen) == len(taps):
             capture(torch.cat(seen, dim=-1))
             seen.clear()
@@ -137,7 +135,7 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
     record = {"taps": list(taps), "target": target.name_or_path}
     record |= {"width": probe[1], "probe": probe[0]}
     width = model.config.get_text_config().hidden_size
-    made = StatesInput(model.get_input_embeddings(), width, probe[1])
+    made = StatesInput(model.get_input_embeddings(), width, len(taps), probe[1] // len(taps))
     model.set_input_embeddings(made)
     setattr(model.config, KEY, record)
     attach(model, target)
@@ -176,10 +174,3 @@ def _probe(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], i
     state = read_taps(target, taps, ids)[0, -1]
     spread = torch.linspace(0, len(state) - 1, VALUES, device=state.device).long()
     return [float(f"{value:.5g}") for value in state[spread].tolist()], len(state)
-
-
-def _unit(state: Tensor) -> Tensor:
-    """Scaled to unit mean square: states of later layers are many times larger."""
-    wide = state.float() if state.dtype in (torch.bfloat16, torch.float16) else state
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPSILON)
-    return (wide * scale).to(state.dtype)

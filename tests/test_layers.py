@@ -57,7 +57,7 @@ BELOW = {
         "prompts": "config errors sampling sources storage toy",
         "server": "config errors",
         "rollouts": "config errors lm_head models prepack probability prompts sampling "
-        "server storage taps target_states",
+        "server states_draft storage taps target_states",
         "labels": "config draft_vocabulary errors lm_head models prepack probability sampling "
         "storage target_states",
         "logits": "config errors labels lm_head prepack server storage",

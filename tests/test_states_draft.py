@@ -26,7 +26,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig
-from specdata.states_draft import states_input, token_embedding
+from specdata.states_draft import states_input, token_embedding, unit
 from specdata.taps import attach, decoder_layers, default_taps, install, read_taps
 from tests.chi_square import LEVEL, p_value
 from tests.families import tiny
@@ -235,14 +235,16 @@ def test_silent_layers_pass_on_what_they_are_given_and_leave_the_target_alone() 
         assert torch.equal(each, before[name])
 
 
-def test_taps_are_the_hidden_states_of_transformers_at_unit_size() -> None:
+def test_taps_are_the_hidden_states_of_transformers() -> None:
     target = tiny_llama(0, vocab=40, layers=3)
     ids = torch.tensor([[2, 9, 31, 4]])
     theirs = target(input_ids=ids, output_hidden_states=True).hidden_states[:3]
-    ours = read_taps(target, [0, 1, 2, 3], ids).split(16, dim=-1)
-    for mine, state in zip(ours, theirs, strict=False):
-        scale = state.square().mean(dim=-1, keepdim=True).sqrt()
-        torch.testing.assert_close(mine, state / scale, rtol=1e-3, atol=1e-3)
+    taps = read_taps(target, [0, 1, 2, 3], ids)
+    ours, scaled = taps.split(16, dim=-1), unit(taps, 4).split(16, dim=-1)
+    for mine, small, state in zip(ours, scaled, theirs, strict=False):
+        torch.testing.assert_close(mine, state)
+        size = state.square().mean(dim=-1, keepdim=True).sqrt()
+        torch.testing.assert_close(small, state / size, rtol=1e-3, atol=1e-3)
     # The last one leaves the last layer: the final norm gives what the output matrix reads.
     torch.testing.assert_close(
         target.model.norm(ours[3]), hidden_states(target, ids), rtol=1e-3, atol=1e-3
@@ -325,7 +327,7 @@ def test_a_target_is_asked_for_when_a_text_is_read_without_one() -> None:
     _, draft = pair()
     made = states_input(draft)
     assert made is not None
-    fresh = type(made)(made.tokens, 16, 48)
+    fresh = type(made)(made.tokens, 16, 3, 16)
     with pytest.raises(ConfigError, match="has no target here: load it with"):
         fresh(torch.tensor([[1, 2]]))
     assert SamplingConfig().temperature == 1.0
