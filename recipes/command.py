@@ -58,6 +58,7 @@ MODULES = {
         "eval.analysis.trees",
         "Search for the best draft tree along held-out text of the target.",
     ),
+    "import-eagle3": ("distill.eagle3", "Read a published EAGLE-3 draft, to decode with it here."),
     "table": (
         "eval.reporting.table",
         "Print a finished evaluation as a table for a README, and copy what to commit of it.",

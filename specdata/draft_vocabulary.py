@@ -103,7 +103,7 @@ def reduce_vocabulary(model: PreTrainedModel, vocabulary_ids: Sequence[int]) -> 
         )
     ids = ids.to(output.weight.device)
     bias = None if output.bias is None else output.bias.detach()[ids].clone()
-    _install(model, ReducedOutput(output.weight.detach()[ids].clone(), bias, ids, vocabulary))
+    install_output(model, ReducedOutput(output.weight.detach()[ids].clone(), bias, ids, vocabulary))
 
 
 def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTrainedModel]:
@@ -120,7 +120,7 @@ def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTra
             weight = whole.weight.new_empty(size, width)
             bias = None if whole.bias is None else whole.bias.new_empty(size)
             ids = torch.arange(size, device=weight.device)
-            _install(self, ReducedOutput(weight, bias, ids, rows))
+            install_output(self, ReducedOutput(weight, bias, ids, rows))
 
     # By these transformers looks up under which names an architecture stores its weights.
     Reduced.__name__, Reduced.__module__ = architecture.__name__, architecture.__module__
@@ -191,7 +191,7 @@ def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
     del model.d2t, model.t2d
 
 
-def _install(model: PreTrainedModel, output: ReducedOutput) -> None:
+def install_output(model: PreTrainedModel, output: ReducedOutput) -> None:
     """Make a model's output embedding a reduced one, and store with it what it keeps."""
     replace_output(model, output)
     size = len(output.vocabulary_ids)

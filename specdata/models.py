@@ -30,6 +30,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
+from specdata.eagle3 import eagle3_class
 from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import (
     ONE_DEVICE,
@@ -157,9 +158,10 @@ def read_model(
         with torch.device("meta"):
             architecture = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
         kind = architecture
+    is_eagle3 = reads_states(config) and "layout" in getattr(config, KEY)
     if reads_states(config):
-        kind = states_class(kind)
-    if is_reduced(config):
+        kind = eagle3_class(kind) if is_eagle3 else states_class(kind)
+    if is_reduced(config) and not is_eagle3:
         kind = reduced_class(kind, getattr(config, SIZE))
     model, info = kind.from_pretrained(
         source,

@@ -131,7 +131,7 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
     """
     _, layers = decoder_layers(target)
     check_taps(taps, len(layers))
-    probe = _probe(target, taps)
+    probe = probe_of(target, taps)
     record = {"taps": list(taps), "target": target.name_or_path}
     record |= {"width": probe[1], "probe": probe[0]}
     width = model.config.get_text_config().hidden_size
@@ -155,7 +155,7 @@ def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
     assert made is not None
     taps: list[int] = record["taps"]
     if max(taps) <= target.config.get_text_config().num_hidden_layers:
-        probe, width = _probe(target, taps)
+        probe, width = probe_of(target, taps)
         found, recorded = torch.tensor(probe), torch.tensor(record["probe"])
         if width == record["width"] and (found - recorded).norm() <= BOUND * recorded.norm():
             made.read_target = lambda ids: read_taps(target, taps, ids)
@@ -167,7 +167,7 @@ def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
     )
 
 
-def _probe(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], int]:
+def probe_of(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], int]:
     """Some values of a target's taps, rounded to five digits, and the width of all taps."""
     size = target.config.get_text_config().vocab_size
     ids = (1 + STEP * torch.arange(TOKENS, device=target.device) % (size - 1)).unsqueeze(0)

@@ -47,8 +47,10 @@ BELOW = {
         "draft_vocabulary": "errors",
         "states_draft": "errors",
         "taps": "errors states_draft",
+        "eagle3": "draft_vocabulary states_draft",
         "loading": "config errors processes sources",
-        "models": "draft_vocabulary errors loading processes sources states_draft storage taps",
+        "models": "draft_vocabulary eagle3 errors loading processes sources states_draft "
+        "storage taps",
         "sharded": "errors loading models sources",
         "lm_head": "errors models",
         "storage": "config errors interruption processes",

@@ -1,0 +1,207 @@
+"""Published EAGLE-3 drafts: read from each layout, and drafted with as they are defined."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from distill.eagle3 import main, read_eagle3
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from specdata.errors import ConfigError
+from specdata.models import load_model
+from specdata.taps import read_taps
+from tests.families import tiny
+from tests.test_initial import stored
+from tests.test_states_draft import DRAFTED, decoded_as_defined
+
+H, INNER, HEADS, KEPT = 16, 24, 2, 40
+TAPS = [1, 2, 3]
+LAYER = {
+    "model_type": "llama",
+    "hidden_size": H,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+}
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def published(
+    folder: Path, vocabulary: int, layout: str, *flags: str, seed: int = 0, **changes: Any
+) -> dict[str, Tensor]:
+    """Write a random draft in a published layout; its tensors by their names there."""
+    torch.manual_seed(seed)
+    size = H // HEADS
+    shapes = {
+        "self_attn.q_proj": (H, 2 * H),
+        "self_attn.k_proj": (size, 2 * H),
+        "self_attn.v_proj": (size, 2 * H),
+        "self_attn.o_proj": (H, H),
+        "mlp.gate_proj": (INNER, H),
+        "mlp.up_proj": (INNER, H),
+        "mlp.down_proj": (H, INNER),
+    }
+    first = "midlayer." if layout == "eagle" else "layers.0."
+    made = {f"{first}{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        made[f"{first}{name}.weight"] = 1.0 + 0.2 * torch.randn(H)
+    made["fc.weight"] = 0.3 * torch.randn(H, len(TAPS) * H)
+    made["norm.weight"] = 1.0 + 0.2 * torch.randn(H)
+    made["lm_head.weight"] = torch.randn(KEPT, H)
+    if "norm_before_fc" in flags:
+        made["input_norm.weight"] = 1.0 + 0.2 * torch.randn(len(TAPS) * H)
+    if "fc_norm" in flags:
+        made |= {f"fc_norm.{n}.weight": 1.0 + 0.2 * torch.randn(H) for n in range(len(TAPS))}
+    ids = torch.randperm(vocabulary)[:KEPT].sort().values
+    made["d2t"] = ids - torch.arange(KEPT)
+    made["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
+    if layout == "speculators":
+        made["embed_tokens.weight"] = torch.randn(vocabulary, H)
+    folder.mkdir()
+    save_file(made, folder / "model.safetensors")
+    taps = {"eagle_aux_hidden_state_layer_ids": TAPS}
+    shared = {"draft_vocab_size": KEPT, **dict.fromkeys(flags, True), **changes}
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, **shared}
+    config |= {"vocab_size": vocabulary, "eagle_config": taps}
+    if layout == "speculators":
+        config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+        layer = {**LAYER, "vocab_size": vocabulary}
+        config |= {**shared, **taps, "transformer_layer_config": layer}
+    (folder / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def turned(x: Tensor) -> Tensor:
+    """Rotary positions 0, 1, ... of (T, heads, size)."""
+    length, _, size = x.shape
+    angles = torch.arange(length)[:, None] / 10000.0 ** (torch.arange(0, size, 2) / size)
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    other = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], dim=-1)
+    return x * angles.cos() + other * angles.sin()
+
+
+def defined(w: dict[str, Tensor], flags: tuple[str, ...], states: Tensor, e: Tensor) -> Tensor:
+    """(T, H) what a draft gives of states (T, H) and embeddings (T, H), written out."""
+    w = {name.removeprefix("midlayer.").removeprefix("layers.0."): each for name, each in w.items()}
+    normed = norm(states, w["hidden_norm.weight"])
+    read = torch.cat([norm(e, w["input_layernorm.weight"]), normed], -1)
+    size = H // HEADS
+    q, k, v = (
+        linear(read, w[f"self_attn.{name}_proj.weight"]).view(len(read), -1, size) for name in "qkv"
+    )
+    scores = torch.einsum("qhs,ks->hqk", turned(q), turned(k)[:, 0]) / size**0.5
+    scores = scores.masked_fill(torch.ones(len(read), len(read)).triu(1).bool(), float("-inf"))
+    seen = torch.einsum("hqk,ks->qhs", scores.softmax(-1), v[:, 0]).flatten(1)
+    x = normed if "norm_before_residual" in flags else states
+    x = x + linear(seen, w["self_attn.o_proj.weight"])
+    inner = norm(x, w["post_attention_layernorm.weight"])
+    gate = silu(linear(inner, w["mlp.gate_proj.weight"]))
+    inner = gate * linear(inner, w["mlp.up_proj.weight"])
+    return x + linear(inner, w["mlp.down_proj.weight"])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(tmp_path_factory.mktemp("target") / "model", num_hidden_layers=4, hidden_size=H)
+
+
+@pytest.mark.parametrize("layout", ["eagle", "speculators"])
+@pytest.mark.parametrize("flags", [(), FLAGS[:2], FLAGS[2:]])
+@torch.inference_mode()
+def test_a_draft_of_each_layout_is_what_its_definition_says(
+    target: Path, tmp_path: Path, layout: str, flags: tuple[str, ...]
+) -> None:
+    model = load_model(str(target))
+    vocabulary = model.config.vocab_size
+    w = published(tmp_path / "theirs", vocabulary, layout, *flags)
+    draft = read_eagle3(tmp_path / "theirs", model)
+    text = torch.tensor([5, 9, 31, 4, 17, 8])
+    embedding = w.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    taps = read_taps(model, TAPS, text[None])[0]
+    if "norm_before_fc" in flags:
+        taps = norm(taps, w["input_norm.weight"])
+    if "fc_norm" in flags:
+        parts = taps.split(H, dim=-1)
+        taps = torch.cat([norm(x, w[f"fc_norm.{n}.weight"]) for n, x in enumerate(parts)], -1)
+    states = linear(taps, w["fc.weight"])
+    # Tokens from the second on, each with the state before it; then one after the draft's own.
+    first = linear(torch.zeros(1, 3 * H), w["fc.weight"])
+    states = torch.cat([first, states[:-1]])
+    last = defined(w, flags, states, embedding[text])[-1:]
+    final = norm(last, w["norm.weight"])
+    fed = final if "norm_output" in flags else last
+    token = torch.tensor([12])
+    further = defined(w, flags, torch.cat([states, fed]), embedding[torch.cat([text, token])])[-1:]
+    decoder = SpeculativeDecoder.from_config(model, draft, DecodeConfig(length=1))
+    ids = w["d2t"] + torch.arange(KEPT)
+    logits = draft(input_ids=text[None]).logits[0, -1]
+    torch.testing.assert_close(logits[ids], linear(final, w["lm_head.weight"])[0])
+    assert logits.isneginf().sum() == vocabulary - KEPT
+    reads = draft.get_input_embeddings()
+    x = torch.cat([reads(text[None]), reads.after_own(token[None], fed[None])], dim=1)
+    logits = draft(inputs_embeds=x).logits[0, -1]
+    expected = linear(norm(further, w["norm.weight"]), w["lm_head.weight"])[0]
+    torch.testing.assert_close(logits[ids], expected)
+    assert decoder is not None
+
+
+@pytest.mark.parametrize("name", ["greedy_block", "traversal", "multipath_block", "dynamic tree"])
+def test_an_imported_draft_decodes_as_it_is_defined(
+    target: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load_model(str(target))
+    published(tmp_path / "theirs", model.config.vocab_size, "eagle", "norm_output")
+    paths = [str(tmp_path / "theirs"), "--target", str(target), "--out", str(tmp_path / "ours")]
+    assert main(paths) == 0
+    assert "40 tokens, taps [1, 2, 3]" in capsys.readouterr().out.replace("\n", "")
+    assert main(paths) == 2
+    assert "exists" in capsys.readouterr().err
+    draft = load_model(str(tmp_path / "ours"), target=str(target))
+    decoded_as_defined(model, draft, DRAFTED[name], [5, 9, 31], 1e-4)
+
+
+def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
+    model = load_model(str(target))
+    vocabulary = model.config.vocab_size
+    whole = published(tmp_path / "whole", vocabulary, "eagle")
+
+    def changed(name: str, **changes: Tensor | None) -> Path:
+        folder = tmp_path / name
+        published(folder, vocabulary, "eagle")
+        tensors = {**load_file(folder / "model.safetensors"), **changes}
+        kept = {key: each for key, each in tensors.items() if each is not None}
+        save_file(kept, folder / "model.safetensors")
+        return folder
+
+    for folder, message in (
+        (changed("no-fc", **{"fc.weight": None}), "has no tensor fc"),
+        (changed("part", **{"midlayer.mlp.up_proj.weight": None}), "1 tensors .* are missing"),
+        (changed("more", **{"fc_norm.0.weight": torch.ones(H)}), "are not known .*norm flags"),
+        (changed("taps", **{"fc.weight": torch.ones(H, 2 * H)}), "have another shape"),
+        (changed("map", d2t=-whole["d2t"] - 1), "d2t .* must give ids below"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_eagle3(folder, model)
+    published(tmp_path / "deep", vocabulary, "eagle", num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="one layer of Llama's kind, it has 2"):
+        read_eagle3(tmp_path / "deep", model)
+    (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "whole" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"safetensors, .*convert a \.bin"):
+        read_eagle3(tmp_path / "whole", model)
+    assert tiny("llama", 0, vocab=40) is not None
