@@ -300,12 +300,15 @@ def tree_states(
     else:  # the drafted tokens come after the draft's own states, which the text's forward gives
         with torch.no_grad():
             x = reads(ids[:, :length])
-            along = draft.base_model(inputs_embeds=x)[0]
+            along = draft.base_model(inputs_embeds=x, use_cache=False)[0]
             index = (positions - 1).clamp(min=0, max=length - 1)[..., None]
             before = along.gather(1, index.expand(-1, -1, along.shape[-1]))
             x = torch.cat([x, reads.after_own(ids[:, length:], before)], dim=1)
             states = draft.base_model(
-                inputs_embeds=x, attention_mask=mask[:, None], position_ids=places
+                inputs_embeds=x,
+                attention_mask=mask[:, None],
+                position_ids=places,
+                use_cache=False,
             )[0]
     return states[:, :length], states[:, length:]
 

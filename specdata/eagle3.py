@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from specdata.draft_vocabulary import ReducedOutput, install_output
-from specdata.states_draft import KEY, StatesInput
+from specdata.states_draft import KEY, StatesInput, without_first
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,33 @@ class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = norm_before_residual
 
-    def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **named: Any,
+    ) -> Tensor:
         """(B, T, 2 H) -> (B, T, H)."""
+        named |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        if past_key_values is None:  # whoever keeps a cache says what tokens attend to
+            named["attention_mask"] = self._without_first(hidden_states, attention_mask)
         tokens, states = hidden_states.chunk(2, dim=-1)
         normed = self.hidden_norm(states)
         read = torch.cat([self.input_layernorm(tokens), normed], dim=-1)
         attended, _ = self.self_attn(hidden_states=read, **named)
         x: Tensor = (normed if self.norm_before_residual else states) + attended
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
+
+    def _without_first(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
+        """The mask of whole texts, added to the attention's scores: no token reads the first."""
+        at = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        visible = (at <= at[:, None])[None, None]
+        if mask is not None:
+            visible = mask if mask.dtype == torch.bool else mask == 0
+        added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=visible.device)
+        least = torch.finfo(hidden_states.dtype).min
+        return added.masked_fill(~without_first(visible), least)
 
 
 class Eagle3Input(StatesInput):
@@ -72,6 +91,8 @@ class Eagle3Input(StatesInput):
         norms: of what is read.
         epsilon: of the norms.
     """
+
+    reads_first = False  # a draft begins with the second token, and the state at the first
 
     def __init__(
         self, tokens: nn.Embedding, taps: int, size: int, norms: Norms, epsilon: float

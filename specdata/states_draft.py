@@ -40,8 +40,11 @@ class StatesInput(nn.Module):
         size: width of each.
 
     Attributes:
+        reads_first: whether the first token of a text, which nothing precedes, is read by others.
         read_target: ids (B, T) -> the target's taps (B, T, states) along them.
     """
+
+    reads_first = True
 
     def __init__(self, tokens: nn.Embedding, width: int, taps: int, size: int) -> None:
         super().__init__()
@@ -111,6 +114,14 @@ def states_input(model: Any) -> StatesInput | None:
     """The input embedding of a draft that reads its target's states; None of any other model."""
     found = model.get_input_embeddings()
     return found if isinstance(found, StatesInput) else None
+
+
+def without_first(visible: Tensor) -> Tensor:
+    """(..., n, T) bool what tokens attend to, but the first, which itself has nothing else."""
+    alone = visible.sum(dim=-1, keepdim=True) == 1
+    visible = visible.clone()
+    visible[..., :1] &= alone
+    return visible
 
 
 def token_embedding(model: Any) -> nn.Module:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from distill.eagle3 import main, read_eagle3
-from eval.decoder import DecodeConfig, SpeculativeDecoder
+from heads.target_context import tree_states
 from specdata.errors import ConfigError
+from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
 from specdata.taps import read_taps
 from tests.families import tiny
@@ -139,26 +140,22 @@ def test_a_draft_of_each_layout_is_what_its_definition_says(
     if "fc_norm" in flags:
         parts = taps.split(H, dim=-1)
         taps = torch.cat([norm(x, w[f"fc_norm.{n}.weight"]) for n, x in enumerate(parts)], -1)
-    states = linear(taps, w["fc.weight"])
-    # Tokens from the second on, each with the state before it; then one after the draft's own.
-    first = linear(torch.zeros(1, 3 * H), w["fc.weight"])
-    states = torch.cat([first, states[:-1]])
-    last = defined(w, flags, states, embedding[text])[-1:]
+    # From the second token on, each with the state before it; then one after the draft's own.
+    states = linear(taps, w["fc.weight"])[:-1]
+    last = defined(w, flags, states, embedding[text[1:]])[-1:]
     final = norm(last, w["norm.weight"])
     fed = final if "norm_output" in flags else last
     token = torch.tensor([12])
-    further = defined(w, flags, torch.cat([states, fed]), embedding[torch.cat([text, token])])[-1:]
-    decoder = SpeculativeDecoder.from_config(model, draft, DecodeConfig(length=1))
-    ids = w["d2t"] + torch.arange(KEPT)
-    logits = draft(input_ids=text[None]).logits[0, -1]
-    torch.testing.assert_close(logits[ids], linear(final, w["lm_head.weight"])[0])
-    assert logits.isneginf().sum() == vocabulary - KEPT
-    reads = draft.get_input_embeddings()
-    x = torch.cat([reads(text[None]), reads.after_own(token[None], fed[None])], dim=1)
-    logits = draft(inputs_embeds=x).logits[0, -1]
-    expected = linear(norm(further, w["norm.weight"]), w["lm_head.weight"])[0]
-    torch.testing.assert_close(logits[ids], expected)
-    assert decoder is not None
+    after = torch.cat([text[1:], token])
+    further = defined(w, flags, torch.cat([states, fed]), embedding[after])[-1:]
+    head, ids = find_lm_head(draft), w["d2t"] + torch.arange(KEPT)
+    along, drafted = tree_states(draft, text[None], token[None], torch.tensor([[len(text)]]))
+    second = norm(further, w["norm.weight"])
+    for found, expected in ((along[0, -1], final), (drafted[0, 0], second)):
+        logits = head.logits(found)
+        torch.testing.assert_close(logits[ids], linear(expected, w["lm_head.weight"])[0])
+        assert logits.isneginf().sum() == vocabulary - KEPT
+    torch.testing.assert_close(hidden_states(draft, text[None]), along)
 
 
 @pytest.mark.parametrize("name", ["greedy_block", "traversal", "multipath_block", "dynamic tree"])

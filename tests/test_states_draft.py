@@ -62,11 +62,19 @@ def state_after(draft: PreTrainedModel, committed: list[int], path: list[int]) -
     assert made is not None
     ids = torch.tensor([committed])
     x = made(ids)
+    begin = 0 if made.reads_first or len(committed) == 1 else 1
+
+    def states() -> Tensor:
+        positions = torch.arange(begin, x.shape[1])[None]
+        every = torch.ones(positions.shape[1], positions.shape[1]).tril().log()[None, None]
+        found: Tensor = draft.base_model(
+            inputs_embeds=x[:, begin:], attention_mask=every.to(x), position_ids=positions
+        )[0]
+        return found
+
     for token in path:
-        last = draft.base_model(inputs_embeds=x)[0][:, -1:]
-        x = torch.cat([x, made.after_own(torch.tensor([[token]]), last)], dim=1)
-    state: Tensor = draft.base_model(inputs_embeds=x)[0][0, -1]
-    return state
+        x = torch.cat([x, made.after_own(torch.tensor([[token]]), states()[:, -1:])], dim=1)
+    return states()[0, -1]
 
 
 class Checked:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eval.runtime.layout import Layout, lay_out
 from specdata.probability import SamplingConfig
-from specdata.states_draft import states_input
+from specdata.states_draft import states_input, without_first
 
 if TYPE_CHECKING:
     from eval.runtime.model import CachedModel
@@ -53,8 +53,14 @@ class Forward:
 
     def layout(self) -> Layout:
         """Where the tokens go, given what the cache holds now. Changes nothing."""
-        sequence = self.sequence
-        return lay_out(sequence.length, sequence.ancestors, len(self.tokens), self.parents)
+        sequence, count = self.sequence, len(self.tokens)
+        layout = lay_out(sequence.length, sequence.ancestors, count, self.parents)
+        if sequence.reads_first:
+            return layout
+        visible = layout.visible
+        if visible is None:
+            visible = torch.ones(count, layout.start + count, dtype=torch.bool).tril(layout.start)
+        return replace(layout, visible=without_first(visible))
 
 
 ForwardCoroutine = Generator[Forward, Tensor, T]
@@ -154,6 +160,11 @@ class CachedSequence:
         self.ancestors = NO_NODES
         self.states: Tensor | None = None
         self.taps: Tensor | None = None
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether later tokens attend to the first one."""
+        return True
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -263,6 +274,13 @@ class StatesSequence(CachedSequence):
         self.target: CachedSequence | None = None
         self._after_target = 0  # committed tokens that were read with the target's states
         self._own: dict[int, Tensor] = {}  # the draft's states by cache position, of this draft
+        self._embedding = states_input(model.model)
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether later tokens attend to the first one; in the layout of EAGLE-3 none does."""
+        assert self._embedding is not None
+        return self._embedding.reads_first
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -271,7 +289,7 @@ class StatesSequence(CachedSequence):
 
     def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
         """(n, H) what the draft reads of a forward's tokens, (n,) ids of its own vocabulary."""
-        embedding = states_input(self.model.model)
+        embedding = self._embedding
         assert embedding is not None
         before, read = self._before(forward), self._read_by_target()
         known = [place for place in before if place < read]  # they come first
