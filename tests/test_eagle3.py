@@ -12,14 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from distill.config import DistilConfig
+from distill.distillation import distil
 from distill.eagle3 import main, read_eagle3
 from heads.target_context import tree_states
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
+from specdata.probability import SamplingConfig
 from specdata.taps import read_taps
-from tests.families import tiny
-from tests.test_initial import stored
+from tests.test_initial import ROWS, stored
 from tests.test_states_draft import DRAFTED, decoded_as_defined
 
 H, INNER, HEADS, KEPT = 16, 24, 2, 40
@@ -173,6 +175,23 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     decoded_as_defined(model, draft, DRAFTED[name], [5, 9, 31], 1e-4)
 
 
+def test_it_is_not_trained_further(target: Path, tmp_path: Path) -> None:
+    published(tmp_path / "theirs", load_model(str(target)).config.vocab_size, "eagle")
+    out = str(tmp_path / "ours")
+    assert main([str(tmp_path / "theirs"), "--target", str(target), "--out", out]) == 0
+    with pytest.raises(ConfigError, match="decoded with here and not trained: set draft to null"):
+        distil(
+            target=target,
+            draft=out,
+            train=ROWS,
+            dev=ROWS,
+            out=tmp_path / "trained",
+            config=DistilConfig(report_to=[]),
+            sampling=SamplingConfig(),
+            seed=0,
+        )
+
+
 def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
     model = load_model(str(target))
     vocabulary = model.config.vocab_size
@@ -201,4 +220,3 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "whole" / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"safetensors, .*convert a \.bin"):
         read_eagle3(tmp_path / "whole", model)
-    assert tiny("llama", 0, vocab=40) is not None
