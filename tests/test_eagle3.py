@@ -168,7 +168,7 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     published(tmp_path / "theirs", model.config.vocab_size, "eagle", "norm_output")
     paths = [str(tmp_path / "theirs"), "--target", str(target), "--out", str(tmp_path / "ours")]
     assert main(paths) == 0
-    assert "40 tokens, taps [1, 2, 3]" in capsys.readouterr().out.replace("\n", "")
+    assert "40 tokens, taps [1, 2, 3]" in capsys.readouterr().out
     assert main(paths) == 2
     assert "exists" in capsys.readouterr().err
     draft = load_model(str(tmp_path / "ours"), target=str(target))
