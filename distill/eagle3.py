@@ -185,7 +185,8 @@ def _import(given: argparse.Namespace) -> None:
         copy_tokenizer(given.target, temporary)
     taps = draft.config.target_states["taps"]
     tokens = draft.config.draft_vocab_size
-    Console(highlight=False).print(f"{given.out}: {tokens:,} tokens, taps {taps}", soft_wrap=True)
+    line = f"{given.out}: {tokens:,} tokens, taps {taps}"
+    Console(highlight=False).print(line, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
