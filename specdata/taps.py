@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 TOKENS, STEP, VALUES = 8, 127, 32
 """The probe of a target: some values of its taps after a few fixed tokens."""
+KEPT_BYTES = 1 << 30
+"""Taps that a draft keeps of its target."""
 BOUND = 0.25
 """Relative error up to which a probe is of the same target, as of heads (`heads.probe`)."""
 
@@ -158,13 +161,39 @@ def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
         probe, width = probe_of(target, taps)
         found, recorded = torch.tensor(probe), torch.tensor(record["probe"])
         if width == record["width"] and (found - recorded).norm() <= BOUND * recorded.norm():
-            made.read_target = lambda ids: read_taps(target, taps, ids)
+            made.read_target = _Reader(target, taps)
             return taps
     raise ConfigError(
         f"the draft reads states of the target that it was made for, {record['target']} (taps "
         f"{', '.join(map(str, taps))}), and those of {target.name_or_path} are others: give that "
         "target, or make a draft for this one"
     )
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads a target's taps, and keeps those of the texts that come first, in memory.
+
+    Held-out texts are read again and again, in the same batches.
+    """
+
+    target: PreTrainedModel
+    taps: Sequence[int]
+    kept: dict[bytes, Tensor] = field(default_factory=dict)
+    room: int = KEPT_BYTES
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        key = ids.cpu().numpy().tobytes() + str(ids.shape).encode()
+        if (found := self.kept.get(key)) is None:
+            with torch.inference_mode(False):  # a training may read the same text
+                found = read_taps(self.target, self.taps, ids)
+            if found.nbytes <= self.room:
+                self.kept[key] = found
+                self.room -= found.nbytes
+        return found
+
+    def __deepcopy__(self, _: object) -> _Reader:
+        return self  # a copy of a draft has the same target
 
 
 def probe_of(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -383,3 +384,19 @@ def test_expected_tokens_of_a_round_are_of_what_is_drafted_at_each_place(vocabul
             acceptance += float(torch.minimum(p[begin], draft.lm_head(state).softmax(-1)).sum())
     assert found.acceptance == pytest.approx(acceptance / len(text), rel=1e-6)
     assert found.expected_tokens["token_4"] == pytest.approx(emitted / len(text), rel=1e-6)
+
+
+def test_a_target_reads_a_text_once_and_what_it_said_is_learnt_from() -> None:
+    target, draft = pair(40)
+    reads = states_input(draft)
+    assert reads is not None
+    ids, seen = torch.tensor([[2, 9, 31, 4]]), list[int]()
+    target.model.register_forward_hook(lambda *_: seen.append(1))
+    with torch.inference_mode():
+        first = reads.read_target(ids)
+    reads.after_target(ids, reads.read_target(ids)).sum().backward()
+    assert reads.read_target(ids) is first
+    assert len(seen) == 1
+    assert copy.deepcopy(draft).get_input_embeddings().read_target(ids) is first
+    # Another shape of the same ids is another text.
+    assert reads.read_target(ids.view(2, 2)).shape[:2] == (2, 2)
