@@ -177,6 +177,8 @@ def _import(given: argparse.Namespace) -> None:
     from distill.training import save_model
     from specdata.models import copy_tokenizer, load_model
 
+    if not (given.folder / "config.json").is_file():
+        raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
     if given.out.exists():
         raise ConfigError(f"{given.out} exists: give another --out, or remove it")
     draft = read_eagle3(given.folder, load_model(given.target))

@@ -316,6 +316,13 @@ def check_initial(config: PipelineConfig) -> None:
                 f"draft.init.taps must be from 0 to {layers}, because {target} has {layers} "
                 f"layers; got {init.taps}"
             )
+        stored = config.rollouts.store_taps
+        if init.kind == "states" and init.taps and stored and stored != init.taps:
+            raise ConfigError(
+                f"rollouts.store_taps is {stored} and draft.init.taps is {init.taps}: the target "
+                "would read the rollouts again in every pass; give both the same, or leave "
+                "store_taps out"
+            )
     if init.vocabulary is None:
         return
     source = config.models.draft if init.kind == "model" else target

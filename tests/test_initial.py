@@ -259,6 +259,8 @@ def arguments(target: Path, *more: str) -> list[str]:
     "more",
     [
         ["--draft.init.kind", "target", "--draft.init.layers", "3"],
+        ["--draft.init", "{kind: states, layers: 2, taps: [1, 3]}"],
+        ["--draft.init", "{kind: states, layers: 1, vocabulary: 50, taps: [0, 1, 2, 4]}"],
         ["--draft.init.kind", "target", "--draft.init.vocabulary", "50"],
         ["--draft.init.kind", "fresh", "--draft.init.architecture", "toy"],
     ],
@@ -283,15 +285,20 @@ def test_the_plan_states_the_size_of_the_draft_that_is_made(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--draft.init.layers", "5"], "must be 1 to 4"),
-        (["--draft.init.layers", "[1, 4]"], "must be 0 to 3"),
-        (["--draft.init.vocabulary", "4000"], "must be at most"),
+        (["--draft.init", "{kind: target, layers: 5}"], "must be 1 to 4"),
+        (["--draft.init", "{kind: target, layers: [1, 4]}"], "must be 0 to 3"),
+        (["--draft.init", "{kind: target, vocabulary: 4000}"], "must be at most"),
+        (["--draft.init", "{kind: states, layers: 1, taps: [2, 5]}"], "must be from 0 to 4"),
+        (
+            ["--draft.init", "{kind: states, taps: [1]}", "--rollouts.store_taps", "[2]"],
+            "give both the same",
+        ),
     ],
 )
 def test_what_the_target_lacks_is_refused_before_anything_runs(
     more: list[str], said: str, target: Path
 ) -> None:
-    config = parse(arguments(target, "--draft.init.kind", "target", *more)).config
+    config = parse(arguments(target, *more)).config
     with pytest.raises(ConfigError, match=said):
         Draft(config).check()
 
