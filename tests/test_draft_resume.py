@@ -51,7 +51,7 @@ def trained(pair: Path, out: Path, changes: dict[str, Any]) -> None:
 
 def trained_on_states(pair: Path, out: Path, changes: dict[str, Any]) -> None:
     """Distil a draft that reads the states of the pair's target, made of the same rollouts."""
-    initial, rollouts = pair / "on-states", texts_of(pair, 24, seed=1)
+    initial, rollouts = out.parent / "on-states", texts_of(pair, 24, seed=1)
     make_initial(
         target=pair / "target",
         draft=None,
@@ -203,7 +203,8 @@ def test_two_processes_end_in_the_weights_of_one(
     train(pair, tmp_path / "alone", changes)
     finish(start_two(server, train, pair, tmp_path / "two", changes, **engine))
     ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("two", "alone"))
-    before = load_file(pair / draft / "model.safetensors")
+    initial = tmp_path / draft if (tmp_path / draft).exists() else pair / draft
+    before = load_file(initial / "model.safetensors")
     for name, weight in theirs.items():
         if not weight.is_floating_point():
             continue  # ids of a reduced vocabulary

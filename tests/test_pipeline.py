@@ -235,8 +235,8 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
     refused = run(tmp_path, "pipeline.py", *flags)
     assert refused.returncode == 2
     assert "leave the methods transformers out of eval.methods" in refused.stderr
-    flags += ["--method", "K=3", "--method", "head", "--eval.verifiers", "4"]
-    done = run(tmp_path, "pipeline.py", *flags)
+    methods = ["--method", "K=3", "--method", "head", "--eval.verifiers", "4"]
+    done = run(tmp_path, "pipeline.py", *flags, *methods)
     assert done.returncode == 0, done.stderr
     assert "nothing is assembled" in done.stdout
     results = read_results(tmp_path / "out" / "eval" / "results.json")
