@@ -56,12 +56,13 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
             does not fit the target.
     """
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
+    from distill.initial import special_ids
     from specdata.draft_vocabulary import SIZE
     from specdata.eagle3 import Norms, eagle3_class
     from specdata.states_draft import KEY
-    from specdata.taps import attach, probe_of
+    from specdata.taps import attach, record_of
 
     said = read_object(folder / "config.json")
     layer = said.get("transformer_layer_config", said)
@@ -78,21 +79,25 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     norms = Norms(**{each.name: bool(said.get(each.name, False)) for each in fields(Norms)})
     tensors = _tensors(folder)
     rows = len(tensors["lm_head.weight"])
-    ids = torch.arange(rows) + tensors.pop("d2t", torch.zeros(rows, dtype=torch.long))
+    added = tensors.pop("d2t", torch.zeros(rows, dtype=torch.long))
+    if added.shape != (rows,):
+        raise ConfigError(
+            f"d2t in {folder} must have a number for each of the {rows} rows of lm_head, it has "
+            f"the shape {[*added.shape]}"
+        )
+    ids = torch.arange(rows) + added
     if not (int(ids[0]) >= 0 and bool((ids.diff() > 0).all()) and int(ids[-1]) < theirs.vocab_size):
         raise ConfigError(
             f"d2t in {folder} must give ids below {theirs.vocab_size}, the target's vocabulary, in "
             "order and each once"
         )
     tensors.setdefault(TOKENS, target.get_input_embeddings().weight)
-    probe, width = probe_of(target, taps)
     known = {*LlamaConfig().to_dict(), "rope_theta", "rope_scaling"} - {"architectures", "dtype"}
     config = LlamaConfig.from_dict(
         {key: value for key, value in layer.items() if key in known}
         | {"vocab_size": theirs.vocab_size, "tie_word_embeddings": False, SIZE: rows}
     )
-    record = {"taps": taps, "target": target.name_or_path, "width": width, "probe": probe}
-    setattr(config, KEY, {**record, "layout": asdict(norms)})
+    setattr(config, KEY, {**record_of(target, taps), "layout": asdict(norms)})
     draft = eagle3_class(LlamaForCausalLM)(config)
     name = "model.norm.weight" if norms.norm_output else "lm_head.norm.weight"
     tensors[name] = tensors.pop("norm.weight")
@@ -116,12 +121,7 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     draft.d2t, draft.t2d = ids - torch.arange(rows), t2d
     draft.get_output_embeddings().vocabulary_ids = ids
     draft.__class__ = LlamaForCausalLM
-    ends = target.generation_config
-    draft.generation_config = GenerationConfig(
-        bos_token_id=ends.bos_token_id,
-        eos_token_id=ends.eos_token_id,
-        pad_token_id=ends.pad_token_id,
-    )
+    draft.generation_config = special_ids(target.generation_config)
     draft = draft.float().to(target.device).eval()
     attach(draft, target)
     return draft

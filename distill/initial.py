@@ -284,7 +284,7 @@ def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:
                 f"{type(model).__name__} cannot be cut: {there} depends on its place ({error}). "
                 "Choose other layers, or give draft.init another kind: model or fresh"
             ) from error
-    made.generation_config = _special(model.generation_config)
+    made.generation_config = special_ids(model.generation_config)
     return made.eval()
 
 
@@ -368,14 +368,14 @@ def _fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> Pre
                 tie_word_embeddings=False,
             )
         )
-    special = _special(generation)
+    special = special_ids(generation)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(special, name))
     model.generation_config = special
     return model.eval()
 
 
-def _special(generation: GenerationConfig) -> GenerationConfig:
+def special_ids(generation: GenerationConfig) -> GenerationConfig:
     """The special ids of a generation configuration, without what it says of sampling."""
     return GenerationConfig(
         bos_token_id=generation.bos_token_id,

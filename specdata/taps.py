@@ -57,7 +57,9 @@ def default_taps(layers: int) -> list[int]:
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:
-    """Raise ConfigError for taps that a target of so many layers does not have."""
+    """Raise ConfigError for taps that a target of so many layers does not have, or out of order."""
+    if list(taps) != sorted(set(taps)):
+        raise ConfigError(f"taps must be in order, each once, got {list(taps)}")
     if outside := [tap for tap in taps if not 0 <= tap <= layers]:
         raise ConfigError(
             f"taps must be from 0 (what enters the first layer) to {layers} (what "
@@ -132,17 +134,29 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
     Raises:
         ConfigError: if the target has no such taps.
     """
-    _, layers = decoder_layers(target)
-    check_taps(taps, len(layers))
-    probe = probe_of(target, taps)
-    record = {"taps": list(taps), "target": target.name_or_path}
-    record |= {"width": probe[1], "probe": probe[0]}
-    width = model.config.get_text_config().hidden_size
-    made = StatesInput(model.get_input_embeddings(), width, len(taps), probe[1] // len(taps))
+    record, width = record_of(target, taps), model.config.get_text_config().hidden_size
+    size = record["width"] // len(taps)
+    made = StatesInput(model.get_input_embeddings(), width, len(taps), size)
     model.set_input_embeddings(made)
     setattr(model.config, KEY, record)
-    attach(model, target)
+    made.read_target = _Reader(target, taps)
     return made
+
+
+def record_of(target: PreTrainedModel, taps: Sequence[int]) -> dict[str, Any]:
+    """What a draft's config.json says of the target whose taps it reads.
+
+    Raises:
+        ConfigError: if the target has no such taps.
+    """
+    check_taps(taps, len(decoder_layers(target)[1]))
+    probe, width = _probe_of(target, taps)
+    return {
+        "taps": list(taps),
+        "target": target.name_or_path,
+        "width": width,
+        "probe": probe,
+    }
 
 
 def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
@@ -158,7 +172,7 @@ def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
     assert made is not None
     taps: list[int] = record["taps"]
     if max(taps) <= target.config.get_text_config().num_hidden_layers:
-        probe, width = probe_of(target, taps)
+        probe, width = _probe_of(target, taps)
         found, recorded = torch.tensor(probe), torch.tensor(record["probe"])
         if width == record["width"] and (found - recorded).norm() <= BOUND * recorded.norm():
             made.read_target = _Reader(target, taps)
@@ -196,7 +210,7 @@ class _Reader:
         return self  # a copy of a draft has the same target
 
 
-def probe_of(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], int]:
+def _probe_of(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], int]:
     """Some values of a target's taps, rounded to five digits, and the width of all taps."""
     size = target.config.get_text_config().vocab_size
     ids = (1 + STEP * torch.arange(TOKENS, device=target.device) % (size - 1)).unsqueeze(0)

@@ -211,9 +211,17 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
         (changed("more", **{"fc_norm.0.weight": torch.ones(H)}), "are not known .*norm flags"),
         (changed("taps", **{"fc.weight": torch.ones(H, 2 * H)}), "have another shape"),
         (changed("map", d2t=-whole["d2t"] - 1), "d2t .* must give ids below"),
+        (changed("short", d2t=whole["d2t"][1:]), "d2t .* a number for each of the 40 rows"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_eagle3(folder, model)
+    for taps, message in (([1, 2, 9], "from 0 .* to 4 .*got 9"), ([1, 3, 2], "in order")):
+        published(tmp_path / message[:4], vocabulary, "eagle")
+        config = json.loads((tmp_path / message[:4] / "config.json").read_text())
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": taps}
+        (tmp_path / message[:4] / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=message):
+            read_eagle3(tmp_path / message[:4], model)
     published(tmp_path / "deep", vocabulary, "eagle", num_hidden_layers=2)
     with pytest.raises(ConfigError, match="one layer of Llama's kind, it has 2"):
         read_eagle3(tmp_path / "deep", model)

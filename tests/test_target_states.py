@@ -60,18 +60,23 @@ def prompts() -> list[Prompt]:
     return [Prompt("instruct", "dev", f"prompt {n}", ids, ()) for n, ids in enumerate(texts)]
 
 
-@pytest.fixture(scope="module")
-def rollouts(tmp_path_factory: pytest.TempPathFactory) -> datasets.Dataset:
-    folder = tmp_path_factory.mktemp("rollouts") / "made"
+def sampled(folder: Path, **stored: Any) -> datasets.Dataset:
+    """Rollouts that keep some of the target's states."""
+    config = CONFIG.model_copy(update={"store_states": False, **stored})
     make_rollouts(
-        backend(store_states=True),
+        backend(**stored),
         prompts(),
         folder,
-        CONFIG,
+        config,
         settings=Settings({}),
         report=lambda rows: None,
     )
     return load_stored(folder)
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> datasets.Dataset:
+    return sampled(tmp_path_factory.mktemp("rollouts") / "made", store_states=True)
 
 
 @pytest.fixture
@@ -201,16 +206,7 @@ def test_states_of_another_precision_or_width_are_refused(rollouts: datasets.Dat
 
 @pytest.fixture(scope="module")
 def tapped(tmp_path_factory: pytest.TempPathFactory) -> datasets.Dataset:
-    folder = tmp_path_factory.mktemp("tapped") / "made"
-    make_rollouts(
-        backend(store_taps=TAPS),
-        prompts(),
-        folder,
-        CONFIG.model_copy(update={"store_states": False, "store_taps": TAPS}),
-        settings=Settings({}),
-        report=lambda done: None,
-    )
-    return load_stored(folder)
+    return sampled(tmp_path_factory.mktemp("tapped") / "made", store_taps=TAPS)
 
 
 def test_stored_taps_are_those_of_a_forward_over_prompt_and_completion(
