@@ -24,12 +24,11 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
 
-# The target, then both samplers: the model card's, and temperature 1 with the same draft. Each step
-# goes on where it was killed.
+# The target, then the whole pipeline, sampled as the model's card says. Each step goes on where it was
+# killed.
 real: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/smollm2.py --out runs/smollm2-135m/target
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m.yaml
-	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-t1.yaml
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)

@@ -86,11 +86,13 @@ class Release(Stage):
             check_repository(name)
             if name is not None and trained is None:
                 raise ConfigError(f"publish.{what} is set, but this configuration trains none")
-        if (publish.draft_id or publish.head_id) and reads_states(config):
-            raise ConfigError(
-                "publish.draft_id and head_id must be left out: the draft reads its target's "
-                "states, and no engine but this one loads it"
-            )
+        if reads_states(config):
+            if publish.draft_id or publish.head_id:
+                raise ConfigError(
+                    "publish.draft_id and head_id must be left out: the draft reads its target's "
+                    "states, and no engine but this one loads it"
+                )
+            return
         if config.draft and not any(
             method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
             for method in methods
