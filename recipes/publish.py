@@ -94,7 +94,7 @@ class Release(Stage):
                 )
             return
         if config.draft and not any(
-            method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
+            method.uses_draft and method.drafter == "chain" and not method.stop.adaptive
             for method in methods
         ):
             raise ConfigError(

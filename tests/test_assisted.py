@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.methods import EvalConfig, MethodConfig, check_methods
@@ -66,6 +67,18 @@ def test_accepted_tokens_are_those_that_were_drafted_also_where_the_target_ends_
             by_draft += last.emitted == last.accepted
     assert by_target > 2
     assert by_draft > 2
+
+
+def test_alone_it_writes_the_targets_own_text_one_token_a_forward() -> None:
+    target, prompt = tiny_llama(0, vocab=12).float(), torch.tensor([2, 5, 3])
+    greedy = SamplingConfig(temperature=0.0)
+    decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig(temperature=0.0))
+    expected = decoder.generate(prompt, max_new_tokens=24, generator=torch.Generator())
+    found = assisted_generate(
+        target, None, prompt, length=6, sampling=greedy, max_new_tokens=24, seed=0
+    )
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert [(turn.drafted, turn.emitted) for turn in found.rounds] == [(0, 1)] * len(found.tokens)
 
 
 def method(**given: object) -> MethodConfig:

@@ -9,7 +9,9 @@ import pytest
 
 from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig, MethodConfig
+from eval.measuring.pooled import pool
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
+from eval.reporting.overall import best_of
 from eval.reporting.report import environment_rows, rows_of
 from specdata.config import read_config
 from specdata.errors import ConfigError
@@ -146,15 +148,21 @@ def test_the_engine_reaches_every_method_of_ours_and_is_shown(
 ) -> None:
     theirs = read_config(MethodConfig, {"name": "1", "decoder": "assisted", "threshold": 1})
     methods = [PLAIN, METHODS[1], MethodConfig(name="theirs", decoder="assisted", length=3), theirs]
+    methods.append(MethodConfig(name="generate", decoder="generate"))
     results = evaluate(tmp_path, methods, engine="captured")
     assert {run.method: run.parameters.get("engine") for run in results.runs} == {
         "plain": "captured",
         "K=3": "captured",
         "theirs": None,
         "1": None,
+        "generate": None,
     }
     for run in results.runs:  # one token ends a draft of transformers with a threshold of 1
         assert run.method != "1" or len(run.acceptance_by_position) == 1
+        assert run.method != "generate" or (run.block_efficiency, run.draft) == (1.0, None)
+    best = best_of(pool(results))
+    assert best is not None
+    assert best.draft is not None  # whatever is fastest
     for run, eager in zip(results.of("maths"), timed.of("maths")[:2], strict=False):
         assert counts(run) == counts(eager)
     assert ("engine", "captured") in environment_rows(results)

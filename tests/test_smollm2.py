@@ -148,7 +148,7 @@ def test_a_build_that_is_killed_leaves_nothing_half_and_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-hub"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-plain", "smollm2-135m-hub"])
 def test_the_shipped_configurations_are_planned_offline(name: str) -> None:
     shown = run_without_heavy_libraries(
         "recipes/pipeline.py", "--config", f"recipes/configs/{name}.yaml", "--plan"

@@ -1,4 +1,4 @@
-"""The outside baseline: transformers' own assisted generation, observed but not changed."""
+"""The outside baseline: transformers' own generation, alone and assisted, only observed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Observer:
 
 def assisted_generate(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | None,
     prompt_ids: Tensor,
     *,
     length: int,
@@ -78,7 +78,8 @@ def assisted_generate(
 
     Args:
         target: the target.
-        draft: the draft; its generation configuration is restored afterwards.
+        draft: the draft; its generation configuration is restored afterwards. None: the target
+            decodes alone.
         prompt_ids: (T,) int64.
         length: drafted tokens a round, at most.
         sampling: the distribution of both models.
@@ -87,8 +88,9 @@ def assisted_generate(
         threshold: `assistant_confidence_threshold`: a draft ends with the first token to which the
             draft gave less probability; 0 always drafts `length` tokens.
     """
-    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-    if sizes[0] != sizes[1]:  # transformers would take padding for another tokenizer
+    models = [target] if draft is None else [target, draft]
+    sizes = [model.config.get_text_config().vocab_size for model in models]
+    if sizes[0] != sizes[-1]:  # transformers would take padding for another tokenizer
         raise ConfigError(
             "transformers' assisted generation needs equal vocabulary sizes, target and draft have "
             f"{sizes[0]} and {sizes[1]} (padding): leave methods with decoder assisted out"
@@ -105,18 +107,17 @@ def assisted_generate(
     )
     ids = prompt_ids.unsqueeze(0).to(target.device)
     devices = [target.device] if target.device.type == "cuda" else []
-    # The draft's own generation configuration decides how it drafts.
-    before = draft.generation_config
-    draft.generation_config = GenerationConfig(**before.to_diff_dict())
-    draft.generation_config.update(
-        num_assistant_tokens=length,
-        num_assistant_tokens_schedule="constant",
-        assistant_confidence_threshold=threshold,
-    )
-    hooks = [
-        target.register_forward_pre_hook(observer.on_target, with_kwargs=True),
-        draft.register_forward_pre_hook(observer.on_draft, with_kwargs=True),
-    ]
+    hooks = [target.register_forward_pre_hook(observer.on_target, with_kwargs=True)]
+    if draft is not None:
+        # The draft's own generation configuration decides how it drafts.
+        before = draft.generation_config
+        draft.generation_config = GenerationConfig(**before.to_diff_dict())
+        draft.generation_config.update(
+            num_assistant_tokens=length,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=threshold,
+        )
+        hooks.append(draft.register_forward_pre_hook(observer.on_draft, with_kwargs=True))
     try:
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
@@ -131,7 +132,8 @@ def assisted_generate(
                 torch.cuda.synchronize(sequence.device)
             seconds = time.perf_counter() - begun
     finally:
-        draft.generation_config = before
+        if draft is not None:
+            draft.generation_config = before
         for hook in hooks:
             hook.remove()
     tokens = sequence[len(prompt_ids) :].cpu()

@@ -20,7 +20,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
-from eval.measuring.methods import EvalConfig, MethodConfig
+from eval.measuring.methods import THEIRS, EvalConfig, MethodConfig
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
 from eval.measuring.samples import shown_prompts
@@ -191,7 +191,7 @@ class Experiment:
             kept = {
                 method.name: outs[method.name].tokens.tolist()
                 for method in self.config.methods
-                if prompt in shown and method.decoder != "plain"
+                if prompt in shown and method.uses_draft
             }
             store.put(prompt, records, kept)
 
@@ -221,7 +221,7 @@ class Experiment:
                 )
                 for prompt, out, record, kept in zip(group, outs, records, tokens, strict=True):
                     record[method.name] = self._record(method, prompt, out, timed=False)
-                    if prompt in shown and method.decoder != "plain":
+                    if prompt in shown and method.uses_draft:
                         kept[method.name] = out.tokens.tolist()
             for prompt, record, kept in zip(group, records, tokens, strict=True):
                 store.put(prompt, record, kept)
@@ -254,10 +254,10 @@ class Experiment:
 
     def _runner(self, method: MethodConfig) -> Callable[[Prompt, int], Generation]:
         """A function that continues a prompt by at most some tokens; its graphs are made now."""
-        if method.decoder == "assisted":
+        if method.decoder in THEIRS:
             return lambda prompt, budget: assisted_generate(
                 self.models.target,
-                self.models.draft,
+                self.models.draft if method.uses_draft else None,
                 torch.tensor(prompt.ids),
                 length=method.stop.longest,
                 threshold=method.stop.reported().get("threshold", 0.0),
@@ -278,7 +278,7 @@ class Experiment:
         drafts = [self.models.draft, *(self.models.path_drafts[name] for name in method.drafts[1:])]
         return SpeculativeDecoder.from_config(
             self.models.target,
-            None if method.decoder == "plain" else drafts,
+            drafts if method.uses_draft else None,
             method.decoding(self.sampling),
             self.models.head if method.stop.reads_head else None,
             engine=self.config.engine,
@@ -286,17 +286,17 @@ class Experiment:
 
     def _describe(self, method: MethodConfig, dataset: str) -> Method:
         """What results record of a method on a dataset."""
-        names, drafts = self.models.names, method.decoder != "plain"
+        names, drafts = self.models.names, method.uses_draft
         used = engine_on(self.config.engine, self.environment.device)
-        known = used == "eager" or method.decoder == "assisted"
-        drafter = {"plain": None, "speculative": method.drafter, "assisted": "transformers"}
+        known = used == "eager" or method.decoder in THEIRS
+        drafter = {"plain": None, "speculative": method.drafter}
         return Method(
             method=method.name,
             dataset=dataset,
             target=str(names["target"]),
             draft=names["draft"] if drafts else None,
             head=names["head"] if method.stop.reads_head else None,
-            drafter=drafter[method.decoder],
+            drafter=drafter.get(method.decoder, "transformers"),
             **method.columns(),
             sampling={
                 **asdict(self.sampling),

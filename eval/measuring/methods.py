@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 """Name of the method that all others are compared with: the target alone."""
-DecoderName = Literal["plain", "speculative", "assisted"]
+DecoderName = Literal["plain", "speculative", "generate", "assisted"]
+THEIRS = ("generate", "assisted")
+"""Decoders that are transformers' own, of the target alone and with its draft."""
 
 ONLY_READ_BY = {
     "widths": ("tree",),
@@ -42,8 +44,9 @@ class MethodConfig(DraftingConfig):
     name: str = Field(description="unique name shown in the report")
     decoder: DecoderName = Field(
         default="speculative",
-        description="plain (target alone), speculative (ours), or assisted (transformers' own, "
-        "which drafts `length` tokens, or stops by confidence if it is given a `threshold`)",
+        description="plain (target alone), speculative (ours), generate (transformers' own, target "
+        "alone), or assisted (transformers' own, which drafts `length` tokens, or stops by "
+        "confidence if it is given a `threshold`)",
     )
     path_drafts: tuple[str, ...] = Field(
         default=(),
@@ -86,6 +89,11 @@ class MethodConfig(DraftingConfig):
         return list(dict.fromkeys(["", *self.path_drafts]))
 
     @property
+    def uses_draft(self) -> bool:
+        """False if the target decodes alone."""
+        return self.decoder not in ("plain", "generate")
+
+    @property
     def deepest(self) -> int:
         """The deepest position that a draft can have."""
         of_trees = {"tree": len(self.widths), "dynamic_tree": self.depth}
@@ -93,7 +101,7 @@ class MethodConfig(DraftingConfig):
 
     def columns(self) -> dict[str, Any]:
         """The settings for which results have columns, None where this way of decoding has none."""
-        drafts = self.decoder != "plain"
+        drafts = self.uses_draft
         return {
             "verifier": self.verifier if self.decoder == "speculative" else None,
             "stop": self.stop.name if drafts else None,
@@ -259,10 +267,10 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
                     f"{where}: {reader} does not use {', '.join(unread)}: leave "
                     f"{'it' if len(unread) == 1 else 'them'} out{instead}"
                 )
-        if config.batch > 1 and method.decoder == "assisted":
+        if config.batch > 1 and method.decoder in THEIRS:
             raise ConfigError(
-                f"{where}: decoder assisted decodes one prompt at a time: leave it out, or set "
-                "eval.batch to 1"
+                f"{where}: decoder {method.decoder} decodes one prompt at a time: leave it out, or "
+                "set eval.batch to 1"
             )
         if config.batch > 1 and stop.measured:
             raise ConfigError(

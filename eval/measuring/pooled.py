@@ -50,6 +50,11 @@ class PooledRow:
         """The name of the drafter: as in `Method`."""
         return self.runs[0].drafter
 
+    @property
+    def draft(self) -> str | None:
+        """The draft; None if the target decodes alone."""
+        return self.runs[0].draft
+
     def value(self, name: str) -> float | None:
         """One rate; None if it does not exist."""
         return float(self.rates[name][0]) if name in self.rates else None

@@ -48,7 +48,7 @@ def overall(results: Results) -> Overall:
 
 def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
     """The lossless drafting method of most tokens a second, or a forward where none is timed."""
-    drafting = [row for row in rows if row.lossless and row.drafter is not None]
+    drafting = [row for row in rows if row.lossless and row.draft]
     return max(drafting, key=merit, default=None)
 
 
@@ -81,7 +81,7 @@ def finding(rows: Sequence[PooledRow], batch: int) -> str:
         )
     else:
         text = _over_plain(who, best.over(plain, "tokens_per_second"), winner[1])
-    assisted = [row for row in rows if row.drafter == "transformers"]
+    assisted = [row for row in rows if row.drafter == "transformers" and row.draft]
     theirs = max(assisted, key=PooledRow.speed, default=None)
     if theirs is best:
         ours = best_of([row for row in rows if row.drafter != "transformers"])
@@ -113,7 +113,7 @@ def _over_plain(who: str, ratio: Interval, ties: Sequence[PooledRow]) -> str:
         )
     text = f"{who} is fastest: {ratio.value:.2f} times the speed of the target alone"
     text += f" {_within(ratio)}."
-    if others := [row.method for row in ties if row.drafter is not None]:
+    if others := [row.method for row in ties if row.draft]:
         named = ", ".join(others[:MOST_NAMED])
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         text += f" Not told apart from it: {named}{more}."

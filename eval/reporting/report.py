@@ -427,7 +427,7 @@ def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]
     """Prompt set, prompt, method and text: what the best lossless method made of a first prompt."""
     texts = []
     for dataset in results.datasets():
-        drafting = [run for run in results.of(dataset) if run.lossless and run.drafter is not None]
+        drafting = [run for run in results.of(dataset) if run.lossless and run.draft]
         drafting.sort(key=lambda r: (r.tokens_per_second or 0.0, r.block_efficiency), reverse=True)
         for sample in samples.of(dataset)[:1]:
             made = [run.method for run in drafting if run.method in sample.methods]

@@ -48,7 +48,7 @@ def expected_speedup(row: PooledRow, ratio: float) -> float:
 
 def what_if(results: Results) -> Fold | None:
     """The table over all prompt sets together; None if nothing drafted."""
-    drafting = [row for row in pool(results) if row.drafter is not None]
+    drafting = [row for row in pool(results) if row.draft]
     if not drafting:
         return None
     speedups = np.array([[expected_speedup(row, ratio) for ratio in RATIOS] for row in drafting])
