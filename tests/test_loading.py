@@ -31,8 +31,10 @@ from specdata.models import load_model
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import load_stored
+from specdata.taps import attach
 from tests.drive_tensor_parallel import IDS, seen
 from tests.test_sharding import ROOT, pair, with_train_and_dev
+from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama
 
 __all__ = ["pair"]
@@ -65,6 +67,10 @@ def test_a_model_partly_on_disk_gives_the_logits_and_texts_of_the_whole_one(
     whole = load_model(str(models / "target"))
     parted = spread(models / "target", tmp_path, "600KB")
     assert seen(parted, draft) == seen(whole, draft)
+    reader = states_draft(whole)
+    expected = seen(whole, reader)
+    attach(reader, parted)
+    assert seen(parted, reader) == expected
     with prepacked(parted), torch.inference_mode():
         logits = parted(input_ids=torch.tensor([IDS])).logits
         torch.testing.assert_close(logits, whole(input_ids=torch.tensor([IDS])).logits)
@@ -282,6 +288,7 @@ def shared(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shared")
     tree = with_train_and_dev(pair, folder)
     tree |= {"labels": {"shard_size": 4}, "head": {"depth": 1, "epochs": 1}}
+    tree["rollouts"]["store_taps"] = [1, 2]
     (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
     asked = [f"--config={folder / 'pair.yaml'}"]
     assert make_rollouts.RECIPE.run([*asked, f"--output={folder / 'one'}"]) == 0
@@ -328,6 +335,10 @@ def test_two_processes_with_half_a_target_each_give_its_logits_and_texts(
 @pytest.mark.exhaustive
 def test_two_processes_with_half_a_target_each_make_the_run_of_one(shared: Path) -> None:
     one, two = (load_stored(shared / run / "rollouts") for run in ("one", "two"))
+    for stored in zip(one["target_taps"], two["target_taps"], strict=True):
+        taps = [torch.frombuffer(bytearray(each), dtype=torch.float16) for each in stored]
+        torch.testing.assert_close(*taps, rtol=0.0, atol=5e-3)  # of unit size
+    one, two = (each.remove_columns("target_taps") for each in (one, two))
     assert one.to_list() == two.to_list()
     one, two = (load_labels(shared / run / "labels", SamplingConfig()) for run in ("one", "two"))
     assert one["draft_ids"] == two["draft_ids"]
