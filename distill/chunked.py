@@ -73,7 +73,9 @@ def chunked_loss(
 
     def summed(given: Tensor) -> Tensor:
         # Not before: FSDP2 has the whole parameters only here.
-        trained = [] if head.embedding is None else _trained(head.embedding)
+        trained = [] if head.embedding is None else _trained(head.embedding, linear)
+        if isinstance(linear, ReducedOutput):
+            given = linear.before(given)
         total: Tensor = _Chunked.apply(given, head, linear, loss, size, *trained)  # type: ignore[no-untyped-call]
         return total
 
@@ -144,6 +146,8 @@ class _Chunked(torch.autograd.Function):
 
 
 def _linear_logits(head: LMHead, linear: nn.Linear | ReducedOutput, states: Tensor) -> Tensor:
+    if isinstance(linear, ReducedOutput):
+        states = linear.before(states)
     return head.logit_transform(nn.functional.linear(states, linear.weight, linear.bias))
 
 
@@ -151,7 +155,7 @@ def _of_linear(
     states: Tensor, head: LMHead, linear: nn.Linear | ReducedOutput, loss: ChunkLoss, size: int
 ) -> tuple[Tensor, list[Tensor]]:
     """The sum, and its gradients, which are added up in place: one output matrix, not several."""
-    total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear)
+    total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear, linear)
     gradients = [torch.zeros_like(each) for each in trained]
     for chunk in chunks(states, size):
         part = states[chunk]
@@ -212,5 +216,7 @@ def _zero(states: Tensor) -> Tensor:
     return states.new_zeros((), dtype=torch.promote_types(states.dtype, torch.float32))
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+def _trained(module: nn.Module, linear: nn.Module | None) -> list[nn.Parameter]:
+    """Of a matrix alone (`linear`), what is before it has its gradients by autograd."""
+    parameters = module.parameters(recurse=linear is None)
+    return [parameter for parameter in parameters if parameter.requires_grad]

@@ -56,6 +56,11 @@ class InitConfig(Config):
         description="with kind states: the target's states that are read; 0 enters the first of n "
         "layers, n leaves the last (default: 2, n/2, n - 3 and n)",
     )
+    layout: Literal["eagle3"] | None = Field(
+        default=None,
+        description="with kind states: eagle3, the one that vLLM and SGLang load (`draftsmith "
+        "export-eagle3`; layers: 1, default taps 2, n/2 and n - 3), or ours, which learns faster",
+    )
     choose: Literal["first", "last", "even"] = Field(
         default="first",  # untrained, two or three of a real model start at .09, spaced ones at 0
         description="which layers are cut: the first, the last, or evenly spaced (first and last "
@@ -94,6 +99,11 @@ class InitConfig(Config):
             raise ValueError(f"align needs kind target, whose layers are cut, got {self.kind}")
         if self.taps is not None and self.kind != "states":
             raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
+        if self.layout is not None and (self.kind != "states" or self.layers != 1):
+            raise ValueError(
+                f"layout {self.layout} needs kind states and layers: 1, got kind {self.kind} and "
+                f"layers: {self.layers}"
+            )
         if self.taps is not None and self.taps != sorted(set(self.taps)):
             raise ValueError(f"taps must be in order, each once, got {self.taps}")
         return self

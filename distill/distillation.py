@@ -37,7 +37,7 @@ from distill.config import DistilConfig
 from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
 from distill.watch import HeldOut, History, Measurement
-from specdata.errors import ConfigError, TrainingDivergedError
+from specdata.errors import TrainingDivergedError
 from specdata.labels.top_logits import TopLogitDistributions, TopLogits, check_decided
 from specdata.loading import ONE_DEVICE, Loading, check_shardable
 from specdata.models import (
@@ -50,7 +50,7 @@ from specdata.models import (
 from specdata.processes import join_processes, process_count, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.sharded import load_sharded
-from specdata.states_draft import KEY, reads_states
+from specdata.states_draft import reads_states
 from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, read_record
@@ -256,11 +256,6 @@ def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTraine
 def _let_read(teacher: PreTrainedModel | TopLogitDistributions, *drafts: PreTrainedModel) -> None:
     """Have drafts that read states read those of a target that is loaded already."""
     for draft in drafts:
-        if "layout" in (getattr(draft.config, KEY, None) or {}):
-            raise ConfigError(
-                f"{draft.name_or_path} is a draft in the layout of EAGLE-3, which is decoded with "
-                "here and not trained: set draft to null"
-            )
         if reads_states(draft.config) and not isinstance(teacher, TopLogitDistributions):
             attach(draft, teacher)
 

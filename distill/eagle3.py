@@ -1,18 +1,18 @@
-"""Read a published EAGLE-3 draft: from the folders that engines load, to one that decodes here.
+"""EAGLE-3 drafts: begun here, read from the folders that engines load, and written to such.
 
     draftsmith import-eagle3 FOLDER --target TARGET --out DRAFT
+    draftsmith export-eagle3 DRAFT --out FOLDER [--layout speculators]
 
 FOLDER holds a config.json and safetensors in speculators' layout, or in that of EAGLE's own code
-(`midlayer.` or `layers.0.`), which vLLM and SGLang load, too. What is written is a folder like
-those of `draft.init.kind: states`: give it as models.draft, with draft: null. Every tensor must be
-there and known.
+(`midlayer.` or `layers.0.`), which vLLM and SGLang load, too. DRAFT is one of `draft.init.layout:
+eagle3`, or an imported one: give it as models.draft. Every tensor must be there and known.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from specdata.errors import ConfigError
-from specdata.storage.files import atomic_folder, read_object
+from specdata.storage.files import atomic_folder, read_object, write_json
 from specdata.terminal import accept_any_text, tell
 
 if TYPE_CHECKING:  # help is shown without torch
+    from datasets import Dataset
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import LlamaConfig, PreTrainedModel
 
 IGNORED = ("t2d", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Tensors that are the target's, or follow from others."""
@@ -38,7 +39,25 @@ RENAMED = {
     "embed_tokens.": "model.embed_tokens.tokens.",
     "lm_head.": "lm_head.",
 }
-TOKENS = "model.embed_tokens.tokens.weight"
+TOKENS, LAYER = "model.embed_tokens.tokens.weight", "model.layers.0."
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+"""Targets whose last layer a draft can begin with."""
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
+    "initializer_range",
+)
+"""What a new draft's config.json has of the target's."""
+DRAFTED = 3
+"""Tokens that a released folder asks engines to draft."""
+CARD = """# An EAGLE-3 draft for {target}
+
+It proposes {draft_vocab_size:,} tokens and reads the states that enter layers {taps}.
+vLLM takes these numbers as they are. SGLang adds 1 to numbers in config.json: give it {less}.
+
+    vllm serve {target} --speculative-config \\
+      '{{"method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {drafted}}}'
+"""
 
 
 def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
@@ -56,13 +75,12 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
             does not fit the target.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
-    from distill.initial import special_ids
     from specdata.draft_vocabulary import SIZE
-    from specdata.eagle3 import Norms, eagle3_class
+    from specdata.eagle3 import Norms
     from specdata.states_draft import KEY
-    from specdata.taps import attach, record_of
+    from specdata.taps import record_of
 
     said = read_object(folder / "config.json")
     layer = said.get("transformer_layer_config", said)
@@ -98,27 +116,111 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
         | {"vocab_size": theirs.vocab_size, "tie_word_embeddings": False, SIZE: rows}
     )
     setattr(config, KEY, {**record_of(target, taps), "layout": asdict(norms)})
+    return _made(config, tensors, ids, target, str(folder))
+
+
+def first_eagle3(
+    target: PreTrainedModel, taps: Sequence[int], rollouts: Dataset, seed: int
+) -> PreTrainedModel:
+    """A new draft of the target's last layer, all of whose norm flags are off.
+
+    `fc` predicts the target's last state from the taps at the token before (ridge regression), and
+    the target's final norm and output matrix make tokens of it. The layer is silent, so the token
+    itself is not seen yet; its part of the new, wider matrices is random.
+
+    Args:
+        target: of Llama's or Qwen's kind.
+        taps: that the draft reads.
+        rollouts: with `prompt_ids` and `completion_ids`.
+        seed: of the random part.
+
+    Raises:
+        ConfigError: if the target is of another kind.
+    """
+    import torch
+    from transformers import LlamaConfig
+
+    from distill.states import SILENCED, fit_rows, ridge
+    from specdata.draft_vocabulary import SIZE
+    from specdata.eagle3 import Norms
+    from specdata.states_draft import KEY
+    from specdata.taps import decoder_layers, read_taps, record_of
+
+    theirs = target.config.get_text_config()
+    if theirs.model_type not in KINDS:
+        raise ConfigError(
+            f"draft.init.layout eagle3 needs a target of {', '.join(KINDS)}, whose last layer it "
+            f"begins with, and {target.name_or_path} is {theirs.model_type}: leave layout out"
+        )
+    last = decoder_layers(target)[1]
+    inputs, outputs = [], []
+    for row in fit_rows(rollouts):
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
+        read, first = read_taps(target, [*taps, len(last)], ids)[0], len(row["prompt_ids"])
+        inputs.append(read[first - 1 : -2, : -theirs.hidden_size])
+        outputs.append(read[first:-1, -theirs.hidden_size :])
+    draws = torch.Generator().manual_seed(seed)
+    tensors = {TOKENS: target.get_input_embeddings().weight}
+    tensors["model.embed_tokens.states.weight"] = ridge(torch.cat(inputs), torch.cat(outputs)).T
+    for key, weight in last[-1].state_dict().items():
+        name = key.removesuffix(".weight")
+        if name.endswith(("q_proj", "k_proj", "v_proj")):
+            of_token = torch.randn(weight.shape, generator=draws) * theirs.initializer_range
+            tensors[f"{LAYER}{key}"] = torch.cat([of_token.to(weight), weight], dim=1)
+        elif name.endswith(SILENCED):
+            tensors[f"{LAYER}{key}"] = torch.zeros_like(weight)
+        elif name == "input_layernorm":  # that of the state, which is what it read
+            tensors[f"{LAYER}hidden_norm.weight"] = weight
+            tensors[f"{LAYER}{key}"] = torch.ones_like(weight)
+        elif name.endswith(("gate_proj", "up_proj")) or name == "post_attention_layernorm":
+            tensors[f"{LAYER}{key}"] = weight
+    tensors["norm.weight"] = target.base_model.norm.weight
+    tensors["lm_head.weight"] = target.get_output_embeddings().weight
+    kept = {key: getattr(theirs, key) for key in SIZES if hasattr(theirs, key)}
+    config = LlamaConfig(**kept, num_hidden_layers=1, tie_word_embeddings=False)
+    setattr(config, SIZE, theirs.vocab_size)
+    setattr(config, KEY, {**record_of(target, taps), "layout": asdict(Norms())})
+    return _made(config, tensors, torch.arange(theirs.vocab_size), target, "the new draft")
+
+
+def _made(
+    config: LlamaConfig,
+    tensors: dict[str, Tensor],
+    ids: Tensor,
+    target: PreTrainedModel,
+    name: str,
+) -> PreTrainedModel:
+    """A draft with these tensors, and the (N,) ids of its tokens."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from distill.initial import special_ids
+    from specdata.eagle3 import eagle3_class
+    from specdata.taps import attach
+
     draft = eagle3_class(LlamaForCausalLM)(config)
-    name = "model.norm.weight" if norms.norm_output else "lm_head.norm.weight"
-    tensors[name] = tensors.pop("norm.weight")
+    is_fed_back = draft.config.target_states["layout"]["norm_output"]
+    tensors["model.norm.weight" if is_fed_back else "lm_head.norm.weight"] = tensors.pop(
+        "norm.weight"
+    )
     kept = {key: each.shape for key, each in draft.state_dict().items()}
     del kept["d2t"], kept["t2d"]
     found = {key: each.shape for key, each in tensors.items()}
-    for what, names in (
+    for what, wrong in (
         ("are missing", kept.keys() - found.keys()),
         ("are not known", found.keys() - kept.keys()),
         ("have another shape", {key for key in kept.keys() & found if kept[key] != found[key]}),
     ):
-        if names:
-            first = min(names)
+        if wrong:
+            first = min(wrong)
             shapes = f"{[*found.get(first, ())]}, expected {[*kept.get(first, ())]}"
             raise ConfigError(
-                f"{len(names)} tensors of {folder} {what} (as {first}, {shapes}): norm flags or "
+                f"{len(wrong)} tensors of {name} {what} (as {first}, {shapes}): norm flags or "
                 "taps in config.json are others, or it is of another target or layout"
             )
     draft.load_state_dict(tensors, strict=False)
-    t2d = torch.zeros(theirs.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    draft.d2t, draft.t2d = ids - torch.arange(rows), t2d
+    t2d = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    draft.d2t, draft.t2d = ids - torch.arange(len(ids)), t2d
     draft.get_output_embeddings().vocabulary_ids = ids
     draft.__class__ = LlamaForCausalLM
     draft.generation_config = special_ids(target.generation_config)
@@ -156,18 +258,44 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 def main(arguments: Sequence[str] | None = None, program: str = "draftsmith import-eagle3") -> int:
     """Read a folder and write another; return the exit status."""
+    parser = _parser(program, "the published draft")
+    parser.add_argument("--target", required=True, help="the model that it was trained for")
+    return _run(_import, parser.parse_args(arguments))
+
+
+def export(
+    arguments: Sequence[str] | None = None, program: str = "draftsmith export-eagle3"
+) -> int:
+    """Write a folder for engines; return the exit status."""
+    parser = _parser(program, "the draft to release")
+    parser.add_argument(
+        "--layout",
+        choices=("eagle", "speculators"),
+        default="eagle",
+        help="of EAGLE's own code, which vLLM and SGLang load (default), or speculators'",
+    )
+    return _run(_export, parser.parse_args(arguments))
+
+
+def _parser(program: str, folder: str) -> argparse.ArgumentParser:
     accept_any_text()
     parser = argparse.ArgumentParser(
         prog=program,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="the published draft")
-    parser.add_argument("--target", required=True, help="the model that it was trained for")
+    parser.add_argument("folder", type=Path, help=folder)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def _run(work: Callable[[argparse.Namespace], None], given: argparse.Namespace) -> int:
     try:
-        _import(given)
+        if not (given.folder / "config.json").is_file():
+            raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
+        if given.out.exists():
+            raise ConfigError(f"{given.out} exists: give another --out, or remove it")
+        work(given)
     except Exception as error:  # noqa: BLE001 - raised again if it is a defect
         return tell(error)
     return 0
@@ -177,17 +305,73 @@ def _import(given: argparse.Namespace) -> None:
     from distill.training import save_model
     from specdata.models import copy_tokenizer, load_model
 
-    if not (given.folder / "config.json").is_file():
-        raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
-    if given.out.exists():
-        raise ConfigError(f"{given.out} exists: give another --out, or remove it")
     draft = read_eagle3(given.folder, load_model(given.target))
     with atomic_folder(given.out) as temporary:
         save_model(draft, temporary)
         copy_tokenizer(given.target, temporary)
     taps = draft.config.target_states["taps"]
     tokens = draft.config.draft_vocab_size
-    line = f"{given.out}: {tokens:,} tokens, taps {taps}"
+    _say(f"{given.out}: {tokens:,} tokens, taps {taps}")
+
+
+def _export(given: argparse.Namespace) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from specdata.models import copy_tokenizer
+
+    said = read_object(given.folder / "config.json")
+    record = said.get("target_states", {})
+    if "layout" not in record:
+        raise ConfigError(
+            f"{given.folder} must be a draft of draft.init.layout eagle3, or one that "
+            "import-eagle3 wrote: engines cannot hold any other, train one with this layout"
+        )
+    first = "midlayer." if given.layout == "eagle" else "layers.0."
+    names = {"lm_head.norm.": "norm.", "model.norm.": "norm."}
+    names |= {ours: first if ours == LAYER else former for former, ours in RENAMED.items()}
+    tensors = {}
+    for file in given.folder.glob("*.safetensors"):
+        for name, each in load_file(file).items():
+            ours = next((each for each in names if name.startswith(each)), "")
+            tensors[name.replace(ours, names[ours], 1) if ours else name] = each
+    norms, taps, target = record["layout"], record["taps"], record["target"]
+    layer = {key: each for key, each in said.items() if key not in ("target_states", *norms)}
+    size = {"draft_vocab_size": layer.pop("draft_vocab_size")}
+    ids = {"eagle_aux_hidden_state_layer_ids": taps}
+    if given.layout == "eagle":
+        layer["architectures"] = ["LlamaForCausalLMEagle3"]
+        config = {**layer, **size, **norms, "eagle_config": {**ids, "use_aux_hidden_state": True}}
+    else:
+        proposal = {"proposal_type": "greedy", "speculative_tokens": DRAFTED}
+        config = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            **size,
+            **norms,
+            **ids,
+            "target_hidden_size": record["width"] // len(taps),
+            "transformer_layer_config": layer,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+            },
+        }
+    with atomic_folder(given.out) as temporary:
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        write_json(temporary / "config.json", config)
+        copy_tokenizer(str(given.folder), temporary)
+        less = [tap - 1 for tap in taps]
+        (temporary / "README.md").write_text(
+            CARD.format(target=target, taps=taps, less=less, drafted=DRAFTED, **size),
+            encoding="utf-8",
+        )
+    _say(f"{given.out}: {size['draft_vocab_size']:,} tokens, taps {taps}, for {target}")
+
+
+def _say(line: str) -> None:
     Console(highlight=False).print(line, markup=False, soft_wrap=True)
 
 

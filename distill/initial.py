@@ -24,6 +24,7 @@ from transformers import (
 
 from distill.batches import content_of
 from distill.config import ARCHITECTURES, InitConfig
+from distill.eagle3 import first_eagle3
 from distill.states import fit_inputs, silence
 from distill.toy import language_model
 from distill.training import save_model
@@ -133,10 +134,14 @@ def make_initial(
                 choose = "last" if config.kind == "states" else config.choose
                 layers = choose_layers(choose, layers, count)
             made["layers"] = layers
-            model = cut(whole, layers)
+            if config.layout is None:
+                model = cut(whole, layers)
+            else:
+                made["taps"] = taps = config.taps or default_taps(count)[:-1]
+                model = first_eagle3(whole, taps, rollouts, seed)
             if config.align:
                 align_output(model, whole, rollouts, getattr(torch, states_dtype))
-            if config.kind == "states":
+            if config.kind == "states" and config.layout is None:
                 made["taps"] = taps = config.taps or default_taps(count)
                 silence(model)
                 replace_output(model, copy.deepcopy(model.get_output_embeddings()))  # was tied

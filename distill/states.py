@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
-from specdata.states_draft import before, states_input, unit
+from specdata.states_draft import before, states_input, unit, without_first
 from specdata.taps import decoder_layers, read_taps
 from specdata.target_states import reading_stored
 from specdata.terminal import progress
@@ -74,18 +74,15 @@ def fit_inputs(
     """
     made, last = states_input(model), len(decoder_layers(target)[1])
     assert made is not None
-    wanted = min(FITTED_ROWS, len(rollouts))
     texts: list[tuple[Tensor, Tensor, Tensor, int]] = []
-    with progress(wanted, "states to fit the draft to", "row") as bar:
-        for row in rollouts.select([index * len(rollouts) // wanted for index in range(wanted)]):
-            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
-            with reading_stored(model, [row], ids.shape[1]):
-                read = made.read_target(ids)
-            width = read.shape[-1] // len(taps)
-            final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
-            read, final = unit(read, len(taps)), unit(final, 1)
-            texts.append((ids, read, final[0], len(row["prompt_ids"])))
-            bar.update()
+    for row in fit_rows(rollouts):
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
+        with reading_stored(model, [row], ids.shape[1]):
+            read = made.read_target(ids)
+        width = read.shape[-1] // len(taps)
+        final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
+        read, final = unit(read, len(taps)), unit(final, 1)
+        texts.append((ids, read, final[0], len(row["prompt_ids"])))
 
     # At the completion's tokens but the last, which a target that samples does not read.
     final = torch.cat([state[first:-1] for _, _, state, first in texts])
@@ -97,6 +94,15 @@ def fit_inputs(
         with made.reading(read):
             own.append(hidden_states(model, ids)[0, first - 1 : -2])
     _set(ridge(torch.cat([embedded, torch.cat(own)], -1), final), made.own_token, made.own_state)
+
+
+def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:
+    """The rollouts that maps are fitted on, evenly of all."""
+    wanted = min(FITTED_ROWS, len(rollouts))
+    with progress(wanted, "states to fit the draft to", "row") as bar:
+        for row in rollouts.select([index * len(rollouts) // wanted for index in range(wanted)]):
+            yield row
+            bar.update()
 
 
 def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
@@ -140,7 +146,8 @@ def readings(model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int) -> I
     visible = at <= at[:, None]
     for step in range(count):
         mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
-        mask.masked_fill_(~visible, torch.finfo(x.dtype).min)
+        seen = visible if made.reads_first else without_first(visible)
+        mask.masked_fill_(~seen, torch.finfo(x.dtype).min)
         states: Tensor = model.base_model(
             inputs_embeds=x,
             attention_mask=mask.expand(len(ids), 1, -1, -1),
@@ -151,8 +158,8 @@ def readings(model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int) -> I
         yield states
         x = made.after_own(ids, before(states))
         began = at[:, None] - (step + 1)  # where the round of each position did
-        seen = [at <= began] + [at == began + later for later in range(1, step + 2)]
-        visible = torch.cat(seen, dim=1)
+        parts = [at <= began] + [at == began + later for later in range(1, step + 2)]
+        visible = torch.cat(parts, dim=1)
 
 
 def of_round(chosen: Tensor, step: int) -> Tensor:

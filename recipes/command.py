@@ -59,12 +59,13 @@ MODULES = {
         "Search for the best draft tree along held-out text of the target.",
     ),
     "import-eagle3": ("distill.eagle3", "Read a published EAGLE-3 draft, to decode with it here."),
+    "export-eagle3": ("distill.eagle3:export", "Write a draft in EAGLE-3's layout, for engines."),
     "table": (
         "eval.reporting.table",
         "Print a finished evaluation as a table for a README, and copy what to commit of it.",
     ),
 }
-"""Tool -> its module, whose `main` is called, and what it does."""
+"""Tool -> its module, whose `main` (or what follows the colon) is called, and what it does."""
 # A folder beside the packages, in a checkout as in an installed wheel.
 LAUNCH = Path(__file__).parent.parent / "launch"
 PROFILES = sorted(path.stem for path in LAUNCH.glob("*.yaml"))
@@ -143,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in TOOLS:
         parser.error(f"unknown command {name!r}: {nearest(name, [*RECIPES, *TOOLS])}")
     if name in MODULES:
-        return int(import_module(MODULES[name][0]).main(given[1:], f"draftsmith {name}"))
+        module, _, function = MODULES[name][0].partition(":")
+        tool = getattr(import_module(module), function or "main")
+        return int(tool(given[1:], f"draftsmith {name}"))
     return (launch if name == "launch" else profile)(given[1:])
 
 

@@ -317,7 +317,7 @@ def check_initial(config: PipelineConfig) -> None:
                 f"layers; got {init.taps}"
             )
         stored = config.rollouts.store_taps
-        if init.kind == "states" and init.taps and stored and stored != init.taps:
+        if init.layout is None and init.taps and stored and stored != init.taps:
             raise ConfigError(
                 f"rollouts.store_taps is {stored} and draft.init.taps is {init.taps}: the target "
                 "would read the rollouts again in every pass; give both the same, or leave "

@@ -53,9 +53,13 @@ class ReducedOutput(nn.Module):
         # Follows from d2t, which the model itself stores.
         self.register_buffer("vocabulary_ids", vocabulary_ids, persistent=False)
 
+    def before(self, states: Tensor) -> Tensor:
+        """(..., H) states -> (..., H) what the matrix multiplies."""
+        return states
+
     def forward(self, states: Tensor) -> Tensor:
         """(..., H) states -> (..., V) logits, -inf at the other tokens."""
-        logits = nn.functional.linear(states, self.weight, self.bias)
+        logits = nn.functional.linear(self.before(states), self.weight, self.bias)
         everywhere = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
         return everywhere.index_copy_(-1, self.vocabulary_ids, logits)
 
@@ -85,12 +89,12 @@ def reduce_vocabulary(model: PreTrainedModel, vocabulary_ids: Sequence[int]) -> 
             or an id is not of its vocabulary.
     """
     output = model.get_output_embeddings()
-    if isinstance(output, ReducedOutput):
+    if isinstance(output, ReducedOutput) and len(output.vocabulary_ids) < output.vocabulary:
         raise ConfigError(
             f"the draft can propose {len(output.vocabulary_ids)} tokens already: reduce the draft "
             "that it was made of, or leave its vocabulary as it is"
         )
-    if not isinstance(output, nn.Linear):
+    if not isinstance(output, nn.Linear | ReducedOutput):
         raise ConfigError(
             f"{type(model).__name__} has no output embedding that is a linear layer "
             f"({type(output).__name__}), so its vocabulary cannot be reduced"
@@ -102,8 +106,13 @@ def reduce_vocabulary(model: PreTrainedModel, vocabulary_ids: Sequence[int]) -> 
             f"ids of the draft's tokens must be from 0 to {vocabulary - 1}, and at least one"
         )
     ids = ids.to(output.weight.device)
+    weight = output.weight.detach()[ids].clone()
+    if isinstance(output, ReducedOutput):  # of all tokens, as of a new draft in EAGLE-3's layout
+        output.weight, output.vocabulary_ids = nn.Parameter(weight), ids
+        install_output(model, output)
+        return
     bias = None if output.bias is None else output.bias.detach()[ids].clone()
-    install_output(model, ReducedOutput(output.weight.detach()[ids].clone(), bias, ids, vocabulary))
+    install_output(model, ReducedOutput(weight, bias, ids, vocabulary))
 
 
 def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTrainedModel]:

@@ -128,9 +128,10 @@ class Eagle3Output(ReducedOutput):
         super().__init__(weight, None, vocabulary_ids, vocabulary)
         self.norm = norm
 
-    def forward(self, states: Tensor) -> Tensor:
-        """(..., H) states -> (..., V) logits, -inf at tokens that the draft cannot propose."""
-        return super().forward(self.norm(states))
+    def before(self, states: Tensor) -> Tensor:
+        """(..., H) states -> (..., H) normalised."""
+        normed: Tensor = self.norm(states)
+        return normed
 
 
 def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -70,7 +70,9 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
         ConfigError: if what is stored is not as long as the rows.
     """
     reads = states_input(draft)
-    wanted = None if reads is None else getattr(draft.config, KEY)["taps"]
+    record = {} if reads is None else getattr(draft.config, KEY)
+    # Those stored are of unit size, and EAGLE-3 reads them as they are.
+    wanted = None if "layout" in record else record.get("taps")
     if reads is None or not rows or not all(TAPPED in row and row[TAPS] == wanted for row in rows):
         yield
         return

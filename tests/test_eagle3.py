@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from distill.config import DistilConfig
+from distill.chunked import chunked_loss
+from distill.config import DistilConfig, InitConfig
 from distill.distillation import distil
-from distill.eagle3 import main, read_eagle3
+from distill.eagle3 import export, main, read_eagle3
+from distill.initial import make_initial
+from distill.states import readings
 from heads.target_context import tree_states
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
@@ -175,21 +178,85 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     decoded_as_defined(model, draft, DRAFTED[name], [5, 9, 31], 1e-4)
 
 
-def test_it_is_not_trained_further(target: Path, tmp_path: Path) -> None:
-    published(tmp_path / "theirs", load_model(str(target)).config.vocab_size, "eagle")
-    out = str(tmp_path / "ours")
-    assert main([str(tmp_path / "theirs"), "--target", str(target), "--out", out]) == 0
-    with pytest.raises(ConfigError, match="decoded with here and not trained: set draft to null"):
-        distil(
-            target=target,
-            draft=out,
-            train=ROWS,
-            dev=ROWS,
-            out=tmp_path / "trained",
-            config=DistilConfig(report_to=[]),
-            sampling=SamplingConfig(),
-            seed=0,
-        )
+@pytest.mark.parametrize("layout", ["eagle", "speculators"])
+def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
+    target: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init = InitConfig(kind="states", layout="eagle3", layers=1, vocabulary=KEPT)
+    made = make_initial(
+        target=target, draft=None, rollouts=ROWS, out=tmp_path / "new", config=init, seed=0
+    )
+    assert made["taps"] == [1, 2]
+    config = DistilConfig(
+        init=init, epochs=40, learning_rate=1e-2, warp="raw", keep="last", report_to=[]
+    )
+    found = distil(
+        target=target,
+        draft=tmp_path / "new",
+        train=ROWS,
+        dev=ROWS,
+        out=tmp_path / "draft",
+        config=config,
+        sampling=SamplingConfig(),
+        seed=0,
+    )
+    assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
+    paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--layout", layout]
+    assert export(paths) == 0
+    assert "40 tokens, taps [1, 2]" in capsys.readouterr().out
+    model = load_model(str(target))
+    mine = load_model(str(tmp_path / "draft"), target=str(target))
+    theirs = read_eagle3(tmp_path / "out", model)
+    ids = torch.tensor([[5, 9, 31, 4, 17, 8]])
+    with torch.inference_mode():
+        assert torch.equal(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
+    # What engines look for, and nothing else.
+    published(tmp_path / "like", model.config.vocab_size, layout)
+    like = load_file(tmp_path / "like" / "model.safetensors").keys() | {"embed_tokens.weight"}
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == like
+    config_of = {
+        name: json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "like")
+    }
+    assert config_of["like"].keys() <= config_of["out"].keys() | set(FLAGS)
+    assert all(config_of["out"][flag] is False for flag in FLAGS)
+
+
+@torch.no_grad()
+def test_training_reads_what_drafting_does(target: Path, tmp_path: Path) -> None:
+    model = load_model(str(target))
+    published(tmp_path / "theirs", model.config.vocab_size, "eagle", *FLAGS[:3])
+    draft = read_eagle3(tmp_path / "theirs", model)
+    ids = torch.tensor([[5, 9, 31, 4, 17, 8, 3]])
+    first, second, _ = readings(draft, ids, read_taps(model, TAPS, ids), 3)
+    torch.testing.assert_close(first[:, 1:], hidden_states(draft, ids)[:, 1:])
+    for at in range(2, ids.shape[1]):  # a round that began one token before
+        text, token = ids[:, :at], ids[0, at : at + 1]
+        _, drafted = tree_states(draft, text, token[None], torch.tensor([[at]]))
+        torch.testing.assert_close(second[0, at], drafted[0, 0])
+
+
+def test_gradients_of_the_norm_are_those_of_all_logits(target: Path, tmp_path: Path) -> None:
+    model = load_model(str(target))
+    published(tmp_path / "theirs", model.config.vocab_size, "eagle")
+    draft = read_eagle3(tmp_path / "theirs", model)
+    head, output = find_lm_head(draft), draft.get_output_embeddings()
+    states = torch.randn(9, H, generator=torch.Generator().manual_seed(0))
+    wanted = torch.randn(9, KEPT, generator=torch.Generator().manual_seed(1))
+    found = []
+    for is_narrow in (True, False):
+
+        def loss(logits: Tensor, chunk: slice | Tensor, is_narrow: bool = is_narrow) -> Tensor:
+            narrow = logits if is_narrow else logits[:, output.vocabulary_ids]
+            return (narrow.log_softmax(-1) * wanted[chunk]).sum()
+
+        given = states.clone().requires_grad_()
+        total = chunked_loss(given, head, loss, at_once=4, is_narrow=is_narrow)
+        of = torch.autograd.grad(total, [given, output.weight, output.norm.weight])
+        with torch.no_grad():
+            alone = chunked_loss(states, head, loss, at_once=4, is_narrow=is_narrow)
+        found.append([total.detach(), alone, *of])
+    for narrow, whole in zip(*found, strict=True):
+        torch.testing.assert_close(narrow, whole)
 
 
 def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
