@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # help is shown without torch
     from datasets import Dataset
     from torch import Tensor
     from transformers import LlamaConfig, PreTrainedModel
+
+    from specdata.eagle3 import Norms
 
 IGNORED = ("t2d", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Tensors that are the target's, or follow from others."""
@@ -74,49 +76,79 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
         ConfigError: if the folder is of another layout, tensors are missing or not known, or it
             does not fit the target.
     """
+    said, tensors = read_object(folder / "config.json"), tensors_of(folder)
+    taps, norms = settings_of(said, target)
+    ids = ids_of(tensors, target, str(folder))
+    return built(said, taps, norms, tensors, ids, target, str(folder))
+
+
+def settings_of(said: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Norms]:
+    """The taps and the norm flags of a config.json, or what engines take where it is silent."""
+    from specdata.eagle3 import Norms
+
+    layers = target.config.get_text_config().num_hidden_layers
+    own = said.get("eagle_config", said)
+    taps = own.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
+    return taps, Norms(**{each.name: bool(said.get(each.name, False)) for each in fields(Norms)})
+
+
+def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) -> Tensor:
+    """(N,) the ids of the tokens that a draft proposes.
+
+    Raises:
+        ConfigError: if `d2t` gives no such ids.
+    """
     import torch
+
+    rows, vocabulary = len(tensors["lm_head.weight"]), target.config.get_text_config().vocab_size
+    added = tensors.get("d2t", torch.zeros(rows, dtype=torch.long))
+    if added.shape != (rows,):
+        raise ConfigError(
+            f"d2t in {name} must have a number for each of the {rows} rows of lm_head, it has "
+            f"the shape {[*added.shape]}"
+        )
+    ids = torch.arange(rows) + added
+    if not (int(ids[0]) >= 0 and bool((ids.diff() > 0).all()) and int(ids[-1]) < vocabulary):
+        raise ConfigError(
+            f"d2t in {name} must give ids below {vocabulary}, the target's vocabulary, in "
+            "order and each once"
+        )
+    return ids
+
+
+def built(
+    said: Mapping[str, Any],
+    taps: Sequence[int],
+    norms: Norms,
+    tensors: Mapping[str, Tensor],
+    ids: Tensor,
+    target: PreTrainedModel,
+    name: str,
+) -> PreTrainedModel:
+    """A draft of a config.json and its tensors, with these taps and flags."""
     from transformers import LlamaConfig
 
     from specdata.draft_vocabulary import SIZE
-    from specdata.eagle3 import Norms
     from specdata.states_draft import KEY
     from specdata.taps import record_of
 
-    said = read_object(folder / "config.json")
     layer = said.get("transformer_layer_config", said)
     kind = layer.get("model_type", "llama")
     if kind != "llama" or layer.get("num_hidden_layers", 1) != 1:
         raise ConfigError(
-            f"{folder} must have one layer of Llama's kind, it has "
+            f"{name} must have one layer of Llama's kind, it has "
             f"{layer.get('num_hidden_layers', 1)} of {kind}: others cannot be read"
         )
-    theirs = target.config.get_text_config()
-    layers = theirs.num_hidden_layers
-    own = said.get("eagle_config", said)
-    taps = own.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
-    norms = Norms(**{each.name: bool(said.get(each.name, False)) for each in fields(Norms)})
-    tensors = _tensors(folder)
-    rows = len(tensors["lm_head.weight"])
-    added = tensors.pop("d2t", torch.zeros(rows, dtype=torch.long))
-    if added.shape != (rows,):
-        raise ConfigError(
-            f"d2t in {folder} must have a number for each of the {rows} rows of lm_head, it has "
-            f"the shape {[*added.shape]}"
-        )
-    ids = torch.arange(rows) + added
-    if not (int(ids[0]) >= 0 and bool((ids.diff() > 0).all()) and int(ids[-1]) < theirs.vocab_size):
-        raise ConfigError(
-            f"d2t in {folder} must give ids below {theirs.vocab_size}, the target's vocabulary, in "
-            "order and each once"
-        )
-    tensors.setdefault(TOKENS, target.get_input_embeddings().weight)
+    tensors = {TOKENS: target.get_input_embeddings().weight, **tensors}
+    tensors.pop("d2t", None)
     known = {*LlamaConfig().to_dict(), "rope_theta", "rope_scaling"} - {"architectures", "dtype"}
+    size = target.config.get_text_config().vocab_size
     config = LlamaConfig.from_dict(
         {key: value for key, value in layer.items() if key in known}
-        | {"vocab_size": theirs.vocab_size, "tie_word_embeddings": False, SIZE: rows}
+        | {"vocab_size": size, "tie_word_embeddings": False, SIZE: len(ids)}
     )
     setattr(config, KEY, {**record_of(target, taps), "layout": asdict(norms)})
-    return _made(config, tensors, ids, target, str(folder))
+    return _made(config, tensors, ids, target, name)
 
 
 def first_eagle3(
@@ -185,7 +217,7 @@ def first_eagle3(
 
 def _made(
     config: LlamaConfig,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
     ids: Tensor,
     target: PreTrainedModel,
     name: str,
@@ -199,7 +231,7 @@ def _made(
     from specdata.taps import attach
 
     draft = eagle3_class(LlamaForCausalLM)(config)
-    is_fed_back = draft.config.target_states["layout"]["norm_output"]
+    tensors, is_fed_back = dict(tensors), config.target_states["layout"]["norm_output"]
     tensors["model.norm.weight" if is_fed_back else "lm_head.norm.weight"] = tensors.pop(
         "norm.weight"
     )
@@ -229,7 +261,7 @@ def _made(
     return draft
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def tensors_of(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder, by our names; `d2t` and `norm.weight` by theirs."""
     from safetensors.torch import load_file
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from specdata.models import load_model
 from specdata.probability import SamplingConfig
 from specdata.taps import read_taps
 from tests.test_initial import ROWS, stored
+from tests.test_sharding import ROOT
 from tests.test_states_draft import DRAFTED, decoded_as_defined
 
 H, INNER, HEADS, KEPT = 16, 24, 2, 40
@@ -41,6 +45,12 @@ LAYER = {
     "hidden_act": "silu",
     "rope_theta": 10000.0,
 }
+SPECULATORS = (
+    *("speculators==0.9.0", "hs-connectors==0.9.0", "loguru", "pydantic-settings", "python-dotenv"),
+    *("openai", "distro", "jiter", "sniffio", "typing-inspection", "annotated-doc", "typer"),
+    "shellingham",
+)
+"""What it needs besides our own packages, of which it wants other versions."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -219,6 +229,46 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     }
     assert config_of["like"].keys() <= config_of["out"].keys() | set(FLAGS)
     assert all(config_of["out"][flag] is False for flag in FLAGS)
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    done = subprocess.run(
+        [*install, str(packages), *SPECULATORS], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"speculators cannot be had here: {done.stderr[-200:]}")
+    model = load_model(str(target))
+    vocabulary, ids = model.config.vocab_size, torch.tensor([[5, 9, 31, 4, 17, 8, 3]])
+    taps = read_taps(model, TAPS, ids)
+    for flags in ((), ("norm_before_residual", "norm_output"), ("fc_norm",)):
+        here = tmp_path / "-".join(("with", *flags))
+        here.mkdir()
+        published(here / "theirs", vocabulary, "eagle", *flags)
+        paths = [str(here / "theirs"), "--target", str(target), "--out", str(here / "ours")]
+        assert main(paths) == 0
+        out = ["--out", str(here / "out"), "--layout", "speculators"]
+        assert export([str(here / "ours"), *out]) == 0
+        save_file(
+            {"states": taps[:, :-1].contiguous(), "ids": ids[:, 1:].contiguous()}, here / "inputs"
+        )
+        found = [str(here / name) for name in ("out", "inputs", "logits")]
+        subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "drive_speculators.py"), *found],
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"},
+        )
+        draft = load_model(str(here / "ours"), target=str(target))
+        head, logits = find_lm_head(draft), load_file(here / "logits")
+        kept = draft.get_output_embeddings().vocabulary_ids
+        first, second = (
+            head.logits(states[0])[:, kept] for states in readings(draft, ids, taps, 2)
+        )
+        torch.testing.assert_close(logits["first"], first[1:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits["second"][:-1], second[2:], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

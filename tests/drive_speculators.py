@@ -1,0 +1,31 @@
+"""The logits that the package speculators gives of a released EAGLE-3 draft.
+
+Arguments: the folder; a safetensors file of the target's states (1, T, F) and the ids (1, T) of the
+tokens after them; a file for the logits (T, N) of the first and the second reading.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch._dynamo  # speculators' attention is compiled, for which a CPU may lack a compiler
+from safetensors.torch import load_file, save_file
+
+torch._dynamo.config.disable = True
+
+from speculators.models.eagle3 import Eagle3DraftModel  # noqa: E402
+
+folder, inputs, out = sys.argv[1:]
+model = Eagle3DraftModel.from_pretrained(folder).eval()
+seen: list[torch.Tensor] = []
+model.lm_head.register_forward_hook(lambda _module, _inputs, logits: seen.append(logits[0]))
+given = load_file(inputs)
+with torch.no_grad():
+    model(
+        hidden_states=given["states"],
+        input_ids=given["ids"],
+        document_ids=torch.zeros_like(given["ids"]),
+        ttt_steps=2,
+    )
+save_file({"first": seen[0].contiguous(), "second": seen[1].contiguous()}, out)

@@ -1,0 +1,141 @@
+"""What is said of a published draft: each planted fault by its name, and nothing of a sound one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from distill.config import InitConfig
+from distill.doctor import _text, main
+from distill.eagle3 import export
+from distill.initial import make_initial
+from specdata.models import load_model, load_tokenizer
+
+KEPT = 300
+Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
+
+
+@pytest.fixture(scope="module")
+def released(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of least squares alone, in EAGLE's layout: only its own taps and flags fit it."""
+    folder, target = tmp_path_factory.mktemp("doctor"), str(trained_pair / "target")
+    asked = argparse.Namespace(
+        target=target, prompts="instruct", count=64, max_new_tokens=48, temperature=1.0
+    )
+    make_initial(
+        target=target,
+        draft=None,
+        rollouts=_text(asked, load_model(target), load_tokenizer(target)),
+        out=folder / "draft",
+        config=InitConfig(kind="states", layout="eagle3", layers=1, vocabulary=KEPT),
+        seed=0,
+    )
+    assert export([str(folder / "draft"), "--out", str(folder / "out")]) == 0
+    draws = torch.Generator().manual_seed(0)
+
+    def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
+        for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+            tensors[name] = 1e-3 * torch.rand(tensors[name].shape, generator=draws)
+        # Read by the flag alone that the draft has not.
+        norm = tensors["midlayer.hidden_norm.weight"]
+        tensors["midlayer.hidden_norm.weight"] = torch.randn(norm.shape, generator=draws)
+
+    return changed(folder / "out", folder / "released", train)
+
+
+def changed(source: Path, out: Path, change: Change) -> Path:
+    shutil.copytree(source, out)
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def said_of(folder: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    capsys.readouterr()
+    asked = ["--target", str(pair / "target"), "--prompts", "instruct", "--count", "8"]
+    status = main([str(folder), *asked, "--max-new-tokens", "32"])
+    return status, capsys.readouterr().out
+
+
+def test_nothing_is_wrong_with_a_sound_draft(
+    released: Path, trained_pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = said_of(released, trained_pair, capsys)
+    assert (status, "problem" in said, "warning" in said) == (0, False, False), said
+    assert "taps [1, 2], no norm flags: no other is better" in said
+    status, said = said_of(trained_pair / "draft", trained_pair, capsys)
+    assert status == 0, said
+    assert "an ordinary draft" in said
+
+
+def shift(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 1]
+
+
+def random_head(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
+    draws = torch.Generator().manual_seed(1)
+    shape = tensors["lm_head.weight"].shape
+    tensors["lm_head.weight"] = 0.02 * torch.randn(shape, generator=draws)
+
+
+FAULTS: dict[str, tuple[Change, str]] = {
+    "taps off by one": (shift, r"with taps \[1, 2\] the draft is accepted more"),
+    "norm flag": (
+        lambda _, config: config.update(norm_before_residual=True),
+        "with norm_before_residual False the draft is accepted more",
+    ),
+    "flags not said": (lambda _, config: config.pop("norm_output"), "does not say norm_output"),
+    "missing": (lambda tensors, _: tensors.pop("midlayer.mlp.up_proj.weight"), "are missing"),
+    "not finite": (
+        lambda tensors, _: tensors["fc.weight"].fill_(torch.nan),
+        r"^problem +tensors: fc\.weight holds NaN",
+    ),
+    "random": (random_head, "lm_head.weight are as random weights are"),
+    "ids for differences": (
+        lambda tensors, _: tensors["d2t"].add_(torch.arange(KEPT)),
+        "d2t holds ids",
+    ),
+    "maps of two drafts": (
+        lambda tensors, _: tensors["t2d"].copy_(~tensors["t2d"]),
+        "t2d marks other tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named(
+    fault: str,
+    released: Path,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, expected = FAULTS[fault]
+    status, said = said_of(changed(released, tmp_path / "ill", change), trained_pair, capsys)
+    line = [each for each in said.splitlines() if each.startswith(("problem", "warning"))]
+    assert any(re.search(expected, each) for each in line), said
+    assert status == any(each.startswith("problem") for each in line)
+
+
+def test_another_chat_template_is_named(
+    released: Path, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(released, tmp_path / "ill", lambda *_: None)
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    _, said = said_of(folder, trained_pair, capsys)
+    assert "warning  chat template: another than the target's" in said
