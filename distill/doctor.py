@@ -32,11 +32,11 @@ if TYPE_CHECKING:  # help is shown without torch
 
     from distill.watch import HeldOut
 
-BETTER = 0.05
+BETTER = 0.02
 """By so much of the tokens of a round another setting must be better to be named."""
 LOW = 0.2
 """Acceptance below which a draft slows decoding down, whatever its cost."""
-SPREAD, TAIL, LEAST = 0.02, 0.15, 10_000
+SPREAD, TAIL, LEAST = 0.02, 0.15, 8_000
 """How near to .02 and 3 deviation and kurtosis of a matrix never trained are; its least size."""
 
 
@@ -102,7 +102,10 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
-    yield from _of_tensors(tensors)
+    found = [*_of_tensors(tensors)]
+    yield from found
+    if any(each.kind == "problem" for each in found):
+        return
     ids, wrong = _ids(tensors, given.folder, target)
     if wrong:
         yield Finding("problem", "vocabulary map", wrong)
@@ -139,12 +142,12 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
         moved = [tap + step for tap in taps]
         if moved[0] >= 0 and moved[-1] <= last:
             others[f"taps {moved}"] = (moved, norms)
-    found = False
+    is_better = False
     for what, (their_taps, their_norms) in others.items():
         other = built(said, their_taps, their_norms, tensors, ids, target, name)
         better = held.measure(other).overall.expected_tokens["token_4"]
         if better > rounds * (1 + BETTER):
-            found = True
+            is_better = True
             yield Finding(
                 "problem",
                 "settings",
@@ -152,7 +155,7 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
                 f"instead of {rounds:.2f}: config.json (taps {taps}, {_said(norms)}) is not how it "
                 "was trained",
             )
-    if not found:
+    if not is_better:
         yield Finding("ok", "settings", f"taps {taps}, {_said(norms)}: no other is better")
     yield _acceptance(held, draft)
 

@@ -75,14 +75,14 @@ def test_nothing_is_wrong_with_a_sound_draft(
 ) -> None:
     status, said = said_of(released, trained_pair, capsys)
     assert (status, "problem" in said, "warning" in said) == (0, False, False), said
-    assert "taps [1, 2], no norm flags: no other is better" in said
+    assert "taps [0, 1], no norm flags: no other is better" in said
     status, said = said_of(trained_pair / "draft", trained_pair, capsys)
     assert status == 0, said
     assert "an ordinary draft" in said
 
 
 def shift(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 1]
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
 
 
 def random_head(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def random_head(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
 
 
 FAULTS: dict[str, tuple[Change, str]] = {
-    "taps off by one": (shift, r"with taps \[1, 2\] the draft is accepted more"),
+    "taps off by one": (shift, r"with taps \[0, 1\] the draft is accepted more"),
     "norm flag": (
         lambda _, config: config.update(norm_before_residual=True),
         "with norm_before_residual False the draft is accepted more",
