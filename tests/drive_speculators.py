@@ -9,15 +9,13 @@ from __future__ import annotations
 import sys
 
 import torch
-import torch._dynamo  # speculators' attention is compiled, for which a CPU may lack a compiler
 from safetensors.torch import load_file, save_file
-
-torch._dynamo.config.disable = True
-
-from speculators.models.eagle3 import Eagle3DraftModel  # noqa: E402
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
 folder, inputs, out = sys.argv[1:]
-model = Eagle3DraftModel.from_pretrained(folder).eval()
+config = Eagle3SpeculatorConfig.from_pretrained(folder)
+config.transformer_layer_config._attn_implementation = "eager"  # its default is compiled
+model = Eagle3DraftModel.from_pretrained(folder, config=config).eval()
 seen: list[torch.Tensor] = []
 model.lm_head.register_forward_hook(lambda _module, _inputs, logits: seen.append(logits[0]))
 given = load_file(inputs)
