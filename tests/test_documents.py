@@ -31,7 +31,7 @@ def blocks(document: str, language: str) -> list[str]:
 def test_the_configurations_in_the_documents_are_usable() -> None:
     (pair,) = map(yaml.safe_load, blocks("README.md", "yaml"))
     large, served = map(yaml.safe_load, blocks("docs/targets.md", "yaml"))
-    draft, on_states = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
+    draft, *on_states = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
     (methods,) = map(yaml.safe_load, blocks("docs/evaluation.md", "yaml"))
     for section in (pair, {**pair, **methods}):
         config = build(section)
@@ -40,7 +40,8 @@ def test_the_configurations_in_the_documents_are_usable() -> None:
     assert build({**pair, **large}).models.loading("target").is_spread
     del pair["models"]["draft"]  # which the second makes
     build({**pair, **draft})
-    build({**pair, **on_states})
+    for each in on_states:
+        build({**pair, **each})
 
 
 def test_the_readmes_python_decodes(
@@ -69,7 +70,7 @@ def test_the_verifier_example_runs_and_is_right() -> None:
 
 def test_every_command_of_the_documents_exists() -> None:
     texts = [document.read_text() for document in DOCUMENTS]
-    command = re.compile(r"^(?:\w+=\S+ )*draftsmith ([a-z][a-z-]+)", re.MULTILINE)
+    command = re.compile(r"^(?:\w+=\S+ )*draftsmith ([a-z][a-z0-9-]+)", re.MULTILINE)
     named = {word for text in texts for word in command.findall(text)}
     assert len(named) > 8
     assert named <= {*RECIPES, *TOOLS}, named - {*RECIPES, *TOOLS}
@@ -92,7 +93,7 @@ def test_every_file_that_the_documents_name_exists() -> None:
 def test_every_option_in_a_command_of_the_documents_exists(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    line = re.compile(r"draftsmith ([a-z][a-z-]+)((?:[^`\n#|]|\\\n)*)")
+    line = re.compile(r"draftsmith ([a-z][a-z0-9-]+)((?:[^`\n#|]|\\\n)*)")
     named = {
         (command, option)
         for document in DOCUMENTS
