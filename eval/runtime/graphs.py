@@ -16,8 +16,10 @@ Batches and long prompts always run eagerly; nothing is compiled for a short pro
 from __future__ import annotations
 
 import math
+import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -180,7 +182,7 @@ class ForwardGraphs:
         assert model is not None
         forward = eager_forward(model, kind.masked, kind.last, self._taps)
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), _sharing_keys(model):
                 traced = make_fx(
                     forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
                 )(*_examples(inputs, kind.masked))
@@ -198,6 +200,25 @@ class ForwardGraphs:
             ) from error
         check_same_logits(model, expected, actual)
         return graph
+
+
+@contextmanager
+def _sharing_keys(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, heads that share keys read them where they are on a CPU, with a mask as without one.
+
+    transformers copies a sequence's keys and values for each head where there is a mask, lest a GPU
+    fall back to a slow kernel; a CPU's takes both, with the same results.
+    """
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    before = os.environ.get(name)
+    os.environ[name] = str(int(model.device.type == "cpu"))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def check_same_logits(model: PreTrainedModel, expected: Tensor, actual: Tensor) -> None:

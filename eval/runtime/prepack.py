@@ -21,7 +21,8 @@ from specdata.prepack import reordered, reordered_linear
 # With fewer weights than this the layout gains less than calling oneDNN costs.
 SMALLEST_PREPACKED = 1 << 17
 
-PADDED_ROWS, SMALLEST_PADDED = 5, 1 << 18
+PADDED_ROWS = 5 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 1
+SMALLEST_PADDED = 1 << 18
 """Fewer rows are filled up with zeros, for matrices of so many weights: where those come from
 memory, oneDNN's AVX2 kernels for one to four rows take longer than that for five, most for two."""
 
