@@ -18,9 +18,11 @@ out. So these may be negative then.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from distill.config import Objective
 
@@ -141,9 +143,45 @@ def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tens
     (arXiv:2602.23881). Arguments and result as in `forward_kl`.
     """
     log_p, log_q = _log_distributions(draft_logits, target_logits)
-    weight = torch.exp(-HYBRID_ETA * _log_overlap(log_p, log_q).exp()).detach()
-    kl = _kl(log_p, log_q, draft_logits > -torch.inf)
-    return _masked_mean(weight * kl + (1 - weight) * _tv(log_p, log_q), mask)
+    values, gradient = _lk_hybrid(log_p, log_q.detach(), draft_logits.detach() > -torch.inf)
+    known = _Differentiated.apply(values, draft_logits, gradient)  # type: ignore[no-untyped-call]
+    return _masked_mean(known, mask)
+
+
+@torch.no_grad()
+def _lk_hybrid(log_p: Tensor, log_q: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., V) -> (...) the values, and (..., V) their gradients by the draft's logits.
+
+    Written out: half of a draft's training was autograd's way through these distributions.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    weight = torch.exp(-HYBRID_ETA * torch.minimum(p, q).sum(dim=-1, keepdim=True))
+    taught = p.masked_fill(~where, 0.0)
+    kl = (taught * (log_p - log_q)).sum(dim=-1, keepdim=True)
+    difference = q - p
+    tv = 0.5 * difference.abs().sum(dim=-1, keepdim=True)
+    # Of KL: q sum(p) - p over the tokens that can be drafted; of TV: q (s - sum(q s)) / 2.
+    sign = difference.sign_()
+    slope = sign.sub_((q * sign).sum(dim=-1, keepdim=True)).mul_((1 - weight) / 2)
+    gradient = slope.add_(weight * taught.sum(dim=-1, keepdim=True)).mul_(q)
+    gradient -= taught.mul_(weight)
+    return (weight * kl + (1 - weight) * tv).squeeze(-1), gradient
+
+
+class _Differentiated(torch.autograd.Function):
+    """Values (...) of logits (..., V), whose gradients (..., V) are known."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, logits: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logits.dtype
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return None, (gradient * grad[..., None]).to(ctx.dtype), None
 
 
 def bucketed(draft_logits: Tensor, top: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

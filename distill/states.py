@@ -122,7 +122,9 @@ def _set(fitted: Tensor, *maps: nn.Linear) -> None:
         linear.weight.copy_(part.T)
 
 
-def readings(model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int) -> Iterator[Tensor]:
+def readings(
+    model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int, wanted: Tensor | None = None
+) -> Iterator[Tensor]:
     """The draft's last states along texts, after the target's states and then after its own.
 
     Reading s at position t is what drafting gives at the (s + 1)-th token of a round that began at
@@ -133,33 +135,50 @@ def readings(model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int) -> I
         ids: (B, T); padding is on the right, where no token sees it.
         taps: (B, T, states) the target's.
         count: how many readings.
+        wanted: (B, T) bool where rounds begin of which later readings are asked, by default
+            anywhere; prompts, which nobody drafts, are most of a batch.
 
     Yields:
-        (B, T, H) for s = 0, 1, ...; at t < s without meaning.
+        (B, T, H) for s = 0, 1, ...; without meaning at t < s, and where no such round is at t - s.
     """
     made = states_input(model)
     assert made is not None
-    x, cache = made.after_target(ids, before(taps)), DynamicCache()
-    length = ids.shape[1]
+    cache, length = DynamicCache(), ids.shape[1]
     at = torch.arange(length, device=ids.device)
-    positions = at.expand(len(ids), -1)
-    visible = at <= at[:, None]
+    rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
+    x, visible = made.after_target(ids, before(taps)), (at <= at[:, None]).expand(len(ids), -1, -1)
+    later = places if wanted is None else _window(wanted)  # (B, W) the positions of later readings
     for step in range(count):
         mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
         seen = visible if made.reads_first else without_first(visible)
         mask.masked_fill_(~seen, torch.finfo(x.dtype).min)
         states: Tensor = model.base_model(
             inputs_embeds=x,
-            attention_mask=mask.expand(len(ids), 1, -1, -1),
-            position_ids=positions,
+            attention_mask=mask[:, None],
+            position_ids=places,
             past_key_values=cache,
             use_cache=True,
         )[0]
+        if step:
+            everywhere = states.new_zeros(*ids.shape, states.shape[-1])
+            states = everywhere.index_put((rows, places), states)
         yield states
-        x = made.after_own(ids, before(states))
-        began = at[:, None] - (step + 1)  # where the round of each position did
-        parts = [at <= began] + [at == began + later for later in range(1, step + 2)]
-        visible = torch.cat(parts, dim=1)
+        places = later
+        x = made.after_own(ids[rows, places], before(states)[rows, places])
+        own = torch.arange(places.shape[1], device=ids.device)
+        same = [own == own[:, None] - back for back in range(step, -1, -1)]
+        began = at <= places[..., None] - (step + 1)  # up to where the round of each position did
+        visible = torch.cat([began, *(each.expand(len(ids), -1, -1) for each in same)], dim=-1)
+
+
+def _window(wanted: Tensor) -> Tensor:
+    """(B, T) bool -> (B, W) consecutive positions that hold all that are wanted of each row."""
+    length = wanted.shape[1]
+    at = torch.arange(length, device=wanted.device)
+    first = torch.where(wanted, at, length).amin(dim=1)
+    last = torch.where(wanted, at, -1).amax(dim=1)
+    width = max(1, int((last - first).max()) + 1)
+    return first.clamp(max=length - width)[:, None] + at[:width]
 
 
 def of_round(chosen: Tensor, step: int) -> Tensor:

@@ -130,8 +130,9 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """The sum of the loss over the readings of a draft on states (`distill.states`)."""
         total: Tensor = taps.new_zeros((), dtype=torch.float32)
-        weights = weights_of(self.readings)
-        for step, states in enumerate(readings(base_of(self.student), ids, taps, self.readings)):
+        weights, wanted = weights_of(self.readings), nn.functional.pad(chosen, (0, 1))
+        along = readings(base_of(self.student), ids, taps, self.readings, wanted)
+        for step, states in enumerate(along):
             mine = of_round(chosen, step)
             places = mine[chosen].nonzero().squeeze(-1)  # of all that are taught
 

@@ -32,7 +32,14 @@ from recipes.run import (
 from recipes.sizes import is_without_weights
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
 from specdata.interruption import Interrupted, asked, stopping_on_signals
-from specdata.processes import in_group, is_main, leave_processes, process_count, rank
+from specdata.processes import (
+    in_group,
+    is_main,
+    keep_freed_memory,
+    leave_processes,
+    process_count,
+    rank,
+)
 from specdata.terminal import accept_any_text, tell
 
 INTERRUPTED = (129, 130, 143)  # exit statuses after SIGHUP, SIGINT (Ctrl-C) and SIGTERM
@@ -122,6 +129,7 @@ class Recipe:
         """
         given = sys.argv[1:] if arguments is None else arguments
         accept_any_text()
+        keep_freed_memory()
         with stopping_on_signals():
             status = self._run(given, program)
             if status not in INTERRUPTED:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import platform
 import sys
 import time
 from datetime import timedelta
@@ -156,6 +158,19 @@ def largest_of_all(value: int) -> int:
     values = torch.tensor([value], device=state.device)
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
     return int(values.item())
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what large tensors leave, up to 2 GiB, for the next ones.
+
+    By default it goes back to the system, and to get a page again takes longer than a simple
+    operation on it: a third of a draft's training on a CPU.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(trim_threshold, (1 << 31) - 1)
+        libc.mallopt(mmap_threshold, 1 << 30)
 
 
 def in_group() -> bool:

@@ -211,6 +211,15 @@ def test_a_reading_is_what_a_round_drafts_at_its_place() -> None:
                 began = at + 1 - step
                 expected = state_after(draft, text[:began], text[began:])
                 torch.testing.assert_close(states[row, at], expected, rtol=1e-9, atol=1e-9)
+    # Those of the rounds that are asked for alone are the same.
+    wanted = torch.zeros(ids.shape, dtype=torch.bool)
+    wanted[0, 3:6] = wanted[1, 1:3] = True
+    with torch.inference_mode():
+        some = list(readings(draft, ids, read_taps(target, TAPS, ids), 3, wanted))
+    for step, states in enumerate(some):
+        for row, first, end in ((0, 3, 6), (1, 1, 3)):
+            here = slice(first + step, end)
+            torch.testing.assert_close(states[row, here], found[step][row, here])
 
 
 def test_a_reading_is_learnt_where_its_round_begins_at_the_prompts_end_or_later() -> None:
