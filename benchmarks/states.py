@@ -54,6 +54,7 @@ def rows(counts: list[int], seeds: list[int], layers: int) -> Iterator[Row]:
         yield {**shared, "name": "states, two layers", "init": {**STATES, "layers": 2}}
         for name, taps in (("final", [layers]), ("three", [2, layers // 2, layers - 3])):
             yield {**shared, "name": f"states, taps {name}", "init": {**STATES, "taps": taps}}
+        yield {**shared, "name": "states, layout eagle3", "init": {**STATES, "layout": "eagle3"}}
         yield {**shared, "name": "states, least squares alone", "train": {"epochs": 0}}
         yield {**shared, "name": "states, from random weights", "random": True}
         for name, init in (("plain", PLAIN), ("states", STATES)):

@@ -13,6 +13,7 @@ other tokens, so all other code sees an ordinary draft.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -48,6 +49,7 @@ class ReducedOutput(nn.Module):
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
+        self.is_narrow = False
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
         # Follows from d2t, which the model itself stores.
@@ -58,10 +60,26 @@ class ReducedOutput(nn.Module):
         return states
 
     def forward(self, states: Tensor) -> Tensor:
-        """(..., H) states -> (..., V) logits, -inf at the other tokens."""
+        """(..., H) states -> (..., V) logits, -inf at the other tokens; see `narrow_logits`."""
         logits = nn.functional.linear(self.before(states), self.weight, self.bias)
+        if self.is_narrow:
+            return logits
         everywhere = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
         return everywhere.index_copy_(-1, self.vocabulary_ids, logits)
+
+
+@contextmanager
+def narrow_logits(model: Any) -> Iterator[None]:
+    """Inside, a model gives (..., N) logits of the tokens that it can propose, if it is reduced."""
+    output = model.get_output_embeddings()
+    if not isinstance(output, ReducedOutput):
+        yield
+        return
+    before, output.is_narrow = output.is_narrow, True
+    try:
+        yield
+    finally:
+        output.is_narrow = before
 
 
 def is_reduced(config: PreTrainedConfig) -> bool:

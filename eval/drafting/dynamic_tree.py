@@ -14,11 +14,12 @@ from eval.drafting.tree_builder import drawn_chain
 from eval.drafts import DraftTree
 from eval.runtime.sequence import CachedSequence, ForwardCoroutine
 from specdata.errors import NotFiniteError
-from specdata.probability import SamplingConfig
+from specdata.probability import SamplingConfig, probabilities
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.tree_cost import TreeCosts
     from eval.rounds import Round
+    from eval.runtime.model import CachedModel
     from heads.candidates import Ranker
 
 UNWARPED = SamplingConfig()
@@ -77,18 +78,19 @@ class DynamicTreeDrafter(Drafter):
     ) -> ForwardCoroutine[DraftTree]:
         """Draft a tree; the generator is not used."""
         sequence, costs = self._sequence, self._costs
-        seen = _Seen(self._nodes, self._ranker, 0.0 if costs is None else costs.least)
+        least = 0.0 if costs is None else costs.least
+        seen = _Seen(sequence.model, self._nodes, self._ranker, least)
         level, cached = [0], {0: 0}
         for _ in range(min(self._depth, max_depth)):
             if level == [0]:
-                logits = yield sequence.append(committed[sequence.length :], 1)  # (1, V)
+                logits = yield sequence.append(committed[sequence.length :], 1)  # (1, N)
             else:
                 tokens = [seen.tokens[node] for node in level]
                 parents = [cached[seen.parents[node]] for node in level]
-                logits = yield sequence.append_tree(tokens, parents)  # (n, V)
+                logits = yield sequence.append_tree(tokens, parents)  # (n, N)
             cached |= {node: len(cached) + place for place, node in enumerate(level) if node}
             before = sum(seen.values[node] for node in level)
-            seen.extend(level, sequence.distribution(logits, UNWARPED), sequence.states)
+            seen.extend(level, probabilities(logits, UNWARPED), sequence.states)
             level = [node for node in seen.newest if seen.tokens[node] not in self._end_tokens]
             value = sum(seen.values[node] for node in level)
             if not level or value < self._gain:
@@ -124,6 +126,7 @@ class _Seen:
     """All nodes that one draft has looked at; node 0 is the last committed token.
 
     Args:
+        model: the draft.
         count: most nodes to keep.
         ranker: gives candidates their values; None: the draft's probability.
         least: a node's value must be more.
@@ -136,24 +139,26 @@ class _Seen:
         newest: those of them that the last `extend` added.
     """
 
-    def __init__(self, count: int, ranker: Ranker | None, least: float) -> None:
+    def __init__(self, model: CachedModel, count: int, ranker: Ranker | None, least: float) -> None:
         self.tokens, self.parents, self.values = [-1], [-1], [1.0]
         self.best: list[int] = []
         self.newest: list[int] = []
-        self._count, self._ranker, self._least = count, ranker, least
+        self._model, self._count, self._ranker, self._least = model, count, ranker, least
         self._rows: list[Tensor] = []
         self._row_of = [-1]
 
     def extend(self, nodes: list[int], rows: Tensor, states: Tensor | None) -> None:
-        """Add the best children of nodes, given distributions (n, V) and states (n, H) there."""
+        """Add the best children of nodes, given distributions (n, N) and states (n, H) there."""
         ranker = self._ranker
-        found = rows.topk(min(self._count if ranker is None else ranker.candidates, rows.shape[-1]))
-        chances: list[list[float]] = found.values.tolist()
+        most = self._count if ranker is None else ranker.candidates
+        best, columns = rows.topk(min(most, rows.shape[-1]))
+        ids = self._model.token_ids(columns)
+        chances: list[list[float]] = best.tolist()
         if ranker is not None:
             assert states is not None
-            chances = ranker(states, *found).tolist()
+            chances = ranker(states, best, ids).tolist()
         first, row = len(self.tokens), sum(map(len, self._rows))
-        for node, probs, tokens in zip(nodes, chances, found.indices.tolist(), strict=True):
+        for node, probs, tokens in zip(nodes, chances, ids.tolist(), strict=True):
             if math.isnan(probs[0]):
                 raise NotFiniteError
             for prob, token in zip(probs, tokens, strict=True):
@@ -179,7 +184,7 @@ class _Seen:
         return DraftTree(
             torch.tensor([self.tokens[node] for node in self.best]),
             torch.tensor([number[self.parents[node]] for node in self.best]),
-            torch.cat(self._rows),
+            self._model.everywhere(torch.cat(self._rows)),
             torch.tensor([self._row_of[node] for node in self.best]),
             "tree",
             "chosen",

@@ -36,6 +36,7 @@ from eval.runtime.transformers_models import (
     length_dependent_rope,
     weight_versions,
 )
+from specdata.draft_vocabulary import narrow_logits
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.prepack import multiplies
@@ -251,6 +252,7 @@ def eager_forward(
         hidden: list[Tensor] = []
         tapped: list[Tensor] = []
         with (
+            narrow_logits(model),
             capturing_hidden(model, hidden.append),
             capturing_taps(model, taps, tapped.append),
         ):

@@ -23,7 +23,7 @@ from eval.runtime.transformers_models import (
     takes_masks,
     uses_sdpa,
 )
-from specdata.draft_vocabulary import draft_vocabulary_ids
+from specdata.draft_vocabulary import draft_vocabulary_ids, narrow_logits
 from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
@@ -200,13 +200,19 @@ class CachedModel:
         return embedded
 
     def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
-        """Distributions (..., V) of the model's logits (..., V)."""
+        """Distributions (..., V) of the model's logits (..., N), warped as what they are."""
+        return self.everywhere(probabilities(logits, sampling))
+
+    def everywhere(self, some: Tensor) -> Tensor:
+        """(..., N) probabilities of the model's own tokens -> (..., V), 0 at the others."""
         if self._vocabulary_ids is None:
-            return probabilities(logits, sampling)
-        # The other tokens have no probability: a reduced vocabulary is warped as what it is.
-        some = probabilities(logits[..., self._vocabulary_ids], sampling)
-        everywhere = some.new_zeros(logits.shape)
-        return everywhere.index_copy_(-1, self._vocabulary_ids, some)
+            return some
+        every = some.new_zeros(*some.shape[:-1], self.vocabulary)
+        return every.index_copy_(-1, self._vocabulary_ids, some)
+
+    def token_ids(self, columns: Tensor) -> Tensor:
+        """Ids of the model's own tokens, numbers below N, in the vocabulary."""
+        return columns if self._vocabulary_ids is None else self._vocabulary_ids[columns]
 
     def _commit(self, forward: Forward, layout: Layout, outputs: Outputs) -> Tensor:
         """Commit a forward that has run to its sequence; every forward ends here.
@@ -217,12 +223,13 @@ class CachedModel:
             outputs: of them, without rows.
 
         Returns:
-            Logits (logits_to_keep, V).
+            Logits (logits_to_keep, N), N = V but for a reduced vocabulary.
         """
         logits, hidden, taps = outputs
         states = None if hidden is None else hidden[-forward.logits_to_keep :]
         forward.sequence.commit(forward, layout, states, taps)
-        return to_vocabulary(logits[-forward.logits_to_keep :], self.vocabulary)
+        size = self.vocabulary if self._vocabulary_ids is None else len(self._vocabulary_ids)
+        return to_vocabulary(logits[-forward.logits_to_keep :], size)
 
     def _inputs(self, forward: Forward) -> Tensor:
         """What the model reads of a forward's tokens: (n,) ids, or (n, H) of a draft on states."""
@@ -285,7 +292,8 @@ class CachedModel:
         capturing = (
             capturing_hidden(self.model, hidden.append) if self._capture_hidden else nullcontext()
         )
-        with capturing, capturing_taps(self.model, self._taps, taps.append):
+        tapping = capturing_taps(self.model, self._taps, taps.append)
+        with narrow_logits(self.model), capturing, tapping:
             logits = self.model(
                 **named_inputs(inputs),
                 position_ids=positions,

@@ -208,7 +208,7 @@ class CachedSequence:
         return Forward(self, [*uncached, *tokens], logits_to_keep, parents, unrolled)
 
     def distribution(self, logits: Tensor, sampling: SamplingConfig | None = None) -> Tensor:
-        """Distributions (..., V) of logits (..., V), by default under the sequence's sampling."""
+        """Distributions (..., V) of logits (..., N), by default under the sequence's sampling."""
         return self.model.distribution(logits, sampling or self.sampling)
 
     def commit(
