@@ -194,8 +194,6 @@ def test_sentences_about_all_prompt_sets_are_what_the_results_give() -> None:
 
     for name in ("README.md", "docs/real/README.md"):
         page = " ".join((ROOT / name).read_text().split())
-        assert speedup(real["dynamic tree"]) in page
-        assert max(map(speedup, real.values())) == speedup(real["dynamic tree"])
-        assert speedup(warm["confidence .4"]) in page
-        assert max(map(speedup, warm.values())) == speedup(warm["confidence .4"])
-        assert speedup(real["cost"]) in page
+        for rows in (real, warm):
+            fastest = max(rows.values(), key=lambda row: Interval.of(row.rates["speedup"]).value)
+            assert speedup(fastest) in page
