@@ -305,6 +305,7 @@ class SpeculativeDecoder:
             else:
                 target.accept(drawn.nodes)
             if drafter is not None:
+                drafter.hold(bool(verifier.residuals))
                 drafter.accept(drawn.nodes, length)
             committed += emitted
             ended = committed[-1] in self._end_tokens

@@ -19,9 +19,13 @@ from distill.initial import cut, make_initial
 from distill.states import DECAY, of_round, readings, ridge, silence, weights_of
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting import drafters
 from eval.drafts import DraftTree
-from eval.verifiers.rule import Drawn, Verifier
+from eval.verifiers import rule
+from eval.verifiers.persistent_residual import PersistentResiduals
+from eval.verifiers.rule import Drawn, Rng, Verifier, outcomes
 from heads.target_context import check_tree_states, tree_states
+from specdata import probability
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
@@ -29,9 +33,8 @@ from specdata.models import load_model
 from specdata.probability import SamplingConfig
 from specdata.states_draft import states_input, token_embedding, unit
 from specdata.taps import attach, default_taps, install, read_taps
-from tests.chi_square import LEVEL, p_value
 from tests.families import tiny
-from tests.test_branching import CASES, DRAWS
+from tests.test_branching import CASES
 from tests.test_decoder import PROMPT
 from tests.test_initial import ROWS, stored
 from tests.tiny import joint_distribution, tiny_llama
@@ -85,12 +88,17 @@ class Checked:
         self, inner: Verifier, draft: PreTrainedModel, prompt: list[int], tolerance: float
     ) -> None:
         self.inner, self.draft, self.committed = inner, draft, [*prompt]
+        self.began = len(prompt)  # where the draft begins whose distributions are drafted from
         self.tolerance = tolerance
         self.nodes = 0
 
     @property
     def residual_persists(self) -> bool:
         return self.inner.residual_persists
+
+    @property
+    def residuals(self) -> PersistentResiduals:
+        return self.inner.residuals
 
     def needs_tail(self, nodes: int) -> bool:
         return self.inner.needs_tail(nodes)
@@ -101,7 +109,8 @@ class Checked:
             while at:
                 path.insert(0, tree.token_list[at - 1])
                 at = tree.parent_list[at - 1]
-            state = state_after(self.draft, self.committed, path)
+            begun, since = self.committed[: self.began], self.committed[self.began :]
+            state = state_after(self.draft, begun, since + path)
             q = self.draft.lm_head(state).softmax(-1)
             torch.testing.assert_close(
                 tree.distributions[tree.distribution_index[node]],
@@ -113,6 +122,8 @@ class Checked:
         drawn = self.inner.draw(tree, target, generator)
         self.committed += [*(tree.token_list[node - 1] for node in drawn.nodes), drawn.token]
         self.inner = drawn.verifier
+        if not self.inner.residuals:  # which are of the distributions of their round
+            self.began = len(self.committed)
         return Drawn(drawn.nodes, drawn.token, cast(Verifier, self))
 
 
@@ -156,18 +167,39 @@ def test_what_is_drafted_depends_on_the_text_and_the_path_alone(name: str) -> No
     decoded_as_defined(*pair(40), DRAFTED[name], PROMPT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTED)
-def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str) -> None:
-    """As of plain drafts (tests/test_branching.py)."""
-    target, draft = pair()
-    config = DRAFTED[name]
-    distribution = joint_distribution(target, PROMPT, 4, config.sampling)
+def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By enumeration: the whole decoder is run for every outcome of every draw, over all rounds."""
+    target, draft = pair(3)
+    small: dict[str, Any] = {"length": 2, "nodes": 2, "depth": 2}
+    small |= {"widths": (2, 1)} if DRAFTED[name].drafter == "tree" else {}
+    small |= {"paths": 2} if DRAFTED[name].drafter == "paths" else {}
+    config = DRAFTED[name].model_copy(update=small)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
-    generator = torch.Generator().manual_seed(17)
-    prompt = torch.tensor(PROMPT)
-    outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
-    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > LEVEL
+    text, rounds = torch.tensor(PROMPT) % 3, 0
+    length = 4 if config.drafter in {"chain", "dynamic_tree"} else 3  # other drafts are many
+
+    def decoded(rng: Rng) -> tuple[int, ...]:
+        def drawn(probs: Tensor, count: int, _: object) -> list[int]:
+            return [rng.categorical(probs.tolist()) for _ in range(count)]
+
+        with monkeypatch.context() as scripted:
+            for module in (probability, drafters):
+                scripted.setattr(module, "draw_several", drawn)
+            scripted.setattr(rule, "GeneratorRng", lambda _: rng)
+            out = decoder.generate(text, max_new_tokens=length, generator=torch.Generator())
+        nonlocal rounds
+        rounds = max(rounds, len(out.rounds))
+        return tuple(out.tokens.tolist())
+
+    found: Counter[tuple[int, ...]] = Counter()
+    for weight, tokens in outcomes(decoded):
+        found[tokens] += weight  # type: ignore[assignment]
+    plain = joint_distribution(target, text.tolist(), length, config.sampling)
+    assert rounds >= 3
+    assert found == pytest.approx(plain, rel=1e-9)
 
 
 @pytest.mark.parametrize("engine", ["eager", "captured"])

@@ -72,6 +72,12 @@ class Drafter(ABC):
             if isinstance(sequence, StatesSequence):
                 sequence.target = target
 
+    def hold(self, persists: bool) -> None:
+        """Keep the distributions of the last draft, as functions of the text, for its residual."""
+        for sequence in self._sequences:
+            if isinstance(sequence, StatesSequence):
+                sequence.hold(persists)
+
     def reset(self) -> None:
         """Forget the sequence; what a stopping rule has measured is kept."""
         for sequence in self._sequences:
@@ -111,7 +117,8 @@ class ChainDrafter(Drafter):
         tokens: list[int] = []
         distributions: list[Tensor] = []
         while len(tokens) < planned:
-            logits = yield sequence.append(uncached, 1)
+            for piece in sequence.pieces(uncached):
+                logits = yield sequence.append(piece, 1)
             distribution, state = sequence.distribution(logits[0]), sequence.hidden
             place, since = len(tokens), self._since_rejection + len(tokens)
             # At least one token is drafted: a round is never the target's alone.
@@ -133,7 +140,8 @@ class ChainDrafter(Drafter):
     def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
         """Run the draft model once more, over the tokens that are not in its cache."""
         uncached = [*committed, *draft.token_list][self._sequence.length :]
-        logits = yield self._sequence.append(uncached, 1)
+        for piece in self._sequence.pieces(uncached):
+            logits = yield self._sequence.append(piece, 1)
         tail = self._sequence.distribution(logits[0])
         return drawn_chain(draft.token_list, list(draft.distributions), draft.planned or 0, tail)
 

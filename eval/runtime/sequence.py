@@ -186,6 +186,10 @@ class CachedSequence:
         """The forward that appends tokens to the committed ones. No nodes may be in the cache."""
         return Forward(self, tokens, logits_to_keep)
 
+    def pieces(self, tokens: list[int]) -> list[list[int]]:
+        """Tokens to append, in as many forwards as the model needs."""
+        return [tokens]
+
     def append_tree(
         self,
         tokens: list[int],
@@ -263,7 +267,8 @@ class StatesSequence(CachedSequence):
 
     A token is read with the target's states at the token before it, or, where the target has not
     read that one yet, with the draft's own. Tokens read so are dropped when a draft was verified,
-    accepted or not, and are read again with the target's.
+    accepted or not, and are read again with the target's; but not while a residual persists, which
+    is of the distributions that its draft was drawn from (`hold`).
 
     Attributes:
         target: the target's sequence; without one, as in a warm-up, its states count as 0.
@@ -274,6 +279,7 @@ class StatesSequence(CachedSequence):
         self.target: CachedSequence | None = None
         self._after_target = 0  # committed tokens that were read with the target's states
         self._own: dict[int, Tensor] = {}  # the draft's states by cache position, of this draft
+        self._held: int | None = None  # tokens whose target states are read, while a residual lasts
         self._embedding = states_input(model.model)
 
     @property
@@ -285,7 +291,19 @@ class StatesSequence(CachedSequence):
     def reset(self) -> None:
         """Forget the sequence."""
         super().reset()
-        self._after_target, self._own = 0, {}
+        self._after_target, self._own, self._held = 0, {}, None
+
+    def hold(self, persists: bool) -> None:
+        """Read later tokens as the last draft would have, as long as a residual of it persists."""
+        if not persists:
+            self._held = None
+        elif self._held is None:
+            self._held = self._after_target - 1
+
+    def pieces(self, tokens: list[int]) -> list[list[int]]:
+        """Tokens to append: each after its predecessor's own state in a forward of its own."""
+        known = max(0, self._read_by_target() + 1 - self.length)
+        return [piece for piece in (tokens[:known], *([each] for each in tokens[known:])) if piece]
 
     def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
         """(n, H) what the draft reads of a forward's tokens, (n,) ids of its own vocabulary."""
@@ -315,7 +333,9 @@ class StatesSequence(CachedSequence):
         ]
 
     def _read_by_target(self) -> int:
-        """Tokens of the sequence whose states are known."""
+        """Tokens of the sequence whose target states are known, and may be read."""
+        if self._held is not None:
+            return self._held
         return sys.maxsize if self.target is None else self.target.length
 
     def commit(
@@ -333,6 +353,9 @@ class StatesSequence(CachedSequence):
 
     def crop(self, length: int) -> None:
         """Keep at most the first `length` tokens, of those read with the target's states."""
+        if self._held is not None:
+            super().crop(length)
+            return
         super().crop(min(length, self._after_target))
         self._after_target, self._own = self.length, {}
 
