@@ -26,19 +26,22 @@ demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
 
 # The target, then the whole pipeline, sampled as the model's card says. Each step goes on where it was
-# killed.
+# killed. Where the processor does not multiply bfloat16, in float32, and fewer passes.
+IN_FLOAT32 := $(shell grep -q bf16 /proc/cpuinfo 2>/dev/null || echo yes)
+REAL_DTYPE := $(if $(IN_FLOAT32),--models.dtype float32)
+REAL_DRAFT := $(if $(IN_FLOAT32),--draft.precision float32 --draft.optimizer adamw --draft.epochs 2)
 real: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/smollm2.py --out runs/smollm2-135m/target
-	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m.yaml
+	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m.yaml $(REAL_DTYPE) $(REAL_DRAFT)
 
 # After `make real`: temperature 1; a plain draft beside transformers at its own settings; and, with
 # PROMPTS=my.jsonl, the draft of `make real` on prompts of yours.
 real-more: $(INSTALLED)
-	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-t1.yaml
+	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-t1.yaml $(REAL_DTYPE)
 	@mkdir -p runs/smollm2-135m-plain && cp -Rn runs/smollm2-135m/rollouts runs/smollm2-135m-plain
-	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-plain.yaml
+	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-plain.yaml $(REAL_DTYPE) $(REAL_DRAFT)
 	@test -z "$(PROMPTS)" || $(RUN) $(BIN)/python recipes/run_eval.py --config recipes/configs/smollm2-135m.yaml \
-		--eval.folder eval-own --eval.sets '[{name: $(PROMPTS), split: test, count: 32}]'
+		$(REAL_DTYPE) $(REAL_DRAFT) --eval.folder eval-own --eval.sets '[{name: $(PROMPTS), split: test, count: 32}]'
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)

@@ -3,18 +3,18 @@
     python benchmarks/states.py RUN [--rollouts 128 512 1376] [--seeds 0 1] [--out FILE]
 
 RUN is the output of a run whose rollouts are made, with rollouts.store_states and store_taps 2,
-n/2, n - 3, n. Every row is trained on as many of its training rollouts, evenly of each set, and
-measured on all dev rollouts: sum of min(p, q), and tokens of a round of four, in which a draft on
-states reads its own from the second token on. Seconds are the processor's, of making and training
-the draft; the target's states are stored. Finished rows are kept in --work: the same command goes
-on where it ended.
+n/2, n - 3, n; drafts are trained in the precision in which they were. Every row is trained on as
+many of its training rollouts, evenly of each set, and measured on all dev rollouts: sum of
+min(p, q), and tokens of a round of four, in which a draft on states reads its own from the second
+token on. Seconds are the processor's, of making and training the draft; the target's states are
+stored. Finished rows are kept in --work: the same command goes on where it ended, and commands of
+one seed each may run side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,6 +29,8 @@ from distill.distillation import distil
 from distill.initial import make_initial
 from distill.training import save_model
 from distill.watch import HeldOut
+from eval.measuring.environment import describe_environment
+from specdata.loading import Loading
 from specdata.models import copy_tokenizer, load_configs, load_model
 from specdata.sampling import SamplingConfig
 from specdata.states_draft import states_input
@@ -42,14 +44,13 @@ STATES = {"kind": "states", "layers": 1}
 Row = dict[str, Any]
 
 
-def rows(counts: list[int], seeds: list[int], layers: int) -> Iterator[Row]:
-    """What is trained; all but the first two kinds on the most rollouts."""
-    most = max(counts)
+def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iterator[Row]:
+    """What is trained; all but the first two kinds on `ablated` rollouts."""
     for seed in seeds:
         for count in sorted(counts):
             yield {"name": "plain", "init": PLAIN, "rollouts": count, "seed": seed}
             yield {"name": "states", "init": STATES, "rollouts": count, "seed": seed}
-        shared: Row = {"init": STATES, "rollouts": most, "seed": seed}
+        shared: Row = {"init": STATES, "rollouts": ablated, "seed": seed}
         yield {**shared, "name": "plain, as many seconds", "init": PLAIN, "as": "states"}
         yield {**shared, "name": "states, two layers", "init": {**STATES, "layers": 2}}
         for name, taps in (("final", [layers]), ("three", [2, layers // 2, layers - 3])):
@@ -67,6 +68,7 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
     run = given.run / "rollouts"
     stored = read_manifest(run)["settings"]
     target, sampling = stored["target"]["name"], SamplingConfig(**stored["sampling"])
+    dtype = stored["dtype"]
     rollouts = load_stored(run)
     dev, train = of_split(rollouts, "dev", run), of_split(rollouts, "train", run)
     spread = (index * len(train) // row["rollouts"] for index in range(row["rollouts"]))
@@ -81,10 +83,13 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
         out=work / "initial",
         config=InitConfig(**row["init"], vocabulary=given.vocabulary),
         seed=row["seed"],
+        states_dtype=dtype,
     )
     if row.get("random"):
         at_random(work / "initial", target, row["seed"])
-    config = {"epochs": epochs, "learning_rate": given.learning_rate, **row.get("train", {})}
+    config = {"epochs": epochs, "precision": dtype}
+    config |= {"learning_rate": given.learning_rate, "optimizer": given.optimizer}
+    config |= row.get("train", {})
     result = distil(
         target=target,
         draft=work / "initial",
@@ -94,10 +99,11 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
         config=DistilConfig(**config, warp="raw", keep="last", eval_steps=10**9, report_to=[]),
         sampling=sampling,
         seed=row["seed"],
+        teacher_load=Loading(dtype=dtype),
     )
     seconds = time.process_time() - begun
     draft = load_model(str(work / "draft"))
-    found = HeldOut(load_model(target), dev, sampling).measure(draft)
+    found = HeldOut(load_model(target, dtype=dtype), dev, sampling).measure(draft)
     made = {key: row[key] for key in ("name", "rollouts", "seed")}
     made |= {"epochs": round(config["epochs"], 2), "seconds": round(seconds, 1)}
     made |= {"steps": result.steps, "parameters": draft.num_parameters()}
@@ -129,8 +135,10 @@ def main() -> None:
     add("run", type=Path, help="output of a run whose rollouts are made")
     add("--rollouts", type=int, nargs="+", default=[128, 512, 1376])
     add("--seeds", type=int, nargs="+", default=[0, 1])
+    add("--ablations", type=int, help="rollouts of all but plain and states (default: the most)")
     add("--epochs", type=float, default=3.0)
     add("--learning-rate", type=float, default=1e-3)
+    add("--optimizer", choices=["adamw", "muon"], default="adamw")
     add("--vocabulary", type=int, help="tokens that the drafts can propose (default: all)")
     add("--only", nargs="+", help="names of rows (default: all)")
     add("--work", type=Path, default=Path("runs/bench/states"))
@@ -139,21 +147,27 @@ def main() -> None:
     target = read_manifest(given.run / "rollouts")["settings"]["target"]["name"]
     layers = load_configs(target)[0].get_text_config().num_hidden_layers
     figures: list[Row] = []
-    for row in rows(given.rollouts, given.seeds, layers):
+    for row in rows(given.rollouts, given.seeds, given.ablations or max(given.rollouts), layers):
         if given.only and row["name"] not in given.only:
             continue
         kept = given.work / f"{row['name']} {row['rollouts']} {row['seed']}.json"
         if not kept.exists():
             epochs = given.epochs
             if row.get("as"):
-                like = {each["name"]: each["seconds"] for each in figures[-2:]}
+                like = {
+                    each["name"]: each["seconds"]
+                    for each in figures
+                    if (each["rollouts"], each["seed"]) == (row["rollouts"], row["seed"])
+                }
                 epochs *= like["states"] / like["plain"]
-            write_json(kept, measured(row, given, given.work / "now", epochs))
+            write_json(kept, measured(row, given, kept.with_suffix(""), epochs))
         figures.append(json.loads(kept.read_text()))
         print(json.dumps(figures[-1]), flush=True)
     about = {"target": target, "taps": default_taps(layers), "vocabulary": given.vocabulary}
-    machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    write_json(given.out, {**about, **machine, "threads": torch.get_num_threads(), "rows": figures})
+    about |= {"learning_rate": given.learning_rate, "optimizer": given.optimizer}
+    dtype = read_manifest(given.run / "rollouts")["settings"]["dtype"]
+    environment = describe_environment(device="cpu", dtype=dtype).model_dump()
+    write_json(given.out, {**about, "environment": environment, "rows": figures})
 
 
 if __name__ == "__main__":

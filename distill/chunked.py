@@ -166,11 +166,12 @@ def _of_linear(
         total += value.detach()
         of_states[chunk] = grad @ linear.weight.to(grad.dtype)
         for parameter, gradient in zip(trained, gradients, strict=True):
-            wide = grad.to(gradient.dtype)
-            if parameter is linear.weight:
-                gradient.addmm_(wide.T, part.to(gradient.dtype))
-            else:
-                gradient += wide.sum(dim=0)
+            if parameter is not linear.weight:
+                gradient += grad.to(gradient.dtype).sum(dim=0)
+            elif grad.dtype == gradient.dtype:
+                gradient.addmm_(grad.T, part.to(grad.dtype))
+            else:  # as under autocast: the product in the precision of the logits
+                gradient += grad.T @ part.to(grad.dtype)
     return total, [of_states, *gradients]
 
 

@@ -221,8 +221,11 @@ class DistilConfig(Config):
         ge=0.0,
         description="passes over the training rollouts; 0 keeps the draft as it starts",
     )
+    # On SmolLM2, 512 rollouts and equal seconds: .407 acceptance and 1.69 tokens of a round of four
+    # with two, .387 and 1.66 with three (EAGLE-3's 7 are for drafts that train a hundred times as
+    # long).
     readings: int = Field(
-        3,
+        2,
         ge=2,
         description="with init.kind states: times that a batch is read, first after the target's "
         "states, then after the draft's own (training-time test)",
@@ -235,7 +238,7 @@ class DistilConfig(Config):
     learning_rate: float = Field(1e-4, gt=0.0, description="largest learning rate")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="adamw, or muon for the matrices of the layers and adamw for all else: fewer, "
+        description="adamw, or muon for the matrices of the layers and maps, adamw for all else: fewer, "
         "slower steps; not under DeepSpeed, not with lora",
     )
     freeze_embeddings: bool = Field(

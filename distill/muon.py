@@ -1,4 +1,4 @@
-"""Muon for the matrices of the decoder layers, AdamW for all else, as one optimizer.
+"""Muon for the matrices of the decoder layers and of what they read, AdamW for all else, as one optimizer.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025,
 arXiv:2502.16982) makes the momentum of a matrix orthogonal before it is subtracted. Its steps are
@@ -64,13 +64,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def muon_optimizer(
-    model: nn.Module, layers: nn.ModuleList, *, lr: float, betas: tuple[float, float]
+    model: nn.Module, inner: nn.ModuleList, *, lr: float, betas: tuple[float, float]
 ) -> MuonWithAdamW:
-    """Muon for the trained matrices in `layers`, AdamW for the model's other trained weights."""
+    """Muon for the trained matrices in `inner`, AdamW for the model's other trained weights."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    inner = {id(weight) for weight in layers.parameters() if weight.ndim == 2}
+    hidden = {id(weight) for weight in inner.parameters() if weight.ndim == 2}
     for weight in model.parameters():
         if weight.requires_grad:
-            (matrices if id(weight) in inner else others).append(weight)
+            (matrices if id(weight) in hidden else others).append(weight)
     return MuonWithAdamW(matrices, others, lr=lr, betas=betas)

@@ -284,9 +284,11 @@ def _optimizer(
             "draft.optimizer muon needs whole matrices, and DeepSpeed and FSDP2 divide them: "
             "launch without them, or set draft.optimizer to adamw"
         )
-    _, layers = decoder_layers(student)
+    inner, reads = [decoder_layers(student)[1]], states_input(base_of(student))
+    if reads is not None:
+        inner += [reads.token, reads.states, reads.own_token, reads.own_state]
     betas = (arguments.adam_beta1, arguments.adam_beta2)
-    return muon_optimizer(student, layers, lr=config.learning_rate, betas=betas)
+    return muon_optimizer(student, nn.ModuleList(inner), lr=config.learning_rate, betas=betas)
 
 
 def _draft_texts(

@@ -259,8 +259,6 @@ class SpeculativeDecoder:
             check_rope(self._target.model, len(committed), max_length, alone=alone)
         rounds: list[Round] = []
         ended = False
-        if self._reads_states and len(committed) > 1:
-            yield target.append(committed[:-1], 1)  # a draft reads its states first
         while len(committed) < max_length and not ended:
             started = self._now() if alone else 0.0
 
@@ -269,6 +267,8 @@ class SpeculativeDecoder:
             if drafter is not None:
                 before = drafter.forwards
                 most = max_length - len(committed) - 1
+                if self._reads_states and target.length == 0:
+                    most = 0  # the target reads the prompt first, and emits a token
                 with _naming(self._drafts):
                     tree = yield from drafter.propose(committed, most, generator)
                 if verifier.needs_tail(len(tree)):

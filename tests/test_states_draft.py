@@ -30,7 +30,7 @@ from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model
-from specdata.probability import SamplingConfig
+from specdata.probability import SamplingConfig, draw_one
 from specdata.states_draft import states_input, token_embedding, unit
 from specdata.taps import attach, default_taps, install, read_taps
 from tests.families import tiny
@@ -92,9 +92,7 @@ class Checked:
         self.tolerance = tolerance
         self.nodes = 0
 
-    @property
-    def residual_persists(self) -> bool:
-        return self.inner.residual_persists
+    residual_persists = True  # rounds without a draft come here, too
 
     @property
     def residuals(self) -> PersistentResiduals:
@@ -119,7 +117,10 @@ class Checked:
                 atol=self.tolerance,
             )
             self.nodes += 1
-        drawn = self.inner.draw(tree, target, generator)
+        if len(tree) or self.inner.residual_persists:
+            drawn = self.inner.draw(tree, target, generator)
+        else:
+            drawn = Drawn([], draw_one(target[0], generator), self.inner)
         self.committed += [*(tree.token_list[node - 1] for node in drawn.nodes), drawn.token]
         self.inner = drawn.verifier
         if not self.inner.residuals:  # which are of the distributions of their round
