@@ -238,8 +238,8 @@ class DistilConfig(Config):
     learning_rate: float = Field(1e-4, gt=0.0, description="largest learning rate")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="adamw, or muon for the matrices of the layers and maps, adamw for all else: fewer, "
-        "slower steps; not under DeepSpeed, not with lora",
+        description="adamw, or muon for the matrices of layers and maps and adamw for all else: "
+        "fewer, slower steps; not under DeepSpeed, not with lora",
     )
     freeze_embeddings: bool = Field(
         False,

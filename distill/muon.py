@@ -1,4 +1,4 @@
-"""Muon for the matrices of the decoder layers and of what they read, AdamW for all else, as one optimizer.
+"""Muon for the matrices of the decoder layers, AdamW for all else, as one optimizer.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025,
 arXiv:2502.16982) makes the momentum of a matrix orthogonal before it is subtracted. Its steps are

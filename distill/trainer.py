@@ -284,7 +284,8 @@ def _optimizer(
             "draft.optimizer muon needs whole matrices, and DeepSpeed and FSDP2 divide them: "
             "launch without them, or set draft.optimizer to adamw"
         )
-    inner, reads = [decoder_layers(student)[1]], states_input(base_of(student))
+    inner: list[nn.Module] = [decoder_layers(student)[1]]
+    reads = states_input(base_of(student))
     if reads is not None:
         inner += [reads.token, reads.states, reads.own_token, reads.own_state]
     betas = (arguments.adam_beta1, arguments.adam_beta2)
