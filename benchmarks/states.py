@@ -144,10 +144,13 @@ def main() -> None:
     add("--work", type=Path, default=Path("runs/bench/states"))
     add("--out", type=Path, default=Path("runs/bench/states.json"))
     given = parser.parse_args()
+    ablations = given.ablations or max(given.rollouts)
+    if ablations not in given.rollouts:
+        parser.error(f"--ablations must be one of --rollouts, got {ablations}")
     target = read_manifest(given.run / "rollouts")["settings"]["target"]["name"]
     layers = load_configs(target)[0].get_text_config().num_hidden_layers
     figures: list[Row] = []
-    for row in rows(given.rollouts, given.seeds, given.ablations or max(given.rollouts), layers):
+    for row in rows(given.rollouts, given.seeds, ablations, layers):
         if given.only and row["name"] not in given.only:
             continue
         kept = given.work / f"{row['name']} {row['rollouts']} {row['seed']}.json"

@@ -142,10 +142,10 @@ def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tens
     rejection probability itself; w is taken position by position. Samarin et al. 2026
     (arXiv:2602.23881). Arguments and result as in `forward_kl`.
     """
-    log_p, log_q = _log_distributions(draft_logits, target_logits)
-    values, gradient = _lk_hybrid(log_p, log_q.detach(), draft_logits.detach() > -torch.inf)
-    known = _Differentiated.apply(values, draft_logits, gradient)  # type: ignore[no-untyped-call]
-    return _masked_mean(known, mask)
+    known = draft_logits.detach()
+    values, gradient = _lk_hybrid(*_log_distributions(known, target_logits), known > -torch.inf)
+    loss = _Differentiated.apply(values, draft_logits, gradient)  # type: ignore[no-untyped-call]
+    return _masked_mean(loss, mask)
 
 
 @torch.no_grad()

@@ -163,6 +163,8 @@ def readings(
             everywhere = states.new_zeros(*ids.shape, states.shape[-1])
             states = everywhere.index_put((rows, places), states)
         yield states
+        if step + 1 == count:
+            return
         places = later
         x = made.after_own(ids[rows, places], before(states)[rows, places])
         own = torch.arange(places.shape[1], device=ids.device)

@@ -287,7 +287,7 @@ def _optimizer(
     inner: list[nn.Module] = [decoder_layers(student)[1]]
     reads = states_input(base_of(student))
     if reads is not None:
-        inner += [reads.token, reads.states, reads.own_token, reads.own_state]
+        inner += [each for each in reads.children() if isinstance(each, nn.Linear)]
     betas = (arguments.adam_beta1, arguments.adam_beta2)
     return muon_optimizer(student, nn.ModuleList(inner), lr=config.learning_rate, betas=betas)
 

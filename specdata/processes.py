@@ -161,7 +161,7 @@ def largest_of_all(value: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what large tensors leave, up to 2 GiB, for the next ones.
+    """Let glibc keep what large tensors leave for the next ones.
 
     By default it goes back to the system, and to get a page again takes longer than a simple
     operation on it: a third of a draft's training on a CPU.
@@ -169,8 +169,10 @@ def keep_freed_memory() -> None:
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # of malloc.h
         libc = ctypes.CDLL(None)
-        libc.mallopt(trim_threshold, (1 << 31) - 1)
-        libc.mallopt(mmap_threshold, 1 << 30)
+        # Versions before 2.35 take at most 32 MiB, to which the threshold also grows by itself, but
+        # no longer once another is set.
+        if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 1 << 25):
+            libc.mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def in_group() -> bool:

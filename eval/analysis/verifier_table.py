@@ -235,13 +235,15 @@ def drafted(
     for index, (generator, generation) in enumerate(zip(generators, generations, strict=True)):
         rounds = iter(recorder.rounds.get(id(generator), []))
         before: Scored | None = None
-        for number, record in enumerate(generation.rounds):
+        number = 0  # of the rounds that drafted; those without a draft begin or end a text
+        for record in generation.rounds:
             here = next(rounds) if record.drafted else nothing
             if here is not None:
                 here = replace(here, forwards=record.draft_forwards)
                 if shown[id(generator)][number]:
                     starts.append(Start(index, here, before))
             before = here
+            number += record.drafted > 0
     return starts
 
 

@@ -121,7 +121,7 @@ class ChainDrafter(Drafter):
                 logits = yield sequence.append(piece, 1)
             distribution, state = sequence.distribution(logits[0]), sequence.hidden
             place, since = len(tokens), self._since_rejection + len(tokens)
-            # At least one token is drafted: a round is never the target's alone.
+            # At least one token is drafted.
             known = distribution, state, sequence.model.embed, place, since
             upcoming = UpcomingToken(*known)
             if rule.asks_before and tokens and rule.should_stop_before(upcoming):

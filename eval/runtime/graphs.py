@@ -183,10 +183,12 @@ class ForwardGraphs:
         assert model is not None
         forward = eager_forward(model, kind.masked, kind.last, self._taps)
         try:
-            with torch.inference_mode(False), torch.no_grad(), _sharing_keys(model):
-                traced = make_fx(
+            with torch.inference_mode(False), torch.no_grad():
+                make = make_fx(
                     forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
-                )(*_examples(inputs, kind.masked))
+                )
+                with _sharing_keys(model):  # not in the forward that the graph is compared with
+                    traced = make(*_examples(inputs, kind.masked))
                 if multiplies(model.device, model.dtype):
                     self._prepacker.rewrite(traced)
                 graph: Graph = torch.compile(traced, dynamic=True) if kind.compiled else traced
@@ -210,9 +212,12 @@ def _sharing_keys(model: PreTrainedModel) -> Iterator[None]:
     transformers copies a sequence's keys and values for each head where there is a mask, lest a GPU
     fall back to a slow kernel; a CPU's takes both, with the same results.
     """
+    if model.device.type != "cpu":
+        yield
+        return
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
     before = os.environ.get(name)
-    os.environ[name] = str(int(model.device.type == "cpu"))
+    os.environ[name] = "1"
     try:
         yield
     finally:
