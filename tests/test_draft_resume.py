@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "completions of the draft": (trained, COMPLETIONS),
     "muon": (trained, {"optimizer": "muon", "epochs": 4}),
     "the last weights": (trained, {"keep": "last"}),
-    "the target's states": (trained_on_states, {}),
+    "the target's states": (trained_on_states, {"optimizer": "muon", "epochs": 4}),
     "fine-tuning": (tuned, {}),
     "fine-tuning of adapters": (tuned, LORA),
 }

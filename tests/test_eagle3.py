@@ -198,7 +198,13 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     )
     assert made["taps"] == [1, 2]
     config = DistilConfig(
-        init=init, epochs=40, learning_rate=1e-2, warp="raw", keep="last", report_to=[]
+        init=init,
+        optimizer="muon",
+        epochs=40,
+        learning_rate=1e-2,
+        warp="raw",
+        keep="last",
+        report_to=[],
     )
     found = distil(
         target=target,

@@ -34,6 +34,7 @@ from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
 from specdata.sampling import SamplingConfig, generator_for
 from tests.synthetic_results import synthetic_results
+from tests.test_states_draft import pair as states_pair
 from tests.tiny import END, tiny_llama
 
 CHAIN: dict[str, Any] = {"drafter": "chain", "length": 3}
@@ -99,6 +100,20 @@ def test_a_place_counts_by_how_a_round_ends_there_and_a_call_emits_what_its_verd
         assert found["kseq"].weight[index] == pytest.approx(wanted, abs=1e-9)
         checked += 1
     assert checked > 10
+
+
+def test_of_a_draft_on_states_a_text_begins_with_a_round_without_a_draft() -> None:
+    """Of the places that are shown, no later one is taken for a text's first."""
+    places = drafted(
+        *states_pair(12),
+        tiny_prompts(8),
+        DecodeConfig(length=2),
+        max_new_tokens=24,
+        keep=0.3,
+    )
+    first = [place for place in places if place.before is None]
+    assert 0 < len(first) < len(places) / 4
+    assert not any(len(place.here.tree) for place in first)
 
 
 @pytest.mark.parametrize(
