@@ -39,7 +39,7 @@ real: $(INSTALLED)
 real-more: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-t1.yaml $(REAL_DTYPE)
 	@mkdir -p runs/smollm2-135m-plain && cp -Rn runs/smollm2-135m/rollouts runs/smollm2-135m-plain
-	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-plain.yaml $(REAL_DTYPE) $(REAL_DRAFT)
+	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-plain.yaml $(REAL_DTYPE) $(subst --draft.epochs 2,,$(REAL_DRAFT))
 	@test -z "$(PROMPTS)" || $(RUN) $(BIN)/python recipes/run_eval.py --config recipes/configs/smollm2-135m.yaml \
 		$(REAL_DTYPE) $(REAL_DRAFT) --eval.folder eval-own --eval.sets '[{name: $(PROMPTS), split: test, count: 32}]'
 
