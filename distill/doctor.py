@@ -83,6 +83,7 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
     """
     from distill.watch import HeldOut
     from specdata.models import load_model, load_tokenizer
+    from specdata.states_draft import states_input
 
     if not (given.folder / "config.json").is_file():
         raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
@@ -94,7 +95,8 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
     is_published = "speculators_model_type" in said or "Eagle3" in str(said.get("architectures"))
     if not is_published:
         draft = load_model(str(given.folder), target=given.target)
-        yield Finding("ok", "layout", f"an ordinary draft, {type(draft).__name__}")
+        kind = "on states, for this decoder alone" if states_input(draft) else "an ordinary draft"
+        yield Finding("ok", "layout", f"{kind}, {type(draft).__name__}")
         yield _acceptance(held, draft)
         return
     try:

@@ -185,8 +185,7 @@ def _window(wanted: Tensor) -> Tensor:
 
 def of_round(chosen: Tensor, step: int) -> Tensor:
     """(B, T) bool positions whose tokens are learnt -> those whose round began at such a one."""
-    began = nn.functional.pad(chosen[:, : chosen.shape[1] - step], (step, 0))
-    return chosen & began
+    return chosen & nn.functional.pad(chosen, (step, 0))[:, : chosen.shape[1]]
 
 
 def weights_of(count: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -33,9 +34,11 @@ from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import is_fsdp, join_processes
 from specdata.sampling import SamplingConfig
-from specdata.states_draft import StatesInput, states_input
+from specdata.states_draft import KEY, StatesInput, states_input
 from specdata.taps import decoder_layers
-from specdata.target_states import has_states, has_taps, reading_stored
+from specdata.target_states import TAPS, has_states, has_taps, reading_stored
+
+logger = logging.getLogger(__name__)
 
 
 class DistilTrainer(Trainer):  # type: ignore[misc]
@@ -232,6 +235,14 @@ def draft_trainer(
     )
     if config.freeze_embeddings or states_input(base_of(student)) is not None:
         _freeze_embeddings(student)
+    record = getattr(student.config, KEY, None)
+    if record and "layout" not in record and has_taps(train) and record["taps"] != train[0][TAPS]:
+        logger.warning(
+            "the rollouts keep the taps %s, and the draft reads %s: the target reads the rollouts "
+            "again in every pass. Give rollouts.store_taps and draft.init.taps alike",
+            train[0][TAPS],
+            record["taps"],
+        )
     pad_id, texts = 0, None
     taught: Teacher | TopLogitsTeacher
     if isinstance(teacher, TopLogitDistributions):

@@ -130,6 +130,12 @@ class Rollouts(Stage):
                 "rollouts.sets must name at least one prompt set, such as "
                 "{name: instruct, split: train, count: 512}; got []"
             )
+        layers = sizes_of(config, config.models.target).get("num_hidden_layers")
+        if layers is not None and wanted.store_taps and max(wanted.store_taps) > layers:
+            raise ConfigError(
+                f"rollouts.store_taps must be from 0 to {layers}, because {config.models.target} "
+                f"has {layers} layers; got {wanted.store_taps}"
+            )
         check_samples(wanted, config.sampling)
         check_loading(config, "rollouts")
         check_room(config, "rollouts", wanted.max_new_tokens, [config.models.target])

@@ -261,6 +261,7 @@ def test_a_reading_is_learnt_where_its_round_begins_at_the_prompts_end_or_later(
     assert of_round(chosen, 0).tolist() == chosen.tolist()
     assert of_round(chosen, 1)[0].nonzero().flatten().tolist() == [3, 4]
     assert of_round(chosen, 3).sum() == 0
+    assert of_round(chosen, 20).shape == chosen.shape  # more readings than the text has tokens
     assert sum(weights_of(3)) == pytest.approx(1.0)
     assert weights_of(3)[1] == pytest.approx(DECAY * weights_of(3)[0])
 
