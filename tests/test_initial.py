@@ -22,6 +22,7 @@ from distill.initial import (
     make_initial,
 )
 from recipes.config import parse
+from recipes.make_rollouts import Rollouts
 from recipes.pipeline import RECIPE
 from recipes.sizes import draft_width
 from recipes.train_draft import Draft
@@ -301,6 +302,13 @@ def test_what_the_target_lacks_is_refused_before_anything_runs(
     config = parse(arguments(target, *more)).config
     with pytest.raises(ConfigError, match=said):
         Draft(config).check()
+
+
+def test_taps_that_the_target_lacks_are_not_stored(target: Path) -> None:
+    made = ["--draft.init.kind", "states", "--rollouts.store_taps", "[2, 5]"]
+    config = parse(arguments(target, *made)).config
+    with pytest.raises(ConfigError, match="store_taps must be from 0 to 4"):
+        Rollouts(config).check()
 
 
 def test_a_given_draft_must_have_room_for_the_rollouts(tmp_path: Path) -> None:

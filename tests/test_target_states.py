@@ -245,7 +245,7 @@ def figures(draft: PreTrainedModel, rows: datasets.Dataset) -> list[float]:
 
 
 def test_drafts_are_taught_measured_and_labelled_with_stored_taps(
-    tapped: datasets.Dataset,
+    tapped: datasets.Dataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     draft = states_draft(TARGET, taps=TAPS)
     read = figures(draft, tapped.remove_columns([TAPPED, "taps"]))
@@ -253,9 +253,11 @@ def test_drafts_are_taught_measured_and_labelled_with_stored_taps(
     others = tapped.map(lambda row: {TAPPED: bytes(len(row[TAPPED]))})
     for other, right in zip(figures(draft, others), read, strict=True):
         assert other != pytest.approx(right, rel=1e-2)
-    # Those of other taps are not taken for these.
+    # Those of other taps are not taken for these, which is said.
     unlike = others.map(lambda row: {"taps": [0]})
+    assert not caplog.messages
     assert figures(draft, unlike) == pytest.approx(read)
+    assert "keep the taps [0], and the draft reads [0, 1]" in caplog.text
 
 
 def test_taps_cut_short_or_of_a_server_are_refused(tapped: datasets.Dataset) -> None:
