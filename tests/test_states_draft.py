@@ -175,7 +175,7 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(
 ) -> None:
     """By enumeration: the whole decoder is run for every outcome of every draw, over all rounds."""
     target, draft = pair(3)
-    small: dict[str, Any] = {"length": 2, "nodes": 2, "depth": 2}
+    small: dict[str, Any] = {"nodes": 2, "depth": 2}
     small |= {"widths": (2, 1)} if DRAFTED[name].drafter == "tree" else {}
     small |= {"paths": 2} if DRAFTED[name].drafter == "paths" else {}
     config = DRAFTED[name].model_copy(update=small)
