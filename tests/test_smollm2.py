@@ -149,20 +149,24 @@ def test_a_build_that_is_killed_leaves_nothing_half_and_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-hub"])
-def test_the_shipped_configurations_are_planned_offline(name: str) -> None:
-    assert f"writes runs/{name}/release" in planned(name)
+def test_the_shipped_configurations_are_planned_offline(tmp_path: Path, name: str) -> None:
+    assert f"writes runs/{name}/release" in planned(tmp_path, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2-135m-t1", "smollm2-135m-plain"])
-def test_the_configurations_after_make_real_are_planned_beside_its_target(name: str) -> None:
+def test_the_configurations_after_make_real_are_planned_beside_its_target(
+    tmp_path: Path, name: str
+) -> None:
     hub = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the run of `make real` is on few machines
-    assert f"writes runs/{name}/release" in planned(
-        name, "--models.target", hub, *(("--models.draft", hub) if name.endswith("t1") else ())
-    )
+    options = ("--models.target", hub, *(("--models.draft", hub) if name.endswith("t1") else ()))
+    assert f"writes runs/{name}/release" in planned(tmp_path, name, *options)
 
 
-def planned(name: str, *options: str) -> str:
+def planned(folder: Path, name: str, *options: str) -> str:
+    """The plan of a shipped configuration in an empty folder, where nothing is finished."""
+    config = ROOT / "recipes" / "configs" / f"{name}.yaml"
+    pipeline = str(ROOT / "recipes" / "pipeline.py")
     return run_without_heavy_libraries(
-        "recipes/pipeline.py", "--config", f"recipes/configs/{name}.yaml", "--plan", *options
+        pipeline, "--config", str(config), "--plan", *options, cwd=folder
     )
