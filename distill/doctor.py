@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from distill.eagle3 import RENAMED, built, ids_of, settings_of, tensors_of
+from distill.eagle3 import RENAMED, built, config_of, ids_of, settings_of, stored, tensors_of
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
-from specdata.storage.files import read_object
 from specdata.terminal import accept_any_text, tell
 
 if TYPE_CHECKING:  # help is shown without torch
@@ -65,6 +64,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith doct
     add("--max-new-tokens", type=int, default=64, help="of each text (default: 64)")
     add("--temperature", type=float, default=1.0, help="of target and draft (default: 1)")
     given = parser.parse_args(arguments)
+    if min(given.count, given.max_new_tokens) < 1 or not given.temperature >= 0:
+        parser.error("--count and --max-new-tokens must be 1 or more, --temperature 0 or more")
     console, problems = Console(highlight=False, soft_wrap=True), 0
     try:
         for each in examine(given):
@@ -85,9 +86,7 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
     from specdata.models import load_model, load_tokenizer
     from specdata.states_draft import states_input
 
-    if not (given.folder / "config.json").is_file():
-        raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
-    said = read_object(given.folder / "config.json")
+    said = config_of(given.folder)
     target, tokenizer = load_model(given.target), load_tokenizer(given.target)
     yield from _of_tokenizer(given.folder, tokenizer)
     text = _text(given, target, tokenizer)
@@ -212,25 +211,21 @@ def _ids(
 ) -> tuple[Tensor | None, str]:
     """(N,) the ids of the draft's tokens, and what is wrong with its maps."""
     import torch
-    from safetensors.torch import load_file
 
     name, wrong, rows = str(folder), "", len(tensors["lm_head.weight"])
     try:
         ids = ids_of(tensors, target, name)
     except ConfigError as error:
-        if len(tensors["d2t"]) != rows:
+        if len(tensors.get("d2t", ())) != rows:
             return None, str(error)
         try:
             ids = ids_of({**tensors, "d2t": tensors["d2t"] - torch.arange(rows)}, target, name)
         except ConfigError:
             return None, str(error)
         wrong = "d2t holds ids, and must hold what is added to 0, 1, 2, ...: subtract these"
-    for file in folder.glob("*.safetensors"):
-        t2d = load_file(file).get("t2d")
-        if t2d is not None and not torch.equal(t2d.nonzero().squeeze(-1), ids):
-            wrong = (
-                wrong or "t2d marks other tokens than d2t names: one of them is of another draft"
-            )
+    t2d = stored(folder).get("t2d")
+    if t2d is not None and not torch.equal(t2d.nonzero().squeeze(-1), ids):
+        wrong = wrong or "t2d marks other tokens than d2t names: one of them is of another draft"
     return ids, wrong
 
 

@@ -76,19 +76,38 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
         ConfigError: if the folder is of another layout, tensors are missing or not known, or it
             does not fit the target.
     """
-    said, tensors = read_object(folder / "config.json"), tensors_of(folder)
+    said, tensors = config_of(folder), tensors_of(folder)
     taps, norms = settings_of(said, target)
     ids = ids_of(tensors, target, str(folder))
     return built(said, taps, norms, tensors, ids, target, str(folder))
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """The config.json of a draft. Raises ConfigError if there is none, or it cannot be read."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} must be a folder with a config.json, and has none")
+    try:
+        return read_object(path)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}): restore it") from error
+
+
 def settings_of(said: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Norms]:
-    """The taps and the norm flags of a config.json, or what engines take where it is silent."""
+    """The taps and the norm flags of a config.json, or what engines take where it is silent.
+
+    Raises:
+        ConfigError: if there are taps, and they are no numbers of layers.
+    """
     from specdata.eagle3 import Norms
 
     layers = target.config.get_text_config().num_hidden_layers
     own = said.get("eagle_config", said)
-    taps = own.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
+    key = "eagle_aux_hidden_state_layer_ids"
+    taps = own.get(key, []) if isinstance(own, dict) else own
+    if not (isinstance(taps, list) and all(isinstance(tap, int) for tap in taps)):
+        raise ConfigError(f"{key} in config.json must be a list of layers, it says {taps!r}")
+    taps = taps or [2, layers // 2, layers - 3]
     return taps, Norms(**{each.name: bool(said.get(each.name, False)) for each in fields(Norms)})
 
 
@@ -96,11 +115,16 @@ def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) ->
     """(N,) the ids of the tokens that a draft proposes.
 
     Raises:
-        ConfigError: if `d2t` gives no such ids.
+        ConfigError: if `d2t` gives no such ids, or is missing where they are not all.
     """
     import torch
 
     rows, vocabulary = len(tensors["lm_head.weight"]), target.config.get_text_config().vocab_size
+    if "d2t" not in tensors and rows < vocabulary:
+        raise ConfigError(
+            f"{name} has no d2t: it must say which of the target's {vocabulary} tokens the "
+            f"{rows} rows of lm_head are"
+        )
     added = tensors.get("d2t", torch.zeros(rows, dtype=torch.long))
     if added.shape != (rows,):
         raise ConfigError(
@@ -126,6 +150,7 @@ def built(
     name: str,
 ) -> PreTrainedModel:
     """A draft of a config.json and its tensors, with these taps and flags."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import LlamaConfig
 
     from specdata.draft_vocabulary import SIZE
@@ -143,10 +168,13 @@ def built(
     tensors.pop("d2t", None)
     known = {*LlamaConfig().to_dict(), "rope_theta", "rope_scaling"} - {"architectures", "dtype"}
     size = target.config.get_text_config().vocab_size
-    config = LlamaConfig.from_dict(
-        {key: value for key, value in layer.items() if key in known}
-        | {"vocab_size": size, "tie_word_embeddings": False, SIZE: len(ids)}
-    )
+    try:
+        config = LlamaConfig.from_dict(
+            {key: value for key, value in layer.items() if key in known}
+            | {"vocab_size": size, "tie_word_embeddings": False, SIZE: len(ids)}
+        )
+    except (StrictDataclassError, ArithmeticError, TypeError, ValueError) as error:
+        raise ConfigError(f"config.json of {name} describes no layer: {error}") from error
     setattr(config, KEY, {**record_of(target, taps), "layout": asdict(norms)})
     return _made(config, tensors, ids, target, name)
 
@@ -261,8 +289,9 @@ def _made(
     return draft
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder, by our names; `d2t` and `norm.weight` by theirs."""
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder. Raises ConfigError if there are none, or a file is damaged."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))
@@ -273,12 +302,22 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
         )
     found: dict[str, Tensor] = {}
     for file in files:
-        for name, each in load_file(file).items():
-            plain = name.removeprefix("model.")
-            if plain.startswith(IGNORED):
-                continue
-            former = next((each for each in RENAMED if plain.startswith(each)), "")
-            found[plain.replace(former, RENAMED[former], 1) if former else plain] = each
+        try:
+            found |= load_file(file)
+        except SafetensorError as error:
+            raise ConfigError(f"{file} is damaged ({error}): restore it") from error
+    return found
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder, by our names; `d2t` and `norm.weight` by theirs."""
+    found: dict[str, Tensor] = {}
+    for name, each in stored(folder).items():
+        plain = name.removeprefix("model.")
+        if plain.startswith(IGNORED):
+            continue
+        former = next((each for each in RENAMED if plain.startswith(each)), "")
+        found[plain.replace(former, RENAMED[former], 1) if former else plain] = each
     for name in ("lm_head.weight", "norm.weight", "model.embed_tokens.states.weight"):
         if name not in found:
             raise ConfigError(
@@ -323,8 +362,7 @@ def _parser(program: str, folder: str) -> argparse.ArgumentParser:
 
 def _run(work: Callable[[argparse.Namespace], None], given: argparse.Namespace) -> int:
     try:
-        if not (given.folder / "config.json").is_file():
-            raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
+        config_of(given.folder)
         if given.out.exists():
             raise ConfigError(f"{given.out} exists: give another --out, or remove it")
         work(given)
@@ -347,11 +385,11 @@ def _import(given: argparse.Namespace) -> None:
 
 
 def _export(given: argparse.Namespace) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     from specdata.models import copy_tokenizer
 
-    said = read_object(given.folder / "config.json")
+    said = config_of(given.folder)
     record = said.get("target_states", {})
     if "layout" not in record:
         raise ConfigError(
@@ -362,10 +400,9 @@ def _export(given: argparse.Namespace) -> None:
     names = {"lm_head.norm.": "norm.", "model.norm.": "norm."}
     names |= {ours: first if ours == LAYER else former for former, ours in RENAMED.items()}
     tensors = {}
-    for file in given.folder.glob("*.safetensors"):
-        for name, each in load_file(file).items():
-            ours = next((each for each in names if name.startswith(each)), "")
-            tensors[name.replace(ours, names[ours], 1) if ours else name] = each
+    for name, each in stored(given.folder).items():
+        ours = next((each for each in names if name.startswith(each)), "")
+        tensors[name.replace(ours, names[ours], 1) if ours else name] = each
     norms, taps, target = record["layout"], record["taps"], record["target"]
     layer = {key: each for key, each in said.items() if key not in ("target_states", *norms)}
     size = {"draft_vocab_size": layer.pop("draft_vocab_size")}

@@ -35,7 +35,7 @@ from heads.probe import check_head, warn_of_other_sampling
 from specdata.errors import ConfigError, NotFiniteError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, draw_one
-from specdata.states_draft import states_input
+from specdata.states_draft import reads_states
 from specdata.taps import attach
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
@@ -378,7 +378,7 @@ def taps_of(drafts: Sequence[PreTrainedModel], target: PreTrainedModel) -> list[
     Raises:
         ConfigError: if they do not, or were made for another target.
     """
-    each = [attach(draft, target) for draft in drafts if states_input(draft) is not None]
+    each = [attach(draft, target) for draft in drafts if reads_states(draft.config)]
     if each and any(taps != each[0] for taps in each):
         raise ConfigError(
             "drafts of several paths must read the same states of the target, got taps "

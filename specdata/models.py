@@ -109,7 +109,14 @@ def load_model(
         assert made is not None
 
         def read(ids: Tensor) -> Tensor:
-            attach(model, load_model(theirs, dtype=dtype))
+            try:
+                found = load_model(theirs, dtype=dtype)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{name} reads the states of its target, {theirs} by target_states in its "
+                    f"config.json: put it there, or change that. {error}"
+                ) from error
+            attach(model, found)
             return made.read_target(ids)
 
         made.read_target = read

@@ -166,10 +166,15 @@ def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
         The taps.
 
     Raises:
-        ConfigError: if the target is not the one that the draft was made for.
+        ConfigError: if the target is not the one that the draft was made for, or the draft was
+            loaded without what reads them.
     """
     record, made = getattr(draft.config, KEY), states_input(draft)
-    assert made is not None
+    if made is None:
+        raise ConfigError(
+            "the draft's config.json says that it reads its target's states, and it was loaded as "
+            "a model that reads none: load it with specdata.models.load_model"
+        )
     taps: list[int] = record["taps"]
     if max(taps) <= target.config.get_text_config().num_hidden_layers:
         probe, width = _probe_of(target, taps)

@@ -334,6 +334,7 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
         (changed("more", **{"fc_norm.0.weight": torch.ones(H)}), "are not known .*norm flags"),
         (changed("taps", **{"fc.weight": torch.ones(H, 2 * H)}), "have another shape"),
         (changed("map", d2t=-whole["d2t"] - 1), "d2t .* must give ids below"),
+        (changed("no-map", d2t=None), "has no d2t: .* the 40 rows"),
         (changed("short", d2t=whole["d2t"][1:]), "d2t .* a number for each of the 40 rows"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -348,6 +349,37 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
     published(tmp_path / "deep", vocabulary, "eagle", num_hidden_layers=2)
     with pytest.raises(ConfigError, match="one layer of Llama's kind, it has 2"):
         read_eagle3(tmp_path / "deep", model)
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    ids = "eagle_aux_hidden_state_layer_ids"
+    for said, message in (
+        ("{", r"config\.json is damaged"),
+        ("[]", "damaged .*must hold a JSON object"),
+        (json.dumps({**config, "eagle_config": None}), "must be a list of layers, it says None"),
+        (json.dumps({**config, "eagle_config": {ids: "abc"}}), "a list of layers, it says 'abc'"),
+        (json.dumps({**config, "hidden_size": "big"}), "describes no layer: .*hidden_size"),
+        (json.dumps({**config, "num_attention_heads": 0, "head_dim": None}), "describes no layer"),
+    ):
+        (tmp_path / "whole" / "config.json").write_text(said)
+        with pytest.raises(ConfigError, match=f"(?s){message}"):
+            read_eagle3(tmp_path / "whole", model)
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    weights = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    (tmp_path / "whole" / "model.safetensors").write_bytes(weights[:-9])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        read_eagle3(tmp_path / "whole", model)
     (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "whole" / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"safetensors, .*convert a \.bin"):
         read_eagle3(tmp_path / "whole", model)
+
+
+def test_a_draft_without_weights_is_not_released(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published(tmp_path / "draft", load_model(str(target)).config.vocab_size, "eagle")
+    assert (
+        main([*map(str, (tmp_path / "draft", "--target", target, "--out", tmp_path / "ours"))]) == 0
+    )
+    (tmp_path / "ours" / "model.safetensors").unlink()
+    assert export([str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
+    assert "must hold safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -124,8 +124,8 @@ def load_and_compare(target: Path, out: Path) -> None:
     """Load a target in parts, compare it with the whole one on ids of this process alone."""
     torch.set_num_threads(1)
     rank = join_processes().process_index
-    # Freed blocks go back to the system, those of small matrices, too, else the most that was in use
-    # would depend on how the heap is fragmented.
+    # Freed blocks go back to the system, small matrices, too, else the most that was in use would
+    # depend on how the heap is fragmented.
     mmap_threshold = -3
     assert ctypes.CDLL(None).mallopt(mmap_threshold, 2**16)
     model, loading = most_grown(lambda: load_sharded(str(target)))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config import DistilConfig, InitConfig
 from distill.initial import cut, make_initial
@@ -363,6 +363,18 @@ def test_states_of_another_target_are_refused(target: Path, tmp_path: Path) -> N
         SpeculativeDecoder.from_config(load_model(str(other)), draft, DecodeConfig())
     (target_moved := tmp_path / "moved").symlink_to(target)  # another name is no other target
     SpeculativeDecoder.from_config(load_model(str(target_moved)), draft, DecodeConfig())
+
+
+def test_a_draft_on_states_loaded_as_another_and_a_target_that_is_gone_are_refused(
+    target: Path, tmp_path: Path
+) -> None:
+    made(target, tmp_path / "draft", vocabulary=None)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    with pytest.raises(ConfigError, match=r"reads none: load it with specdata\.models\.load_model"):
+        SpeculativeDecoder.from_config(load_model(str(target)), plain, DecodeConfig())
+    draft = load_model(str(tmp_path / "draft"), target=str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"reads the states of its target, .*gone"):
+        draft(input_ids=torch.tensor([[1, 2]]))
 
 
 def test_taps_and_targets_that_cannot_be_had_are_refused(target: Path, tmp_path: Path) -> None:
