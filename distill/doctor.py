@@ -64,8 +64,6 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith doct
     add("--max-new-tokens", type=int, default=64, help="of each text (default: 64)")
     add("--temperature", type=float, default=1.0, help="of target and draft (default: 1)")
     given = parser.parse_args(arguments)
-    if min(given.count, given.max_new_tokens) < 1 or not given.temperature >= 0:
-        parser.error("--count and --max-new-tokens must be 1 or more, --temperature 0 or more")
     console, problems = Console(highlight=False, soft_wrap=True), 0
     try:
         for each in examine(given):
@@ -80,26 +78,34 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
     """What is found in a folder, one after the other.
 
     Raises:
-        ConfigError: if there is no draft to examine, or the target cannot be loaded.
+        ConfigError: if there is no draft to examine, the target cannot be loaded, or what is asked
+            for is out of range.
     """
     from distill.watch import HeldOut
     from specdata.models import load_model, load_tokenizer
     from specdata.states_draft import states_input
 
-    said = config_of(given.folder)
+    if min(given.count, given.max_new_tokens) < 1:
+        raise ConfigError(
+            "--count and --max-new-tokens must be at least 1, got "
+            f"{given.count} and {given.max_new_tokens}"
+        )
+    said, name = config_of(given.folder), str(given.folder)
+    sampling = SamplingConfig(given.temperature)
     target, tokenizer = load_model(given.target), load_tokenizer(given.target)
     yield from _of_tokenizer(given.folder, tokenizer)
     text = _text(given, target, tokenizer)
-    held = HeldOut(target, text, SamplingConfig(given.temperature))
+    held = HeldOut(target, text, sampling)
     is_published = "speculators_model_type" in said or "Eagle3" in str(said.get("architectures"))
     if not is_published:
-        draft = load_model(str(given.folder), target=given.target)
+        draft = load_model(name, target=given.target)
         kind = "on states, for this decoder alone" if states_input(draft) else "an ordinary draft"
         yield Finding("ok", "layout", f"{kind}, {type(draft).__name__}")
         yield _acceptance(held, draft)
         return
     try:
-        tensors = tensors_of(given.folder)
+        theirs = stored(given.folder)
+        tensors = tensors_of(theirs, name)
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
@@ -107,7 +113,7 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
     yield from found
     if any(each.kind == "problem" for each in found):
         return
-    ids, wrong = _ids(tensors, given.folder, target)
+    ids, wrong = _ids(tensors, theirs.get("t2d"), name, target)
     if wrong:
         yield Finding("problem", "vocabulary map", wrong)
     if ids is None:
@@ -118,7 +124,6 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
     yield Finding(kind, "vocabulary", f"{len(ids):,} tokens, {share:.1%} of the target's text")
 
     taps, norms = settings_of(said, target)
-    name = str(given.folder)
     try:
         draft = built(said, taps, norms, tensors, ids, target, name)
     except ConfigError as error:
@@ -207,12 +212,12 @@ def _of_tensors(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
 
 
 def _ids(
-    tensors: Mapping[str, Tensor], folder: Path, target: PreTrainedModel
+    tensors: Mapping[str, Tensor], t2d: Tensor | None, name: str, target: PreTrainedModel
 ) -> tuple[Tensor | None, str]:
     """(N,) the ids of the draft's tokens, and what is wrong with its maps."""
     import torch
 
-    name, wrong, rows = str(folder), "", len(tensors["lm_head.weight"])
+    wrong, rows = "", len(tensors["lm_head.weight"])
     try:
         ids = ids_of(tensors, target, name)
     except ConfigError as error:
@@ -223,7 +228,6 @@ def _ids(
         except ConfigError:
             return None, str(error)
         wrong = "d2t holds ids, and must hold what is added to 0, 1, 2, ...: subtract these"
-    t2d = stored(folder).get("t2d")
     if t2d is not None and not torch.equal(t2d.nonzero().squeeze(-1), ids):
         wrong = wrong or "t2d marks other tokens than d2t names: one of them is of another draft"
     return ids, wrong
@@ -267,9 +271,8 @@ def _text(
     sets = [PromptSet(name, count=given.count if name in EMBEDDED else 0)]
     room = longest_prompt(given.target, given.max_new_tokens)
     prompts = load_prompts(sets, tokenizer, seed=0, max_tokens=room).prompts[: given.count]
-    backend = TransformersBackend(
-        target, SamplingConfig(given.temperature), given.max_new_tokens, given.count, seed=0
-    )
+    sampling = SamplingConfig(given.temperature)
+    backend = TransformersBackend(target, sampling, given.max_new_tokens, given.count, seed=0)
     written = backend.complete([Request(each.ids, (each.example_id,)) for each in prompts])
     return Dataset.from_list(
         [

@@ -76,10 +76,11 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
         ConfigError: if the folder is of another layout, tensors are missing or not known, or it
             does not fit the target.
     """
-    said, tensors = config_of(folder), tensors_of(folder)
+    name, said = str(folder), config_of(folder)
+    tensors = tensors_of(stored(folder), name)
     taps, norms = settings_of(said, target)
-    ids = ids_of(tensors, target, str(folder))
-    return built(said, taps, norms, tensors, ids, target, str(folder))
+    ids = ids_of(tensors, target, name)
+    return built(said, taps, norms, tensors, ids, target, name)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def settings_of(said: dict[str, Any], target: PreTrainedModel) -> tuple[list[int
     layers = target.config.get_text_config().num_hidden_layers
     own = said.get("eagle_config", said)
     key = "eagle_aux_hidden_state_layer_ids"
-    taps = own.get(key, []) if isinstance(own, dict) else own
+    taps = (own.get(key) or []) if isinstance(own, dict) else own  # speculators may say null
     if not (isinstance(taps, list) and all(isinstance(tap, int) for tap in taps)):
         raise ConfigError(f"{key} in config.json must be a list of layers, it says {taps!r}")
     taps = taps or [2, layers // 2, layers - 3]
@@ -309,10 +310,14 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder, by our names; `d2t` and `norm.weight` by theirs."""
+def tensors_of(theirs: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
+    """What a folder holds by our names, but `d2t` and `norm.weight`, which keep theirs.
+
+    Raises:
+        ConfigError: naming the folder, if what every such draft has is missing.
+    """
     found: dict[str, Tensor] = {}
-    for name, each in stored(folder).items():
+    for name, each in theirs.items():
         plain = name.removeprefix("model.")
         if plain.startswith(IGNORED):
             continue

@@ -113,8 +113,8 @@ def load_model(
                 found = load_model(theirs, dtype=dtype)
             except ConfigError as error:
                 raise ConfigError(
-                    f"{name} reads the states of its target, {theirs} by target_states in its "
-                    f"config.json: put it there, or change that. {error}"
+                    f"{name} reads the states of its target, which is looked for at {theirs}: put "
+                    f"it there, or say in target_states of its config.json where it is. {error}"
                 ) from error
             attach(model, found)
             return made.read_target(ids)

@@ -10,6 +10,8 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from specdata.errors import ConfigError
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -28,7 +30,7 @@ class SamplingConfig:
         top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
 
     Raises:
-        ValueError: if a value lies outside its range.
+        ConfigError: if a value lies outside its range.
     """
 
     temperature: float = field(
@@ -41,11 +43,11 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or larger, got {self.temperature}")
+            raise ConfigError(f"temperature must be 0 or larger, got {self.temperature}")
         if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or larger, got {self.top_k}")
+            raise ConfigError(f"top_k must be 0 (off) or larger, got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
 
 
 def seed_for(seed: int, *key: str | int) -> int:

@@ -63,6 +63,24 @@ def changed(source: Path, out: Path, change: Change) -> Path:
     return out
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--max-new-tokens", "0"], "must be at least 1, got 16 and 0"),
+        (["--temperature", "-1"], "temperature must be 0 or larger, got -1.0"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    released: Path,
+    trained_pair: Path,
+    capsys: pytest.CaptureFixture[str],
+    asked: list[str],
+    message: str,
+) -> None:
+    assert main([str(released), "--target", str(trained_pair / "target"), *asked]) == 2
+    assert message in capsys.readouterr().err
+
+
 def said_of(folder: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     capsys.readouterr()
     asked = ["--target", str(pair / "target"), "--prompts", "instruct", "--count", "8"]
@@ -104,6 +122,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
         r"^problem +tensors: fc\.weight holds NaN",
     ),
     "random": (random_head, "lm_head.weight are as random weights are"),
+    "no map": (lambda tensors, _: tensors.pop("d2t"), "has no d2t"),
     "ids for differences": (
         lambda tensors, _: tensors["d2t"].add_(torch.arange(KEPT)),
         "d2t holds ids",

@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 from distill.chunked import chunked_loss
 from distill.config import DistilConfig, InitConfig
 from distill.distillation import distil
-from distill.eagle3 import export, main, read_eagle3
+from distill.eagle3 import export, main, read_eagle3, settings_of
 from distill.initial import make_initial
 from distill.states import readings
 from heads.target_context import tree_states
@@ -362,6 +362,8 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
         (tmp_path / "whole" / "config.json").write_text(said)
         with pytest.raises(ConfigError, match=f"(?s){message}"):
             read_eagle3(tmp_path / "whole", model)
+    default = settings_of({}, model)
+    assert settings_of({**config, "eagle_config": {ids: None}}, model) == default, "not said"
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
     weights = (tmp_path / "whole" / "model.safetensors").read_bytes()
     (tmp_path / "whole" / "model.safetensors").write_bytes(weights[:-9])
@@ -376,9 +378,8 @@ def test_a_draft_without_weights_is_not_released(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published(tmp_path / "draft", load_model(str(target)).config.vocab_size, "eagle")
-    assert (
-        main([*map(str, (tmp_path / "draft", "--target", target, "--out", tmp_path / "ours"))]) == 0
-    )
+    ours = ["--target", str(target), "--out", str(tmp_path / "ours")]
+    assert main([str(tmp_path / "draft"), *ours]) == 0
     (tmp_path / "ours" / "model.safetensors").unlink()
     assert export([str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
     assert "must hold safetensors" in capsys.readouterr().err

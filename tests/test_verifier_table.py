@@ -312,6 +312,8 @@ def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
     assert main([*pair, "--prompts", "maths", "--count", "1", *small]) == 0, "a set by its name"
     assert main([*pair, "--prompts", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+    assert main([*pair, "--prompts", "maths", "--temperature", "-1"]) == 2
+    assert "temperature must be 0 or larger" in capsys.readouterr().err
     prompts.write_text('{"prompt": "' + "far too long " * 5_000 + '"}\n')
     assert main([*pair, "--prompts", str(prompts)]) == 2
     assert "tokens" in capsys.readouterr().err
