@@ -90,8 +90,11 @@ def examine(given: argparse.Namespace) -> Iterator[Finding]:
             "--count and --max-new-tokens must be at least 1, got "
             f"{given.count} and {given.max_new_tokens}"
         )
+    try:
+        sampling = SamplingConfig(given.temperature)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     said, name = config_of(given.folder), str(given.folder)
-    sampling = SamplingConfig(given.temperature)
     target, tokenizer = load_model(given.target), load_tokenizer(given.target)
     yield from _of_tokenizer(given.folder, tokenizer)
     text = _text(given, target, tokenizer)

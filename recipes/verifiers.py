@@ -75,7 +75,10 @@ def _run(given: argparse.Namespace, log: Console) -> tuple[list[VerifierRow], st
             "--seconds must be above 0, --max-new-tokens at least 2 and --count at least 1; got "
             f"{given.seconds:g}, {given.max_new_tokens} and {given.count}"
         )
-    sampling = SamplingConfig(given.temperature, given.top_k, given.top_p)
+    try:
+        sampling = SamplingConfig(given.temperature, given.top_k, given.top_p)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     import torch
 
     from eval.analysis.verifier_table import Measured, verifier_table

@@ -10,8 +10,6 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specdata.errors import ConfigError
-
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -30,7 +28,7 @@ class SamplingConfig:
         top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
 
     Raises:
-        ConfigError: if a value lies outside its range.
+        ValueError: if a value lies outside its range.
     """
 
     temperature: float = field(
@@ -43,11 +41,11 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature must be 0 or larger, got {self.temperature}")
+            raise ValueError(f"temperature must be 0 or larger, got {self.temperature}")
         if self.top_k < 0:
-            raise ConfigError(f"top_k must be 0 (off) or larger, got {self.top_k}")
+            raise ValueError(f"top_k must be 0 (off) or larger, got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
 
 
 def seed_for(seed: int, *key: str | int) -> int:
