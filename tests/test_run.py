@@ -18,7 +18,7 @@ from recipes.run import KEYS, finished, portable, remove_caches, run_stage, wait
 from recipes.run_eval import Eval
 from recipes.train_head import Labels
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import atomic_folder, fingerprint, try_locked
+from specdata.storage.files import fingerprint, try_locked
 from tests.made_up import Work, at
 
 
@@ -268,26 +268,6 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Failing, "error", ValueError("a defect"))
     with pytest.raises(ValueError, match="a defect"):
         Failing("", (Work,)).run([])
-
-
-def replace_partly(folder: Path) -> None:
-    with atomic_folder(folder, replace=True) as new:
-        (new / "part").write_text("some of it")
-        raise OSError("no room")
-
-
-def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
-    here = tmp_path / "made"
-    for text in ("first", "second"):
-        with pytest.raises(OSError, match="no room"):
-            replace_partly(here)
-        assert [path.name for path in here.glob("*")] == (["first"] if text == "second" else [])
-        with atomic_folder(here, replace=True) as folder:
-            (folder / text).write_text(text)
-        assert [path.name for path in here.iterdir()] == [text]
-        assert list(tmp_path.iterdir()) == [here]
-    with pytest.raises(FileExistsError, match="must not exist"), atomic_folder(here):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,12 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     Raises:
         FileExistsError: if `path` exists and is not to be replaced.
     """
+    temporary = path.with_name(f".{path.name}.tmp")
+    former = path.with_name(f".{path.name}.old")
+    _settle(path, former, temporary)  # what a killed run left
     if path.exists() and not replace:
         raise FileExistsError(f"{path} must not exist yet; delete it to make it again")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    former = path.with_name(f".{path.name}.old")
-    for left in (temporary, former):  # by a killed run
-        shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
     mode = temporary.stat().st_mode & 0o666  # which some writers (safetensors) narrow
     try:
@@ -79,9 +78,16 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             path.replace(former)
         temporary.replace(path)
     finally:
+        _settle(path, former, temporary)
+
+
+def _settle(path: Path, former: Path, temporary: Path) -> None:
+    """Leave a folder alone in its place: the new one if it is there, or else the former one."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    if former.exists():
+        # Renamed before it is removed, so that `former` is whole whenever it is there.
+        former.replace(temporary if path.exists() else path)
         shutil.rmtree(temporary, ignore_errors=True)
-        if path.exists():
-            shutil.rmtree(former, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,0 +1,88 @@
+"""A folder is whole or absent, whenever the process that makes or replaces it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdata.storage.files import atomic_folder
+
+
+def replace_partly(folder: Path) -> None:
+    with atomic_folder(folder, replace=True) as new:
+        (new / "part").write_text("some of it")
+        raise OSError("no room")
+
+
+def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
+    here = tmp_path / "made"
+    for text in ("first", "second"):
+        with pytest.raises(OSError, match="no room"):
+            replace_partly(here)
+        assert [path.name for path in here.glob("*")] == (["first"] if text == "second" else [])
+        with atomic_folder(here, replace=True) as folder:
+            (folder / text).write_text(text)
+        assert [path.name for path in here.iterdir()] == [text]
+        assert list(tmp_path.iterdir()) == [here]
+    with pytest.raises(FileExistsError, match="must not exist"), atomic_folder(here):
+        pass
+
+
+REPLACING = """
+import os, signal, sys
+from pathlib import Path
+from specdata.storage.files import atomic_folder
+
+folder, moments_left = Path(sys.argv[1]), int(sys.argv[2])
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
+
+
+def end(event, arguments):
+    global moments_left
+    if event in CHANGES and (event != "open" or str(folder.parent) in str(arguments[0])):
+        if not moments_left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        moments_left -= 1
+
+
+sys.addaudithook(end)
+with atomic_folder(folder, replace=True) as made:
+    (made / "a").write_text("new")
+    (made / "b").write_text("new")
+"""
+
+
+def held(folder: Path) -> str:
+    """What a folder's two files say, which must be one."""
+    (text,) = {(folder / name).read_text() for name in ("a", "b")}
+    return text
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_at_any_step_leaves_the_former_folder_or_the_new_one_whole(
+    tmp_path: Path,
+) -> None:
+    status, moment, left = -9, 0, []
+    while status == -9:
+        folder = tmp_path / f"{moment}" / "made"
+        folder.mkdir(parents=True)
+        for name in ("a", "b"):
+            (folder / name).write_text("former")
+        arguments = [sys.executable, "-c", REPLACING, str(folder), f"{moment}"]
+        status = subprocess.run(arguments, check=False).returncode
+        with pytest.raises(OSError, match="no room"):
+            replace_partly(folder)
+        left.append(held(folder))
+        with atomic_folder(folder, replace=True) as made:
+            for name in ("a", "b"):
+                (made / name).write_text("newer")
+        assert held(folder) == "newer"
+        assert [path.name for path in folder.parent.iterdir()] == ["made"]
+        moment += 1
+    assert status == 0
+    steps = left.index("new")
+    assert left == ["former"] * steps + ["new"] * (moment - steps)
+    assert steps > 10
