@@ -37,7 +37,6 @@ from specdata.labels.labeller import (
     target_distributions,
     tokens_at_once,
 )
-from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.models import DTYPES, device, load_model
@@ -46,6 +45,7 @@ from specdata.probability import SamplingConfig, drawn_tokens
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.storage.files import write_json
 from specdata.storage.schema import Rollout
+from specdata.top_logits import TopLogitDistributions
 
 SCHEMA_VERSION = 1
 PAIR = DEMO / "pair"

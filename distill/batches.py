@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from specdata.errors import ConfigError
-from specdata.labels.top_logits import has_logits, logits_content, without_logits
 from specdata.models import positions
 from specdata.target_states import without_states
+from specdata.top_logits import has_logits, logits_content, without_logits
 
 IGNORED = -100  # the Trainer counts the labels that differ from it
 

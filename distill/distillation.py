@@ -38,7 +38,6 @@ from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
 from distill.watch import HeldOut, History, Measurement
 from specdata.errors import TrainingDivergedError
-from specdata.labels.top_logits import TopLogitDistributions, TopLogits, check_decided
 from specdata.loading import ONE_DEVICE, Loading, check_shardable
 from specdata.models import (
     check_shared_vocabulary,
@@ -55,6 +54,7 @@ from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, read_record
 from specdata.taps import attach
+from specdata.top_logits import TopLogitDistributions, TopLogits, check_decided
 
 logger = logging.getLogger(__name__)
 

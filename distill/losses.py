@@ -197,7 +197,7 @@ def bucketed(draft_logits: Tensor, top: Mapping[str, Tensor]) -> tuple[Tensor, T
 
     Args:
         draft_logits: (n, V), warped.
-        top: columns of `specdata.labels.top_logits`, at the temperature at which p and q are
+        top: columns of `specdata.top_logits`, at the temperature at which p and q are
             compared: (n, N) `top_ids` and `top_logits`, (n, 1) `rest_logit`.
 
     Returns:

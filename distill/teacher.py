@@ -23,12 +23,12 @@ from distill.batches import IGNORED, collate
 from distill.chunked import chunks, positions_at_once
 from distill.losses import Loss, bucketed
 from specdata.labels.labeller import by_length, tokens_at_once
-from specdata.labels.top_logits import TopLogitDistributions, logits_of, top_logit_columns
 from specdata.lm_head import find_lm_head
 from specdata.probability import to_vocabulary
 from specdata.processes import largest_of_all
 from specdata.sharded import is_sharded
 from specdata.target_states import has_states, stored_states
+from specdata.top_logits import TopLogitDistributions, logits_of, top_logit_columns
 
 STATES_BYTES = 1 << 30
 """States to hold in memory, in bytes, in each process; other rows are read at every pass."""

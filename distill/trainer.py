@@ -28,7 +28,6 @@ from distill.teacher import Part, Teacher, TopLogitsTeacher
 from distill.training import Schedule, training_arguments, whole_batches
 from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
-from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
@@ -37,6 +36,7 @@ from specdata.sampling import SamplingConfig
 from specdata.states_draft import KEY, StatesInput, states_input
 from specdata.taps import decoder_layers
 from specdata.target_states import TAPS, has_states, has_taps, reading_stored
+from specdata.top_logits import TopLogitDistributions
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,6 @@ from distill.states import readings
 from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.labels.labeller import TOKENS_AT_ONCE, by_length, tokens_at_once
-from specdata.labels.top_logits import (
-    TopLogitDistributions,
-    log_total,
-    logits_of,
-    top_logit_columns,
-)
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
@@ -33,6 +27,12 @@ from specdata.sharded import is_sharded
 from specdata.states_draft import states_input
 from specdata.storage.files import write_json
 from specdata.target_states import has_states, has_taps, reading_stored, stored_states
+from specdata.top_logits import (
+    TopLogitDistributions,
+    log_total,
+    logits_of,
+    top_logit_columns,
+)
 
 DRAFTED = (4, 8)
 """Tokens drafted in the rounds whose expected tokens are measured."""

@@ -26,8 +26,8 @@ from specdata.terminal import progress
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from specdata.labels.top_logits import TopLogits
     from specdata.logits.make import Source
+    from specdata.top_logits import TopLogits
 
 
 class Logits(Stage):
@@ -168,9 +168,9 @@ def cached_rows(
         ConfigError: if it was made of other rollouts or by another target, or lacks some of them.
         ManifestError: if it cannot be read.
     """
-    from specdata.labels.top_logits import TopLogits
     from specdata.storage.dataset import load_stored
     from specdata.storage.manifest import read_manifest
+    from specdata.top_logits import TopLogits
 
     stored = dict(read_manifest(Path(cache))["settings"])
     stored |= stored.get("load", {}).get("target", {})
@@ -209,7 +209,7 @@ def check_cache(config: PipelineConfig, key: str, cache: str, *, bound: bool) ->
 
 def _top_logits_of(config: PipelineConfig, key: str, cache: str) -> TopLogits | None:
     """The content of a cache, or the future one if this run makes it; None if not known yet."""
-    from specdata.labels.top_logits import TopLogits  # here: it needs torch
+    from specdata.top_logits import TopLogits  # here: it needs torch
 
     if config.logits and absolute(cache) == absolute(folder(config, "logits")):
         size = sizes_of(config, config.models.target).get("vocab_size")

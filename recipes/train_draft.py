@@ -226,8 +226,8 @@ class Draft(_OfDraft):
     def run(self) -> dict[str, Any]:
         """Distil, on the target's distributions or on top logits."""
         from distill.distillation import distil
-        from specdata.labels.top_logits import TopLogits
         from specdata.models import load_tokenizer, vocabulary_fingerprint
+        from specdata.top_logits import TopLogits
 
         config = self.config
         train, dev = (self.rollouts(split) for split in ("train", "dev"))

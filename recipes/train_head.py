@@ -98,7 +98,6 @@ class Labels(Stage):
             mean_overlap,
             unknown_candidates,
         )
-        from specdata.labels.top_logits import TopLogits
         from specdata.models import (
             check_shared_vocabulary,
             load_model,
@@ -107,6 +106,7 @@ class Labels(Stage):
         )
         from specdata.storage.dataset import is_held_out, load_stored
         from specdata.storage.manifest import read_manifest
+        from specdata.top_logits import TopLogits
 
         models, draft_name = config.models, draft_in_use(config)
         tokenizer = load_tokenizer(models.target)

@@ -15,7 +15,6 @@ import torch
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import make_labels
-from specdata.labels.top_logits import TopLogits
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig, probabilities
@@ -23,6 +22,7 @@ from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, MORE_DRAWS, ROLLOUTS, Label
+from specdata.top_logits import TopLogits
 from tests.chi_square import p_value
 from tests.test_acceptance import SAMPLERS, close, labeller, rollout, rollouts, stored
 from tests.tiny import tiny_llama

@@ -58,11 +58,12 @@ BELOW = {
         "expected_tokens": "",
         "prompts": "config errors sampling sources storage toy",
         "server": "config errors",
+        "top_logits": "errors probability storage",
         "rollouts": "config errors lm_head models prepack probability prompts sampling "
         "server states_draft storage taps target_states",
         "labels": "config draft_vocabulary errors lm_head models prepack probability sampling "
-        "storage target_states",
-        "logits": "config errors labels lm_head prepack server storage",
+        "storage target_states top_logits",
+        "logits": "config errors labels lm_head prepack server storage top_logits",
         "inspect": "errors models prompts sources storage terminal",
     },
 }

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from recipes import make_logits, make_rollouts, train_draft, train_head
 from specdata.errors import ConfigError
 from specdata.labels.make import load_labels
-from specdata.labels.top_logits import TopLogits
 from specdata.lm_head import find_lm_head
 from specdata.logits.config import LogitsConfig
 from specdata.logits.make import ModelLogits, Source
@@ -34,6 +33,7 @@ from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import TOP_LOGITS, Logits, Rollout
+from specdata.top_logits import TopLogits
 from tests import test_vllm
 from tests.test_acceptance import rollouts
 from tests.test_sharding import pair, with_train_and_dev

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import make_labels, unknown_candidates
-from specdata.labels.top_logits import TopLogitDistributions, TopLogits, top_logits
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
 from specdata.storage.schema import Label
+from specdata.top_logits import TopLogitDistributions, TopLogits, top_logits
 from tests.test_acceptance import close, rollouts
 from tests.tiny import tiny_llama
 

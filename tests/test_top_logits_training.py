@@ -22,11 +22,11 @@ from distill.teacher import TopLogitsTeacher
 from distill.trainer import DistilTrainer, draft_trainer
 from distill.watch import HeldOut
 from specdata.errors import ConfigError
-from specdata.labels.top_logits import TopLogitDistributions, TopLogits, check_decided
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.models import load_model
 from specdata.probability import SamplingConfig
+from specdata.top_logits import TopLogitDistributions, TopLogits, check_decided
 from tests.test_distill import QUICK, changed, rollouts
 from tests.test_losses import gradient, random_logits
 from tests.tiny import tiny_llama

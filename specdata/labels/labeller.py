@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdata.errors import NotFiniteError
-from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import LMHead
 from specdata.models import check_length
 from specdata.probability import (
@@ -32,6 +31,7 @@ from specdata.probability import (
 from specdata.sampling import generator_for
 from specdata.storage.schema import MORE_DRAWS, TOP_LOGITS, Label, Rollout
 from specdata.target_states import reading_stored, stored_states
+from specdata.top_logits import TopLogitDistributions
 
 # Tokens of one forward, padding included. Larger batches leave a CPU's caches (at 4096 the toy pair
 # is labelled a third slower), smaller ones leave a GPU waiting.

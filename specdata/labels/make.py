@@ -23,7 +23,6 @@ from specdata.labels.labeller import (
     target_distributions,
     tokens_at_once,
 )
-from specdata.labels.top_logits import TopLogits, check_decided
 from specdata.lm_head import find_lm_head
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
@@ -31,6 +30,7 @@ from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings, differences
 from specdata.storage.schema import CANDIDATES, LABELS, MORE_DRAWS, Label
+from specdata.top_logits import TopLogits, check_decided
 
 
 def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told

@@ -23,12 +23,12 @@ from specdata.labels.labeller import (
     target_states,
     tokens_at_once,
 )
-from specdata.labels.top_logits import top_logits
 from specdata.lm_head import LMHead
 from specdata.logits.config import LogitsConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LOGITS, Logits, Rollout
+from specdata.top_logits import top_logits
 
 QUANTITIES = {
     "top_ids, top_logits, next_logit, text_logit": "exact, to float32",

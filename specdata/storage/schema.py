@@ -134,7 +134,7 @@ MORE_DRAWS = pa.schema([("more_draft_ids", _IDS), ("more_accept_prob", _REALS)])
 # falling order of its unwarped distribution, and the target's probability of each under the
 # sampler; NaN where the top logits that the labels were made from do not tell it.
 CANDIDATES = pa.schema([("candidate_ids", _IDS), ("candidate_prob", _REALS)])
-# More columns of rollouts with top logits: see specdata.labels.top_logits.
+# More columns of rollouts with top logits: see specdata.top_logits.
 # The first two hold N values a position, one position after the other.
 TOP_LOGITS = pa.schema(
     [
