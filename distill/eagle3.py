@@ -1,34 +1,33 @@
 """EAGLE-3 drafts: begun here, read from the folders that engines load, and written to such.
 
-    draftsmith import-eagle3 FOLDER --target TARGET --out DRAFT
-    draftsmith export-eagle3 DRAFT --out FOLDER [--layout speculators]
-
-FOLDER holds a config.json and safetensors in speculators' layout, or in that of EAGLE's own code
-(`midlayer.` or `layers.0.`), which vLLM and SGLang load, too. DRAFT is one of `draft.init.layout:
-eagle3`, or an imported one: give it as models.draft. Every tensor must be there and known.
+A folder holds a config.json and safetensors in speculators' layout, or in that of EAGLE's own code
+(`midlayer.` or `layers.0.`), which vLLM and SGLang load, too. Every tensor must be there and known.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from rich.console import Console
+import torch
+from datasets import Dataset
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from distill.states import SILENCED, fit_rows, ridge
+from distill.training import special_ids
+from specdata.draft_vocabulary import SIZE
+from specdata.eagle3 import Norms, eagle3_class
 from specdata.errors import ConfigError
+from specdata.models import copy_tokenizer
+from specdata.states_draft import KEY
 from specdata.storage.files import atomic_folder, read_object, write_json
-from specdata.terminal import accept_any_text, tell
-
-if TYPE_CHECKING:  # help is shown without torch
-    from datasets import Dataset
-    from torch import Tensor
-    from transformers import LlamaConfig, PreTrainedModel
-
-    from specdata.eagle3 import Norms
+from specdata.taps import attach, decoder_layers, read_taps, record_of
 
 IGNORED = ("t2d", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Tensors that are the target's, or follow from others."""
@@ -76,11 +75,11 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
         ConfigError: if the folder is of another layout, tensors are missing or not known, or it
             does not fit the target.
     """
-    name, said = str(folder), config_of(folder)
+    name, settings = str(folder), config_of(folder)
     tensors = tensors_of(stored(folder), name)
-    taps, norms = settings_of(said, target)
+    taps, norms = settings_of(settings, target)
     ids = ids_of(tensors, target, name)
-    return built(said, taps, norms, tensors, ids, target, name)
+    return built(settings, taps, norms, tensors, ids, target, name)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -94,22 +93,22 @@ def config_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged ({error}): restore it") from error
 
 
-def settings_of(said: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Norms]:
+def settings_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Norms]:
     """The taps and the norm flags of a config.json, or what engines take where it is silent.
 
     Raises:
         ConfigError: if there are taps, and they are no numbers of layers.
     """
-    from specdata.eagle3 import Norms
-
     layers = target.config.get_text_config().num_hidden_layers
-    own = said.get("eagle_config", said)
+    eagle = settings.get("eagle_config", settings)
     key = "eagle_aux_hidden_state_layer_ids"
-    taps = (own.get(key) or []) if isinstance(own, dict) else own  # speculators may say null
+    taps = (eagle.get(key) or []) if isinstance(eagle, dict) else eagle  # speculators may say null
     if not (isinstance(taps, list) and all(isinstance(tap, int) for tap in taps)):
         raise ConfigError(f"{key} in config.json must be a list of layers, it says {taps!r}")
     taps = taps or [2, layers // 2, layers - 3]
-    return taps, Norms(**{each.name: bool(said.get(each.name, False)) for each in fields(Norms)})
+    return taps, Norms(
+        **{each.name: bool(settings.get(each.name, False)) for each in fields(Norms)}
+    )
 
 
 def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) -> Tensor:
@@ -118,8 +117,6 @@ def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) ->
     Raises:
         ConfigError: if `d2t` gives no such ids, or is missing where they are not all.
     """
-    import torch
-
     rows, vocabulary = len(tensors["lm_head.weight"]), target.config.get_text_config().vocab_size
     if "d2t" not in tensors and rows < vocabulary:
         raise ConfigError(
@@ -142,7 +139,7 @@ def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) ->
 
 
 def built(
-    said: Mapping[str, Any],
+    settings: Mapping[str, Any],
     taps: Sequence[int],
     norms: Norms,
     tensors: Mapping[str, Tensor],
@@ -151,14 +148,7 @@ def built(
     name: str,
 ) -> PreTrainedModel:
     """A draft of a config.json and its tensors, with these taps and flags."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import LlamaConfig
-
-    from specdata.draft_vocabulary import SIZE
-    from specdata.states_draft import KEY
-    from specdata.taps import record_of
-
-    layer = said.get("transformer_layer_config", said)
+    layer = settings.get("transformer_layer_config", settings)
     kind = layer.get("model_type", "llama")
     if kind != "llama" or layer.get("num_hidden_layers", 1) != 1:
         raise ConfigError(
@@ -167,11 +157,11 @@ def built(
         )
     tensors = {TOKENS: target.get_input_embeddings().weight, **tensors}
     tensors.pop("d2t", None)
-    known = {*LlamaConfig().to_dict(), "rope_theta", "rope_scaling"} - {"architectures", "dtype"}
+    keys = {*LlamaConfig().to_dict(), "rope_theta", "rope_scaling"} - {"architectures", "dtype"}
     size = target.config.get_text_config().vocab_size
     try:
         config = LlamaConfig.from_dict(
-            {key: value for key, value in layer.items() if key in known}
+            {key: value for key, value in layer.items() if key in keys}
             | {"vocab_size": size, "tie_word_embeddings": False, SIZE: len(ids)}
         )
     except (StrictDataclassError, ArithmeticError, TypeError, ValueError) as error:
@@ -198,35 +188,26 @@ def first_eagle3(
     Raises:
         ConfigError: if the target is of another kind.
     """
-    import torch
-    from transformers import LlamaConfig
-
-    from distill.states import SILENCED, fit_rows, ridge
-    from specdata.draft_vocabulary import SIZE
-    from specdata.eagle3 import Norms
-    from specdata.states_draft import KEY
-    from specdata.taps import decoder_layers, read_taps, record_of
-
-    theirs = target.config.get_text_config()
-    if theirs.model_type not in KINDS:
+    text = target.config.get_text_config()
+    if text.model_type not in KINDS:
         raise ConfigError(
             f"draft.init.layout eagle3 needs a target of {', '.join(KINDS)}, whose last layer it "
-            f"begins with, and {target.name_or_path} is {theirs.model_type}: leave layout out"
+            f"begins with, and {target.name_or_path} is {text.model_type}: leave layout out"
         )
     last = decoder_layers(target)[1]
     inputs, outputs = [], []
     for row in fit_rows(rollouts):
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
         read, first = read_taps(target, [*taps, len(last)], ids)[0], len(row["prompt_ids"])
-        inputs.append(read[first - 1 : -2, : -theirs.hidden_size])
-        outputs.append(read[first:-1, -theirs.hidden_size :])
+        inputs.append(read[first - 1 : -2, : -text.hidden_size])
+        outputs.append(read[first:-1, -text.hidden_size :])
     draws = torch.Generator().manual_seed(seed)
     tensors = {TOKENS: target.get_input_embeddings().weight}
     tensors["model.embed_tokens.states.weight"] = ridge(torch.cat(inputs), torch.cat(outputs)).T
     for key, weight in last[-1].state_dict().items():
         name = key.removesuffix(".weight")
         if name.endswith(("q_proj", "k_proj", "v_proj")):
-            of_token = torch.randn(weight.shape, generator=draws) * theirs.initializer_range
+            of_token = torch.randn(weight.shape, generator=draws) * text.initializer_range
             tensors[f"{LAYER}{key}"] = torch.cat([of_token.to(weight), weight], dim=1)
         elif name.endswith(SILENCED):
             tensors[f"{LAYER}{key}"] = torch.zeros_like(weight)
@@ -237,11 +218,11 @@ def first_eagle3(
             tensors[f"{LAYER}{key}"] = weight
     tensors["norm.weight"] = target.base_model.norm.weight
     tensors["lm_head.weight"] = target.get_output_embeddings().weight
-    kept = {key: getattr(theirs, key) for key in SIZES if hasattr(theirs, key)}
-    config = LlamaConfig(**kept, num_hidden_layers=1, tie_word_embeddings=False)
-    setattr(config, SIZE, theirs.vocab_size)
+    sizes = {key: getattr(text, key) for key in SIZES if hasattr(text, key)}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False)
+    setattr(config, SIZE, text.vocab_size)
     setattr(config, KEY, {**record_of(target, taps), "layout": asdict(Norms())})
-    return _made(config, tensors, torch.arange(theirs.vocab_size), target, "the new draft")
+    return _made(config, tensors, torch.arange(text.vocab_size), target, "the new draft")
 
 
 def _made(
@@ -252,31 +233,24 @@ def _made(
     name: str,
 ) -> PreTrainedModel:
     """A draft with these tensors, and the (N,) ids of its tokens."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    from distill.initial import special_ids
-    from specdata.eagle3 import eagle3_class
-    from specdata.taps import attach
-
     draft = eagle3_class(LlamaForCausalLM)(config)
     tensors, is_fed_back = dict(tensors), config.target_states["layout"]["norm_output"]
     tensors["model.norm.weight" if is_fed_back else "lm_head.norm.weight"] = tensors.pop(
         "norm.weight"
     )
-    kept = {key: each.shape for key, each in draft.state_dict().items()}
-    del kept["d2t"], kept["t2d"]
-    found = {key: each.shape for key, each in tensors.items()}
+    shapes = {key: each.shape for key, each in draft.state_dict().items()}
+    del shapes["d2t"], shapes["t2d"]
+    given = {key: each.shape for key, each in tensors.items()}
     for what, wrong in (
-        ("are missing", kept.keys() - found.keys()),
-        ("are not known", found.keys() - kept.keys()),
-        ("have another shape", {key for key in kept.keys() & found if kept[key] != found[key]}),
+        ("are missing", shapes.keys() - given.keys()),
+        ("are not known", given.keys() - shapes.keys()),
+        ("have another shape", {key for key in shapes.keys() & given if shapes[key] != given[key]}),
     ):
         if wrong:
             first = min(wrong)
-            shapes = f"{[*found.get(first, ())]}, expected {[*kept.get(first, ())]}"
+            got = f"{[*given.get(first, ())]}, expected {[*shapes.get(first, ())]}"
             raise ConfigError(
-                f"{len(wrong)} tensors of {name} {what} (as {first}, {shapes}): norm flags or "
+                f"{len(wrong)} tensors of {name} {what} (as {first}, {got}): norm flags or "
                 "taps in config.json are others, or it is of another target or layout"
             )
     draft.load_state_dict(tensors, strict=False)
@@ -292,127 +266,78 @@ def _made(
 
 def stored(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder. Raises ConfigError if there are none, or a file is damaged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
             f"{folder} must hold safetensors, and there are none: convert a .bin where you trust "
             "its origin, with torch.load(FILE, weights_only=True) and safetensors.torch.save_file"
         )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            found |= load_file(file)
+            tensors |= load_file(file)
         except SafetensorError as error:
             raise ConfigError(f"{file} is damaged ({error}): restore it") from error
-    return found
+    return tensors
 
 
-def tensors_of(theirs: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
+def tensors_of(stored_tensors: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
     """What a folder holds by our names, but `d2t` and `norm.weight`, which keep theirs.
 
     Raises:
         ConfigError: naming the folder, if what every such draft has is missing.
     """
-    found: dict[str, Tensor] = {}
-    for name, each in theirs.items():
+    tensors: dict[str, Tensor] = {}
+    for name, each in stored_tensors.items():
         plain = name.removeprefix("model.")
         if plain.startswith(IGNORED):
             continue
         former = next((each for each in RENAMED if plain.startswith(each)), "")
-        found[plain.replace(former, RENAMED[former], 1) if former else plain] = each
+        tensors[plain.replace(former, RENAMED[former], 1) if former else plain] = each
     for name in ("lm_head.weight", "norm.weight", "model.embed_tokens.states.weight"):
-        if name not in found:
+        if name not in tensors:
             raise ConfigError(
                 f"{folder} has no tensor {name.split('.')[0] if 'states' not in name else 'fc'}, "
                 "which every EAGLE-3 draft has: it is of another kind, or incomplete"
             )
-    return found
+    return tensors
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "draftsmith import-eagle3") -> int:
-    """Read a folder and write another; return the exit status."""
-    parser = _parser(program, "the published draft")
-    parser.add_argument("--target", required=True, help="the model that it was trained for")
-    return _run(_import, parser.parse_args(arguments))
+def write_eagle3(
+    draft: Path, out: Path, layout: Literal["eagle", "speculators"]
+) -> tuple[int, list[int], str]:
+    """Write a draft in a layout that engines load.
 
+    Args:
+        draft: of `draft.init.layout: eagle3`, or made by `read_eagle3`.
+        out: the new folder.
+        layout: of EAGLE's own code, which vLLM and SGLang load, or speculators'.
 
-def export(
-    arguments: Sequence[str] | None = None, program: str = "draftsmith export-eagle3"
-) -> int:
-    """Write a folder for engines; return the exit status."""
-    parser = _parser(program, "the draft to release")
-    parser.add_argument(
-        "--layout",
-        choices=("eagle", "speculators"),
-        default="eagle",
-        help="of EAGLE's own code, which vLLM and SGLang load (default), or speculators'",
-    )
-    return _run(_export, parser.parse_args(arguments))
+    Returns:
+        How many tokens it proposes, the taps that it reads, and its target.
 
-
-def _parser(program: str, folder: str) -> argparse.ArgumentParser:
-    accept_any_text()
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=Path, help=folder)
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    return parser
-
-
-def _run(work: Callable[[argparse.Namespace], None], given: argparse.Namespace) -> int:
-    try:
-        config_of(given.folder)
-        if given.out.exists():
-            raise ConfigError(f"{given.out} exists: give another --out, or remove it")
-        work(given)
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error)
-    return 0
-
-
-def _import(given: argparse.Namespace) -> None:
-    from distill.training import save_model
-    from specdata.models import copy_tokenizer, load_model
-
-    draft = read_eagle3(given.folder, load_model(given.target))
-    with atomic_folder(given.out) as temporary:
-        save_model(draft, temporary)
-        copy_tokenizer(given.target, temporary)
-    taps = draft.config.target_states["taps"]
-    tokens = draft.config.draft_vocab_size
-    _say(f"{given.out}: {tokens:,} tokens, taps {taps}")
-
-
-def _export(given: argparse.Namespace) -> None:
-    from safetensors.torch import save_file
-
-    from specdata.models import copy_tokenizer
-
-    said = config_of(given.folder)
-    record = said.get("target_states", {})
+    Raises:
+        ConfigError: if the draft is of another layout, or its folder is incomplete.
+    """
+    settings = config_of(draft)
+    record = settings.get("target_states", {})
     if "layout" not in record:
         raise ConfigError(
-            f"{given.folder} must be a draft of draft.init.layout eagle3, or one that "
+            f"{draft} must be a draft of draft.init.layout eagle3, or one that "
             "import-eagle3 wrote: engines cannot hold any other, train one with this layout"
         )
-    first = "midlayer." if given.layout == "eagle" else "layers.0."
+    first = "midlayer." if layout == "eagle" else "layers.0."
     names = {"lm_head.norm.": "norm.", "model.norm.": "norm."}
     names |= {ours: first if ours == LAYER else former for former, ours in RENAMED.items()}
     tensors = {}
-    for name, each in stored(given.folder).items():
+    for name, each in stored(draft).items():
         ours = next((each for each in names if name.startswith(each)), "")
         tensors[name.replace(ours, names[ours], 1) if ours else name] = each
     norms, taps, target = record["layout"], record["taps"], record["target"]
-    layer = {key: each for key, each in said.items() if key not in ("target_states", *norms)}
+    layer = {key: each for key, each in settings.items() if key not in ("target_states", *norms)}
     size = {"draft_vocab_size": layer.pop("draft_vocab_size")}
     ids = {"eagle_aux_hidden_state_layer_ids": taps}
-    if given.layout == "eagle":
+    if layout == "eagle":
         layer["architectures"] = ["LlamaForCausalLMEagle3"]
         config = {**layer, **size, **norms, "eagle_config": {**ids, "use_aux_hidden_state": True}}
     else:
@@ -433,21 +358,13 @@ def _export(given: argparse.Namespace) -> None:
                 "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
             },
         }
-    with atomic_folder(given.out) as temporary:
+    with atomic_folder(out) as temporary:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         write_json(temporary / "config.json", config)
-        copy_tokenizer(str(given.folder), temporary)
+        copy_tokenizer(str(draft), temporary)
         less = [tap - 1 for tap in taps]
         (temporary / "README.md").write_text(
             CARD.format(target=target, taps=taps, less=less, drafted=DRAFTED, **size),
             encoding="utf-8",
         )
-    _say(f"{given.out}: {size['draft_vocab_size']:,} tokens, taps {taps}, for {target}")
-
-
-def _say(line: str) -> None:
-    Console(highlight=False).print(line, markup=False, soft_wrap=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return size["draft_vocab_size"], taps, target

@@ -15,7 +15,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import (
-    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -27,7 +26,7 @@ from distill.config import ARCHITECTURES, InitConfig
 from distill.eagle3 import first_eagle3
 from distill.states import fit_inputs, silence
 from distill.toy import language_model
-from distill.training import save_model
+from distill.training import save_model, special_ids
 from specdata.draft_vocabulary import reduce_vocabulary, replace_output
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
@@ -378,15 +377,6 @@ def _fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> Pre
         setattr(model.config, name, getattr(special, name))
     model.generation_config = special
     return model.eval()
-
-
-def special_ids(generation: GenerationConfig) -> GenerationConfig:
-    """The special ids of a generation configuration, without what it says of sampling."""
-    return GenerationConfig(
-        bos_token_id=generation.bos_token_id,
-        eos_token_id=generation.eos_token_id,
-        pad_token_id=generation.pad_token_id,
-    )
 
 
 def _share(

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 from transformers import (
+    GenerationConfig,
     PreTrainedModel,
     PrinterCallback,
     Trainer,
@@ -190,6 +191,15 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     with _no_shard_bars():
         model.save_pretrained(folder)
     add_former_names(folder)
+
+
+def special_ids(generation: GenerationConfig) -> GenerationConfig:
+    """The special ids of a generation configuration, without what it says of sampling."""
+    return GenerationConfig(
+        bos_token_id=generation.bos_token_id,
+        eos_token_id=generation.eos_token_id,
+        pad_token_id=generation.pad_token_id,
+    )
 
 
 @contextmanager

@@ -58,9 +58,18 @@ MODULES = {
         "eval.analysis.trees",
         "Search for the best draft tree along held-out text of the target.",
     ),
-    "import-eagle3": ("distill.eagle3", "Read a published EAGLE-3 draft, to decode with it here."),
-    "export-eagle3": ("distill.eagle3:export", "Write a draft in EAGLE-3's layout, for engines."),
-    "doctor": ("distill.doctor", "Examine a published EAGLE-3 draft: why it is accepted or not."),
+    "import-eagle3": (
+        "recipes.tools.eagle3",
+        "Read a published EAGLE-3 draft, to decode with it here.",
+    ),
+    "export-eagle3": (
+        "recipes.tools.eagle3:export",
+        "Write a draft in EAGLE-3's layout, for engines.",
+    ),
+    "doctor": (
+        "recipes.tools.doctor",
+        "Examine a published EAGLE-3 draft: why it is accepted or not.",
+    ),
     "table": (
         "eval.reporting.table",
         "Print a finished evaluation as a table for a README, and copy what to commit of it.",

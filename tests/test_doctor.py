@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -16,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distill.config import InitConfig
-from distill.doctor import _text, main
-from distill.eagle3 import export
+from distill.doctor import texts_of
 from distill.initial import make_initial
+from recipes.tools.doctor import main
+from recipes.tools.eagle3 import export
 from specdata.models import load_model, load_tokenizer
+from specdata.sampling import SamplingConfig
 
 KEPT = 300
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
@@ -29,13 +30,11 @@ Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 def released(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft of least squares alone, in EAGLE's layout: only its own taps and flags fit it."""
     folder, target = tmp_path_factory.mktemp("doctor"), str(trained_pair / "target")
-    asked = argparse.Namespace(
-        target=target, prompts="instruct", count=64, max_new_tokens=48, temperature=1.0
-    )
+    models = load_model(target), load_tokenizer(target)
     make_initial(
         target=target,
         draft=None,
-        rollouts=_text(asked, load_model(target), load_tokenizer(target)),
+        rollouts=texts_of(*models, "instruct", 64, 48, SamplingConfig()),
         out=folder / "draft",
         config=InitConfig(kind="states", layout="eagle3", layers=1, vocabulary=KEPT),
         seed=0,

@@ -1,0 +1,1 @@
+"""Command lines of the tools: `draftsmith NAME`, one file a tool."""
