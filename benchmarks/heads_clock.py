@@ -5,7 +5,7 @@
 How the evaluations are made is said in docs/heads.md; FILE is what benchmarks/head_call.py wrote.
 Of each evaluation: the fastest fixed length, the fastest rule without training, and the fastest
 head, over all prompt sets together, paired by prompt, each chosen on the same prompts: there are
-more rivals than heads, so that leans against the head. Trees likewise, with and without a head.
+more rivals than heads, so that leans against the head.
 """
 
 from __future__ import annotations
@@ -45,23 +45,15 @@ def summary(results: Results) -> dict[str, Any]:
     rows = [
         row for row in pool(results) if row.lossless and row.drafter not in (None, "transformers")
     ]
-    trees = [row for row in rows if row.drafter == "dynamic_tree"]
     chains = [row for row in rows if row.drafter == "chain" and row.runs[0].verifier == "token"]
     fixed = [row for row in chains if row.runs[0].fixed_length]
     made: dict[str, Any] = {
         "prompts": len({each.prompt_id for run in rows[0].runs for each in run.generations})
     }
-    for name, group, others in (
-        ("over_best_k", chains, fixed),
-        (
-            "over_best_rule",
-            chains,
-            [each for each in chains if not each.runs[0].head and each not in fixed],
-        ),
-        ("over_dynamic_tree", trees, [each for each in trees if not each.runs[0].head]),
-    ):
-        heads = [each for each in group if each.runs[0].head]
-        if heads and (found := saved(max(heads, key=PooledRow.speed), others)):
+    heads = [row for row in chains if row.runs[0].head]
+    rules = [row for row in chains if not row.runs[0].head and row not in fixed]
+    for name, rivals in (("over_best_k", fixed), ("over_best_rule", rules)):
+        if heads and (found := saved(max(heads, key=PooledRow.speed), rivals)):
             made[name] = found
     made["methods"] = {
         row.method: {

@@ -88,8 +88,7 @@ class DraftingConfig(Config):
     )
     stop: SerializeAsAny[StoppingRule] = Field(
         default=Fixed(),
-        description="stopping rule of a chain, or tree_cost of a dynamic tree; its parameters "
-        "stand beside it",
+        description="stopping rule of a chain; its parameters stand beside it",
     )
 
     @model_validator(mode="before")
@@ -206,12 +205,7 @@ class DecodeConfig(DraftingConfig):
                 f"verifier {self.verifier!r} has a proof for {'; '.join(verifier.takes)}, and this "
                 f"drafter gives {self.kind}"
             )
-        if self.stop.of_trees and (self.drafter != "dynamic_tree" or self.gain):
-            raise ConfigError(
-                f"stop={self.stop.name!r} grows dynamic trees, without gain; got {self.drafter} "
-                f"and gain {self.gain:g}"
-            )
-        if self.stop.adaptive and self.drafter != "chain" and not self.stop.of_trees:
+        if self.stop.adaptive and self.drafter != "chain":
             raise ConfigError(
                 f"stop={self.stop.name!r} ends chains; {self.drafter} need stop={Fixed.name!r}"
             )

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from eval.decode_config import DecodeConfig
 from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath
 from eval.drafting.dynamic_tree import DynamicTreeDrafter
-from eval.drafting.stopping.tree_cost import TreeCosts
 from eval.drafting.tree_builder import drawn_chain
 from eval.rounds import Generation, Round
 from eval.runtime.engines import Engine
@@ -30,7 +29,6 @@ from eval.runtime.sequence import CachedSequence, ForwardCoroutine, drive, run_b
 from eval.runtime.transformers_models import check_rope, check_trees
 from eval.verifiers.rule import Drawn, Verifier
 from heads import BaseHead
-from heads.candidates import CandidatesHead, Ranker
 from heads.probe import check_head, warn_of_other_sampling
 from specdata.errors import ConfigError, NotFiniteError
 from specdata.models import end_ids
@@ -416,29 +414,14 @@ def make_drafters(
     if config.stop.needs_head and head is None:
         raise ConfigError(f"stop={config.stop.name!r} needs an acceptance head: pass head=...")
     config.stop.check_head(head)
-    if head is not None:
-        config.stop.check_kind(of_trees=bool(head.candidates))
-    ranker: Ranker | None = None
-    if config.stop.of_trees:
-        assert isinstance(head, CandidatesHead)
-        ranker = Ranker.of(head, models[0].model, models[0].vocabulary)
 
     def make(slot: int) -> Drafter:
         sequences = [model.sequence(slot, config.sampling) for model in models]
         if config.drafter == "chain":
             return ChainDrafter(sequences[0], config.stop.start(head), ends)
         if config.drafter == "dynamic_tree":
-            costs = config.stop.start(head) if config.stop.of_trees else None
-            assert costs is None or isinstance(costs, TreeCosts)
-            return DynamicTreeDrafter(
-                sequences[0],
-                config.nodes,
-                config.depth,
-                config.gain,
-                ends,
-                ranker=ranker,
-                costs=costs,
-            )
+            nodes, depth, gain = config.nodes, config.depth, config.gain
+            return DynamicTreeDrafter(sequences[0], nodes, depth, gain, ends)
         if config.drafter == "tree":
             return BranchingDrafter([DraftPath(sequences[0])], config.widths, config.how, ends)
         paths = [DraftPath(sequences[d]) for d in config.path_drafts or (0,) * config.paths]

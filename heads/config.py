@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from specdata.config import Config
 
-Kind = Literal["specdec++", "immediate", "candidates"]
+Kind = Literal["specdec++", "immediate"]
 Tracker = Literal["none", "tensorboard", "wandb"]
 DecisionPointName = Literal["before", "drawn", "consumed"]
 FeatureName = Literal[
@@ -54,21 +54,17 @@ _OURS: dict[str, Any] = {
 DEFAULTS: dict[Kind, dict[str, Any]] = {
     "specdec++": {},
     "immediate": {"depth": 0, **_OURS},
-    "candidates": {"width": 128, **_OURS},
 }
 UNREAD: dict[Kind, tuple[str, ...]] = {
     "specdec++": ("width", "features", "decision_points", "draws", "cache"),
     "immediate": ("rejection_weight",),
-    "candidates": ("depth", "features", "decision_points", "mixing", "draws", "rejection_weight"),
 }
 # Without head.epochs: as many passes as make so many steps, but at least and at most so many. An
-# immediate head learns few rows by heart: after 107 passes over 162 rows it was worse than chance;
-# one of candidates, with 280 rows of SmolLM2's pair, had a KL of .186, .194, .221 after 4, 8, 16.
-STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1500, "candidates": 1500}
+# immediate head learns few rows by heart: after 107 passes over 162 rows it was worse than chance.
+STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1500}
 PASSES: dict[Kind, tuple[int, float]] = {
     "specdec++": (3, math.inf),
     "immediate": (12, 24),
-    "candidates": (2, 4),
 }
 
 
@@ -82,9 +78,7 @@ class HeadConfig(Config):
     kind: Kind = Field(
         "specdec++",
         description="specdec++: the published head, on the state after the token; immediate: ours, "
-        "on all that is known once the token is drawn, and better; candidates: for dynamic trees, "
-        "the target's probability of each of the draft's most probable tokens, which labels have "
-        "with labels.candidates; it trains as immediate does where nothing else is said",
+        "on all that is known once the token is drawn, and better",
     )
     depth: int = Field(
         3,
@@ -92,9 +86,7 @@ class HeadConfig(Config):
         description="residual blocks, 0 is a linear head [immediate: layers after the sum of what "
         "it reads, 0]",
     )
-    width: int = Field(
-        64, ge=1, description="width of its layers [candidates: 128; not of specdec++]"
-    )
+    width: int = Field(64, ge=1, description="width of its layers [immediate alone]")
     features: tuple[FeatureName, ...] = Field(
         DEFAULT_FEATURES,
         min_length=1,
@@ -141,7 +133,7 @@ class HeadConfig(Config):
         None,
         gt=0.0,
         description="Adam's peak rate, then cosine; null: the paper's 5e-5 for states of width "
-        "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3; candidates: 5e-4]",
+        "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3]",
     )
     weight_decay: float = Field(
         0.0, ge=0.0, description="AdamW's decay of the weights [immediate: 0.01]"
@@ -240,7 +232,7 @@ class HeadConfig(Config):
         if self.learning_rate is not None:
             return self.learning_rate
         if self.kind != "specdec++":
-            return 5e-4 if self.kind == "candidates" else 2e-3
+            return 2e-3
         return min(1e-3, 5e-5 * 4096 / hidden_size)
 
     def decisive(self) -> dict[str, Any]:

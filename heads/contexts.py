@@ -259,20 +259,12 @@ class TargetContext:
         key: tuple[str | int, ...] = (),
         index: int = -1,
     ) -> TargetRow:
-        """A row with some of its draws, or with its candidates if the head ranks them."""
-        return target_row(
-            labels,
-            index=index,
-            draws=draws,
-            max_length=self.max_length,
-            key=key,
-            candidates=bool(self.head.candidates),
-        )
+        """A row with some of its draws."""
+        return target_row(labels, index=index, draws=draws, max_length=self.max_length, key=key)
 
     def mass(self, row: TargetRow) -> Tensor:
         """The number of labels that count."""
-        known = int((~row.accept.isnan()).sum())
-        count = known * len(self.head.decision_points) * row.counts
+        count = row.accept.numel() * len(self.head.decision_points) * row.counts
         return torch.tensor(float(count), dtype=torch.float64)
 
     @torch.no_grad()
@@ -282,10 +274,9 @@ class TargetContext:
         inputs = self.inputs(batch)
         ex_ante = batch.overlap[:, None].expand_as(batch.accept)
         accept = [
-            ex_ante if m is DecisionPoint.BEFORE else batch.accept.nan_to_num()
-            for m in head.decision_points
+            ex_ante if m is DecisionPoint.BEFORE else batch.accept for m in head.decision_points
         ]
-        mask = batch.mask[:, None] & ~batch.accept.isnan()
+        mask = batch.mask[:, None].expand_as(batch.accept)
         return Questions(
             _arguments(head, inputs, batch.tokens.dim()),
             torch.stack(accept),
@@ -328,7 +319,7 @@ class TargetContext:
 
             def distributions() -> Tensor:
                 """(n, S, V), the same for all draws."""
-                q = probabilities(self.draft_logits(mine), self.head.reads_sampling)
+                q = probabilities(self.draft_logits(mine), self.head.sampling_config)
                 return q[:, None].expand(*tokens.shape, -1)
 
             drafted = DraftedTokens(

@@ -21,8 +21,8 @@ from specdata.sampling import numpy_generator_for
 class LabelRow(TypedDict):
     """The columns that training reads; those after prompt_ids are aligned token by token.
 
-    The last ones are read for pure target context only: the others' sums, more draws a position,
-    S - 1 values for each, one position after the other, and m candidates, likewise.
+    The last ones are read for pure target context only: the others' sums, and more draws a
+    position, S - 1 values for each, one position after the other.
     """
 
     example_id: str
@@ -34,8 +34,6 @@ class LabelRow(TypedDict):
     overlap: NotRequired[Sequence[float]]
     more_draft_ids: NotRequired[Sequence[int]]
     more_accept_prob: NotRequired[Sequence[float]]
-    candidate_ids: NotRequired[Sequence[int]]
-    candidate_prob: NotRequired[Sequence[float]]
 
 
 COLUMNS: tuple[str, ...] = (

@@ -47,8 +47,6 @@ class BaseHead(
         sampling: temperature, top_k and top_p under which its labels were made.
         probe: values of that draft's hidden states, by which another one is recognised
             (`heads.probe`); None if not recorded.
-        candidates: how many of the draft's most probable tokens it ranks for a tree, asked about
-            all of them; 0: it judges tokens of chains.
     """
 
     kind: ClassVar[str]
@@ -60,13 +58,6 @@ class BaseHead(
     draft: str | None
     sampling: dict[str, Any] | None
     probe: Sequence[float] | None
-    candidates: int = 0
-    required: ClassVar[tuple[str, ...]] = ("hidden_size", "depth")
-
-    @property
-    def reads_sampling(self) -> SamplingConfig:
-        """The draft's distribution that its features are taken of: as tokens are drawn."""
-        return self.sampling_config
 
     @property
     def sampling_config(self) -> SamplingConfig:
@@ -106,12 +97,10 @@ class BaseHead(
             save_file(weights, temporary, metadata={"format": "pt"})
         settings = self._hub_mixin_config
         assert isinstance(settings, dict)
-        about = {"kind": self.kind, **settings}
-        if not self.candidates:  # nothing outside of this project decodes with such trees
-            write_modeling(save_directory, self.kind)
-            write_custom_generate(save_directory)
-            about |= auto_config(self.kind)
+        write_modeling(save_directory, self.kind)
+        write_custom_generate(save_directory)
         # Last, because loading starts with it: the folder is a head or it is none.
+        about = {"kind": self.kind, **settings, **auto_config(self.kind)}
         write_json(save_directory / CONFIG_NAME, about)
 
     @classmethod
@@ -172,10 +161,10 @@ class BaseHead(
         map_location: str = "cpu",
         **settings: Any,
     ) -> BaseHead:
-        if not {*cls.required} <= settings.keys():
+        if not {"hidden_size", "depth"} <= settings.keys():
             raise ValueError(
-                f"{model_id} is not an acceptance head: its {CONFIG_NAME} must give "
-                f"{' and '.join(cls.required)}, it gives {sorted(settings)} of a head's settings"
+                f"{model_id} is not an acceptance head: its {CONFIG_NAME} must give hidden_size "
+                f"and depth, it gives {sorted(settings)} of a head's settings"
             )
         try:
             head = cls(**settings)
@@ -304,7 +293,6 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
 
 def _kinds() -> dict[str, type[BaseHead]]:
     """Every kind of head by its name in config.json."""
-    from heads.candidates import CandidatesHead  # which import this file
-    from heads.immediate import ImmediateHead
+    from heads.immediate import ImmediateHead  # which imports this file
 
-    return {head.kind: head for head in (AcceptanceHead, ImmediateHead, CandidatesHead)}
+    return {head.kind: head for head in (AcceptanceHead, ImmediateHead)}

@@ -42,8 +42,8 @@ class TargetRow:
     Attributes:
         input_ids: (T,) int64, the prompt and X without its last token.
         first: position of the first drafted tokens, the length of the prompt.
-        tokens: (n, S) int64, drafted at positions first to first + n - 1, or the candidates there.
-        accept: (n, S) float32, min(1, p/q) of each; p of candidates, NaN where it is not known.
+        tokens: (n, S) int64, drafted at positions first to first + n - 1.
+        accept: (n, S) float32, min(1, p/q) of each.
         overlap: (n,) float32, sum min(p, q).
         position: (n,) int64, of a token in its draft, in simulated rounds.
         since_rejection: (n,) int64, tokens since the last rejection or the start, in the same.
@@ -144,7 +144,6 @@ def target_row(
     draws: Sequence[int],
     max_length: int,
     key: tuple[str | int, ...],
-    candidates: bool = False,
 ) -> TargetRow:
     """Read the drafted tokens of one row.
 
@@ -154,7 +153,6 @@ def target_row(
         draws: which of its draws, from 0.
         max_length: tokens of prompt + completion kept; the rest is cut at the end.
         key: what the simulated rounds depend on beside example_id and sample.
-        candidates: whether to take all candidates of a position, in place of draws.
 
     Raises:
         ValueError: if the row's columns do not fit each other.
@@ -168,8 +166,7 @@ def target_row(
         )
     prompt = row["prompt_ids"]
     kept = min(len(row["completion_ids"]), max_length - len(prompt))
-    tokens, accept = _candidates(row) if candidates else _all_draws(row)
-    draws = range(tokens.shape[1]) if candidates else draws
+    tokens, accept = _all_draws(row)
     overlap = np.asarray(row["overlap"], dtype=np.float32)[:kept]
     generator = numpy_generator_for("rounds", *key, row["example_id"], row["sample"])
     position, since = simulated_rounds(overlap, generator)
@@ -203,18 +200,6 @@ def draws_of(row: LabelRow) -> int:
     positions = len(row["draft_ids"])
     more = row.get("more_draft_ids") or ()
     return 1 + len(more) // max(1, positions)
-
-
-def candidates_of(row: LabelRow) -> int:
-    """The number of candidates a position that the labels of a row hold."""
-    return len(row["candidate_ids"]) // len(row["completion_ids"])
-
-
-def _candidates(row: LabelRow) -> tuple[np.ndarray, np.ndarray]:
-    """(n, m) int64 candidates and (n, m) float32 probabilities under the target."""
-    shape = len(row["completion_ids"]), candidates_of(row)
-    tokens = np.asarray(row["candidate_ids"], dtype=np.int64).reshape(shape)
-    return tokens, np.asarray(row["candidate_prob"], dtype=np.float32).reshape(shape)
 
 
 def _all_draws(row: LabelRow) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from heads.batches import LabelRows, micro_batch_count
-from heads.candidates import CandidatesHead
 from heads.config import HeadConfig
 from heads.contexts import Context, FeatureCache, MixedContext, TargetContext, feature_scales
 from heads.immediate import ImmediateHead
@@ -40,8 +39,7 @@ from heads.loss import HeadMetrics
 from heads.mixing import COLUMNS
 from heads.model import AcceptanceHead, BaseHead
 from heads.probe import probe_of
-from heads.target_context import TargetBatch, candidates_of, check_tree_states, draws_of
-from specdata.errors import ConfigError
+from heads.target_context import TargetBatch, check_tree_states, draws_of
 from specdata.lm_head import check_hidden_states
 from specdata.models import positions
 from specdata.processes import is_main
@@ -49,7 +47,7 @@ from specdata.sampling import SamplingConfig
 from specdata.storage.checkpoints import checkpoint_to_resume
 from specdata.storage.files import write_json
 from specdata.storage.resume import Settings, read_record
-from specdata.storage.schema import CANDIDATES, MORE_DRAWS
+from specdata.storage.schema import MORE_DRAWS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,8 +120,7 @@ def train_head(
     Args:
         draft: the frozen draft; its weights and its precision are left alone.
         train: labelled rows, the columns of `heads.mixing.LabelRow`: of kind immediate with
-            `overlap`, and with more draws a position if they hold any; of kind candidates with
-            them.
+            `overlap`, and with more draws a position if they hold any.
         dev: held-out labelled rows.
         out: folder for the head and `metrics.json` (written last), of checkpoints until then.
         config: settings.
@@ -145,14 +142,6 @@ def train_head(
     required, optional = COLUMNS, ()
     if config.kind == "immediate":
         required, optional = (*COLUMNS, "overlap"), MORE_DRAWS.names
-    if config.kind == "candidates":
-        required = (*COLUMNS, "overlap", *CANDIDATES.names)
-        if not {*CANDIDATES.names} <= {*train.column_names} & {*dev.column_names}:
-            raise ConfigError(
-                "a head of kind candidates learns the target's probability of the draft's most "
-                "probable tokens, and these labels hold none: label the rollouts with "
-                "labels.candidates 8 or so"
-            )
     longest = longest_text(draft, config)
     data = (
         LabelRows.read("train", train, longest, required=required, optional=optional),
@@ -226,7 +215,7 @@ def _train(
             )
         raise error
     if engine.accelerator.is_main_process:
-        final = new_head(draft, config, seed, sampling, scales, head.candidates)
+        final = new_head(draft, config, seed, sampling, scales)
         final.load_state_dict(weights)
         final.save_pretrained(out)
         write_json(out / METRICS_NAME, {"settings": settings.values, **asdict(result)})
@@ -273,8 +262,7 @@ def _start(
     if draft.device != accelerator.device:  # which packed weights refuse even where they are there
         draft.to(accelerator.device)
     check_hidden_states(draft)
-    candidates = candidates_of(data[0][0]) if config.kind == "candidates" else 0
-    head = new_head(draft, config, seed, sampling, candidates=candidates)
+    head = new_head(draft, config, seed, sampling)
     scales = None
     if isinstance(head, ImmediateHead):
         if config.mixing is None and "hidden" in head.reads:
@@ -377,7 +365,6 @@ def new_head(
     seed: int,
     sampling: SamplingConfig | None,
     scales: Scales | None = None,
-    candidates: int = 0,
 ) -> BaseHead:
     """An untrained head of the kind that is asked for, the same one for the same seed."""
     embedding_size = int(draft.get_input_embeddings().weight.shape[-1])
@@ -394,14 +381,6 @@ def new_head(
                 hidden_size=hidden_size,
                 depth=config.depth,
                 rejection_weight=config.rejection_weight,
-                **provenance,
-            )
-        if config.kind == "candidates":
-            return CandidatesHead(
-                hidden_size=hidden_size,
-                candidates=candidates,
-                embedding_size=embedding_size,
-                width=config.width,
                 **provenance,
             )
         return ImmediateHead(

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from distill.config import DistilConfig, ToyPairConfig
-from eval.drafting.stopping import ALL_RULES
+from eval.drafting.stopping import STOPPING_RULES
 from eval.measuring.methods import PLAIN, EvalConfig, MethodConfig
 from eval.verifiers import VERIFIERS
 from heads.config import HeadConfig
@@ -259,7 +259,7 @@ def _epilog(sections: Sequence[str]) -> Iterator[str]:
                 yield f"  {name}: {_help(info).replace('%%', '%')}"
         yield f"  verifier: {', '.join(VERIFIERS)}"
         yield "  stop: the stopping rule, with its own keys beside it:"
-        for rule in ALL_RULES.values():
+        for rule in STOPPING_RULES.values():
             keys = (f"{n} {json.dumps(i.get_default())}" for n, i in rule.model_fields.items())
             yield f"    {rule.name}: {', '.join(keys)}"
     if {"rollouts", "eval"} & set(sections):

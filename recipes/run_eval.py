@@ -134,9 +134,6 @@ class Eval(Stage):
         config = self.config
         check_machine(config.eval)
         check_methods(config.eval, config.sampling, head=config.head is not None)
-        of_trees = config.head is not None and config.head.kind == "candidates"
-        for method in config.eval.methods if config.head else ():
-            method.stop.check_kind(of_trees=of_trees)
         check_loading(config, "eval")
         theirs = [each.name for each in config.eval.methods if each.decoder == "assisted"]
         if theirs and reads_states(config):
@@ -298,8 +295,6 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
     where = folder(config, "labels")
     if sampling_of(where) != config.sampling:
         return not_measured("the labels were made under another sampler than the evaluation's")
-    if config.head and config.head.kind == "candidates":
-        return not_measured("it ranks candidates of trees, and what is replayed are chains")
     models = config.models
     name, load = draft_in_use(config), models.loading("draft")
     draft = load_model(name, load=load, target=models.target)

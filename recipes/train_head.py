@@ -28,7 +28,6 @@ from recipes.make_logits import cached_rows, check_cache, identity, made_of
 from recipes.recipe import CommandLine, Recipe, load_head
 from recipes.run import Stage, Step, say
 from recipes.sizes import PAIR, draft_width, in_bytes, rows_size
-from specdata.errors import ConfigError
 from specdata.processes import is_main, refuse_fsdp
 from specdata.prompts.reading import size_of
 from specdata.terminal import progress
@@ -70,7 +69,7 @@ class Labels(Stage):
         """As many rows as rollouts."""
         labels = self.config.labels
         # An id, a drafted id and eight numbers; of training rollouts a pair for each further draw.
-        token = 40 + PAIR * labels.candidates
+        token = 40
         drawn = self.config.sampling.temperature > 0
         return rows_size(
             self.config, {"": token, "train": token + PAIR * drawn * (labels.draws - 1)}
@@ -80,24 +79,13 @@ class Labels(Stage):
         """Refuse labels that cannot be made."""
         check_training_splits(self.config)
         check_loading(self.config, "labels")
-        head = self.config.head
-        if head and head.kind == "candidates" and not self.config.labels.candidates:
-            raise ConfigError(
-                "a head of kind candidates learns from the target's probabilities of candidates: "
-                "set labels.candidates to 8 or so, got 0"
-            )
         if (cache := self.config.labels.cache) and self.config.head:
             check_cache(self.config, "labels.cache", cache, bound=self.config.labels.bound)
 
     def run(self) -> dict[str, Any]:
         """Run target and draft along the rollouts, in every process."""
         config = self.config
-        from specdata.labels.make import (
-            load_labels,
-            make_labels,
-            mean_overlap,
-            unknown_candidates,
-        )
+        from specdata.labels.make import load_labels, make_labels, mean_overlap
         from specdata.models import (
             check_shared_vocabulary,
             load_model,
@@ -145,17 +133,12 @@ class Labels(Stage):
             positions = sum(map(len, rollouts["completion_ids"]))
             undecided = positions - read_manifest(self.folder)["counts"]["tokens"]
         labels = load_labels(self.folder, config.sampling)
-        found = {"rows": rows, "acceptance": mean_overlap(labels), "undecided": undecided}
-        if config.labels.candidates:
-            found["unknown_candidates"] = unknown_candidates(labels)
-        return found
+        return {"rows": rows, "acceptance": mean_overlap(labels), "undecided": undecided}
 
     def show(self, results: dict[str, Any]) -> None:
         """Print the draft's acceptance."""
         shares = (f"{name} {share:.3f}" for name, share in results["acceptance"].items())
         say(f"  acceptance of the draft along {', '.join(shares)}")
-        if unknown := results.get("unknown_candidates"):
-            say(f"  {unknown} candidates are not among the kept logits, and are left out")
 
 
 class Head(Stage):

@@ -13,12 +13,10 @@ from eval.drafting.drafters import BranchingDrafter, DraftPath
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
-from heads import BaseHead
 from specdata import probability
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig
 from tests.chi_square import LEVEL, p_value, power
-from tests.test_candidates_head import TREE, random_head
 from tests.test_decoder import PROMPT, head
 from tests.tiny import END, joint_distribution, tiny_llama
 
@@ -57,12 +55,7 @@ SAMPLED = CASES | {
     "dynamic tree": DecodeConfig(
         verifier="naive", drafter="dynamic_tree", nodes=4, depth=3, temperature=0.2, top_p=0.9
     ),
-    "tree of a random head": TREE,
 }
-
-
-def head_of(config: DecodeConfig) -> BaseHead:
-    return random_head() if config.stop.of_trees else head()
 
 
 @pytest.mark.slow
@@ -73,7 +66,7 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str)
     target, draft = tiny_llama(0), tiny_llama(1)
     distribution = joint_distribution(target, PROMPT, 4, config.sampling)
     drafts = None if name == "plain" else draft
-    decoder = SpeculativeDecoder.from_config(target, drafts, config, head_of(config))
+    decoder = SpeculativeDecoder.from_config(target, drafts, config, head())
     generator = torch.Generator().manual_seed(17)
     prompt = torch.tensor(PROMPT)
     outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
@@ -94,7 +87,7 @@ def test_logits_that_are_not_finite_are_refused_with_the_models_name(
         for model, called in zip(models, ("large", "small"), strict=False):
             model.config.name_or_path = called
         decoder = SpeculativeDecoder.from_config(
-            models[0], models[1] if len(models) > 1 else None, config, head_of(config)
+            models[0], models[1] if len(models) > 1 else None, config, head()
         )
         torch.nn.init.constant_(models[bad].lm_head.weight[2:], value)
         with monkeypatch.context() as changed:

@@ -561,8 +561,7 @@ def test_a_maximum_length_that_cuts_labels_says_how_many(
             {"kind": "immediate", "features": ["hidden"]},
             "hidden none is known at the decision point drawn",
         ),
-        ({"kind": "linear"}, "head.kind: must be 'specdec\\+\\+', 'immediate' or 'ca"),
-        ({"kind": "candidates", "features": ["log_q"]}, "kind candidates does not read features"),
+        ({"kind": "linear"}, "head.kind: must be 'specdec\\+\\+' or 'immediate'"),
     ],
 )
 def test_settings_that_a_kind_does_not_read_are_refused(

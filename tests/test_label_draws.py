@@ -78,32 +78,6 @@ def test_the_drafts_own_numbers_are_those_of_its_distribution(sampling: Sampling
     assert (one_hot == 100) == (sampling.temperature == 0)
 
 
-@pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS.keys())
-def test_candidates_are_the_drafts_best_tokens_with_the_targets_probabilities(
-    sampling: SamplingConfig, tmp_path: Path
-) -> None:
-    """In the draft's own order, whatever the sampler; none takes part in anything else."""
-    made = label(tmp_path, "with", LabelsConfig(candidates=5), sampling)
-    for row, plain in zip(made, label(tmp_path, "without", LabelsConfig(), sampling), strict=True):
-        assert {name: row[name] for name in plain} == plain  # type: ignore[literal-required]
-        text = row["prompt_ids"] + row["completion_ids"]
-        with torch.inference_mode():
-            p, q = (
-                tiny_llama(n, vocab=V)(input_ids=torch.tensor([text])).logits[0] for n in (0, 1)
-            )
-        here = slice(len(row["prompt_ids"]) - 1, -1)
-        ids = torch.tensor(row["candidate_ids"]).view(-1, 5)  # type: ignore[typeddict-item]
-        assert torch.equal(ids, q[here].topk(5).indices)
-        found = torch.tensor(row["candidate_prob"]).view(-1, 5)  # type: ignore[typeddict-item]
-        expected = probabilities(p[here], sampling).gather(-1, ids)
-        torch.testing.assert_close(found, expected.to(found), atol=1e-5, rtol=0)
-
-
-def test_no_more_candidates_than_the_draft_can_propose(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"at most the {V} tokens .* got {V + 1}: lower it"):
-        label(tmp_path, "bad", LabelsConfig(candidates=V + 1))
-
-
 def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: Path) -> None:
     one = label(tmp_path, "one", LabelsConfig(shard_size=4))
     assert not {*MORE_DRAWS.names} & one[0].keys()

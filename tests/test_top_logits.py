@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
-from specdata.labels.make import make_labels, unknown_candidates
+from specdata.labels.make import make_labels
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig, probabilities
@@ -49,14 +48,13 @@ def label(
     sampling: SamplingConfig,
     *,
     bound: bool = False,
-    candidates: int = 0,
 ) -> list[Label]:
     make_labels(
         target,
         tiny_llama(2, vocab=V),
         rows,
         out,
-        LabelsConfig(shard_size=4, bound=bound, candidates=candidates),
+        LabelsConfig(shard_size=4, bound=bound),
         sampling=sampling,
         seed=5,
         settings=Settings({}),
@@ -75,41 +73,18 @@ def with_logits(count: int) -> Dataset:
     return Dataset.from_list(source(rollouts(9, vocab=V)))  # type: ignore[arg-type]
 
 
-def full(folder: Path, sampling: SamplingConfig, candidates: int = 0) -> list[Label]:
+def full(folder: Path, sampling: SamplingConfig) -> list[Label]:
     """Labels made with the target."""
     rows = Dataset.from_list(rollouts(9, vocab=V))
-    return label(folder / "full", target(), rows, sampling, candidates=candidates)
+    return label(folder / "full", target(), rows, sampling)
 
 
 def from_logits(
-    folder: Path, sampling: SamplingConfig, count: int, *, bound: bool = False, candidates: int = 0
+    folder: Path, sampling: SamplingConfig, count: int, *, bound: bool = False
 ) -> list[Label]:
     """Labels made from top logits."""
     top, out = TopLogits(min(count, V), V), folder / "top"
-    return label(out, top, with_logits(count), sampling, bound=bound, candidates=candidates)
-
-
-def test_candidates_that_are_not_among_the_top_logits_are_left_out_and_counted(
-    tmp_path: Path,
-) -> None:
-    """With a bound; where it is exact, those outside have probability 0."""
-    for name, sampling, bound in (
-        ("bound", SamplingConfig(), True),
-        ("exact", SamplingConfig(top_k=N), False),
-    ):
-        folder, unknown = tmp_path / name, 0
-        again = from_logits(folder, sampling, N, bound=bound, candidates=8)
-        cache = with_logits(N)
-        for row, true, source in zip(again, full(folder, sampling, 8), cache, strict=True):
-            for place, token in enumerate(row["candidate_ids"]):  # type: ignore[typeddict-item]
-                index, found = place // 8, row["candidate_prob"][place]  # type: ignore[typeddict-item]
-                if bound and token not in source["top_ids"][index * N : (index + 1) * N]:
-                    assert math.isnan(found)
-                    unknown += 1
-                else:
-                    assert found == pytest.approx(true["candidate_prob"][place], abs=1e-5)  # type: ignore[typeddict-item]
-        assert unknown_candidates(load_stored(folder / "top")) == unknown
-        assert (unknown > 10) == bound
+    return label(out, top, with_logits(count), sampling, bound=bound)
 
 
 @pytest.mark.parametrize("sampling", EXACT.values(), ids=EXACT.keys())

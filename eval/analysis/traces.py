@@ -55,11 +55,6 @@ def acceptance_traces(
         assert draft is not None
         assert sampling is not None
         check_head(draft, head)
-        if head.candidates:
-            raise ConfigError(
-                "this head, of kind candidates, ranks those of trees, and replay follows chains: "
-                "compare it by `draftsmith trees --head`, or replay a head of kind immediate"
-            )
         warn_of_other_sampling(head, sampling)
         recorded = record_head(rows, head, draft=draft, sampling=sampling)
     log_q_max = pad(rows["log_q_max"])

@@ -1,10 +1,6 @@
 """The search for a draft tree (MCSD, arXiv:2401.06706, section 4.2), along held-out text.
 
     draftsmith trees ROLLOUTS --target TARGET --draft DRAFT [--budget 32] [--ratio 0.1]
-    draftsmith trees ROLLOUTS --draft DRAFT --head HEAD [--target TARGET] [--nodes 3 5 8 12]
-
-With a head of kind candidates: dynamic trees ranked by it, by the draft (EAGLE-2), and by an oracle
-if a target is given, at equal nodes (`eval.analysis.rankings`). What follows is about the search.
 
 A k-configuration k_1 x k_2 x ... gives every node at depth d - 1 k_d children. The search compares
 all with k_d in {1, 2, 4, 8, 16, 32} that widen nowhere (the monotonic rule) and whose product, the
@@ -45,7 +41,7 @@ from eval.measuring.intervals import Interval, resamples
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 from specdata.storage.manifest import read_manifest
-from specdata.terminal import accept_any_text, progress, tell, whole_number
+from specdata.terminal import accept_any_text, tell, whole_number
 
 if TYPE_CHECKING:  # help is shown without torch
     import datasets
@@ -297,9 +293,6 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith tree
     accept_any_text()
     given = _parser(program).parse_args(arguments)
     try:
-        if given.head:
-            _rankings(given)
-            return 0
         found = _run(given)
     except Exception as error:  # noqa: BLE001 - raised again if it is a defect
         return tell(error)
@@ -326,52 +319,6 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith tree
     return 0
 
 
-def _rankings(given: argparse.Namespace) -> None:
-    """Print how trees ranked by a head compare with those ranked by the draft."""
-    from eval.analysis.rankings import compare_rankings
-    from eval.drafting.dynamic_tree import UNWARPED
-    from heads import BaseHead
-    from heads.candidates import CandidatesHead
-    from specdata.models import load_model
-    from specdata.storage.dataset import stream_stored
-
-    head = BaseHead.from_pretrained(given.head)
-    if not isinstance(head, CandidatesHead):
-        raise ConfigError(
-            f"{given.head} is a head of kind {head.kind}, which judges tokens of chains: give one "
-            "of kind candidates, or replay this one"
-        )
-    sampling = None if given.target is None else _sampling(given)
-    rows = rows_of_split(stream_stored(given.rollouts), given.rollouts, given.split, given.rows)
-    draft = _draft(given)
-    target = None if sampling is None else load_model(given.target, dtype=given.dtype)
-    with progress(len(rows), "trees", "rollout") as bar:
-        found = compare_rankings(
-            rows,
-            draft,
-            head,
-            vocabulary=draft.config.get_text_config().vocab_size,
-            nodes=given.nodes,
-            depth=given.depth,
-            target=target,
-            sampling=sampling or UNWARPED,
-            report=bar.update,
-        )
-    title = "tokens a round of trees ranked by the draft, by the head, and what it gains (95 %)"
-    view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    by = ["head"] if target is None else ["head", "target"]
-    for column in ("nodes", "draft", *by):
-        view.add_column(column, no_wrap=True, justify="right")
-    for count, figures in found.items():
-        cells = [f"{figures['draft'].value:.3f}"]
-        for name in by:
-            gain = figures[f"{name} gain"]
-            shown = [f"{100 * x:+.1f}" for x in (gain.value, gain.low, gain.high)]
-            cells.append(f"{figures[name].value:.3f}, {shown[0]} % [{shown[1]}, {shown[2]}]")
-        view.add_row(str(count), *cells)
-    Console(highlight=False).print(view)
-
-
 def _run(given: argparse.Namespace) -> list[Candidate]:
     from specdata.models import load_model
     from specdata.storage.dataset import stream_stored
@@ -381,8 +328,6 @@ def _run(given: argparse.Namespace) -> list[Candidate]:
             f"--budget must be at least 1 and --ratio at least 0; got {given.budget} and "
             f"{given.ratio:g}"
         )
-    if given.target is None:
-        raise ConfigError("without --head, --target must be given: its p says what is accepted")
     sampling = _sampling(given)
     if sampling.temperature == 0:
         raise ConfigError(
@@ -441,17 +386,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("rollouts", type=Path, help="folder of a dataset of rollouts (or labels) of the target")
-    add(
-        "--target",
-        help="the model that wrote them; with --head, the oracle",
-    )
+    add("--target", required=True, help="the model that wrote them")
     add("--draft", required=True, help="the draft")
     add("--budget", type=whole_number, default=32, help="most paths of a tree (default: 32)")
     add("--ratio", type=float, default=0.1, help="t_draft/t_target (default: 0.1)")
     add("--siblings", choices=get_args(Siblings), default="distinct", help="how they are drawn")
-    add("--head", help="compare dynamic trees ranked by this head with those ranked by the draft")
-    add("--nodes", type=whole_number, nargs="+", default=[3, 5, 8, 12], help="of these trees")
-    add("--depth", type=whole_number, default=6, help="most levels of these trees (default: 6)")
     add("--split", default="dev", help="rows that are read (default: dev)")
     add("--rows", type=whole_number, default=32, help="most rollouts of a prompt set (default: 32)")
     add("--dtype", default="float32", help="of both models (default: float32)")

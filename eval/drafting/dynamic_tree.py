@@ -17,10 +17,7 @@ from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, probabilities
 
 if TYPE_CHECKING:
-    from eval.drafting.stopping.tree_cost import TreeCosts
-    from eval.rounds import Round
     from eval.runtime.model import CachedModel
-    from heads.candidates import Ranker
 
 UNWARPED = SamplingConfig()
 """Nodes are ranked by the draft's own distribution. At a low temperature or in a small nucleus it
@@ -38,9 +35,6 @@ class DynamicTreeDrafter(Drafter):
     Nothing is drawn, so the draft is the same whatever the target will sample, and a verifier that
     follows the target's own sample (`naive`) is exact.
 
-    With a rule and a ranker, a node's value is the target's probability of its path as a head
-    predicts it, and the rule says which nodes and levels pay.
-
     Args:
         sequence: the draft model's.
         nodes: most nodes of a draft.
@@ -48,9 +42,6 @@ class DynamicTreeDrafter(Drafter):
         gain: least sum of the values of a level's nodes for which the next level is drafted; 0: all
             `depth` levels.
         end_tokens: token ids after which nothing is drafted.
-        ranker: gives the candidates of a level their values, from states that the sequence's model
-            captures.
-        costs: the rule; None: as many levels as `depth` and `gain` say.
     """
 
     def __init__(
@@ -60,26 +51,20 @@ class DynamicTreeDrafter(Drafter):
         depth: int,
         gain: float,
         end_tokens: frozenset[int],
-        *,
-        ranker: Ranker | None = None,
-        costs: TreeCosts | None = None,
     ) -> None:
         super().__init__([sequence], end_tokens)
         self._sequence = sequence
         self._nodes = nodes
         self._depth = depth
         self._gain = gain
-        self._ranker = ranker
-        self._costs = costs
         self._cached_number: dict[int, int] = {}
 
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft a tree; the generator is not used."""
-        sequence, costs = self._sequence, self._costs
-        least = 0.0 if costs is None else costs.least
-        seen = _Seen(sequence.model, self._nodes, self._ranker, least)
+        sequence = self._sequence
+        seen = _Seen(sequence.model, self._nodes)
         level, cached = [0], {0: 0}
         for _ in range(min(self._depth, max_depth)):
             if level == [0]:
@@ -89,13 +74,9 @@ class DynamicTreeDrafter(Drafter):
                 parents = [cached[seen.parents[node]] for node in level]
                 logits = yield sequence.append_tree(tokens, parents)  # (n, N)
             cached |= {node: len(cached) + place for place, node in enumerate(level) if node}
-            before = sum(seen.values[node] for node in level)
-            seen.extend(level, probabilities(logits, UNWARPED), sequence.states)
+            seen.extend(level, probabilities(logits, UNWARPED))
             level = [node for node in seen.newest if seen.tokens[node] not in self._end_tokens]
-            value = sum(seen.values[node] for node in level)
-            if not level or value < self._gain:
-                break
-            if costs is not None and not costs.goes_on(value, before, len(level)):
+            if not level or sum(seen.values[node] for node in level) < self._gain:
                 break
         self._cached_number = {
             number: cached[node] for number, node in enumerate(seen.best, 1) if node in cached
@@ -111,11 +92,6 @@ class DynamicTreeDrafter(Drafter):
         self._sequence.accept([self._cached_number[node] for node in cached])
         self._cached_number = {}
 
-    def observe(self, record: Round) -> None:
-        """Show the round to the rule."""
-        if self._costs is not None:
-            self._costs.observe(record)
-
     def reset(self) -> None:
         """Forget the sequence and the draft."""
         super().reset()
@@ -128,8 +104,6 @@ class _Seen:
     Args:
         model: the draft.
         count: most nodes to keep.
-        ranker: gives candidates their values; None: the draft's probability.
-        least: a node's value must be more.
 
     Attributes:
         tokens: of each node.
@@ -139,53 +113,48 @@ class _Seen:
         newest: those of them that the last `extend` added.
     """
 
-    def __init__(self, model: CachedModel, count: int, ranker: Ranker | None, least: float) -> None:
+    def __init__(self, model: CachedModel, count: int) -> None:
         self.tokens, self.parents, self.values = [-1], [-1], [1.0]
         self.best: list[int] = []
         self.newest: list[int] = []
-        self._model, self._count, self._ranker, self._least = model, count, ranker, least
-        self._rows: list[Tensor] = []
-        self._row_of = [-1]
+        self._model, self._count = model, count
+        self._at_root = torch.empty(0, 0)
 
-    def extend(self, nodes: list[int], rows: Tensor, states: Tensor | None) -> None:
-        """Add the best children of nodes, given distributions (n, N) and states (n, H) there."""
-        ranker = self._ranker
-        most = self._count if ranker is None else ranker.candidates
-        best, columns = rows.topk(min(most, rows.shape[-1]))
+    def extend(self, nodes: list[int], rows: Tensor) -> None:
+        """Add the best children of nodes, given the distributions (n, N) there."""
+        best, columns = rows.topk(min(self._count, rows.shape[-1]))
         ids = self._model.token_ids(columns)
-        chances: list[list[float]] = best.tolist()
-        if ranker is not None:
-            assert states is not None
-            chances = ranker(states, best, ids).tolist()
-        first, row = len(self.tokens), sum(map(len, self._rows))
-        for node, probs, tokens in zip(nodes, chances, ids.tolist(), strict=True):
-            if math.isnan(probs[0]):
+        first = len(self.tokens)
+        for node, chances, tokens in zip(nodes, best.tolist(), ids.tolist(), strict=True):
+            if math.isnan(chances[0]):
                 raise NotFiniteError
-            for prob, token in zip(probs, tokens, strict=True):
+            for chance, token in zip(chances, tokens, strict=True):
                 # At most the parent's, so that no node is kept without its parent.
-                value = self.values[node] * min(1.0, prob)
-                if value > self._least:
+                value = self.values[node] * min(1.0, chance)
+                if value > 0.0:
                     self.tokens.append(token)
                     self.parents.append(node)
                     self.values.append(value)
-                    self._row_of.append(row)
-            row += 1
-        self._rows.append(rows)
+        if nodes == [0]:
+            self._at_root = rows
         # Stable: of equal values the earlier node stays, so a parent before its child.
         candidates = [*self.best, *range(first, len(self.tokens))]
         self.best = sorted(sorted(candidates, key=lambda n: -self.values[n])[: self._count])
         self.newest = [node for node in self.best if node >= first]
 
     def draft(self) -> DraftTree:
-        """The most valuable nodes as a draft; an empty chain if there is none."""
+        """The most valuable nodes as a draft; an empty chain if there is none.
+
+        No verifier of chosen nodes reads what they were drawn from, so the root's stands for all.
+        """
         if not self.best:
             return drawn_chain([], [], 0)
         number = {0: 0} | {node: number for number, node in enumerate(self.best, start=1)}
         return DraftTree(
             torch.tensor([self.tokens[node] for node in self.best]),
             torch.tensor([number[self.parents[node]] for node in self.best]),
-            self._model.everywhere(torch.cat(self._rows)),
-            torch.tensor([self._row_of[node] for node in self.best]),
+            self._model.everywhere(self._at_root),
+            torch.zeros(len(self.best), dtype=torch.long),
             "tree",
             "chosen",
         )

@@ -143,9 +143,7 @@ class MethodConfig(DraftingConfig):
             return {f"decoder {self.decoder}": unread}
         drafter = self.drafter
         unread = [name for name in given if drafter not in ONLY_READ_BY.get(name, (drafter,))]
-        if (
-            drafter in ("tree", "dynamic_tree") and not self.stop.of_trees
-        ):  # these have depths of their own
+        if drafter in ("tree", "dynamic_tree"):  # these have depths of their own
             unread += [name for name in type(self.stop).model_fields if name in given]
         return {f"drafter {drafter}": unread}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from eval.drafting.stopping import ALL_RULES, StoppingRule
+from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.measuring.environment import Environment
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
@@ -67,7 +67,7 @@ class Method(Strict):
     @property
     def rule(self) -> type[StoppingRule] | None:
         """The class of its stopping rule; None for plain decoding, and for rules unknown here."""
-        return ALL_RULES.get(self.stop or "")
+        return STOPPING_RULES.get(self.stop or "")
 
     @property
     def fixed_length(self) -> bool:

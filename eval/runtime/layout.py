@@ -115,6 +115,5 @@ def pack(forwards: Mapping[int, tuple[Sequence[int], Layout]]) -> Packing:
     for slot, (_, layout) in forwards.items():
         if layout.visible is not None:
             count, seen = layout.visible.shape
-            visible[slot, :count] = False
             visible[slot, :count, :seen] = layout.visible
     return Packing(tokens, positions, slots, cache_positions, columns, visible, ends)

@@ -17,12 +17,6 @@ class LabelsConfig(Config):
         description="draft tokens labelled a position of the training rollouts, from one pass of "
         "each model; at temperature 0 all are equal, and there is one",
     )
-    candidates: int = Field(
-        default=0,
-        ge=0,
-        description="the draft's most probable tokens at each position whose probability under the "
-        "target is kept, for a head of kind candidates; 0: none",
-    )
     cache: str | None = Field(
         default=None,
         description="dataset of stage logits to make these from, without the target",

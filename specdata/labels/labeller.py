@@ -6,7 +6,6 @@ time, since those of a whole batch would need more memory than the models.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -43,9 +42,8 @@ POSITIONS = {"cpu": 32, "cuda": 256}
 
 DECIDED = "decided"
 # C positions of a batch and the draft's distributions there, (C, V) -> the target's distributions
-# there, (C, V), which of them are decided, (C,): others are left out; and the tokens whose
-# probabilities are exact, (C, N). None: all.
-DistributionsAt = Callable[[slice, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
+# there, (C, V), and which of them are decided, (C,): others are left out. None: all.
+DistributionsAt = Callable[[slice, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +107,6 @@ class Labeller:
         seed: the run's seed.
         tokens_at_once: tokens of one forward; a longer row goes by itself.
         draws: S, how many Y a position of the rows of split "train"; others have one.
-        candidates: m, how many of the draft's most probable tokens are kept with the target's
-            probability of each.
     """
 
     distributions: Callable[[Batch], DistributionsAt]
@@ -120,7 +116,6 @@ class Labeller:
     seed: int
     tokens_at_once: int
     draws: int = 1
-    candidates: int = 0
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
@@ -148,12 +143,8 @@ class Labeller:
         def at(here: slice) -> dict[str, Tensor]:
             logits = to_vocabulary(self.draft.logits(states[here]), self.vocabulary)
             q = probabilities(logits, self.sampling)
-            p, decided, exact = distributions(here, q)
+            p, decided = distributions(here, q)
             columns = _compare(p, q, batch.uniforms[here])
-            if self.candidates:
-                ids = logits.topk(self.candidates).indices
-                kept = p if exact is None else _only(p, exact)
-                columns |= {"candidate_ids": ids, "candidate_prob": kept.gather(-1, ids)}
             return columns if decided is None else columns | {DECIDED: decided}
 
         columns = in_chunks(states, self.vocabulary, at)
@@ -213,17 +204,12 @@ def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _only(values: Tensor, ids: Tensor) -> Tensor:
-    """(C, V) values at ids (C, N), NaN elsewhere."""
-    return torch.full_like(values, math.nan).scatter(-1, ids, values.gather(-1, ids))
-
-
 def target_distributions(target: LMHead, sampling: SamplingConfig, batch: Batch) -> DistributionsAt:
     """The target's distributions from the states stored with the rollouts, or its own forward."""
     states = target_states(target, batch)
 
-    def there(here: slice, _q: Tensor) -> tuple[Tensor, None, None]:
-        return probabilities(target.logits(states[here]), sampling), None, None
+    def there(here: slice, _q: Tensor) -> tuple[Tensor, None]:
+        return probabilities(target.logits(states[here]), sampling), None
 
     return there
 
@@ -295,10 +281,9 @@ def distributions_of_top_logits(
         name: values.view(len(batch.row), -1).to(batch.ids.device) for name, values in top.items()
     }
 
-    def there(here: slice, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def there(here: slice, q: Tensor) -> tuple[Tensor, Tensor]:
         top_here = {name: column[here] for name, column in columns.items()}
-        exact = None if distributions.is_exact else top_here["top_ids"].long()
-        return distributions.distribution(top_here, q), distributions.decided(top_here), exact
+        return distributions.distribution(top_here, q), distributions.decided(top_here)
 
     return there
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -12,8 +11,7 @@ import datasets
 import pyarrow as pa
 from transformers import PreTrainedModel
 
-from specdata.draft_vocabulary import draft_vocabulary_ids
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ManifestError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Batch,
@@ -29,7 +27,7 @@ from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings, differences
-from specdata.storage.schema import CANDIDATES, LABELS, MORE_DRAWS, Label
+from specdata.storage.schema import LABELS, MORE_DRAWS, Label
 from specdata.top_logits import TopLogits, check_decided
 
 
@@ -72,8 +70,8 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         Number of rows.
 
     Raises:
-        ConfigError: if a rollout is longer than a model's context, the top logits are too few for
-            this sampler, or there are more candidates than tokens that the draft can propose.
+        ConfigError: if a rollout is longer than a model's context, or the top logits are too few
+            for this sampler.
     """
     q = find_lm_head(draft)
     distributions: Callable[[Batch], DistributionsAt]
@@ -86,13 +84,6 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         p = find_lm_head(target)
         distributions, models = partial(target_distributions, p, sampling), [p, q]
         vocabulary = p.vocabulary
-    proposed = draft_vocabulary_ids(draft)
-    size = draft.config.get_text_config().vocab_size if proposed is None else len(proposed)
-    if config.candidates > min(size, vocabulary):
-        raise ConfigError(
-            f"labels.candidates must be at most the {min(size, vocabulary)} tokens that the draft "
-            f"can propose, got {config.candidates}: lower it"
-        )
     # At temperature 0 every draw is the most probable token.
     draws = 1 if sampling.temperature == 0 else config.draws
     work = Labeller(
@@ -103,7 +94,6 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         seed,
         tokens_at_once(*models),
         draws,
-        config.candidates,
     )
 
     def shard(start: int) -> list[Label]:
@@ -111,13 +101,10 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         return work(rollouts.select(range(start, stop)).to_list())
 
     own = {"sampling": asdict(sampling), "seed": seed, "vocabulary": vocabulary, "draws": draws}
-    more = [*(MORE_DRAWS if draws > 1 else ()), *(CANDIDATES if config.candidates else ())]
-    if config.candidates:
-        own["candidates"] = config.candidates
     with prepacked(*(model.model for model in models)):
         return fill_dataset(
             folder,
-            pa.schema([*LABELS, *more]),
+            pa.schema([*LABELS, *(MORE_DRAWS if draws > 1 else ())]),
             settings.extended(own),
             [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)],
             report,
@@ -158,12 +145,3 @@ def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:
         sums[name] = sums.get(name, 0.0) + sum(row["overlap"])
         counts[name] = counts.get(name, 0) + len(row["overlap"])
     return {name: total / max(1, counts[name]) for name, total in sums.items()}
-
-
-def unknown_candidates(labels: datasets.Dataset) -> int:
-    """How many candidates' probabilities the top logits that labels were made from do not tell."""
-    return sum(
-        math.isnan(prob)
-        for row in labels.select_columns("candidate_prob")
-        for prob in row["candidate_prob"]
-    )

@@ -130,10 +130,6 @@ LABELS = pa.schema(
 # More columns of labels with S > 1 draws: S - 1 more tokens drawn from q at each position, and
 # their min(1, p/q), one position after the other; empty lists in rows that are not trained on.
 MORE_DRAWS = pa.schema([("more_draft_ids", _IDS), ("more_accept_prob", _REALS)])
-# More columns of labels with candidates: the draft's m most probable tokens at each position, in
-# falling order of its unwarped distribution, and the target's probability of each under the
-# sampler; NaN where the top logits that the labels were made from do not tell it.
-CANDIDATES = pa.schema([("candidate_ids", _IDS), ("candidate_prob", _REALS)])
 # More columns of rollouts with top logits: see specdata.top_logits.
 # The first two hold N values a position, one position after the other.
 TOP_LOGITS = pa.schema(

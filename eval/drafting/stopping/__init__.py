@@ -26,11 +26,9 @@ from eval.drafting.stopping.rule import (
     UpcomingToken,
 )
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
-from eval.drafting.stopping.tree_cost import TreeCost
 from specdata.config import nearest
 
 __all__ = [
-    "ALL_RULES",
     "STOPPING_RULES",
     "ActiveRule",
     "DraftedToken",
@@ -54,9 +52,6 @@ STOPPING_RULES: dict[str, type[StoppingRule]] = {
     )
 }
 """Name -> class of every rule that ends chains."""
-TREE_RULES: dict[str, type[StoppingRule]] = {TreeCost.name: TreeCost}
-"""Name -> class of every rule that ends dynamic trees."""
-ALL_RULES = {**STOPPING_RULES, **TREE_RULES}
 
 
 def read_rule(
@@ -76,11 +71,11 @@ def read_rule(
         ValueError: for parameters that the rule does not have.
     """
     rule = stop if isinstance(stop, StoppingRule) else None
-    kind = ALL_RULES.get(str(stop)) if rule is None else type(rule)
+    kind = STOPPING_RULES.get(str(stop)) if rule is None else type(rule)
     if kind is None:
-        known = ", ".join(ALL_RULES)
+        known = ", ".join(STOPPING_RULES)
         raise _mistakes({"stop": f"unknown stop {stop!r}; choose from {known}"}, {"stop": stop})
-    have = {name for each in (*ALL_RULES.values(), kind) for name in each.model_fields}
+    have = {name for each in (*STOPPING_RULES.values(), kind) for name in each.model_fields}
     if unknown := [name for name in parameters if name not in have]:
         names = [*others, *sorted(have)]
         hints = {name: f"unknown key: {nearest(name, names)}" for name in unknown}

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from specdata.config import Config
-from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,7 +207,6 @@ class StoppingRule(Config):
         adaptive: whether the length depends on the tokens drafted. If so, it ends chains only, and
             no verifier whose residual persists over rounds takes it.
         needs_head: whether it cannot work without an acceptance head.
-        of_trees: whether it grows dynamic trees, by a head of kind candidates, and ends no chain.
         fitted: parameters that an evaluation fits on labels where they are None, by `fit`. Two
             rules may name the same one if they fit it alike.
         family: which methods plots draw alike: "fixed" lengths, training-free "rule"s, rules that
@@ -218,7 +216,6 @@ class StoppingRule(Config):
     name: ClassVar[str]
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
-    of_trees: ClassVar[bool] = False
     fitted: ClassVar[tuple[str, ...]] = ()
     family: ClassVar[Family] = "rule"
 
@@ -234,24 +231,6 @@ class StoppingRule(Config):
 
     def check_head(self, head: BaseHead | None) -> None:
         """Raise ConfigError if it cannot work with a head, or without one; most can with any."""
-
-    def check_kind(self, *, of_trees: bool) -> None:
-        """Raise ConfigError if it reads a head, and that is not of its kind.
-
-        Args:
-            of_trees: whether the head ranks candidates of trees, or judges tokens of chains.
-        """
-        if self.reads_head and of_trees != self.of_trees:
-            judged = ("judges tokens of chains", "ranks candidates of trees")
-            remedy = (
-                "take drafter dynamic_tree with stop tree_cost, or a head of kind immediate"
-                if of_trees
-                else "take stop head, or train a head of kind candidates"
-            )
-            raise ConfigError(
-                f"stop={self.name!r} asks a head that {judged[self.of_trees]}, and this one "
-                f"{judged[of_trees]}: {remedy}"
-            )
 
     @property
     def needs_fit(self) -> bool:
