@@ -31,14 +31,14 @@ RECIPES = {
 
 
 MODULES = {
-    "init": ("recipes.init", "Write a configuration for a target and a file of prompts."),
-    "inspect": ("specdata.inspect.__main__", "Show what stored rollouts or labels hold."),
+    "init": ("recipes.tools.init", "Write a configuration for a target and a file of prompts."),
+    "inspect": ("recipes.tools.inspect", "Show what stored rollouts or labels hold."),
     "certify": (
-        "recipes.certify",
+        "recipes.tools.certify",
         "Certify that what an evaluation decoded is distributed as the target alone.",
     ),
     "compare": (
-        "eval.analysis.compare",
+        "recipes.tools.compare",
         "Compare greedy decoding with transformers' own: identical, tied, or a bug.",
     ),
     "replay": (
@@ -47,7 +47,7 @@ MODULES = {
     ),
     "sweep": ("eval.analysis.sweep", "Train and compare SpecDec++'s grid of acceptance heads."),
     "reproduce": (
-        "recipes.reproduce",
+        "recipes.tools.reproduce",
         "Run a paper's experiments on a pair, and print its tables.",
     ),
     "verifiers": (
@@ -55,7 +55,7 @@ MODULES = {
         "Find the best verifier and draft for a pair, and whether speculation pays.",
     ),
     "trees": (
-        "eval.analysis.trees",
+        "recipes.tools.trees",
         "Search for the best draft tree along held-out text of the target.",
     ),
     "import-eagle3": (
@@ -71,7 +71,7 @@ MODULES = {
         "Examine a published EAGLE-3 draft: why it is accepted or not.",
     ),
     "table": (
-        "eval.reporting.table",
+        "recipes.tools.table",
         "Print a finished evaluation as a table for a README, and copy what to commit of it.",
     ),
 }

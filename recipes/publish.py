@@ -74,7 +74,7 @@ class Release(Stage):
 
     def check(self) -> None:
         """Find what could not be published before it is trained."""
-        from eval.reporting.metadata import About, check_repository
+        from eval.publishing.metadata import About, check_repository
 
         config = self.config
         methods, publish = config.eval.methods, config.publish
@@ -109,8 +109,9 @@ class Release(Stage):
 
     def run(self) -> dict[str, Any]:
         """Assemble and upload."""
-        from eval.reporting.metadata import About, public_name
-        from eval.reporting.release import UPLOAD, release_draft, release_head
+        from eval.publishing.metadata import About
+        from eval.publishing.release import UPLOAD, release_draft, release_head
+        from eval.reporting.rendering import public_name
 
         config = self.config
         if reads_states(config):
@@ -222,7 +223,7 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
 
     Nothing if the models' output sizes are known and differ, because vLLM refuses such a pair.
     """
-    from eval.reporting.serving import vllm_line
+    from eval.publishing.serving import vllm_line
 
     target = config.models.target
     sizes = {

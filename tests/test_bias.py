@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from eval.analysis import theory
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.measuring import bias
 from eval.measuring.bias import drafted_positions, emitted_distribution, measure_bias, variation
 from eval.verifiers import VERIFIERS
+from eval.verifiers.biased import opt_loss, uno_loss
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig
 from tests.tiny import tiny_llama
 
-BIASED = [("biased_uno", theory.uno_loss), ("biased_opt", theory.opt_loss)]
+BIASED = [("biased_uno", uno_loss), ("biased_opt", opt_loss)]
 
 
 def pairs(count: int, vocabulary: int = 6) -> list[tuple[Tensor, Tensor]]:

@@ -28,10 +28,10 @@ from eval.decode_config import DecodeConfig
 from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig, MethodConfig
 from eval.verifiers.rule import Candidates, Rng, Verifier, walk
-from recipes.certify import main
 from recipes.config import build
 from recipes.layout import CERTIFICATE
 from recipes.run_eval import RECIPE
+from recipes.tools.certify import main
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig

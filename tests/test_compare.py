@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.analysis.compare import main
 from eval.analysis.ties import (
     NOISE_FACTOR,
     compare_sequences,
@@ -20,6 +19,7 @@ from eval.analysis.ties import (
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafters
 from eval.runtime.model import CachedModel
+from recipes.tools.compare import main
 from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import train_tokenizer
 from tests.families import tiny

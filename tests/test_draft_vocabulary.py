@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.reporting.release import REDUCED, release_draft
+from eval.publishing.release import REDUCED, release_draft
 from eval.runtime.graphs import shared_graphs
 from eval.runtime.model import CachedModel
 from heads.inputs import FEATURES, DraftedTokens

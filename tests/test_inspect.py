@@ -1,4 +1,4 @@
-"""The output of `python -m specdata.inspect` is what the dataset holds."""
+"""The output of `draftsmith inspect` is what the dataset holds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from specdata.inspect import __main__ as module
-from specdata.inspect.__main__ import main, summarise
+from recipes.tools import inspect as module
+from recipes.tools.inspect import main, summarise
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import make_labels
 from specdata.models import vocabulary_fingerprint

@@ -30,6 +30,7 @@ BELOW = {
         "decoder": "decode_config drafting drafts rounds runtime verifiers",
         "measuring": "decode_config decoder drafting drafts rounds runtime verifiers",
         "reporting": "analysis measuring",
+        "publishing": "analysis measuring reporting",
         "analysis": "decode_config decoder drafting drafts measuring runtime verifiers",
     },
     "specdata": {
@@ -64,7 +65,6 @@ BELOW = {
         "labels": "config draft_vocabulary errors lm_head models prepack probability sampling "
         "storage target_states top_logits",
         "logits": "config errors labels lm_head prepack server storage top_logits",
-        "inspect": "errors models prompts sources storage terminal",
     },
 }
 FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
@@ -106,6 +106,13 @@ def test_rooms_import_downwards_only(package: str) -> None:
             top, *below = module.split(".")
             if top == package and below and below[0] != inside[0]:
                 assert below[0] in rooms[inside[0]], f"{path}:{line} may not import {module}"
+
+
+def test_the_room_of_papers_is_imported_by_its_tool_alone() -> None:
+    for path in FILES:
+        if path.parent.name != "papers" and path != ROOT / "recipes/tools/reproduce.py":
+            for line, module in imported(path):
+                assert not module.startswith("recipes.papers"), f"{path}:{line}"
 
 
 @pytest.mark.parametrize(

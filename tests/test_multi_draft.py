@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.analysis.acceptance import RULES, two_drafts
 from eval.drafts import DraftTree, How
 from eval.verifiers import VERIFIERS
 from eval.verifiers.kseq import discount
 from eval.verifiers.optimum import optimal_acceptance
+from recipes.papers.acceptance import RULES, two_drafts
 
 P3, Q3 = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
 P4, Q4 = torch.tensor([[0.45, 0.25, 0.2, 0.1], [0.35, 0.1, 0.15, 0.4]], dtype=torch.float64)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.reporting.serving import DEFAULT_LENGTHS
+from eval.publishing.serving import DEFAULT_LENGTHS
 from recipes.command import RECIPES
 from recipes.config import parse
 from recipes.recipe import LAUNCHED, CommandLine

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from eval.reporting.release import About, release_draft
+from eval.publishing.release import About, release_draft
 from specdata.models import load_tokenizer
 from specdata.storage.files import locked
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer

@@ -22,8 +22,9 @@ from eval.measuring.results import (
     write_results,
 )
 from eval.reporting.rendering import NOT_MEASURED
-from eval.reporting.table import ROWS, chosen, main, readme_table
+from eval.reporting.table import ROWS, chosen, readme_table
 from eval.rounds import Round
+from recipes.tools.table import main
 from tests.synthetic_results import synthetic_results
 
 ROOT = Path(__file__).parent.parent

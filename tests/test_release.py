@@ -24,10 +24,10 @@ from transformers import (
 from eval.analysis.head_verdict import HeadVerdict
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
+from eval.publishing.metadata import About, check_repository, loadable, metadata
+from eval.publishing.release import head_run, release_draft, release_head
 from eval.reporting.lengths import measured_lengths
-from eval.reporting.metadata import About, check_repository, loadable, metadata, public_name
-from eval.reporting.release import head_run, release_draft, release_head
-from eval.reporting.rendering import escape_markdown
+from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.table import chosen
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from eval.reporting.release import _load_whole
+from eval.publishing.release import _load_whole
+from recipes.tools.inspect import _tokenizer
 from specdata.errors import ConfigError
-from specdata.inspect.__main__ import _tokenizer
 from specdata.models import load_configs, load_generation, load_model, load_tokenizer
 from tests.chats import chat_tokenizer
 from tests.tiny import tiny_llama

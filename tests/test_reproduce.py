@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.examples import batches, rejections
-from eval.reporting.papers import markdown_table, paper_figures, pivot, selected
 from recipes.config import TOY, parse
-from recipes.measurements import KINDS, ModelPair, evaluated, expanded, formula
-from recipes.reproduce import PAPERS, main, protocol_of
+from recipes.papers.examples import batches, rejections
+from recipes.papers.measurements import KINDS, ModelPair, evaluated, expanded, formula
+from recipes.papers.reproduce import PAPERS, protocol_of
+from recipes.papers.tables import markdown_table, paper_figures, pivot, selected
+from recipes.tools.reproduce import main
 
 SEEDS = ("seed-0", "seed-1")
 

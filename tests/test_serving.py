@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 
 from eval.measuring.results import Run
-from eval.reporting.lengths import ENGINES, measured_lengths
-from eval.reporting.serving import (
+from eval.publishing.serving import (
     DEFAULT_LENGTHS,
     non_increasing,
     serving_lines,
 )
+from eval.reporting.lengths import ENGINES, measured_lengths
 from tests.synthetic_results import synthetic_results
 
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.analysis import theory
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS
 from eval.verifiers.persistent_residual import PersistentResidual
 from eval.verifiers.rule import Outcome, Rng, Verifier
+from recipes.papers import theory
 from specdata.probability import residual
 from tests.oracles import (
     Prefix,

@@ -10,9 +10,10 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from eval.analysis import theory
 from eval.verifiers import VERIFIERS
+from eval.verifiers.biased import opt_loss, uno_loss
 from eval.verifiers.rule import Verifier
+from recipes.papers import theory
 from tests import optimal_stopping
 from tests.optimal_stopping import AcceptanceChain, Costs
 from tests.oracles import (
@@ -235,8 +236,8 @@ def test_opt_lies_on_the_line_and_uno_above_it(seed: int, epsilon: float) -> Non
     p, q = random_pair(seed + 40, 0.3)
     rejected = theory.rejection(q, theory.over_acceptance(p, q, epsilon))
     line = theory.least_bias_at(p, q, rejected)
-    assert theory.opt_loss(p, q, epsilon) == pytest.approx(line, abs=1e-12)
-    assert theory.uno_loss(p, q, epsilon) >= line - 1e-12
+    assert opt_loss(p, q, epsilon) == pytest.approx(line, abs=1e-12)
+    assert uno_loss(p, q, epsilon) >= line - 1e-12
 
 
 def test_bias_goldens() -> None:
@@ -249,13 +250,11 @@ def test_bias_goldens() -> None:
     ]:
         accept = theory.over_acceptance(p, q, epsilon)
         assert theory.rejection(q, accept) == pytest.approx(rejected, abs=1e-7)
-        assert theory.opt_loss(p, q, epsilon) == pytest.approx(opt, abs=1e-7)
-        assert theory.uno_loss(p, q, epsilon) == pytest.approx(uno, abs=1e-7)
+        assert opt_loss(p, q, epsilon) == pytest.approx(opt, abs=1e-7)
+        assert uno_loss(p, q, epsilon) == pytest.approx(uno, abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("name", "loss"), [("biased_uno", theory.uno_loss), ("biased_opt", theory.opt_loss)]
-)
+@pytest.mark.parametrize(("name", "loss"), [("biased_uno", uno_loss), ("biased_opt", opt_loss)])
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 2.0])
 def test_stated_bias_is_that_of_the_verifier(name: str, loss: object, epsilon: float) -> None:
     for seed in range(4):

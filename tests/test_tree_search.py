@@ -19,12 +19,12 @@ from eval.analysis.trees import (
     accepted,
     expected_rounds,
     k_configurations,
-    main,
     search,
 )
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.verifiers import VERIFIERS
+from recipes.tools.trees import main
 from specdata.probability import SamplingConfig
 from specdata.sampling import generator_for
 from specdata.storage.dataset import fill_dataset

@@ -47,13 +47,13 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from eval.analysis.theory import opt_loss, uno_loss
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.results import ENOUGH, VerifierRow
 from eval.verifiers import VERIFIERS
+from eval.verifiers.biased import opt_loss, uno_loss
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.rule import Drawn, Verifier
 from specdata.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Text made from the templates in `eval/reporting/templates`, and what a page's sections hold."""
+"""Text made from the templates of `eval`'s rooms, and what a page's sections hold."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from eval.measuring.intervals import Interval
+from specdata.prompts.reading import is_file
+from specdata.sources import hub_source
 
 NOT_MEASURED = "\N{EN DASH}"
 """The text for a number that does not exist."""
@@ -74,10 +78,36 @@ def render(template: str, **values: Any) -> str:
     with the filter `md`, because most of a card is code in which nothing may be escaped.
 
     Args:
-        template: name of a file in the folder of templates.
+        template: name of a file in a room's folder `templates`.
         values: what the template refers to.
     """
     return _environment().get_template(template).render(**values)
+
+
+def hub_refusal(name: str) -> str | None:
+    """Why the Hub would refuse a repository's name; None if it would not."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        return str(error)
+    return None if "/" in name else "it has no owner"
+
+
+def hub_id(name: str | None) -> str | None:
+    """The Hub id in a name, without its revision; None for a folder, a file or a URL."""
+    if name is None or is_file(name) or Path(name).exists():
+        return None
+    source, _ = hub_source(name)
+    return None if hub_refusal(source) else source
+
+
+def public_name(name: str) -> str:
+    """A Hub id as it is; of a folder only its last part, so that no local path is published."""
+    if hub_id(name) is not None:
+        return name
+    path = Path(name)
+    # The pipeline calls its model folders "model"; the folder around it says which.
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def escape_markdown(text: str) -> str:
@@ -98,7 +128,7 @@ def longest(bars: Sequence[Bar]) -> float:
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=FileSystemLoader(sorted(Path(__file__).parents[1].glob("*/templates"))),
         autoescape=select_autoescape(enabled_extensions=("html.jinja",), default=False),
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -25,7 +25,7 @@ from eval.measuring.samples import Samples
 from eval.reporting import verifiers
 from eval.reporting.lengths import measured_lengths
 from eval.reporting.overall import WIDE, best_of, is_wide, overall
-from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, format_number, render
+from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, format_number, public_name, render
 from eval.reporting.table import chosen
 from eval.reporting.what_if import what_if
 from specdata.storage.files import write_text
@@ -212,8 +212,6 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
 
 def render_page(results: Results, context: Context) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
-    from eval.reporting.metadata import public_name
-
     target = results.runs[0].target
     drafts = dict.fromkeys(public_name(run.draft) for run in results.runs if run.draft)
     return render(
@@ -265,8 +263,6 @@ def picture(results: Results) -> tuple[str, list[Bar]]:
 
 def _heads(results: Results, context: Context) -> Fold | None:
     """The best method with each head, where several evaluations of the run measured one."""
-    from eval.reporting.metadata import public_name
-
     rows = []
     for folder, each in {"this page": results, **context.others}.items():
         asking = {row.method: row for row in pool(each) if row.runs[0].head is not None}

@@ -17,7 +17,7 @@ def biased_uno(epsilon: float) -> NodeRule:
     Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Decoding-UNO: accept x with probability
     b(x) = min(1, (p(x) + epsilon) / q(x)), else draw from p. Paper symbols: the paper's q is the
     target p here and its p the draft q. Biased, even at epsilon = 0; its bias at one position is
-    `eval.analysis.theory.uno_loss`, and biases add up over positions.
+    `uno_loss`, and biases add up over positions.
 
     Args:
         epsilon: added to p in the acceptance probability.
@@ -38,7 +38,7 @@ def biased_opt(epsilon: float) -> NodeRule:
 
     Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT: accept x
     with probability b(x) = min(1, (p(x) + epsilon) / q(x)), else draw from norm((p - b q)+). Paper
-    symbols as in `biased_uno`. Its bias at one position, `eval.analysis.theory.opt_loss`, is
+    symbols as in `biased_uno`. Its bias at one position, `opt_loss`, is
     TV(p, q) minus the probability of a rejection; epsilon = 0 is token verification.
 
     Args:
@@ -56,6 +56,17 @@ def biased_opt(epsilon: float) -> NodeRule:
         return residual(p, torch.minimum(candidates.distributions[0], p + epsilon))
 
     return rule
+
+
+def opt_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
+    """Bias of Decoding-OPT at one position, p and q (V,): sum_x (b q - p)+ (Theorem 4)."""
+    return float((torch.minimum(q, p + epsilon) - p).clamp(min=0.0).sum())
+
+
+def uno_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
+    """Bias of Decoding-UNO at one position, p and q (V,): TV(b q + R p, p), R the rejected mass."""
+    accepted = torch.minimum(q, p + epsilon)
+    return float(0.5 * (accepted + (q - accepted).sum() * p - p).abs().sum())
 
 
 def _accepts(candidates: Candidates, rng: Rng, epsilon: float) -> bool:

@@ -1,4 +1,7 @@
-"""Look at a dataset of rollouts or labels: python -m specdata.inspect FOLDER.
+"""Look at a dataset of rollouts or labels.
+
+draftsmith inspect FOLDER [--samples 3]
+
 
 Counts, lengths, finish reasons, acceptance, sample texts. Reads only; downloads nothing.
 """
@@ -112,9 +115,7 @@ def summarise(folder: Path, samples: int = 0) -> Summary:
     return summary
 
 
-def main(
-    arguments: Sequence[str] | None = None, program: str = "python -m specdata.inspect"
-) -> int:
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
     """Show one dataset. Returns the exit status: 0, or 2 for a folder that cannot be shown."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("folder", type=Path, help="output/rollouts or output/labels of a run")

@@ -1,18 +1,12 @@
-"""A paper's experiments on a pair of one's own: its protocol is data, in recipes/papers/.
-
-draftsmith reproduce block --config my-pair.yaml
+"""A paper's experiments on a pair of one's own; its protocol is data, a YAML file in this room.
 
 Stages that the protocol needs are run if they are not made. Every measurement is kept in
-OUTPUT/papers/PAPER, so that the same command goes on after a kill; page, JSON and figures are
-written there, or to --out. Options of the configuration can be given, too (--models.draft FOLDER).
+OUTPUT/papers/PAPER, so that the same run goes on after a kill.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,21 +14,19 @@ from typing import Any
 
 import yaml
 
-from eval.reporting.papers import Record, page, pivot, selected, write_figure
 from eval.reporting.rendering import escape_markdown
 from recipes.checks import check_hub, check_weights
-from recipes.config import TOY, PipelineConfig, parse
+from recipes.config import PipelineConfig, parse
 from recipes.layout import folder as stage_folder
-from recipes.measurements import KINDS, ModelPair, evaluated
+from recipes.papers.measurements import KINDS, ModelPair, evaluated
+from recipes.papers.tables import Record, page, pivot, selected, write_figure
 from recipes.run import all_stages, run_stage, say
 from specdata.config import nearest
 from specdata.errors import ConfigError
-from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.storage.files import fingerprint, locked, write_json, write_text
 from specdata.storage.resume import Settings, read_record
-from specdata.terminal import accept_any_text, tell, whole_number
 
-FOLDER = Path(__file__).parent / "papers"
+FOLDER = Path(__file__).parent
 PAPERS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 RESULTS, PAGE, SETTINGS, RECORDS = "results.json", "README.md", "settings.json", "records.json"
 
@@ -118,25 +110,44 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def reproduce(given: argparse.Namespace, rest: Sequence[str]) -> Path:
-    """Run a paper's protocol and write its page, JSON and figures; returns the page's path."""
-    protocol = protocol_of(given.paper, quick=given.quick)
-    if given.prompts is not None and given.prompts < 1:
-        raise ConfigError(f"--prompts must be at least 1, got {given.prompts}")
-    command = parse(["--config", str(given.config), *rest], given.paper)
+def reproduce(
+    paper: str,
+    options: Sequence[str],
+    *,
+    quick: bool = False,
+    prompts: int | None = None,
+    out: Path | None = None,
+) -> Path:
+    """Run a paper's protocol and write its page, JSON and figures; returns the page's path.
+
+    Args:
+        paper: its name, one of `PAPERS`.
+        options: of the pair's configuration, as a recipe takes them.
+        quick: measure less: minutes.
+        prompts: of each set, instead of the configuration's `count`.
+        out: folder of page and figures; by default OUTPUT/papers/PAPER.
+
+    Raises:
+        ConfigError: if the pair cannot be measured so.
+    """
+    protocol = protocol_of(paper, quick=quick)
+    if prompts is not None and prompts < 1:
+        raise ConfigError(f"--prompts must be at least 1, got {prompts}")
+    command = parse(options, paper)
     config, specs = command.config, protocol["measurements"]
-    home = Path(config.output) / "papers" / (given.paper + ("-quick" if given.quick else ""))
-    pair = ModelPair(config, command.given, {}, home / "measured", given.prompts)
+    home = Path(config.output) / "papers" / (paper + ("-quick" if quick else ""))
+    out = out or home
+    pair = ModelPair(config, command.given, {}, home / "measured", prompts)
     for spec in specs.values():  # what cannot be measured is refused before anything is made
         if spec["kind"] == "evaluation":
             evaluated(pair, spec)
     make_stages(config, specs)
     for name, spec in specs.items():
         pair.measured[name] = measure(pair, name, spec)
-    out, identity = Path(given.out or home), pair.identity()
+    identity = pair.identity()
     of = (
-        f"`draftsmith reproduce {given.paper}{' --quick' * given.quick}"
-        f"{f' --prompts {given.prompts}' if given.prompts else ''}`: "
+        f"`draftsmith reproduce {paper}{' --quick' * quick}"
+        f"{f' --prompts {prompts}' if prompts else ''}`: "
         f"{escape_markdown(identity['pair']['target'][0])} with "
         f"{escape_markdown(identity['pair']['draft'][0])}. Brackets hold 95 % intervals over "
         "prompts; ± is the deviation over seeds; what the paper prints is marked *paper*."
@@ -147,7 +158,7 @@ def reproduce(given: argparse.Namespace, rest: Sequence[str]) -> Path:
     ]
     for figure in protocol["figures"]:
         write_figure(out / f"{figure['name']}.svg", figure, pair.measured)
-    stored = {"paper": given.paper, "quick": given.quick, **identity, "tables": tables}
+    stored = {"paper": paper, "quick": quick, **identity, "tables": tables}
     lines = [  # one record a line: a third of the size
         f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, records)) + "\n]"
         for name, records in pair.measured.items()
@@ -156,39 +167,3 @@ def reproduce(given: argparse.Namespace, rest: Sequence[str]) -> Path:
     write_text(out / RESULTS, f'{json.dumps(stored)[:-1]},\n"measured": {{\n{measured}\n}}}}\n')
     write_text(out / PAGE, page(protocol, pair.measured, of))
     return out / PAGE
-
-
-def main(arguments: Sequence[str] | None = None, program: str = "draftsmith reproduce") -> int:
-    """Run the command line; returns the exit status, as a recipe's."""
-    accept_any_text()
-    parser = argparse.ArgumentParser(
-        program,
-        "%(prog)s PAPER [--config FILE] [--quick] [--prompts N] [--out FOLDER] [--KEY VALUE ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("paper", metavar="PAPER", help=", ".join(PAPERS))
-    parser.add_argument("--config", default=TOY, help="the pair's YAML (default: the demo's pair)")
-    parser.add_argument("--quick", action="store_true", help="fewer prompts and settings: minutes")
-    parser.add_argument(
-        "--prompts", type=whole_number, metavar="N", help="of each set, not its `count`"
-    )
-    parser.add_argument("--out", help="folder of page and figures (default: OUTPUT/papers/PAPER)")
-    given, rest = parser.parse_known_args(arguments)
-    with stopping_on_signals():
-        try:
-            written = reproduce(given, rest)
-        except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-            return tell(error)
-        except KeyboardInterrupt as stop:
-            print("\ninterrupted: run the same command again to continue", file=sys.stderr)
-            return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
-    text = written.read_text(encoding="utf-8")
-    say("\n".join(line for line in text.splitlines() if not line.startswith("![")))
-    say(f"look     {written}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,10 +25,10 @@ from pydantic import TypeAdapter
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.methods import PLAIN, EvalConfig, check_machine, check_methods
 from eval.measuring.pooled import ALL_SETS
-from eval.reporting.papers import Record
 from recipes.config import PipelineConfig, build
 from recipes.layout import draft_in_use
 from recipes.layout import folder as stage_folder
+from recipes.papers.tables import Record
 from recipes.run import portable, prepare_libraries, say
 from recipes.run_eval import Eval
 from specdata.sampling import SamplingConfig
@@ -260,8 +260,8 @@ def _records(
 
 
 def formula(_pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
-    """What follows from formulas alone: a function of `eval.analysis.examples`."""
-    from eval.analysis.examples import FORMULAS
+    """What follows from formulas alone: a function of `recipes.papers.examples`."""
+    from recipes.papers.examples import FORMULAS
 
     own = {key: value for key, value in spec.items() if key not in ("kind", "of")}
     return [{"measurement": folder.name, **record} for record in FORMULAS[spec["of"]](**own)]
@@ -331,11 +331,11 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
 
     Finished prompt sets are kept in the folder. A record a prompt set and rule, and one of all
     sets, positions weighing alike; intervals are bootstraps over prompts. `rules` are listed as
-    methods are: `rule` names a function of `eval.analysis.acceptance.RULES` and `k` the candidates,
-    other keys are its parameters; `rule: alphabet` with `top_p` counts the tokens that truncation
+    methods are: `rule` names a function of `acceptance.RULES` and `k` the candidates, other keys
+    are its parameters; `rule: alphabet` with `top_p` counts the tokens that truncation
     leaves. `positions` a text; `draft_temperature` where it is not the target's.
     """
-    from eval.analysis.acceptance import values_along
+    from recipes.papers.acceptance import values_along
 
     sampling = sampling_of(pair, spec)
     drafts = replace(sampling, temperature=spec.get("draft_temperature", sampling.temperature))
@@ -414,7 +414,7 @@ def sampling_of(pair: ModelPair, spec: Mapping[str, Any]) -> SamplingConfig:
 
 def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Of each prompt set its name and the target's texts, those with a token at least."""
-    from eval.analysis.acceptance import target_texts
+    from recipes.papers.acceptance import target_texts
 
     config, sampling, _ = evaluated(pair, {**spec, "methods": []})
     prompts = pair.load_prompts(config)
@@ -433,7 +433,7 @@ def _columns(
     spec: Mapping[str, Any],
 ) -> Iterator[tuple[list[Record], Callable[[Tensor, Tensor], float | list[float]]]]:
     """The keys of some figures, and the function of p and q whose means they are."""
-    from eval.analysis.acceptance import BUCKETS, RULES, effective_alphabet
+    from recipes.papers.acceptance import BUCKETS, RULES, effective_alphabet
 
     for rule in expanded(spec["rules"]):
         if rule["rule"] == "alphabet":

@@ -1,6 +1,6 @@
 """The papers' examples that follow from formulas alone, as records: a figure for each setting.
 
-p is the target and q the draft, as in `eval.analysis.theory`.
+p is the target and q the draft, as in `recipes.papers.theory`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.analysis import theory
-from eval.analysis.acceptance import two_drafts
 from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
 from eval.verifiers import VERIFIERS
+from eval.verifiers.biased import opt_loss, uno_loss
+from recipes.papers import theory
+from recipes.papers.acceptance import two_drafts
 
 Record = dict[str, Any]
 
@@ -146,8 +147,8 @@ def tradeoff(p: Sequence[float], q: Sequence[float], epsilons: Sequence[float]) 
         rejected = theory.rejection(draft, accept)
         for name, bias in (
             ("Pareto front", theory.least_bias_at(target, draft, rejected)),
-            ("Decoding-OPT", theory.opt_loss(target, draft, epsilon)),
-            ("Decoding-UNO", theory.uno_loss(target, draft, epsilon)),
+            ("Decoding-OPT", opt_loss(target, draft, epsilon)),
+            ("Decoding-UNO", uno_loss(target, draft, epsilon)),
         ):
             row = {"epsilon": epsilon, "rule": name, "rejected": rejected, "bias": bias}
             records.append(row)

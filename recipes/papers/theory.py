@@ -222,16 +222,6 @@ def least_bias_at(p: Tensor, q: Tensor, rejected: float) -> float:
     return max(0.0, 1.0 - float(overlap(p, q)) - rejected)
 
 
-def opt_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
-    """Bias of Decoding-OPT at one position, p and q (V,); it lies on `least_bias_at`'s line."""
-    return least_bias(p, q, over_acceptance(p, q, epsilon))
-
-
-def uno_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
-    """Bias of Decoding-UNO at one position: TV(q b + R p, p), p and q (V,)."""
-    return float(distance(emitted_distribution(q, over_acceptance(p, q, epsilon), p), p))
-
-
 # --- enumeration of contexts ---
 
 

@@ -1,6 +1,6 @@
 """Compare greedy output of speculative decoding with plain decoding: identical, tied, or a bug?
 
-    python -m eval.analysis.compare --target ID --draft ID --method "{length: 8, verifier: block}"
+    draftsmith compare --target ID --draft ID --method "{length: 8, verifier: block}"
 
 Sequences are compared with those of transformers' generate(do_sample=False). Exit status: 0 if all
 are identical or differ by numerical ties, 1 if there is a bug, 2 for unusable input. How a tie is
@@ -59,9 +59,7 @@ def read_method(text: str) -> DecodeConfig:
         raise ConfigError(f"method {text!r}: {error}") from error
 
 
-def main(
-    arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.compare"
-) -> int:
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
     """Run the command line; returns the exit status."""
     accept_any_text()
     given = _parser(program).parse_args(arguments)
@@ -200,7 +198,7 @@ def explain(method: str, difference: Difference, tokenizer: PreTrainedTokenizerB
     return "\n".join(lines)
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
         description=__doc__,

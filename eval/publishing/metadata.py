@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from eval.measuring.results import Run
+from eval.reporting.rendering import hub_id, hub_refusal, public_name
 from specdata.errors import ConfigError
-from specdata.prompts.reading import is_file
-from specdata.sources import hub_source
 
 # ISO 639 codes, and the Hub's own two words.
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
@@ -66,34 +62,8 @@ class About:
 
 def check_repository(push_to: str | None) -> None:
     """Raise ConfigError unless this is None or a Hub id that the Hub would take."""
-    if push_to is not None and (reason := _refusal(push_to)):
+    if push_to is not None and (reason := hub_refusal(push_to)):
         raise ConfigError(f"a repository is named OWNER/NAME on the Hub, got {push_to!r}: {reason}")
-
-
-def _refusal(name: str) -> str | None:
-    """Why the Hub would refuse a repository's name; None if it would not."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        return str(error)
-    return None if "/" in name else "it has no owner"
-
-
-def hub_id(name: str | None) -> str | None:
-    """The Hub id in a name, without its revision; None for a folder, a file or a URL."""
-    if name is None or is_file(name) or Path(name).exists():
-        return None
-    source, _ = hub_source(name)
-    return None if _refusal(source) else source
-
-
-def public_name(name: str) -> str:
-    """A Hub id as it is; of a folder only its last part, so that no local path is published."""
-    if hub_id(name) is not None:
-        return name
-    path = Path(name)
-    # The pipeline calls its model folders "model"; the folder around it says which.
-    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def loadable(name: str) -> str:

@@ -26,19 +26,18 @@ from eval.analysis.head_verdict import (
 )
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
-from eval.reporting import verifiers
-from eval.reporting.lengths import longest_measured, measured_lengths
-from eval.reporting.metadata import (
+from eval.publishing.metadata import (
     ELSEWHERE,
     About,
     check_repository,
     left_out,
     loadable,
     metadata,
-    public_name,
 )
-from eval.reporting.rendering import render
-from eval.reporting.serving import acceptance_positions, serving_lines, synthetic_acceptance
+from eval.publishing.serving import acceptance_positions, serving_lines, synthetic_acceptance
+from eval.reporting import verifiers
+from eval.reporting.lengths import longest_measured, measured_lengths
+from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
 from heads import BaseHead
 from heads.inputs import DecisionPoint

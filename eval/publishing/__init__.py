@@ -1,0 +1,1 @@
+"""Drafts and heads as folders that can be published: their cards, settings for engines, uploads."""

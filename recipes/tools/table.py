@@ -1,0 +1,96 @@
+"""Print a finished evaluation as a table for a README, and copy what to commit of it.
+
+draftsmith table RESULTS [--method NAME ...] [--out FOLDER] [--format vllm]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.measuring.results import Results, check_metrics, read_results
+from eval.reporting.table import chosen, readme_table
+from eval.reporting.vllm_metrics import vllm_metrics
+from recipes.layout import RESULTS
+from specdata.errors import ConfigError
+from specdata.storage.files import write_text
+from specdata.terminal import tell
+
+PICTURE = "speedup.png"
+
+
+def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
+    """The files of an evaluation to commit: results, counts in columns, and the table's picture.
+
+    Args:
+        results: of one evaluation.
+        out: folder, created if missing.
+        methods: those of the picture.
+    """
+    from eval.reporting.charts import plot, write_png  # imports matplotlib
+
+    values = results.model_dump(mode="json")
+    for run in values["runs"]:
+        rows = run["generations"]
+        run["generations"] = {name: [row[name] for row in rows] for name in rows[0]}
+    text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    write_text(out / RESULTS, text + "\n")
+    shown = [run for run in results.runs if run.method in methods]
+    picture = plot("speedup", results.model_copy(update={"runs": shown}), results.datasets())
+    write_png(out / PICTURE, picture)
+
+
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Print the table; returns the exit status, 2 for unusable input."""
+    parser = argparse.ArgumentParser(
+        program,
+        description="Print a finished evaluation as a Markdown table, for a README.",
+    )
+    parser.add_argument("results", type=Path, help="results.json, or the folder that holds it")
+    parser.add_argument(
+        "--method",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a row; again for more. By default the fastest setting of each kind of method",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"also write what to commit there: {RESULTS} and {PICTURE}",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("markdown", "vllm"),
+        default="markdown",
+        help="vllm: JSON with the acceptance of every method and request under vLLM's names",
+    )
+    asked = parser.parse_args(arguments)
+    try:
+        path = asked.results / RESULTS if asked.results.is_dir() else asked.results
+        results = read_results(path)
+        check_metrics(results, path)
+        methods = chosen(results, asked.method)
+        table = readme_table(results, asked.method)
+        if asked.out is not None:
+            if not results.timed:
+                raise ConfigError(f"{path} holds no speeds to draw: measure with eval.batch 1")
+            if asked.out.resolve() == path.parent.resolve():
+                raise ConfigError(f"--out must be another folder than that of {path}")
+            write_evidence(results, asked.out, methods)
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
+    if asked.format == "vllm":
+        runs = [run for run in results.runs if run.method in asked.method or not asked.method]
+        drafting = [vllm_metrics(run) for run in runs if run.n_draft]
+        table = json.dumps({"format": "vLLM 0.32.0", "runs": drafting}, indent=1) + "\n"
+    sys.stdout.write(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""`python -m specdata.inspect FOLDER`: what a stored dataset holds."""
