@@ -13,7 +13,7 @@ TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
 Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
-Architecture = Literal["llama-68m", "llama-160m", "toy"]
+Architecture = Literal["llama-68m", "toy"]
 """Names of the configurations in `ARCHITECTURES`."""
 
 
@@ -27,11 +27,10 @@ class LlamaSizes:
     intermediate_size: int
 
 
-# The first two are those of JackFram/llama-68m and llama-160m (SpecInfer, arXiv:2305.09781), whose
-# matrices are untied; the third is the draft of the embedded pair, which ties them.
+# The first are those of JackFram/llama-68m (SpecInfer, arXiv:2305.09781), whose matrices are
+# untied; the second are those of the embedded pair's draft, which ties them.
 ARCHITECTURES: dict[Architecture, LlamaSizes] = {
     "llama-68m": LlamaSizes(2, 768, 12, 3072),
-    "llama-160m": LlamaSizes(12, 768, 12, 3072),
     "toy": LlamaSizes(1, 128, 4, 336),
 }
 Reporter = Literal["tensorboard", "wandb"]
@@ -47,8 +46,9 @@ class InitConfig(Config):
     )
     architecture: Architecture = Field(default="llama-68m", description="of a fresh draft")
     layers: int | list[int] = Field(
-        default=2,
-        description="layers cut from the target: how many, or which ([0, 5]; 0 is the first)",
+        default=2,  # untrained, the first of a real model start at .09, evenly spaced ones at 0
+        description="layers cut from the target: how many of the first (of the last, with kind "
+        "states), or which ([0, 5]; 0 is the first)",
     )
     taps: list[int] | None = Field(
         default=None,
@@ -60,11 +60,6 @@ class InitConfig(Config):
         default=None,
         description="with kind states: eagle3, the one that vLLM and SGLang load (`draftsmith "
         "export-eagle3`; layers: 1, default taps 2, n/2 and n - 3), or ours, which learns faster",
-    )
-    choose: Literal["first", "last", "even"] = Field(
-        default="first",  # untrained, two or three of a real model start at .09, spaced ones at 0
-        description="which layers are cut: the first, the last, or evenly spaced (first and last "
-        "included)",
     )
     vocabulary: int | None = Field(
         default=None,
@@ -121,9 +116,6 @@ class FinetuneConfig(Config):
     max_length: int = Field(
         default=2048, ge=2, description="tokens of a row; longer texts become several"
     )
-    packing: bool = Field(
-        default=True, description="put several texts into one row, where they do not see each other"
-    )
     batch_size: int = Field(default=8, ge=1, description="rows in a batch, over all processes")
     accumulation: int = Field(
         default=1, ge=1, description="batches added up before an optimizer step"
@@ -145,11 +137,6 @@ class LoraConfig(Config):
 
     rank: int = Field(default=16, ge=1, description="rank of the adapters")
     alpha: float = Field(default=32.0, gt=0.0, description="adapters are scaled by alpha / rank")
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout before the adapters")
-    bits: Literal[4, 8] | None = Field(
-        default=None,
-        description="load the frozen weights in so many bits (QLoRA; needs bitsandbytes)",
-    )
 
 
 class OnPolicyConfig(Config):
@@ -201,12 +188,6 @@ class DistilConfig(Config):
         description="dataset with top target logits (stage logits) to "
         "learn from, without the target: all tokens outside them count as one",
     )
-    sets: list[str] | None = Field(
-        None,
-        min_length=1,
-        description="names of the prompt sets whose rollouts it is trained and measured on, of "
-        "those in rollouts.sets (default: all)",
-    )
     # A draft is accepted more on text that it has learnt: on SmolLM2's first whole run .77 against
     # .66 (code), .63 against .40 (questions), and its head expected what it had been shown.
     held_out_share: float = Field(
@@ -254,9 +235,6 @@ class DistilConfig(Config):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="of the draft's forward; its weights and their updates stay float32",
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="compute activations again in the backward pass, to save memory"
     )
     eval_steps: int = Field(
         50, ge=1, description="steps between measurements on rollouts that are not trained on"
@@ -334,20 +312,13 @@ class ToyPairConfig(Config):
         100_000, ge=0, description="library text in the training documents, at most"
     )
     block_size: int = Field(128, ge=1, description="tokens of one training block")
-    batch_size: int = Field(4, ge=1, description="blocks of one training step")
     target_layers: int = Field(12, ge=1, description="layers of the target")
     target_width: int = Field(256, ge=6, multiple_of=2, description="hidden size of the target")
     target_steps: int = Field(450, ge=1, description="training steps of the target")
-    target_learning_rate: float = Field(
-        3e-3, gt=0.0, description="largest learning rate of the target"
-    )
     draft_layers: int = Field(1, ge=1, description="layers of the draft")
     draft_width: int = Field(128, ge=6, multiple_of=2, description="hidden size of the draft")
     draft_steps: int = Field(
         400, ge=1, description="training steps of the base draft; distillation goes on"
-    )
-    draft_learning_rate: float = Field(
-        4e-3, gt=0.0, description="largest learning rate of the draft"
     )
     save_steps: int = Field(
         100, ge=1, description="steps between checkpoints, from which a killed run goes on"

@@ -19,7 +19,7 @@ from datasets import Dataset, load_from_disk
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer, pack_dataset
+from trl import SFTConfig, SFTTrainer
 
 from distill.adapters import (
     base_of,
@@ -75,8 +75,7 @@ class Rows:
     """The training data.
 
     Attributes:
-        dataset: one row each: `input_ids` (T,), `labels` (T,), and `seq_lengths`, the lengths of
-            the texts that lie one after the other in it.
+        dataset: one row each: `input_ids` (T,) and `labels` (T,).
         account: what they were made of, as JSON values: `texts` (conversations or rollouts), how
             many were `read`, `used` and `split` (longer than a row), what was `left_out` (in
             words), and the numbers of `rows`, `tokens` and `assistant_tokens`, which are learnt.
@@ -113,10 +112,10 @@ def stored_rows(
     """
     with locked(folder.with_name(f".{folder.name}.lock")):
         if not folder.exists():
-            made = make_rows(tokenizer, rollouts, config, seed)
+            rows = make_rows(tokenizer, rollouts, config, seed)
             with atomic_folder(folder) as temporary:
-                made.dataset.save_to_disk(str(temporary))
-                write_json(temporary / ACCOUNT_FILE, made.account)
+                rows.dataset.save_to_disk(str(temporary))
+                write_json(temporary / ACCOUNT_FILE, rows.account)
                 settings.write(temporary / ROWS_SETTINGS_FILE)
         settings.check_file(folder / ROWS_SETTINGS_FILE)
     account = read_record(folder / ACCOUNT_FILE, (), f"remove {folder}")
@@ -132,7 +131,6 @@ def make_rows(
     """Make the rows of a training.
 
     A text that is longer than a row becomes several; parts in which nothing is learnt are dropped.
-    With `config.packing` several texts share a row: TRL's best-fit decreasing, which cuts none.
 
     Raises:
         ConfigError: as `stored_rows`.
@@ -160,10 +158,7 @@ def make_rows(
             "no token is left to train on: every completion is empty, or every text a single "
             "token; give conversations (draft.finetune.conversations) or other rollouts"
         )
-    lengths = [np.array([len(part)], dtype=np.int32) for part in ids]
-    dataset = Dataset.from_dict({"input_ids": ids, "labels": labels, "seq_lengths": lengths})
-    if config.packing:
-        dataset = pack_dataset(dataset.remove_columns("seq_lengths"), config.max_length, "bfd")
+    dataset = Dataset.from_dict({"input_ids": ids, "labels": labels})
     account = {
         "texts": "conversations" if config.conversations else "rollouts",
         "read": read + sum(sum(account.left_out.values()) for account in accounts),
@@ -235,16 +230,10 @@ def collate_texts(
     vocab_size: int,
     vocabulary_ids: Tensor | None = None,
     *,
-    packed: bool,
     process: int = 0,
     processes: int = 1,
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]]:
-    """Return the collator of rows: (B, T) `input_ids`, `labels` and what keeps texts apart.
-
-    Packed rows have (B, T) `position_ids`, which begin with 0 in every text (and in the padding),
-    and no mask: from those transformers makes one by which no text sees another. TRL's own collator
-    flattens the rows of a batch into one instead, which needs FlashAttention: other attention would
-    compare every two tokens of the batch. Rows of one text each have an `attention_mask`.
+    """Return the collator of rows: (B, T) `input_ids`, `labels` and `attention_mask`.
 
     Args:
         pad_id: fills up `input_ids`.
@@ -253,8 +242,7 @@ def collate_texts(
         vocabulary_ids: (N,) ids that a draft with a reduced vocabulary can propose, increasing. The
             others are not learnt, and labels are rows of its output matrix instead of ids, which is
             what TRL's fused loss takes them for.
-        packed: whether a row may hold several texts.
-        process: which of the `processes` shares of the rows to collate_texts. A share without a row
+        process: which of the `processes` shares of the rows to collate. A share without a row
             becomes a row without labels, because collective operations need a batch.
         processes: among how many the rows are divided.
     """
@@ -264,29 +252,22 @@ def collate_texts(
         of_label[vocabulary_ids.cpu()] = torch.arange(len(vocabulary_ids))
 
     def batch(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        rows = rows[process::processes] or [_nothing(rows[0])]
+        nothing = {"input_ids": rows[0]["input_ids"][:2], "labels": [IGNORED] * 2}
+        rows = rows[process::processes] or [nothing]
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
-        positions, attention = torch.zeros(shape, dtype=torch.long), torch.zeros(shape).long()
+        attention = torch.zeros(shape, dtype=torch.long)
         for index, row in enumerate(rows):
             end = len(row["input_ids"])
             ids[index, :end] = torch.tensor(row["input_ids"])
             labels[index, :end] = torch.tensor(row["labels"])
             attention[index, :end] = 1
-            lengths = [*row["seq_lengths"], shape[1] - end]
-            positions[index] = torch.cat([torch.arange(length) for length in lengths])
-        known = ids < vocab_size
-        ids = torch.where(known, ids, 0)
-        labels = torch.where(known & (labels != IGNORED), of_label[ids], IGNORED)
-        apart = {"position_ids": positions} if packed else {"attention_mask": attention}
-        return {"input_ids": ids, "labels": labels, **apart}
+        is_readable = ids < vocab_size
+        ids = torch.where(is_readable, ids, 0)
+        labels = torch.where(is_readable & (labels != IGNORED), of_label[ids], IGNORED)
+        return {"input_ids": ids, "labels": labels, "attention_mask": attention}
 
     return batch
-
-
-def _nothing(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of two tokens without labels."""
-    return {"input_ids": row["input_ids"][:2], "labels": [IGNORED] * 2, "seq_lengths": [2]}
 
 
 def finetune(
@@ -321,7 +302,7 @@ def finetune(
 
     Raises:
         ConfigError: if a model cannot be loaded or has fewer positions than `config.max_length`,
-            texts cannot be used or none is left, or packed texts would see each other.
+            texts cannot be used or none is left.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
@@ -349,8 +330,6 @@ def finetune(
     rows = stored_rows(_rows(out), settings, tokenizer, rollouts, config, seed)
     student = load_student(str(draft), lora, seed=seed)
     plain = load_plain(str(draft), lora)
-    if config.packing:
-        check_packing(base_of(plain), rows.dataset)
     trainer = finetune_trainer(student, tokenizer, rows, _work(out), config, seed)
     train_resumably(trainer, _work(out), settings, label=LABEL)
     weights = trained_weights(trainer)
@@ -431,7 +410,6 @@ def finetune_trainer(
             tokenizer.pad_token_id or 0,
             student.config.get_text_config().vocab_size,
             draft_vocabulary_ids(base_of(student)),
-            packed=config.packing,
             process=state.process_index,
             processes=state.num_processes,
         ),
@@ -445,41 +423,6 @@ def check_context(draft: str | Path, config: FinetuneConfig) -> None:
         raise ConfigError(
             f"draft.finetune.max_length must be at most {positions(model)}, the positions of "
             f"{draft}, got {config.max_length}: lower it, or take a draft with a longer context"
-        )
-
-
-@torch.inference_mode()
-def check_packing(model: PreTrainedModel, rows: Dataset) -> None:
-    """Try on the first row of several texts whether they see each other.
-
-    transformers reads off the positions where a text begins (`masking_utils`, for eager attention,
-    SDPA and flex; FlashAttention for batches of one row). Models without positions, or with
-    attention of their own, do not, and would learn across texts without a word.
-
-    Raises:
-        ConfigError: if the logits of a text depend on the text before it.
-    """
-    row = next((row for row in rows if len(row["seq_lengths"]) > 1), None)
-    if row is None:
-        return
-    first, second = row["seq_lengths"][:2]
-    length = min(second, 16)
-    vocab_size = model.config.get_text_config().vocab_size
-    # Two rows, because some kernels tell texts apart in batches of one alone.
-    packed = {**row, "input_ids": row["input_ids"][: first + length]}
-    packed |= {"labels": row["labels"][: first + length], "seq_lengths": [first, length]}
-    alone = torch.tensor([row["input_ids"][first : first + length]], device=model.device)
-    batch = collate_texts(0, vocab_size, packed=True)([packed, packed])
-    batch = {name: values.to(model.device) for name, values in batch.items() if name != "labels"}
-    # With a cache, which training has none of, transformers does not look for texts.
-    together = model(**batch, use_cache=False).logits[1, first:].float()
-    separate = model(input_ids=torch.where(alone < vocab_size, alone, 0)).logits[0].float()
-    # Random weights attend little, so differences are held against those between the logits.
-    spread = separate[separate.isfinite()].std().item()
-    if not torch.allclose(together, separate, rtol=0.0, atol=1e-4 * spread):
-        raise ConfigError(
-            f"texts that share a row would see each other in {model.config.model_type} with "
-            f"{model.config._attn_implementation} attention: set draft.finetune.packing to false"
         )
 
 

@@ -130,8 +130,8 @@ def make_initial(
             whole = load_model(str(target), load=target_load)
             layers, count = config.layers, len(decoder_layers(whole)[1])
             if isinstance(layers, int):
-                choose = "last" if config.kind == "states" else config.choose
-                layers = choose_layers(choose, layers, count)
+                first = count - layers if config.kind == "states" else 0
+                layers = [*range(first, first + layers)]
             made["layers"] = layers
             if config.layout is None:
                 model = cut(whole, layers)
@@ -221,27 +221,6 @@ def coverage(rollouts: Dataset, vocabulary_ids: Iterable[int]) -> float:
     """The share of the completions' tokens that are among some."""
     counts, known = Counter(chain.from_iterable(rollouts["completion_ids"])), {*vocabulary_ids}
     return sum(count for token, count in counts.items() if token in known) / counts.total()
-
-
-def choose_layers(choose: str, count: int, layers: int) -> list[int]:
-    """Numbers of the layers to cut: `count` of `layers`.
-
-    Args:
-        choose: "first", "last" or "even": evenly spaced, the first and the last among them (of
-            one, the first).
-        count: how many.
-        layers: how many there are.
-
-    Raises:
-        ConfigError: if there are fewer.
-    """
-    if count > layers:
-        raise ConfigError(f"draft.init.layers is {count}, but the target has {layers} layers")
-    if choose == "first":
-        return list(range(count))
-    if choose == "last":
-        return list(range(layers - count, layers))
-    return [round(index * (layers - 1) / max(1, count - 1)) for index in range(count)]
 
 
 def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:

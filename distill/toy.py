@@ -32,6 +32,10 @@ from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 
 SETTINGS_FILE = "training.json"
+BATCH_BLOCKS = 4
+"""Blocks of a training step."""
+TARGET_RATE, DRAFT_RATE = 3e-3, 4e-3
+"""Largest learning rates."""
 
 
 def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
@@ -48,9 +52,9 @@ def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
     for name in ("target", "draft"):
         # A model depends on the settings of its own and the shared ones only.
         other = {"target": "draft_", "draft": "target_"}[name]
-        own = {key: v for key, v in config.model_dump().items() if not key.startswith(other)}
+        decisive = {key: v for key, v in config.model_dump().items() if not key.startswith(other)}
         settings = Settings(
-            {**own, "seed": seed},
+            {**decisive, "seed": seed},
             remedy=f"choose another output folder, or remove {folder}",
         )
         if (folder / name).exists():
@@ -141,8 +145,8 @@ def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) 
     )
     schedule = Schedule(
         steps=config.target_steps if target else config.draft_steps,
-        batch_size=config.batch_size,
-        learning_rate=config.target_learning_rate if target else config.draft_learning_rate,
+        batch_size=BATCH_BLOCKS,
+        learning_rate=TARGET_RATE if target else DRAFT_RATE,
         warmup_ratio=0.1,
         save_steps=config.save_steps,
     )

@@ -231,7 +231,6 @@ def draft_trainer(
         learning_rate=config.learning_rate,
         warmup_ratio=config.warmup_ratio,
         save_steps=config.save_steps,
-        gradient_checkpointing=config.gradient_checkpointing,
     )
     if config.freeze_embeddings or states_input(base_of(student)) is not None:
         _freeze_embeddings(student)

@@ -66,7 +66,6 @@ class Schedule:
         warmup_ratio: share of the steps over which it rises from 0.
         save_steps: optimizer steps between checkpoints.
         accumulation: forwards added up before an optimizer step.
-        gradient_checkpointing: compute activations again in the backward pass, to save memory.
     """
 
     steps: int
@@ -75,7 +74,6 @@ class Schedule:
     warmup_ratio: float
     save_steps: int
     accumulation: int = 1
-    gradient_checkpointing: bool = False
 
 
 def training_arguments(
@@ -116,7 +114,7 @@ def training_arguments(
         dataloader_pin_memory=not on_cpu,
         remove_unused_columns=False,
         bf16=False,  # this and the next are on by default in TRL's arguments
-        **{CHECKPOINTING: schedule.gradient_checkpointing},
+        **{CHECKPOINTING: False},
         seed=seed,
         data_seed=seed,
     )

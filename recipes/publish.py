@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,12 +261,12 @@ def _results(config: PipelineConfig) -> Results:
     return results.model_copy(update={"runs": runs})
 
 
-def _training_sets(config: PipelineConfig, names: Sequence[str] | None = None) -> list[str]:
-    """The sources of the prompt sets that were trained on: of those named, by default all."""
+def _training_sets(config: PipelineConfig) -> list[str]:
+    """The sources of the prompt sets that were trained on."""
     return [
         source_of(prompts) or prompts.name
         for prompts in config.rollouts.sets
-        if prompts.split == "train" and (names is None or prompts.name in names)
+        if prompts.split == "train"
     ]
 
 
@@ -276,7 +275,7 @@ def _texts_of_draft(config: PipelineConfig, draft: DistilConfig) -> list[str]:
     talks = draft.finetune.conversations if draft.finetune else []
     sources = [source_of(PromptSet(name, "train", 0)) or name for name in talks]
     if draft.epochs or (draft.finetune and not talks):
-        sources += _training_sets(config, draft.sets)
+        sources += _training_sets(config)
     return sources
 
 

@@ -34,9 +34,8 @@ from recipes.make_logits import cached_rows, check_cache, made_of
 from recipes.recipe import CommandLine, Recipe, load_draft, steps_to_head
 from recipes.run import Stage, Step, say
 from recipes.sizes import described, draft_size, draft_width, sizes_of, source_model
-from specdata.config import nearest
 from specdata.errors import ConfigError
-from specdata.loading import Loading, check_bits, check_shardable
+from specdata.loading import Loading, check_shardable
 from specdata.prompts.conversations import check_conversations, conversation_inputs
 
 if TYPE_CHECKING:
@@ -61,13 +60,11 @@ class _OfDraft(Stage):
 
     def rollouts(self, split: str) -> Dataset:
         """The rollouts of a split that the draft is trained or measured on."""
-        from specdata.prompts.reading import short_name
         from specdata.storage.dataset import load_stored, of_split
 
-        source, wanted = folder(self.config, "rollouts"), self.draft.sets
-        sets = None if wanted is None else [short_name(name) for name in wanted]
+        source = folder(self.config, "rollouts")
         share = self.draft.held_out_share if split == "train" else 0.0
-        return of_split(load_stored(source), split, source, sets=sets, held_out_share=share)
+        return of_split(load_stored(source), split, source, held_out_share=share)
 
 
 class Initial(_OfDraft):
@@ -84,7 +81,7 @@ class Initial(_OfDraft):
         """The way in which it is made, and of which rollouts its vocabulary is counted."""
         values: dict[str, Any] = {"init": self.draft.init.model_dump(mode="json")}
         values |= sampled(self.config, "target")
-        return {**values, "sets": self.draft.sets, **held_out_setting(self.config)}
+        return {**values, **held_out_setting(self.config)}
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -133,7 +130,7 @@ class Finetuned(_OfDraft):
         values: dict[str, Any] = {"finetune": draft.finetune.model_dump(mode="json"), "lora": lora}
         values["seed"] = self.config.seed
         if not draft.finetune.conversations:
-            values |= {"sets": draft.sets, **held_out_setting(self.config)}
+            values |= held_out_setting(self.config)
         return values
 
     @property
@@ -204,7 +201,6 @@ class Draft(_OfDraft):
         config, draft = self.config, self.config.draft
         if draft is None:
             return
-        check_draft_sets(config)
         check_loading(config, "draft")
         check_finetuning(config)
         check_initial(config)
@@ -277,25 +273,6 @@ class Draft(_OfDraft):
         return [step, steps_to_head(self.config, line)]
 
 
-def check_draft_sets(config: PipelineConfig) -> None:
-    """Refuse prompt sets for the draft that no rollouts are made of. Raises ConfigError."""
-    if config.draft is None or config.draft.sets is None:
-        return
-    chosen, known = config.draft.sets, [wanted.name for wanted in config.rollouts.sets]
-    for name in chosen:
-        if name not in known:
-            raise ConfigError(
-                f"draft.sets must name sets of rollouts.sets, got {name!r}: "
-                f"{nearest(name, dict.fromkeys(known))}"
-            )
-    splits = {wanted.split for wanted in config.rollouts.sets if wanted.name in chosen}
-    if missing := [split for split in ("train", "dev") if split not in splits]:
-        raise ConfigError(
-            f"draft.sets names no set of split {' or '.join(missing)} ({', '.join(chosen)}): the "
-            "draft is trained on train and measured on dev; name a set of each"
-        )
-
-
 def check_initial(config: PipelineConfig) -> None:
     """Refuse a draft that `draft.init` cannot make, as far as is known here. Raises ConfigError."""
     if config.draft is None:
@@ -349,8 +326,6 @@ def check_lora(config: PipelineConfig) -> None:
             "draft.lora trains adapters beside frozen weights, and those of draft.init.kind fresh "
             "are random: leave out draft.lora, or start from a model or from layers of the target"
         )
-    given = config.models.draft if config.draft.init.kind == "model" else None
-    check_bits(lora.bits, "draft.lora.bits", given)
     width = draft_width(config)
     if width is not None and lora.rank > width:
         raise ConfigError(

@@ -105,7 +105,6 @@ def test_the_report_has_the_times_of_all_stages_that_make_the_draft(target: Path
     ("flags", "texts"),
     [
         ([], ["instruct", "maths", "code"]),
-        (["--draft.sets", "[maths]"], ["maths"]),
         (
             ["--draft.finetune.conversations", "[sharegpt]"],
             ["sharegpt", "instruct", "maths", "code"],
@@ -118,7 +117,7 @@ def test_the_report_has_the_times_of_all_stages_that_make_the_draft(target: Path
 def test_a_card_names_the_texts_that_the_draft_was_trained_on(
     flags: list[str], texts: list[str], target: Path
 ) -> None:
-    config = parse(arguments(target, "--draft.sets", "null", *flags)).config
+    config = parse(arguments(target, *flags)).config
     assert config.draft is not None
     found = _texts_of_draft(config, config.draft)
     hub = "anon8231489123/ShareGPT_Vicuna_unfiltered"

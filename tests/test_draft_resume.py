@@ -32,7 +32,7 @@ BASE: dict[str, Any] = {
     "report_to": [],
 }
 Train = Callable[[Path, Path, dict[str, Any]], None]
-LORA = {"lora": {"rank": 4, "dropout": 0.1}}
+LORA = {"lora": {"rank": 4}}
 
 
 def trained(pair: Path, out: Path, changes: dict[str, Any]) -> None:

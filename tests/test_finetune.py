@@ -1,4 +1,4 @@
-"""Fine-tuning on texts: what is learnt, how texts are packed, what is refused, what survives."""
+"""Fine-tuning on texts: what is learnt, what is refused, what survives."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -29,7 +25,6 @@ from distill.batches import IGNORED
 from distill.config import FinetuneConfig
 from distill.finetune import (
     Rows,
-    check_packing,
     collate_texts,
     finetune,
     finetune_trainer,
@@ -165,7 +160,7 @@ def test_only_what_the_assistant_says_is_learnt(family: str, tmp_path: Path) -> 
 
 
 def test_of_rollouts_only_the_completion_is_learnt() -> None:
-    rows = made(config(packing=False))
+    rows = made(config())
     assert rows.account["texts"] == "rollouts"
     for row, rollout in zip(rows.dataset, rollouts(30), strict=True):
         assert row["input_ids"] == rollout["prompt_ids"] + rollout["completion_ids"]
@@ -192,26 +187,13 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
         assert difference <= 2000 * torch.finfo(torch.float32).eps, (name, float(difference))
 
 
-def test_packed_and_accumulated_texts_give_the_gradient_of_separate_ones(
+def test_accumulated_texts_give_the_gradient_of_one_batch(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
-    once = {"epochs": 1, "batch_size": 64}
-    apart = config(file, packing=False, **once)
-    packed = config(file, packing=True, **once)
-    assert made(packed).account["rows"] < 0.6 * made(apart).account["rows"]
-    alone = step_gradients(pair, tmp_path / "apart", apart)
-    assert_same_gradients(alone, step_gradients(pair, tmp_path / "packed", packed))
-    rows = made(packed).account["rows"]
-    parts = config(file, epochs=1, batch_size=1, accumulation=rows)
-    assert_same_gradients(alone, step_gradients(pair, tmp_path / "parts", parts))
-
-
-def test_models_in_which_packed_texts_see_each_other_are_refused(file: Path) -> None:
-    rows = made(config(file)).dataset
-    size = {"vocab_size": 450, "n_layer": 1, "n_head": 2}
-    check_packing(GPT2LMHeadModel(GPT2Config(**size, n_embd=16)).eval(), rows)
-    with pytest.raises(ConfigError, match=r"see each other in bloom .*packing to false"):
-        check_packing(BloomForCausalLM(BloomConfig(**size, hidden_size=16)).eval(), rows)
+    whole = config(file, epochs=1, batch_size=64)
+    parts = config(file, epochs=1, batch_size=1, accumulation=made(whole).account["rows"])
+    gradients = step_gradients(pair, tmp_path / "whole", whole)
+    assert_same_gradients(gradients, step_gradients(pair, tmp_path / "parts", parts))
 
 
 def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
@@ -219,7 +201,7 @@ def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", [{"messages": [question, answer]}])
     (whole,) = made(config(path)).dataset
     length = 60
-    rows = made(config(path, max_length=length, packing=False))
+    rows = made(config(path, max_length=length))
     assert rows.account["split"] == 1
     assert rows.account["rows"] == -(-len(whole["input_ids"]) // length) > 2
     assert [*chain.from_iterable(rows.dataset["input_ids"])] == whole["input_ids"]
@@ -233,18 +215,16 @@ def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
     assert short < len(whole["input_ids"])
 
 
-def test_the_collator_keeps_texts_apart_and_learns_nothing_beyond_the_vocabulary() -> None:
+def test_the_collator_pads_rows_and_learns_nothing_beyond_the_vocabulary() -> None:
     rows = [
-        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9], "seq_lengths": [2, 3]},
-        {"input_ids": [5, 6], "labels": [-100, 6], "seq_lengths": [2]},
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]},
+        {"input_ids": [5, 6], "labels": [-100, 6]},
     ]
-    packed = collate_texts(0, 9, packed=True)(rows)
-    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
-    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
-    assert packed["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
-    assert "attention_mask" not in packed  # with one transformers would not look for texts
-    assert collate_texts(0, 10, packed=False)(rows)["attention_mask"].sum().item() == 7
-    shares = [collate_texts(0, 10, packed=True, process=i, processes=3)(rows) for i in range(3)]
+    batch = collate_texts(0, 9)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 0, 0, 0]]
+    shares = [collate_texts(0, 10, process=i, processes=3)(rows) for i in range(3)]
     assert [share["labels"].shape for share in shares] == [(1, 5), (1, 2), (1, 2)]
     assert (shares[2]["labels"] == IGNORED).all()
 
@@ -338,7 +318,7 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     reduce_vocabulary(reduced, kept)
     trainer = finetune_trainer(reduced, tokenizer, rows, tmp_path / "work", config(file), seed=0)
     batch = trainer.data_collator([rows.dataset[0], rows.dataset[1]])
-    labels = collate_texts(0, 409, packed=True)([rows.dataset[0], rows.dataset[1]])["labels"][:, 1:]
+    labels = collate_texts(0, 409)([rows.dataset[0], rows.dataset[1]])["labels"][:, 1:]
     with torch.no_grad():
         ours = trainer.compute_loss(trainer.model, dict(batch))
         del batch["labels"]

@@ -15,7 +15,6 @@ from torch import nn
 
 from distill.config import ARCHITECTURES, InitConfig
 from distill.initial import (
-    choose_layers,
     coverage,
     cut,
     frequent_tokens,
@@ -121,17 +120,6 @@ def test_a_layer_that_depends_on_its_place_is_refused() -> None:
     decoder_layers(model)[1][1].self_attn.scaling = 0.3
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn depends on its place .*scaling"):
         cut(model, [0, 1])
-
-
-def test_layers_are_chosen_first_last_or_evenly() -> None:
-    for choose, count, expected in (
-        ("first", 2, [0, 1]),
-        ("last", 2, [10, 11]),
-        ("even", 1, [0]),
-        ("even", 3, [0, 6, 11]),
-        ("even", 12, list(range(12))),
-    ):
-        assert choose_layers(choose, count, 12) == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])

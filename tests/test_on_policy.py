@@ -342,7 +342,7 @@ def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
 def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
     tmp_path: Path,
 ) -> None:
-    settings = config(on_policy={"share": 1.0}, gradient_checkpointing=True)
+    settings = config(on_policy={"share": 1.0})
     one = trainer(tmp_path, settings, rollouts(8))
     one.model.activation_checkpointing_enable()
     loader = iter(one.get_train_dataloader())

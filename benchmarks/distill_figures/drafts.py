@@ -95,7 +95,6 @@ def trained(training: Training, data: Data, *, seed: int) -> Path:
             out=out,
             config=FinetuneConfig(
                 epochs=training.epochs,
-                packing=False,
                 max_length=TOY_POSITIONS,
                 batch_size=training.batch_size,
                 learning_rate=training.learning_rate,

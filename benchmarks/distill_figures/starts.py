@@ -42,7 +42,7 @@ STARTS: Mapping[str, Sized | Initial] = {
         f"{layers} x {width}": Sized(layers, width)
         for layers, width in ((1, 64), (1, 96), (1, 192), (2, 128))
     },
-    "2 of the target's layers, even": Initial({"kind": "target", "layers": 2, "choose": "even"}),
+    "2 of the target's layers, even": Initial({"kind": "target", "layers": [0, 11]}),
     **{
         f"1 x 128, {size} tokens": Initial({"kind": "model", "vocabulary": size})
         for size in (512, 1024)
