@@ -15,7 +15,8 @@ from typing import Literal
 
 from eval.measuring.methods import path_drafts
 from recipes.config import PipelineConfig
-from recipes.run import Stage, absolute, is_within
+from recipes.layout import absolute, is_within
+from recipes.run import Stage
 from recipes.sizes import (
     WEIGHTS,
     is_made_here,
@@ -148,16 +149,6 @@ def check_loading(
                 )
     if is_shared(config, stage):
         _check_tensor_parallel(config, stage)
-    if "draft" in names and models.load.draft.tp_plan:
-        raise ConfigError(
-            "models.load.draft.tp_plan: a draft is small, and each process holds it whole beside "
-            "its part of the target: leave it out"
-        )
-    if stage == "labels" and models.load.draft.is_spread:
-        raise ConfigError(
-            f"models.load.draft.device_map: {models.load.draft.device_map} spreads the draft, and "
-            "a head is trained beside it on each process's own device: leave it out"
-        )
 
 
 def _check_tensor_parallel(config: PipelineConfig, stage: str) -> None:

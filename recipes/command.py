@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
-from recipes.recipe import LAUNCHED
+from recipes.steps import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
 

@@ -54,11 +54,12 @@ class ModelsConfig(Config):
 
     def loading(self, role: Role) -> Loading:
         """The loading of the target or a draft where its weights are only read."""
-        return self.load.of(role).model_copy(update={"dtype": self.dtype_of(role)})
+        load = self.load.target if role == "target" else self.load.draft
+        return Loading(**{**dict(load), "dtype": self.dtype_of(role)})
 
     def dtype_of(self, role: Role) -> Dtype:
         """The precision of the target or a draft where its weights are only read."""
-        return self.load.of(role).dtype or self.dtype
+        return (self.load.target if role == "target" else self.load.draft).dtype or self.dtype
 
 
 class PublishConfig(Config):

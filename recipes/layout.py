@@ -1,7 +1,10 @@
-"""Where a run's models lie, and what of their loading decides a result: what stages share."""
+"""The folders of a run's stages and models, and what of their loading decides a result."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,21 @@ from recipes.config import PipelineConfig
 from specdata.loading import Role
 
 RESULTS, CERTIFICATE = "results.json", "certificate.json"
+RECIPES = {
+    "pair": "make_rollouts",
+    "rollouts": "make_rollouts",
+    "logits": "make_logits",
+    "initial": "train_draft",
+    "finetuned": "train_draft",
+    "draft": "train_draft",
+    "labels": "train_head",
+    "head": "train_head",
+    "eval": "run_eval",
+    "release": "publish",
+}
+"""Stage -> the recipe that does it, in order: what a stage makes is read by later ones only."""
+# Stands, in what is stored, for the run's own output folder.
+OUTPUT = "OUTPUT"
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:
@@ -89,3 +107,42 @@ def loaded(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
         if values != usual
     }
     return {"load": other} if other else {}
+
+
+def portable(values: Any, output: str) -> Any:
+    """JSON values whose paths in the run's output are written relative to it: OUTPUT/...
+
+    So a run can be moved, or its output named in another way, and is still the same run.
+
+    Args:
+        values: settings or inputs; keys are changed, too ("path draft PATH").
+        output: the run's folder, as it was called when these paths were.
+    """
+    root = absolute(output)
+    if Path.cwd().is_relative_to(root):
+        return values  # there, every name would be a path in the output
+
+    def text(value: str) -> str:
+        kind, path = re.fullmatch(r"(path draft |prompts |)(.*)", value, re.DOTALL).groups()  # type: ignore[union-attr]
+        here = absolute(path)
+        is_inside = here != root and here.is_relative_to(root)
+        return f"{kind}{OUTPUT}/{here.relative_to(root)}" if is_inside else value
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {text(key): walk(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        return text(value) if isinstance(value, str) else value
+
+    return walk(values)
+
+
+def is_within(path: str, output: str) -> bool:
+    """True if a path lies in the run's output, however both are written."""
+    return absolute(path).is_relative_to(absolute(output))
+
+
+def absolute(path: str | Path) -> Path:
+    """A path from the root, without "..", symbolic links as they are."""
+    return Path(os.path.normpath(Path(path).absolute()))

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.checks import check_loading, is_shared, named
 from recipes.config import PipelineConfig
-from recipes.layout import folder, loaded
-from recipes.recipe import CommandLine, Recipe, steps_to_draft
-from recipes.run import Stage, Step, absolute, say
+from recipes.layout import absolute, folder, loaded
+from recipes.recipe import Recipe
+from recipes.run import Stage, say
 from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size, sizes_of
+from recipes.steps import CommandLine, Step, steps_to_draft
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import fingerprint
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 class Logits(Stage):
     """Keep the target's largest logits along the rollouts."""
 
-    name, recipe, sections = "logits", "make_logits", ("logits",)
+    name, sections = "logits", ("logits",)
 
     def decisive(self) -> dict[str, Any]:
         """Its section, and how the target is loaded."""
@@ -53,7 +54,7 @@ class Logits(Stage):
         assert self.config.logits is not None
         # Three numbers a token beside the logits.
         token = ROLLOUT_TOKEN + PAIR * self.config.logits.top_logits + 12
-        return rows_size(self.config, {"": token})
+        return rows_size(self.config, token)
 
     def check(self) -> None:
         """Refuse a target that cannot be loaded so."""

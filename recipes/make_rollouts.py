@@ -19,10 +19,11 @@ from recipes.checks import (
     is_shared,
 )
 from recipes.config import PipelineConfig
-from recipes.layout import sampled
-from recipes.recipe import CommandLine, Recipe, steps_to_draft
-from recipes.run import Stage, Step, absolute, finished, say
+from recipes.layout import absolute, sampled
+from recipes.recipe import Recipe
+from recipes.run import Stage, finished, say
 from recipes.sizes import ROLLOUT_TOKEN, in_bytes, parameters, rows_size, sizes_of, width_of
+from recipes.steps import CommandLine, Step, steps_to_draft
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import is_remote, prompt_inputs
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 class Pair(Stage):
     """Train the embedded pair."""
 
-    name, recipe, sections = "pair", "make_rollouts", ("toy",)
+    name, sections = "pair", ("toy",)
 
     def decisive(self) -> dict[str, Any]:
         """Its section and the seed."""
@@ -84,7 +85,7 @@ class Pair(Stage):
 class Rollouts(Stage):
     """Complete the prompts with the target."""
 
-    name, recipe, sections = "rollouts", "make_rollouts", ("rollouts",)
+    name, sections = "rollouts", ("rollouts",)
 
     @property
     def is_asked(self) -> bool:
@@ -109,15 +110,13 @@ class Rollouts(Stage):
     @property
     def size(self) -> str:
         """Completions, tokens and bytes."""
-        token, models = ROLLOUT_TOKEN, self.config.models
-        if self.config.rollouts.store_states:
-            width = width_of(sizes_of(self.config, models.target)) or 0
-            token += width * (4 if models.dtype_of("target") == "float32" else 2)
-        text = rows_size(self.config, {"": token})
-        if taps := self.config.rollouts.store_taps:
-            width = width_of(sizes_of(self.config, models.target)) or 0
-            text += f"; the taps take {2 * len(taps) * width:,} bytes more for each token, those "
-            text += "of prompts included"
+        rollouts, models = self.config.rollouts, self.config.models
+        width = width_of(sizes_of(self.config, models.target)) or 0
+        state = width * (4 if models.dtype_of("target") == "float32" else 2)
+        text = rows_size(self.config, ROLLOUT_TOKEN + state * rollouts.store_states)
+        if rollouts.store_taps:
+            tapped = 2 * len(rollouts.store_taps) * width
+            text += f"; taps: {tapped:,} bytes more a token, those of prompts included"
         return text
 
     def check(self) -> None:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import sys
 
+from recipes.publish import Release
 from recipes.recipe import Recipe
-from recipes.stages import STAGES
+from recipes.run import Stage
+from recipes.run_eval import BEFORE, Eval
+
+STAGES: tuple[type[Stage], ...] = (*BEFORE, Eval, Release)
 
 RECIPE = Recipe("Rollouts, draft, head, evaluation, report.", STAGES)
 

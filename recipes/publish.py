@@ -26,9 +26,10 @@ from recipes.layout import (
     head_folder,
     head_in_use,
 )
-from recipes.recipe import HUB_ID, CommandLine, Recipe, load_draft, load_head
-from recipes.run import Stage, Step, remove_caches, say, stage_record
+from recipes.recipe import Recipe
+from recipes.run import Stage, remove_caches, say, stage_record
 from recipes.sizes import described, draft_size, in_bytes, reads_states, source_model
+from recipes.steps import HUB_ID, CommandLine, Step, load_draft, load_head
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
@@ -42,7 +43,7 @@ _TOO = " (--method leaves only the methods that it names: give it once more, for
 class Release(Stage):
     """Assemble what would be published; upload it where an id is given."""
 
-    name, recipe, sections = "release", "publish", ("publish", "eval")
+    name, sections = "release", ("publish", "eval")
     is_alone, is_copy = True, True
 
     def decisive(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import time
@@ -12,31 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from rich.console import Console
 
 from recipes.config import PipelineConfig
-from specdata.errors import (
-    USER_ERRORS,
-    ConfigError,
-    ManifestError,
-    TrainingDivergedError,
-)
+from recipes.layout import RECIPES, absolute, is_within, portable
+from recipes.steps import CommandLine, Step
+from specdata.errors import USER_ERRORS, ConfigError, ManifestError, TrainingDivergedError
 from specdata.processes import is_main, local_rank, process_count, rank
-from specdata.storage.files import (
-    digests,
-    fingerprint,
-    is_locked,
-    try_locked,
-    write_json,
-)
+from specdata.storage.files import digests, fingerprint, is_locked, try_locked, write_json
 from specdata.storage.manifest import CACHE, MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
 from specdata.terminal import visible
-
-if TYPE_CHECKING:
-    from recipes.recipe import CommandLine
 
 RUN = "run.json"
 # Stays in a finished folder: if it were removed, a process that has just opened it and one that
@@ -54,32 +41,22 @@ REMINDER = 15
 # A process that waits holds the lock for a short time to see whether it is free; so it is tried
 # again.
 RETRIES = 5
-# Stands, in what is stored, for the run's own output folder.
-OUTPUT = "OUTPUT"
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results", "files")
 
 # Tables of a report need 100 columns; a narrower terminal wraps them, a log file has no width.
 console = Console(highlight=False, soft_wrap=True, width=max(100, Console().width))
 
 
-class Step(NamedTuple):
-    """One thing that can be done next: a word for it, and a file, a command or a line of Python."""
-
-    purpose: str
-    line: str
-
-
 @dataclass(frozen=True)
 class Stage(ABC):
     """One stage of a run: what decides its result, what it reads, writes and refuses, its work.
 
-    A new stage is a class in its recipe's file, its section of the configuration, and its place in
-    `recipes.stages.STAGES`.
+    A new stage is a class in its recipe's file, its section of the configuration, and its places in
+    `recipes.layout.RECIPES` and among the stages of `recipes/run_eval.py` or `pipeline.py`.
 
     Attributes:
         config: the whole run's.
         name: what it is called in messages; its folder in the run's output.
-        recipe: the recipe that does it.
         sections: keys of the configuration that it reads, its own first.
         is_alone: whether the main process does it, and the others go on.
         is_copy: whether it is made again, and not refused, of other inputs or settings.
@@ -88,7 +65,6 @@ class Stage(ABC):
 
     config: PipelineConfig
     name: ClassVar[str]
-    recipe: ClassVar[str]
     sections: ClassVar[tuple[str, ...]]
     is_alone: ClassVar[bool] = False
     is_copy: ClassVar[bool] = False
@@ -98,6 +74,11 @@ class Stage(ABC):
     def is_asked(self) -> bool:
         """True if the configuration asks for it."""
         return getattr(self.config, self.sections[0]) is not None
+
+    @property
+    def recipe(self) -> str:
+        """The recipe that does it."""
+        return RECIPES[self.name]
 
     @property
     def folder(self) -> Path:
@@ -144,15 +125,10 @@ class Stage(ABC):
         if self.config.toy:  # whose models must lie in the output
             elsewhere += " NEW, with --models.target NEW/pair/target and --models.draft "
             elsewhere += "NEW/pair/draft"
-        stages = all_stages(self.config)
-        names = [stage.name for stage in stages]
-        later = stages[names.index(self.name) + 1 :] if self.name in names else []
-        made = [folder for stage in later for folder in stage.made()]
+        names = list(RECIPES)
+        later = names[names.index(self.name) + 1 :] if self.name in names else []
+        made = [folder for name in later for folder in folders_made(self.config, name)]
         return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *made]))}"
-
-    def made(self) -> list[Path]:
-        """The folders of the run that hold some of it: of heads and evaluations perhaps several."""
-        return sorted(each.parent for each in Path(self.config.output).glob(f"{self.name}*/{RUN}"))
 
     @property
     def settings(self) -> Settings:
@@ -196,11 +172,9 @@ class Stage(ABC):
         Settings(asked, self.remedy).check(stage_record(self.folder)["settings"], self.folder)
 
 
-def all_stages(config: PipelineConfig) -> list[Stage]:
-    """Every stage that there is, in order, whether a run asks for it or not."""
-    from recipes.stages import STAGES  # here: they are defined by recipes, which import this
-
-    return [stage(config) for stage in STAGES]
+def folders_made(config: PipelineConfig, stage: str) -> list[Path]:
+    """The folders of a run that a stage has begun: of heads and evaluations perhaps several."""
+    return sorted(each.parent for each in Path(config.output).glob(f"{stage}*/{RUN}"))
 
 
 def run_stage(stage: Stage) -> dict[str, Any]:
@@ -222,7 +196,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     try:
         stored = _stored(stage, decisive)
         if stored and stored["finished"]:
-            check_files(stage)
+            check_files(stage.folder)
     except ManifestError:
         if not stage.is_copy or stage_record(stage.folder)["stage"] != stage.name:
             raise
@@ -310,16 +284,17 @@ def finished(folder: Path) -> bool:
     return (folder / RUN).is_file() and bool(stage_record(folder)["finished"])
 
 
-def check_files(stage: Stage) -> None:
-    """Raise ManifestError if a finished folder no longer holds what the stage made."""
-    now = digests(stage.folder)
-    for name, digest in stage_record(stage.folder)["files"].items():
+def check_files(folder: Path) -> None:
+    """Raise ManifestError if a stage's finished folder no longer holds what the stage made."""
+    now, record = digests(folder), stage_record(folder)
+    for name, digest in record["files"].items():
         if now.get(name) != digest:
             what = "has other contents than when it was made" if name in now else "is missing"
+            recipe = RECIPES[record["stage"]]
             raise ManifestError(
-                f"{stage.folder / name} {what}: restore it, or remove {stage.folder} and run "
-                f"recipes/{stage.recipe}.py with the same options (draftsmith "
-                f"{stage.recipe.replace('_', '-')}), which makes it again"
+                f"{folder / name} {what}: restore it, or remove {folder} and run "
+                f"recipes/{recipe}.py with the same options (draftsmith "
+                f"{recipe.replace('_', '-')}), which makes it again"
             )
 
 
@@ -335,45 +310,6 @@ def stage_record(folder: Path) -> dict[str, Any]:
     if not isinstance(was, str):
         return record
     return {**record, **{key: portable(record[key], was) for key in ("settings", "inputs")}}
-
-
-def portable(values: Any, output: str) -> Any:
-    """JSON values whose paths in the run's output are written relative to it: OUTPUT/...
-
-    So a run can be moved, or its output named in another way, and is still the same run.
-
-    Args:
-        values: settings or inputs; keys are changed, too ("path draft PATH").
-        output: the run's folder, as it was called when these paths were.
-    """
-    root = absolute(output)
-    if Path.cwd().is_relative_to(root):
-        return values  # there, every name would be a path in the output
-
-    def text(value: str) -> str:
-        kind, path = re.fullmatch(r"(path draft |prompts |)(.*)", value, re.DOTALL).groups()  # type: ignore[union-attr]
-        here = absolute(path)
-        is_inside = here != root and here.is_relative_to(root)
-        return f"{kind}{OUTPUT}/{here.relative_to(root)}" if is_inside else value
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {text(key): walk(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [walk(item) for item in value]
-        return text(value) if isinstance(value, str) else value
-
-    return walk(values)
-
-
-def is_within(path: str, output: str) -> bool:
-    """True if a path lies in the run's output, however both are written."""
-    return absolute(path).is_relative_to(absolute(output))
-
-
-def absolute(path: str | Path) -> Path:
-    """A path from the root, without "..", symbolic links as they are."""
-    return Path(os.path.normpath(Path(path).absolute()))
 
 
 def wait_for(folder: Path, patience: float) -> None:
@@ -418,19 +354,22 @@ def say(text: str, style: str = "") -> None:
 
 def _decisive(stage: Stage) -> Settings:
     """The entry of a stage in run.json, compared on resume; refuses inputs that are not made."""
-    output, stages = stage.config.output, all_stages(stage.config)
+    output = stage.config.output
     for name, source in stage.inputs.items():
         if not is_within(source, output):
             continue
-        for maker in (each for each in stages if each.is_asked):
-            if not is_within(source, str(maker.folder)):
-                continue
-            if not finished(maker.folder):
-                raise ConfigError(
-                    f"{maker.folder} is missing or unfinished: run recipes/{maker.recipe}.py first "
-                    f"(draftsmith {maker.recipe.replace('_', '-')})"
-                )
+        maker = Path(output, *absolute(source).relative_to(absolute(output)).parts[:1])
+        is_begun = (maker / RUN).exists()
+        if is_begun and finished(maker):
             check_files(maker)
+        elif is_begun or not Path(source).exists():
+            # head-2 is made by the recipe of head
+            recipe = next((RECIPES[each] for each in RECIPES if maker.name.startswith(each)), None)
+            if recipe is not None:
+                raise ConfigError(
+                    f"{maker} is missing or unfinished: run recipes/{recipe}.py first "
+                    f"(draftsmith {recipe.replace('_', '-')})"
+                )
         if not Path(source).exists():
             raise ConfigError(
                 f"{stage.name} reads {name} from {source}, which is not there: run the stage that "

@@ -41,9 +41,14 @@ from recipes.checks import (
 )
 from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
-from recipes.recipe import CommandLine, Recipe
-from recipes.run import RUN, Stage, Step, all_stages, console, finished, say, stage_record
-from recipes.sizes import in_bytes, reads_states
+from recipes.make_logits import Logits
+from recipes.make_rollouts import Pair, Rollouts
+from recipes.recipe import Recipe
+from recipes.run import RUN, Stage, console, finished, folders_made, say, stage_record
+from recipes.sizes import reads_states
+from recipes.steps import CommandLine, Step
+from recipes.train_draft import Draft, Finetuned, Initial
+from recipes.train_head import Head, Labels
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
 from specdata.prompts.reading import content_of, prompt_inputs, size_of
@@ -62,6 +67,17 @@ if TYPE_CHECKING:
     from specdata.prompts.loading import LoadedPrompts, Prompt
 
 
+BEFORE: tuple[type[Stage], ...] = (
+    Pair,
+    Rollouts,
+    Logits,
+    Initial,
+    Finetuned,
+    Draft,
+    Labels,
+    Head,
+)
+"""The stages before the evaluation, in order."""
 UNTIMED = 60.0
 """Seconds for the table of verifiers where the methods were not timed."""
 
@@ -69,7 +85,7 @@ UNTIMED = 60.0
 class Eval(Stage):
     """Measure every method."""
 
-    name, recipe, sections = "eval", "run_eval", ("eval",)
+    name, sections = "eval", ("eval",)
     is_answer = True
 
     @property
@@ -115,16 +131,13 @@ class Eval(Stage):
 
     @property
     def size(self) -> str:
-        """Generations and bytes."""
-        methods = len(self.config.eval.methods)
-        counts = [size_of(wanted, self.config.seed) for wanted in self.config.eval.sets]
-        if None in counts:
-            return f"results, samples and report.html, {in_bytes(2500 * methods)} a prompt"
-        prompts = sum(filter(None, counts))
+        """Generations."""
+        evaluation, seed = self.config.eval, self.config.seed
+        counts = [size_of(prompt_set, seed) for prompt_set in evaluation.sets]
+        prompts = "all" if None in counts else f"{sum(filter(None, counts)):,}"
         return (
-            f"results, samples and report.html: {prompts:,} prompts x {methods} methods = "
-            f"{prompts * methods:,} generations of at most {self.config.eval.max_new_tokens} "
-            f"tokens, {in_bytes(2500 * prompts * methods + 2_800_000)}"
+            f"results, samples and report.html of {prompts} prompts x {len(evaluation.methods)} "
+            f"methods, at most {evaluation.max_new_tokens} tokens each"
         )
 
     def check(self) -> None:
@@ -142,7 +155,7 @@ class Eval(Stage):
                 f"which this one reads: leave the methods {', '.join(theirs)} out of eval.methods"
             )
         for role in ("target", "draft"):
-            load = config.models.load.of(role)
+            load = config.models.loading(role)
             if load.is_spread and config.eval.engine != "eager":
                 raise ConfigError(
                     f"eval.engine {config.eval.engine!r} captures the forward of a model on one "
@@ -456,11 +469,10 @@ def _load_head(name: str) -> BaseHead:
 
 def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | None) -> Context:
     """The results of earlier stages, as far as they were run here, and how good the head is."""
-    earlier = [stage for stage in all_stages(config) if stage.is_asked and stage.name != "eval"]
     records = {
         stage.name: stage_record(stage.folder)
-        for stage in earlier
-        if stage.name != "release" and finished(stage.folder)
+        for stage in (each(config) for each in BEFORE)
+        if stage.is_asked and finished(stage.folder)
     }
     draft, here, command = records.get("draft"), eval_folder(config), ""
     if (here / RUN).is_file():
@@ -482,7 +494,7 @@ def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | No
         samples=read_samples(here / SAMPLES),
         others={
             each.name: read_results(each / RESULTS)
-            for each in Eval(config).made()
+            for each in folders_made(config, "eval")
             if each != here and finished(each)
         },
     )

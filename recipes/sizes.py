@@ -9,8 +9,7 @@ from typing import Any
 
 from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
-from recipes.run import absolute, is_within
-from specdata.prompts.catalogue import CATALOGUE
+from recipes.layout import absolute, is_within
 from specdata.prompts.reading import size_of
 from specdata.sources import base_of_adapters, hub_source
 from specdata.storage.files import read_object
@@ -179,28 +178,15 @@ def draft_size(config: PipelineConfig) -> str:
     return f"the draft, {in_bytes(4 * count)} of weights"
 
 
-def rows_size(config: PipelineConfig, token_bytes: Mapping[str, int]) -> str:
-    """The size on the disk of rollouts, or of what has as many rows.
-
-    Args:
-        config: the run's.
-        token_bytes: split -> bytes of a completion token; "" stands for every other split.
-    """
+def rows_size(config: PipelineConfig, token_bytes: int) -> str:
+    """The size on the disk of rollouts, or of what has as many rows, at so many bytes a token."""
     rollouts = config.rollouts
     most = rollouts.samples * rollouts.max_new_tokens  # tokens of a prompt's completions
-    counts = [(wanted.split, size_of(wanted, config.seed)) for wanted in rollouts.sets]
-    if any(count is None for _, count in counts):
-        largest = max(token_bytes.values())
-        return f"at most {most:,} tokens a prompt, {in_bytes(most * largest)}"
-    prompts = sum(count or 0 for _, count in counts)
-    stored = most * sum(
-        (count or 0) * token_bytes.get(split, token_bytes[""]) for split, count in counts
-    )
-    # Later turns of questions depend on the model's answers; of conversations each is a prompt.
-    asks = [each for each in rollouts.sets if each.name in CATALOGUE and each.turns != "first"]
-    several = any(CATALOGUE[each.name].form.questions for each in asks)
-    more = " (more with later turns)" if several else ""
+    counts = [size_of(prompt_set, config.seed) for prompt_set in rollouts.sets]
+    if None in counts:
+        return f"at most {most:,} tokens a prompt, {in_bytes(most * token_bytes)}"
+    prompts = sum(filter(None, counts))
     return (
-        f"{rollouts.samples * prompts:,} completions{more}, at most {most * prompts:,} tokens, "
-        f"{in_bytes(stored)}"
+        f"{rollouts.samples * prompts:,} completions, at most {most * prompts:,} tokens, "
+        f"{in_bytes(most * prompts * token_bytes)}"
     )

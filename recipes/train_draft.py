@@ -31,9 +31,10 @@ from recipes.layout import (
     sampled,
 )
 from recipes.make_logits import cached_rows, check_cache, made_of
-from recipes.recipe import CommandLine, Recipe, load_draft, steps_to_head
-from recipes.run import Stage, Step, say
+from recipes.recipe import Recipe
+from recipes.run import Stage, say
 from recipes.sizes import described, draft_size, draft_width, sizes_of, source_model
+from recipes.steps import CommandLine, Step, load_draft, steps_to_head
 from specdata.errors import ConfigError
 from specdata.loading import Loading, check_shardable
 from specdata.prompts.conversations import check_conversations, conversation_inputs
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 class _OfDraft(Stage):
     """A stage that makes the draft or trains it."""
 
-    recipe, sections = "train_draft", ("draft",)
+    sections = ("draft",)
 
     @property
     def draft(self) -> DistilConfig:

@@ -25,9 +25,10 @@ from recipes.layout import (
     sampled,
 )
 from recipes.make_logits import cached_rows, check_cache, identity, made_of
-from recipes.recipe import CommandLine, Recipe, load_head
-from recipes.run import Stage, Step, say
+from recipes.recipe import Recipe
+from recipes.run import Stage, say
 from recipes.sizes import PAIR, draft_width, in_bytes, rows_size
+from recipes.steps import CommandLine, Step, load_head
 from specdata.processes import is_main, refuse_fsdp
 from specdata.prompts.reading import size_of
 from specdata.terminal import progress
@@ -40,7 +41,7 @@ WIDEST = 0.02
 class Labels(Stage):
     """Label the rollouts with the draft in use."""
 
-    name, recipe, sections = "labels", "train_head", ("labels",)
+    name, sections = "labels", ("labels",)
 
     @property
     def is_asked(self) -> bool:
@@ -68,12 +69,9 @@ class Labels(Stage):
     def size(self) -> str:
         """As many rows as rollouts."""
         labels = self.config.labels
-        # An id, a drafted id and eight numbers; of training rollouts a pair for each further draw.
-        token = 40
-        drawn = self.config.sampling.temperature > 0
-        return rows_size(
-            self.config, {"": token, "train": token + PAIR * drawn * (labels.draws - 1)}
-        )
+        further = (labels.draws - 1) * (self.config.sampling.temperature > 0)
+        # An id, a drafted id and eight numbers.
+        return rows_size(self.config, 40 + PAIR * further)
 
     def check(self) -> None:
         """Refuse labels that cannot be made."""
@@ -144,7 +142,7 @@ class Labels(Stage):
 class Head(Stage):
     """Train the acceptance head on the labels."""
 
-    name, recipe, sections = "head", "train_head", ("head",)
+    name, sections = "head", ("head",)
 
     @property
     def folder(self) -> Path:

@@ -28,14 +28,25 @@ Attention = Literal[
 _SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
 
 
-class Loading(Config):
-    """The loading of one model where its weights are only read.
+class DraftLoading(Config):
+    """The loading of a draft where its weights are only read: whole, on its process's device.
 
-    A draft in training has weights in float32 on its process's device, or as `draft.lora` says;
-    this is how it is loaded everywhere else.
+    A draft in training has weights in float32, or as `draft.lora` says.
     """
 
     dtype: Dtype | None = Field(default=None, description="precision (default: models.dtype)")
+    bits: Literal[4, 8] | None = Field(
+        default=None,
+        description="store the matrices in 8 bits (LLM.int8) or 4 (NF4); needs bitsandbytes",
+    )
+    attn_implementation: Attention | None = Field(
+        default=None, description="transformers' attention (default: its own choice)"
+    )
+
+
+class Loading(DraftLoading):
+    """The loading of one model where its weights are only read."""
+
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential", "cpu"] | None = Field(
         default=None,
         description="spread the layers over the devices, CPU memory and disk that there are, as "
@@ -52,13 +63,6 @@ class Loading(Config):
     tp_plan: Literal["auto"] | None = Field(
         default=None,
         description="tensor parallelism: each process of the launcher holds a part of every layer",
-    )
-    bits: Literal[4, 8] | None = Field(
-        default=None,
-        description="store the matrices in 8 bits (LLM.int8) or 4 (NF4); needs bitsandbytes",
-    )
-    attn_implementation: Attention | None = Field(
-        default=None, description="transformers' attention (default: its own choice)"
     )
 
     @field_validator("max_memory", mode="before")
@@ -122,11 +126,9 @@ class PairLoading(Config):
     """The loading of the pair."""
 
     target: Loading = Field(default=Loading(), description="the target")
-    draft: Loading = Field(default=Loading(), description="the draft, and other drafts of methods")
-
-    def of(self, role: Role) -> Loading:
-        """The loading of one of them."""
-        return self.target if role == "target" else self.draft
+    draft: DraftLoading = Field(
+        default=DraftLoading(), description="the draft, and other drafts of methods"
+    )
 
 
 def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str]) -> None:

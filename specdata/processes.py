@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import platform
 import sys
 import time
 from datetime import timedelta
-from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 # How long processes wait for another in a collective before they count it as lost, where neither
 # the launcher of its node nor a broken connection tells. What may take longer is waited for
@@ -77,8 +73,6 @@ def join_processes() -> PartialState:
     wants_deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     launched = get_int_from_env(["LOCAL_RANK"], -1) >= 0
-    if on_cpu and not launched and get_int_from_env(["MASTER_PORT"], 0):
-        _warn_of_one_process()
     if is_fsdp():
         _check_fsdp()
     if launched and not torch.cuda.is_available():
@@ -220,11 +214,3 @@ def leave_processes() -> None:
     """
     if in_group():
         sys.modules["torch"].distributed.destroy_process_group()
-
-
-@cache
-def _warn_of_one_process() -> None:
-    logger.warning(
-        "accelerate was asked for several CPU processes and started one, as it does without "
-        "mpirun; the result is the same, and launch/cpu-2.yaml starts two"
-    )

@@ -13,8 +13,7 @@ import pytest
 from eval.publishing.serving import DEFAULT_LENGTHS
 from recipes.command import RECIPES
 from recipes.config import parse
-from recipes.recipe import LAUNCHED, CommandLine
-from recipes.run import Step
+from recipes.steps import LAUNCHED, CommandLine, Step
 from specdata.storage.files import write_json
 
 GIVEN = ["--output", "runs/my #1", "--toy", "null", "--seed", "2"]

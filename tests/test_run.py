@@ -13,8 +13,9 @@ import torch
 from torch import distributed
 
 from recipes.config import PipelineConfig, parse
+from recipes.layout import portable
 from recipes.recipe import Recipe, _absent
-from recipes.run import KEYS, finished, portable, remove_caches, run_stage, wait_for
+from recipes.run import KEYS, finished, remove_caches, run_stage, wait_for
 from recipes.run_eval import Eval
 from recipes.train_head import Labels
 from specdata.errors import ConfigError, ManifestError
@@ -180,16 +181,14 @@ def test_a_stage_that_was_moved_is_done_whatever_its_output_was_called(
 
     (tmp_path / "old" / "draft").mkdir(parents=True)
     (tmp_path / "old" / "draft" / "weights").write_text("1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.run.all_stages", lambda _config: [])  # nobody makes this draft
-        assert run_stage(drafting("old", lambda: {"rows": 1})) == {"rows": 1}
-        (tmp_path / "old").rename(tmp_path / "new")
-        for output in ("new", str(tmp_path / "new")):
-            assert drafting(output).is_made
-            assert run_stage(drafting(output)) == {"rows": 1}
-        (tmp_path / "new" / "draft" / "weights").write_text("2")
-        with pytest.raises(ConfigError, match="inputs"):
-            run_stage(drafting("new"))
+    assert run_stage(drafting("old", lambda: {"rows": 1})) == {"rows": 1}
+    (tmp_path / "old").rename(tmp_path / "new")
+    for output in ("new", str(tmp_path / "new")):
+        assert drafting(output).is_made
+        assert run_stage(drafting(output)) == {"rows": 1}
+    (tmp_path / "new" / "draft" / "weights").write_text("2")
+    with pytest.raises(ConfigError, match="inputs"):
+        run_stage(drafting("new"))
 
 
 def test_a_dataset_is_continued_wherever_its_models_are_and_refused_for_other_models() -> None:

@@ -127,7 +127,7 @@ def serving(model: PreTrainedModel, **behaviour: Any) -> AbstractContextManager[
 
 @contextmanager
 def source(server: Server, kind: Kind, count: int = N, **changes: Any) -> Iterator[ServedLogits]:
-    config = ServerConfig(**{"url": server.url, "concurrency": 3, "retries": 1, **changes})
+    config = ServerConfig(**{"url": server.url, "concurrency": 3, **changes})
     client = ServerClient(config, "logits.server")
     try:
         yield ServedLogits(client, kind, "served", count, V)
@@ -360,7 +360,7 @@ def bare(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def by_server(server: Server, kind: str) -> list[str]:
     """Options that have rollouts and logits made by a server."""
-    vllm = {"url": server.url, "model": "served", "concurrency": 4, "retries": 1}
+    vllm = {"url": server.url, "model": "served", "concurrency": 4}
     given: dict[str, Any] = {"rollouts.backend": "vllm", "rollouts.vllm": vllm}
     given |= {"logits.backend": kind, "logits.server": vllm}
     words = {

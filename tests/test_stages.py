@@ -17,12 +17,11 @@ from eval.measuring.results import read_results
 from eval.reporting import release
 from recipes.command import RECIPES
 from recipes.config import PipelineConfig, parse
-from recipes.pipeline import RECIPE
+from recipes.pipeline import RECIPE, STAGES
 from recipes.publish import Release
 from recipes.recipe import Recipe, show_plan
 from recipes.run import Stage, run_stage
 from recipes.sizes import in_bytes
-from recipes.stages import STAGES
 from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.storage import files
 from specdata.storage.files import fingerprint, write_json

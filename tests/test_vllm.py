@@ -32,8 +32,9 @@ Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are sent again at once."""
+    """Requests are sent again at once, and once."""
     monkeypatch.setattr("specdata.server.client.time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr("specdata.server.client.TRIES", 2)
 
 
 class Server(ThreadingHTTPServer):
@@ -157,7 +158,7 @@ def client(
     sampling: SamplingConfig | None = None,
     **changes: Any,
 ) -> Iterator[VllmBackend]:
-    config = ServerConfig(**{"url": server.url, "concurrency": 4, "retries": 2, **changes})
+    config = ServerConfig(**{"url": server.url, "concurrency": 4, **changes})
     backend = VllmBackend(
         client=ServerClient(config, "rollouts.vllm"),
         model="served",
@@ -216,13 +217,13 @@ def test_another_model_a_wrong_address_and_a_dead_server_are_told_apart() -> Non
         with client(server, url=f"{server.url}/v1/") as backend:
             assert backend.client.check("served") == 128
         with (
-            client(server, url=f"{server.url}/elsewhere", retries=1) as backend,
+            client(server, url=f"{server.url}/elsewhere") as backend,
             pytest.raises(ConfigError, match="refuses \\(status 404\\)"),
         ):
             backend.client.check("served")
     with (
-        client(server, retries=1) as backend,
-        pytest.raises(ConnectionError, match="did not answer /v1/models in 1 tries"),
+        client(server) as backend,
+        pytest.raises(ConnectionError, match="did not answer /v1/models in 2 tries"),
     ):
         backend.client.check("served")
 
@@ -286,9 +287,10 @@ def test_what_is_no_object_of_json_is_refused(data: bytes) -> None:
             backend.complete(requests(1))
 
 
-def test_the_time_out_is_of_the_whole_request() -> None:
+def test_the_time_out_is_of_the_whole_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte a tenth of a second; a second is enough for each read, and ten seconds are not."""
-    with serving() as server, client(server, timeout=0.5, retries=1) as backend:
+    monkeypatch.setattr("specdata.server.client.TIMEOUT", 0.5)
+    with serving() as server, client(server) as backend:
         server.slow = 0.1
         with pytest.raises(ConnectionError, match="no whole answer in"):
             backend.complete(requests(1))

@@ -26,10 +26,10 @@ from eval.measuring.intervals import Interval, resamples
 from eval.measuring.methods import PLAIN, EvalConfig, check_machine, check_methods
 from eval.measuring.pooled import ALL_SETS
 from recipes.config import PipelineConfig, build
-from recipes.layout import draft_in_use
+from recipes.layout import draft_in_use, portable
 from recipes.layout import folder as stage_folder
 from recipes.papers.tables import Record
-from recipes.run import portable, prepare_libraries, say
+from recipes.run import prepare_libraries, say
 from recipes.run_eval import Eval
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import fingerprint, write_json

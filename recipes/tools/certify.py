@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from recipes.config import build
-from recipes.layout import CERTIFICATE, RESULTS
-from recipes.run import OUTPUT, portable, prepare_libraries, say, stage_record
+from recipes.layout import CERTIFICATE, OUTPUT, RESULTS, portable
+from recipes.run import prepare_libraries, say, stage_record
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
 from specdata.terminal import accept_any_text, progress, tell, whole_number

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from specdata.errors import ConfigError
 from specdata.server.config import ServerConfig
 
+# Tries of a request, 1, 2, 4 ... s apart, and seconds that each may take.
+TRIES, TIMEOUT = 6, 600.0
 # What a busy or restarting server answers; any other status that is not 200 is final.
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 
@@ -97,7 +99,7 @@ class ServerClient:
             self._client = httpx2.Client(
                 base_url=config.url.rstrip("/").removesuffix("/v1"),
                 headers=headers,
-                timeout=config.timeout,
+                timeout=TIMEOUT,
                 limits=httpx2.Limits(max_connections=None),  # one that stalls blocks no other
             )
         except (httpx2.InvalidURL, ValueError) as error:
@@ -152,10 +154,10 @@ class ServerClient:
 
         Raises:
             ConfigError: if the request is refused, or the answer is not of this kind.
-            ConnectionError: if the server does not answer in `config.retries` tries.
+            ConnectionError: if the server does not answer in `TRIES` tries.
         """
         trouble = ""
-        for attempt in range(self.config.retries):
+        for attempt in range(TRIES):
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
             try:
@@ -166,16 +168,14 @@ class ServerClient:
             if response.status_code not in PASSING:
                 return self._read(kind, response)
             trouble = f"status {response.status_code}: {self._shown(response)[:200]}"
-        raise ConnectionError(
-            f"{self} did not answer {path} in {self.config.retries} tries ({trouble})"
-        )
+        raise ConnectionError(f"{self} did not answer {path} in {TRIES} tries ({trouble})")
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
     def _within_time(self, method: str, path: str, body: object) -> httpx2.Response:
-        """An answer that is whole in `config.timeout`; the client's time-out is of each read."""
+        """An answer that is whole in `TIMEOUT`; the client's time-out is of each read."""
         answer: Future[httpx2.Response] = Future()
 
         def ask() -> None:
@@ -186,9 +186,9 @@ class ServerClient:
 
         Thread(target=ask, daemon=True).start()  # one that is given up ends with this process
         try:
-            return answer.result(self.config.timeout)
+            return answer.result(TIMEOUT)
         except TimeoutError as error:
-            raise TimeoutError(f"no whole answer in {self.config.timeout:g} s") from error
+            raise TimeoutError(f"no whole answer in {TIMEOUT:g} s") from error
 
     def _read(self, kind: type[A], response: httpx2.Response) -> A:
         if response.status_code != httpx2.codes.OK:

@@ -21,8 +21,6 @@ class ServerConfig(Config):
         default=None, description="name it is served under (default: models.target)"
     )
     concurrency: int = Field(default=64, ge=1, description="requests under way at once")
-    timeout: float = Field(default=600.0, gt=0, description="seconds that one request may take")
-    retries: int = Field(default=6, ge=1, description="tries of a request, 1, 2, 4 ... s apart")
     key_variable: str | None = Field(
         default=None,
         description="environment variable that holds the server's API key (or all that its "
