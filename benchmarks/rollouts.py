@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,12 +30,7 @@ from embedded import BATCH, DEMO, NEW_TOKENS, PLAIN, pair, requests, rolled_out,
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eval.measuring.environment import describe_environment
-from specdata.labels.labeller import (
-    Labeller,
-    distributions_of_top_logits,
-    target_distributions,
-    tokens_at_once,
-)
+from specdata.labels.labeller import Labeller
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.models import DTYPES, device, load_model
@@ -45,6 +39,7 @@ from specdata.probability import SamplingConfig, drawn_tokens
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.storage.files import write_json
 from specdata.storage.schema import Rollout
+from specdata.texts import ModelSource, TopLogitSource, tokens_at_once
 from specdata.top_logits import TopLogitDistributions
 
 SCHEMA_VERSION = 1
@@ -132,11 +127,9 @@ def labels(
     """Labelling with both models, and again with the draft alone from top target logits."""
     p, q = find_lm_head(target), find_lm_head(draft)
     at_once = tokens_at_once(p, q)
-    label = Labeller(partial(target_distributions, p, PLAIN), q, p.vocabulary, PLAIN, 0, at_once)
-    top_logits = TopLogitDistributions(TOP_N, p.vocabulary, TOP_K)
-    again = Labeller(
-        partial(distributions_of_top_logits, top_logits), q, p.vocabulary, TOP_K, 0, at_once
-    )
+    label = Labeller(ModelSource(p, PLAIN), q, PLAIN, 0, at_once)
+    source = TopLogitSource(TopLogitDistributions(TOP_N, p.vocabulary, TOP_K))
+    again = Labeller(source, q, TOP_K, 0, at_once)
     with_logits = cast(list[Rollout], ModelLogits(p, TOP_N)(rows))
     return {
         "labels": lambda: tokens_of(label(rows)),
@@ -285,9 +278,8 @@ def labelling(target: PreTrainedModel, draft: PreTrainedModel, repeats: int) -> 
     p, q = find_lm_head(target), find_lm_head(draft)
     sampling = SamplingConfig(0.2, 0, 0.9)
     work = Labeller(
-        partial(target_distributions, p, sampling),
+        ModelSource(p, sampling),
         q,
-        p.vocabulary,
         sampling,
         0,
         tokens_at_once(p, q),

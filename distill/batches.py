@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -16,12 +15,8 @@ from transformers import PreTrainedConfig
 from specdata.errors import ConfigError
 from specdata.models import positions
 from specdata.target_states import without_states
+from specdata.texts import Row, TextBatch, text_length
 from specdata.top_logits import has_logits, logits_content, without_logits
-
-IGNORED = -100  # the Trainer counts the labels that differ from it
-
-Row = Mapping[str, Any]
-"""`prompt_ids` and `completion_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,33 +138,32 @@ def collate(
         processes: among how many the rows are divided.
     """
 
-    def batch(given: Sequence[Row]) -> dict[str, Tensor]:
-        nothing = {"prompt_ids": given[0]["prompt_ids"][:1], "completion_ids": []}
-        order = sorted(range(len(given)), key=lambda index: _length(given[index]))
+    def batch(rows: Sequence[Row]) -> dict[str, Tensor]:
+        nothing = {"prompt_ids": rows[0]["prompt_ids"][:1], "completion_ids": []}
+        order = sorted(range(len(rows)), key=lambda index: text_length(rows[index]))
         share = order[process::processes] or [-1]
-        rows = [nothing if index < 0 else given[index] for index in share]
-        shape = (len(rows), max(map(_length, rows)))
-        ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
-        attention = torch.zeros(shape, dtype=torch.long)
-        for index, row in enumerate(rows):
-            begin = len(row["prompt_ids"])
-            end = begin + len(row["completion_ids"])
-            ids[index, :end] = torch.tensor(row["prompt_ids"] + row["completion_ids"])
-            labels[index, begin:end] = ids[index, begin:end]
-            attention[index, :end] = 1
+        share_rows = [nothing if index < 0 else rows[index] for index in share]
+        examples = [row.get("example", -1) for row in share_rows]
+        texts = TextBatch.of(share_rows, examples, pad_id=pad_id)
         return {
-            "input_ids": ids,
-            "attention_mask": attention,
-            "labels": labels,
+            "input_ids": texts.input_ids,
+            "attention_mask": texts.attention_mask,
+            "labels": texts.labels,
             "rows": torch.tensor(share),
-            "examples": torch.tensor([row.get("example", -1) for row in rows]),
+            "examples": torch.tensor(examples),
         }
 
     return batch
 
 
-def _length(row: Row) -> int:
-    return len(row["prompt_ids"]) + len(row["completion_ids"])
+def texts_of(inputs: Mapping[str, Tensor]) -> TextBatch:
+    """The texts of a batch of `collate`."""
+    return TextBatch(
+        inputs["input_ids"],
+        inputs["attention_mask"],
+        inputs["labels"],
+        inputs["examples"].tolist(),
+    )
 
 
 def content_of(rollouts: Dataset) -> str:

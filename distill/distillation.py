@@ -49,6 +49,7 @@ from specdata.models import (
 from specdata.processes import join_processes, process_count, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.sharded import load_sharded
+from specdata.state_store import StateStore
 from specdata.states_draft import reads_states
 from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, write_json
@@ -183,13 +184,15 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         load_student(str(draft), config.lora, seed=seed),
         load_plain(str(draft), config.lora),
     )
-    _let_read(teacher, base_of(student), base_of(plain))
-    held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts)
+    store = _let_read(teacher, base_of(student), base_of(plain))
+    held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts, store=store)
     before = held_out.measure_on_main(base_of(plain))
 
     history = History(best_step=0)
     if config.epochs > 0:
-        trainer = draft_trainer(teacher, student, fit.rollouts, _work(out), config, sampling, seed)
+        trainer = draft_trainer(
+            teacher, student, fit.rollouts, _work(out), config, sampling, seed, store
+        )
         for callback in reports:
             trainer.add_callback(callback)
         label = "distilling the draft"
@@ -253,11 +256,19 @@ def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTraine
     return load_sharded(target, load)
 
 
-def _let_read(teacher: PreTrainedModel | TopLogitDistributions, *drafts: PreTrainedModel) -> None:
-    """Have drafts that read states read those of a target that is loaded already."""
+def _let_read(
+    teacher: PreTrainedModel | TopLogitDistributions, *drafts: PreTrainedModel
+) -> StateStore:
+    """Have drafts that read states read those of a target that is loaded already.
+
+    Returns:
+        What all that is kept of the target's states goes to.
+    """
+    store = StateStore()
     for draft in drafts:
         if reads_states(draft.config) and not isinstance(teacher, TopLogitDistributions):
-            attach(draft, teacher)
+            attach(draft, teacher, store)
+    return store
 
 
 def _work(out: Path) -> Path:

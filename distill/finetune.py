@@ -29,7 +29,7 @@ from distill.adapters import (
     set_weights,
     trained_weights,
 )
-from distill.batches import IGNORED, content_of
+from distill.batches import content_of
 from distill.callbacks import history_of
 from distill.config import FinetuneConfig, LoraConfig
 from distill.training import (
@@ -59,6 +59,7 @@ from specdata.prompts.conversations import Account, conversation_inputs, read_co
 from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, locked, write_json
 from specdata.storage.resume import Settings, read_record
+from specdata.texts import IGNORED
 
 SETTINGS_FILE = "training.json"
 RESULT_FILE = "finetuning.json"

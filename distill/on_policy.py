@@ -25,11 +25,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.batches import IGNORED, Row, collate
+from distill.batches import collate
 from distill.config import OnPolicyConfig
 from specdata.processes import is_fsdp
 from specdata.rollouts.backend import sample_batch
 from specdata.sampling import SamplingConfig, generator_for
+from specdata.texts import IGNORED, Row
 
 ROWS_AT_ONCE = 64
 """Rows that the draft writes together: their cache is what generation needs memory for."""

@@ -1,9 +1,9 @@
 """The target's view of the training rollouts: computed once, or read from stored logits.
 
 A draft passes over the same rollouts several times, and the target says the same of them each time.
-So its last hidden states at the completion positions are stored, as far as `STATES_BYTES` go; its
+So its last hidden states at the completion positions are kept, as far as a `StateStore` goes; its
 output matrix makes logits of them again, a chunk at a time. Rollouts are read in batches of like
-length, which depend on the data alone: what is stored has the same bits whatever the order of
+length, which depend on the data alone: what is kept has the same bits whatever the order of
 training, so nothing is to be stored for a killed run to go on. Rollouts that are stored with states
 (`specdata.target_states`) are not read at all.
 """
@@ -19,19 +19,17 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.batches import IGNORED, collate
+from distill.batches import texts_of
 from distill.chunked import chunks, positions_at_once
 from distill.losses import Loss, bucketed
-from specdata.labels.labeller import by_length, tokens_at_once
 from specdata.lm_head import find_lm_head
 from specdata.probability import to_vocabulary
 from specdata.processes import largest_of_all
 from specdata.sharded import is_sharded
+from specdata.state_store import StateStore
 from specdata.target_states import has_states, stored_states
-from specdata.top_logits import TopLogitDistributions, logits_of, top_logit_columns
-
-STATES_BYTES = 1 << 30
-"""States to hold in memory, in bytes, in each process; other rows are read at every pass."""
+from specdata.texts import TextBatch, TopLogitSource, by_length, text_length, tokens_at_once
+from specdata.top_logits import TopLogitDistributions, logits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +60,20 @@ class Teacher:
     """A frozen target beside the draft that learns from it."""
 
     def __init__(
-        self, model: PreTrainedModel, rollouts: Dataset | None = None, part: Part | None = None
+        self,
+        model: PreTrainedModel,
+        rollouts: Dataset | None = None,
+        part: Part | None = None,
+        store: StateStore | None = None,
     ) -> None:
-        """Choose what is stored.
+        """Choose what is kept.
 
         Args:
             model: the target.
             rollouts: what the draft trains on, if it pays to keep what the target says of it.
             part: what the draft can learn of it, if that is less than all; left aside where the
                 output embedding is not a linear layer, of which rows can be taken.
+            store: has room for what is kept.
         """
         self.model = model.eval().requires_grad_(False)
         self.head = find_lm_head(self.model)
@@ -81,15 +84,12 @@ class Teacher:
             vocabulary_ids = part.vocabulary_ids.to(model.device)
             self.part = Part(vocabulary_ids, part.temperature)
             self._rows = _rows_of(output, vocabulary_ids)
-        self._states: dict[int, Tensor] = {}
         self._rests: dict[int, Tensor] = {}
         self._rollouts = rollouts
-        self._group: dict[int, list[int]] = {}
+        # Of each rollout that is kept: the rollouts that are read with it, and its positions there.
+        self._places: dict[int, tuple[list[int], slice]] = {}
         if rollouts is not None:
-            if has_states(rollouts) and self.head.embedding is not None:
-                self._group = {index: [index] for index in range(len(rollouts))}
-            else:
-                self._plan(rollouts)
+            self._store = self._plan(rollouts, store or StateStore())
 
     def states(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states at the labelled positions of a batch, row after row.
@@ -105,46 +105,44 @@ class Teacher:
             (N,) log of the sum of exp(logit / temperature) over the tokens that the draft cannot
             propose, None without a `part`.
         """
-        examples, device = batch["examples"].tolist(), batch["labels"].device
-        idle = self._idle_forwards(examples)
-        parts: dict[int, Tensor] = {}
-        rests: dict[int, Tensor] = {}
-        for row, example in enumerate(examples):
-            if example in self._group:
-                parts[row] = self._state_of(example).to(device)
-                if self.part is not None:
-                    rests[row] = self._rests[example].to(device)
-        others = [row for row in range(len(examples)) if row not in parts]
+        texts = texts_of(batch)
+        device = texts.labels.device
+        idle = self._idle_forwards(texts.examples)
+        states = {
+            row: self._state_of(example).to(device)
+            for row, example in enumerate(texts.examples)
+            if example in self._places
+        }
+        others = [row for row in range(len(texts.examples)) if row not in states]
         if others:
-            chosen = torch.tensor(others, device=device)
-            parts |= dict(zip(others, self._read(batch, chosen), strict=True))
-            if self.part is not None:
-                rests |= {row: self._rest_of(parts[row]) for row in others}
-        for _ in range(idle):
-            self._read(_one_token(device), torch.zeros(1, dtype=torch.long, device=device))
-        states = torch.cat([parts[row] for row in range(len(examples))])
+            unread = texts.part(others)
+            parts = self._read(unread).split_with_sizes(unread.lengths)
+            states |= dict(zip(others, parts, strict=True))
+        for _ in range(idle):  # a text that this process reads because others read theirs
+            self._read(TextBatch.of([{"prompt_ids": [0], "completion_ids": []}], [-1]).to(device))
+        whole = torch.cat([states[row] for row in range(len(texts.examples))])
         if self.part is None:
-            return states, None
-        return states, torch.cat([rests[row] for row in range(len(examples))])
+            return whole, None
+        rests = [self._rest_of(states[row], each) for row, each in enumerate(texts.examples)]
+        return whole, torch.cat(rests)
 
     def _idle_forwards(self, examples: Sequence[int]) -> int:
         """Forwards that other processes want and this one does not: a model in parts needs all."""
         if not is_sharded(self.model):
             return 0
         unread = {
-            self._group[example][0]
+            self._places[example][0][0]
             for example in examples
-            if example in self._group and not self._is_known(example)
+            if example in self._places and not self._is_known(example)
         }
-        mine = len(unread) + any(example not in self._group for example in examples)
-        return largest_of_all(mine) - mine
+        forwards = len(unread) + any(example not in self._places for example in examples)
+        return largest_of_all(forwards) - forwards
 
     def _is_known(self, example: int) -> bool:
         """True if the states of a rollout take no forward."""
-        if example in self._states:
-            return True
         assert self._rollouts is not None
-        return stored_states(self._rollouts[example], self.head) is not None
+        in_memory = self._places[example][0][0] in self._store
+        return in_memory or stored_states(self._rollouts[example], self.head) is not None
 
     def part_logits(self, states: Tensor, rest: Tensor) -> Tensor:
         """(n, H) states and the (n,) rest of them -> (n, N + 1) logits at the temperature."""
@@ -154,69 +152,63 @@ class Teacher:
         return torch.cat([logits / self.part.temperature, rest[:, None]], dim=-1)
 
     @torch.inference_mode()
-    def _rest_of(self, states: Tensor) -> Tensor:
+    def _rest_of(self, states: Tensor, example: int) -> Tensor:
+        """(n,) the rest of a row, which is kept if its states are."""
         assert self.part is not None
+        if example in self._rests:
+            return self._rests[example].to(states.device)
         rests = []
         for chunk in chunks(states, positions_at_once(self.head.vocabulary)):
             logits = self.head.logits(states[chunk]).float()
             logits = logits.index_fill(-1, self.part.vocabulary_ids, -torch.inf)
             rests.append((logits / self.part.temperature).logsumexp(dim=-1))
-        return torch.cat(rests)
+        rest = torch.cat(rests)
+        if example in self._places:
+            self._rests[example] = rest.cpu()
+        return rest
 
-    def _plan(self, rollouts: Dataset) -> None:
-        """Divide the first rollouts, as many as can be stored, into batches of like length."""
-        sizes = [
-            (len(prompt) + len(completion), len(completion))
-            for prompt, completion in zip(
-                rollouts["prompt_ids"], rollouts["completion_ids"], strict=True
-            )
-        ]
+    def _plan(self, rollouts: Dataset, store: StateStore) -> StateStore:
+        """Divide the first rollouts, as many as can be kept, into batches of like length."""
+        if has_states(rollouts) and self.head.embedding is not None:
+            self._places = {index: ([index], slice(None)) for index in range(len(rollouts))}
+            return store
         width = self.head.vocabulary
         if self.head.embedding is not None:
             width = self.model.config.get_text_config().hidden_size
-        room, lengths = STATES_BYTES // (width * self.model.dtype.itemsize), []
-        for length, completion in sizes:
-            room -= completion
+        size, room, lengths, completions = width * self.model.dtype.itemsize, store.room, [], []
+        for row in rollouts.select_columns(["prompt_ids", "completion_ids"]):
+            room -= size * len(row["completion_ids"])
             if room < 0:
                 break
-            lengths.append(length)
+            lengths.append(text_length(row))
+            completions.append(len(row["completion_ids"]))
         for group in by_length(lengths, tokens_at_once(self.head)):
-            self._group |= dict.fromkeys(group, group)
+            end, group = 0, sorted(group, key=lengths.__getitem__)
+            for example in group:
+                begin, end = end, end + completions[example]
+                self._places[example] = group, slice(begin, end)
+        return store.part(size * sum(completions))
 
     def _state_of(self, example: int) -> Tensor:
         """The states of a rollout; it is read with its whole group when it is first wanted."""
-        if example not in self._states:
-            assert self._rollouts is not None
-            if (state := stored_states(self._rollouts[example], self.head)) is not None:
-                if self.part is not None and example not in self._rests:
-                    device = self.model.device
-                    self._rests[example] = self._rest_of(state.to(device)).cpu()
-                return state
-            group = self._group[example]
-            batch = collate(0)([self._rollouts[index] for index in group])
-            batch = {name: values.to(self.model.device) for name, values in batch.items()}
-            states = self._read(batch, torch.arange(len(group), device=self.model.device))
-            for place, state in zip(batch["rows"].tolist(), states, strict=True):
-                self._states[group[place]] = state.cpu()
-                if self.part is not None:
-                    self._rests[group[place]] = self._rest_of(state).cpu()
-        return self._states[example]
+        rollouts, (group, place) = self._rollouts, self._places[example]
+        assert rollouts is not None
+
+        def read() -> Tensor:
+            batch = TextBatch.of([rollouts[index] for index in group], group)
+            return self._read(batch.to(self.model.device))
+
+        if group[0] not in self._store:
+            states = stored_states(rollouts[example], self.head)
+            if states is not None:
+                return states
+        return self._store.read(group[0], read)[place]
 
     @torch.inference_mode()
-    def _read(self, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Tensor, ...]:
-        """The states at the labelled positions of some rows, for each row."""
-        attention = batch["attention_mask"][rows]
-        longest = int(attention.sum(dim=1).max())
-        chosen = batch["labels"][rows, 1:longest] != IGNORED
-        ids = batch["input_ids"][rows, :longest]
-        states = self.head.states(ids, attention[:, :longest], trained=True)[:, :-1][chosen]
-        return states.split_with_sizes(chosen.sum(dim=1).tolist())
-
-
-def _one_token(device: torch.device) -> dict[str, Tensor]:
-    """A batch that the target reads because others read theirs."""
-    ids = torch.zeros(1, 1, dtype=torch.long, device=device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    def _read(self, batch: TextBatch) -> Tensor:
+        """(N, H) the target's states, by the forward that the draft trains with: under a mask."""
+        states = self.head.states(batch.input_ids, batch.attention_mask)[:, :-1]
+        return states[batch.is_predicted]
 
 
 class TopLogitsTeacher:
@@ -236,6 +228,7 @@ class TopLogitsTeacher:
             known: what p is made of, at the warp at which it is compared.
         """
         self.known = known
+        self._source = TopLogitSource(known)
         self._rows = logits_of(rollouts)
 
     def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -245,15 +238,8 @@ class TopLogitsTeacher:
             batch: of `distill.batches.collate`; each row with a label names its rollout in
                 `examples`.
         """
-        positions = (batch["labels"][:, 1:] != IGNORED).sum(dim=1).tolist()
-        device = batch["labels"].device
-        # A share without a row holds one without labels, which is no rollout.
-        examples = [max(0, example) for example in batch["examples"].tolist()]
-        found = [
-            top_logit_columns(self._rows[example], self.known.count, wanted)
-            for example, wanted in zip(examples, positions, strict=True)
-        ]
-        return {name: torch.cat([each[name] for each in found]).to(device) for name in found[0]}
+        columns = self._source.columns(texts_of(batch), self._rows)
+        return {name: values.to(batch["labels"].device) for name, values in columns.items()}
 
     def divergence(self, objective: Loss, q_logits: Tensor, top: Mapping[str, Tensor]) -> Tensor:
         """The sum of a loss over positions: (n, V') logits and the top logits there -> scalar."""

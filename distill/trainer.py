@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
-from distill.batches import IGNORED, Numbered, collate
+from distill.batches import Numbered, collate
 from distill.chunked import ChunkLoss, chunked_loss, inside_forward
 from distill.config import DistilConfig
 from distill.losses import LOSSES
@@ -33,9 +33,11 @@ from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import is_fsdp, join_processes
 from specdata.sampling import SamplingConfig
+from specdata.state_store import StateStore
 from specdata.states_draft import KEY, StatesInput, states_input
 from specdata.taps import decoder_layers
 from specdata.target_states import TAPS, has_states, has_taps, reading_stored
+from specdata.texts import IGNORED
 from specdata.top_logits import TopLogitDistributions
 
 logger = logging.getLogger(__name__)
@@ -218,10 +220,12 @@ def draft_trainer(
     config: DistilConfig,
     sampling: SamplingConfig,
     seed: int,
+    store: StateStore | None = None,
 ) -> Trainer:
     """The trainer of a draft: `config.batch_size` rollouts a batch, checkpoints in `work`.
 
-    The teacher is the target, or what is made of the logits that `train` keeps of it.
+    The teacher is the target, whose states a store has room for, or what is made of the logits that
+    `train` keeps of it.
     """
     state = join_processes()
     schedule = Schedule(
@@ -252,7 +256,7 @@ def draft_trainer(
         # Each process keeps all rows; reading them once is worth it if it would read more else.
         stores_states = config.epochs > state.num_processes or has_states(train)
         taught = Teacher(
-            teacher, train if stores_states else None, learnt_part(student, config, sampling)
+            teacher, train if stores_states else None, learnt_part(student, config, sampling), store
         )
         texts = _draft_texts(teacher, student, config, sampling, seed, pad_id)
     return DistilTrainer(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specdata.errors import ConfigError
+from specdata.state_store import StateStore
 from specdata.states_draft import KEY, StatesInput, states_input
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 TOKENS, STEP, VALUES = 8, 127, 32
 """The probe of a target: some values of its taps after a few fixed tokens."""
-KEPT_BYTES = 1 << 30
-"""Taps that a draft keeps of its target."""
 BOUND = 0.25
 """Relative error up to which a probe is of the same target, as of heads (`heads.probe`)."""
 
@@ -159,8 +158,10 @@ def record_of(target: PreTrainedModel, taps: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
-    """Let a draft that reads states read them of a target.
+def attach(
+    draft: PreTrainedModel, target: PreTrainedModel, store: StateStore | None = None
+) -> list[int]:
+    """Let a draft that reads states read them of a target, and keep them in a store.
 
     Returns:
         The taps.
@@ -180,7 +181,7 @@ def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
         probe, width = _probe_of(target, taps)
         found, recorded = torch.tensor(probe), torch.tensor(record["probe"])
         if width == record["width"] and (found - recorded).norm() <= BOUND * recorded.norm():
-            made.read_target = _Reader(target, taps)
+            made.read_target = _Reader(target, taps, store or StateStore())
             return taps
     raise ConfigError(
         f"the draft reads states of the target that it was made for, {record['target']} (taps "
@@ -189,27 +190,21 @@ def attach(draft: PreTrainedModel, target: PreTrainedModel) -> list[int]:
     )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads a target's taps, and keeps those of the texts that come first, in memory.
-
-    Held-out texts are read again and again, in the same batches.
-    """
+    """Reads a target's taps; held-out texts are read again and again, in the same batches."""
 
     target: PreTrainedModel
     taps: Sequence[int]
-    kept: dict[bytes, Tensor] = field(default_factory=dict)
-    room: int = KEPT_BYTES
+    store: StateStore = field(default_factory=StateStore)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        key = ids.cpu().numpy().tobytes() + str(ids.shape).encode()
-        if (found := self.kept.get(key)) is None:
+        def read() -> Tensor:
             with torch.inference_mode(False):  # a training may read the same text
-                found = read_taps(self.target, self.taps, ids)
-            if found.nbytes <= self.room:
-                self.kept[key] = found
-                self.room -= found.nbytes
-        return found
+                return read_taps(self.target, self.taps, ids)
+
+        key = ("taps", tuple(self.taps), ids.shape, ids.cpu().numpy().tobytes())
+        return self.store.read(key, read).to(ids.device)
 
     def __deepcopy__(self, _: object) -> _Reader:
         return self  # a copy of a draft has the same target

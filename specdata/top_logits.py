@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -85,18 +86,19 @@ def logits_content(rows: Dataset) -> bytes:
     return digest.digest()
 
 
-def top_logit_columns(row: Mapping[str, Tensor], count: int, positions: int) -> dict[str, Tensor]:
+def top_logit_columns(row: Mapping[str, Any], count: int, positions: int) -> dict[str, Tensor]:
     """The top logits of one rollout: (C, N) or (C, 1) columns.
 
     Args:
-        row: of `logits_of`.
+        row: of `logits_of`, or the same as lists.
         count: N.
         positions: C, how many of its completion's tokens are wanted, from the first on.
     """
     wide = {"top_ids", "top_logits"}
     return {
-        name: values.view(-1, count if name in wide else 1)[:positions]
-        for name, values in row.items()
+        name: torch.as_tensor(row[name]).view(-1, count if name in wide else 1)[:positions]
+        for name in COLUMNS
+        if name in row
     }
 
 

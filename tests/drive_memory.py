@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,10 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.config import DistilConfig
 from distill.trainer import draft_trainer
-from specdata.labels.labeller import Labeller, target_distributions, tokens_at_once
+from specdata.labels.labeller import Labeller
 from specdata.lm_head import find_lm_head
 from specdata.sampling import SamplingConfig
 from specdata.storage.schema import Rollout
+from specdata.texts import ModelSource, tokens_at_once
 
 
 def llama(seed: int, vocabulary: int) -> LlamaForCausalLM:
@@ -55,8 +55,7 @@ def labels() -> float:
     """One row of 1536 tokens, V = 131072, keeping 8 logits."""
     vocabulary, sampling = 131072, SamplingConfig()
     p, q = (find_lm_head(llama(seed, vocabulary)) for seed in (0, 1))
-    distributions = partial(target_distributions, p, sampling)
-    label = Labeller(distributions, q, vocabulary, sampling, 0, tokens_at_once(p, q))
+    label = Labeller(ModelSource(p, sampling), q, sampling, 0, tokens_at_once(p, q))
     label([row(1)])
     return peak(lambda: label([row(1534)]))
 

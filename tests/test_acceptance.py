@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from specdata import texts
 from specdata.errors import ConfigError, ManifestError
-from specdata.labels import labeller as labelling
 from specdata.labels.config import LabelsConfig
-from specdata.labels.labeller import Labeller, target_distributions
+from specdata.labels.labeller import Labeller
 from specdata.labels.make import load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, ROLLOUTS, Label, Rollout
+from specdata.texts import ModelSource
 from tests.chi_square import p_value
 from tests.tiny import tiny_llama
 
@@ -65,10 +65,8 @@ def stored(folder: Path, rows: list[Rollout]) -> Path:
 def labeller(
     target: PreTrainedModel, draft: PreTrainedModel, sampling: SamplingConfig, *, draws: int = 1
 ) -> Labeller:
-    p, q = find_lm_head(target), find_lm_head(draft)
-    return Labeller(
-        partial(target_distributions, p, sampling), q, p.vocabulary, sampling, 0, 64, draws
-    )
+    source = ModelSource(find_lm_head(target), sampling)
+    return Labeller(source, find_lm_head(draft), sampling, 0, 64, draws)
 
 
 def close(labels: list[Label], others: list[Label]) -> None:
@@ -141,10 +139,10 @@ def test_the_size_of_a_batch_of_a_piece_and_of_a_forward_change_no_label(
     rows, work = rollouts(12, vocab=40), labeller(target, draft, WARPED)
     whole = work(rows)
     close(whole, [work([row])[0] for row in rows])
-    monkeypatch.setattr(labelling, "VALUES_AT_ONCE", 1)
-    monkeypatch.setattr(labelling, "POSITIONS", {"cpu": 3})
+    monkeypatch.setattr(texts, "VALUES_AT_ONCE", 1)
+    monkeypatch.setattr(texts, "POSITIONS", {"cpu": 3})
     close(whole, work(rows))
-    close(whole, Labeller(work.distributions, work.draft, 40, WARPED, 0, tokens_at_once=1)(rows))
+    close(whole, Labeller(work.source, work.draft, WARPED, 0, tokens_at_once=1)(rows))
 
 
 def test_a_draft_of_another_width_is_cut_or_filled_up_to_the_targets_vocabulary() -> None:

@@ -27,7 +27,7 @@ from transformers import (
     TrainerState,
 )
 
-from distill.batches import IGNORED, collate
+from distill.batches import collate
 from distill.config import DistilConfig, Objective, ToyPairConfig
 from distill.distillation import DistilResult, distil
 from distill.losses import LOSSES
@@ -41,6 +41,7 @@ from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
 from specdata.storage.checkpoints import newest_checkpoint
 from specdata.storage.resume import Settings
+from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.conftest import TRAINED_PAIR
 from tests.two_processes import ON_CPU, ZERO_2, ZERO_3, finish, kill, start_two, wait_for

@@ -13,7 +13,6 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from distill import teacher as teachers
 from distill import trainer as trainers
 from distill.batches import Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
@@ -25,6 +24,7 @@ from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
+from specdata.state_store import StateStore
 from tests.random_pair import texts_of
 from tests.tiny import tiny_llama
 
@@ -150,9 +150,7 @@ def batches(size: int) -> Iterator[dict[str, Tensor]]:
         yield collate(0)([numbered[index] for index in range(start, start + size)])
 
 
-def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once() -> None:
     model, read = tiny_llama(0, vocab=23), []
     kept, live = Teacher(model, rows()), Teacher(model)
     model.register_forward_pre_hook(lambda *_: read.append(1))
@@ -162,8 +160,7 @@ def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once(
             torch.testing.assert_close(kept.states(batch)[0], live.states(batch)[0])
     assert len(read) == 1 + 9  # all six rows in one batch, and every batch at every pass
     # No more is kept than fits: three rows have 4 + 9 + 2 positions of 16 doubles.
-    monkeypatch.setattr(teachers, "STATES_BYTES", 15 * 16 * 8)
-    part = Teacher(model, rows())
+    part = Teacher(model, rows(), store=StateStore(15 * 16 * 8))
     read.clear()
     for _ in range(2):
         for batch in batches(2):

@@ -21,7 +21,6 @@ from transformers import (
     TrainerState,
 )
 
-from distill.batches import IGNORED
 from distill.config import FinetuneConfig
 from distill.finetune import (
     Rows,
@@ -40,6 +39,7 @@ from specdata.draft_vocabulary import draft_vocabulary_ids, reduce_vocabulary
 from specdata.errors import ConfigError, ManifestError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
+from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.chats import chat_tokenizer
 from tests.test_distill import GradientRecorder

@@ -47,7 +47,8 @@ BELOW = {
         "sources": "errors storage",
         "draft_vocabulary": "errors",
         "states_draft": "errors",
-        "taps": "errors states_draft",
+        "state_store": "",
+        "taps": "errors state_store states_draft",
         "eagle3": "draft_vocabulary states_draft",
         "loading": "config errors processes sources",
         "models": "draft_vocabulary eagle3 errors loading processes sources states_draft "
@@ -60,11 +61,11 @@ BELOW = {
         "prompts": "config errors sampling sources storage toy",
         "server": "config errors",
         "top_logits": "errors probability storage",
+        "texts": "lm_head models probability state_store target_states top_logits",
         "rollouts": "config errors lm_head models prepack probability prompts sampling "
         "server states_draft storage taps target_states",
-        "labels": "config draft_vocabulary errors lm_head models prepack probability sampling "
-        "storage target_states top_logits",
-        "logits": "config errors labels lm_head prepack server storage top_logits",
+        "labels": "config errors lm_head prepack probability sampling storage texts top_logits",
+        "logits": "config errors lm_head probability server storage texts top_logits",
     },
 }
 FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]

@@ -25,7 +25,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from distill.batches import IGNORED, collate
+from distill.batches import collate
 from distill.config import DistilConfig, OnPolicyConfig
 from distill.on_policy import DraftTexts, Row, rows_of
 from distill.trainer import draft_trainer
@@ -36,6 +36,7 @@ from specdata.processes import join_processes
 from specdata.rollouts.backend import sample_batch
 from specdata.sampling import generator_for
 from specdata.storage.resume import Settings
+from specdata.texts import IGNORED
 from tests.chi_square import p_value
 from tests.test_distill import GradientRecorder
 from tests.tiny import END, joint_distribution, tiny_llama

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from distill.teacher import Part, Teacher
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from specdata.errors import ConfigError
-from specdata.labels.labeller import Labeller, target_distributions
+from specdata.labels.labeller import Labeller
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
@@ -32,6 +31,7 @@ from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
 from specdata.taps import install
 from specdata.target_states import COLUMN, TAPPED, reading_stored, stored_states, to_bytes
+from specdata.texts import ModelSource
 from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama
 
@@ -116,10 +116,8 @@ def test_keeping_states_changes_no_token() -> None:
 
 
 def labels(rows: datasets.Dataset) -> list[dict[str, Any]]:
-    work = Labeller(
-        partial(target_distributions, P, SAMPLING), find_lm_head(DRAFT), 23, SAMPLING, 0, 64
-    )
-    return [dict(row) for row in work(rows.to_list())]  # type: ignore[arg-type]
+    label = Labeller(ModelSource(P, SAMPLING), find_lm_head(DRAFT), SAMPLING, 0, 64)
+    return [dict(row) for row in label(rows.to_list())]  # type: ignore[arg-type]
 
 
 P = find_lm_head(TARGET)
@@ -228,14 +226,7 @@ def test_stored_taps_are_those_of_a_forward_over_prompt_and_completion(
 def figures(draft: PreTrainedModel, rows: datasets.Dataset) -> list[float]:
     """Acceptance as it is measured, labelled, and the loss of a training step."""
     measured = HeldOut(TARGET, rows, SAMPLING).measure(draft).overall.acceptance
-    label = Labeller(
-        lambda batch: target_distributions(find_lm_head(TARGET), SAMPLING, batch),
-        find_lm_head(draft),
-        23,
-        SAMPLING,
-        seed=0,
-        tokens_at_once=64,
-    )
+    label = Labeller(ModelSource(P, SAMPLING), find_lm_head(draft), SAMPLING, 0, 64)
     labelled = [x for row in label(rows.to_list()) for x in row["overlap"]]
     config = DistilConfig(epochs=1, batch_size=4, report_to=[])
     trainer = draft_trainer(TARGET, draft, rows, Path("unused"), config, SAMPLING, 0)

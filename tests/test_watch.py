@@ -13,17 +13,19 @@ from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from distill import callbacks, watch
+from distill import callbacks
 from distill.callbacks import best_step, store_best
 from distill.config import DistilConfig
 from distill.distillation import DistilResult, distil
 from distill.watch import Figures, HeldOut, Measurement
+from specdata import texts
 from specdata.config import read_config
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.expected_tokens import expected_tokens, log_ratios
 from specdata.models import load_model
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
+from specdata.state_store import StateStore
 from tests.test_distill import (
     assert_same_weights,
     changed,
@@ -132,7 +134,8 @@ def test_figures_are_those_of_whole_distributions_row_by_row(
     sampling: SamplingConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "VALUES_AT_ONCE", 7 * 400)  # pieces of 7 positions
+    monkeypatch.setattr(texts, "VALUES_AT_ONCE", 7 * 400)  # pieces of 7 positions
+    monkeypatch.setattr(texts, "POSITIONS", {"cpu": 1})
     expected = by_hand(models, dev, sampling)
     measured = HeldOut(models[0], dev, sampling).measure(models[1], step=5)
     assert (measured.step, measured.rollouts) == (5, 9)
@@ -186,8 +189,9 @@ def test_the_target_is_run_once_and_its_distributions_are_never_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, draft = models
-    monkeypatch.setattr(watch, "VALUES_AT_ONCE", 32 * 400)
-    held_out, again = (HeldOut(target, dev, SamplingConfig()) for _ in range(2))
+    monkeypatch.setattr(texts, "VALUES_AT_ONCE", 32 * 400)
+    held_out = HeldOut(target, dev, SamplingConfig())
+    again = HeldOut(target, dev, SamplingConfig(), store=StateStore(0))
     bodies, widest = [], [0]
     handles = [
         target.base_model.register_forward_hook(lambda *_: bodies.append(1)),
@@ -200,7 +204,6 @@ def test_the_target_is_run_once_and_its_distributions_are_never_whole(
     assert held_out.measure(draft) == first
     assert len(bodies) == runs > 0
     assert max(widest) == 32 * 400
-    monkeypatch.setattr(watch, "STATES_BYTES", 0)
     assert again.measure(draft) == again.measure(draft) == first
     assert len(bodies) == 3 * runs
     for handle in handles:

@@ -20,11 +20,11 @@ from heads.inputs import FEATURES, DraftedTokens, HeadInputs, logits_of_states, 
 from heads.probe import check_head, warn_of_other_sampling
 from heads.target_context import check_tree_states, simulated_rounds, tree_states
 from specdata.errors import ConfigError
-from specdata.labels.labeller import tokens_at_once
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.sampling import numpy_generator_for
 from specdata.terminal import progress
+from specdata.texts import tokens_at_once
 
 POSITIONS = 512
 """Distributions that are held at once."""

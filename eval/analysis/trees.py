@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,17 +36,12 @@ if TYPE_CHECKING:  # help is shown without torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from specdata.storage.schema import Rollout
-
 Reals = NDArray[np.float64]
 Siblings = Literal["iid", "distinct"]
 VERIFIER: Mapping[Siblings, str] = {"iid": "rrs", "distinct": "rrs_wor"}
 WIDTHS = (1, 2, 4, 8, 16, 32)
 DEEPEST = 8
 """Most levels of a tree."""
-VALUES_AT_ONCE = 1 << 21
-"""Probabilities that are held at once, but of at least `POSITIONS` positions."""
-POSITIONS = 16
 NOTHING = 1e-12
 """A mass that is only left by rounding."""
 
@@ -213,48 +208,42 @@ def acceptance_along(
     """
     import torch
 
-    from eval.analysis.traces import batches_by_length
-    from specdata.labels.labeller import Batch, tokens_at_once
     from specdata.lm_head import find_lm_head
-    from specdata.probability import probabilities, to_vocabulary
     from specdata.sampling import generator_for
+    from specdata.terminal import progress
+    from specdata.texts import TextBatch, along, of_pair, tokens_at_once
 
     heads = find_lm_head(target), find_lm_head(draft)
-    size = heads[0].vocabulary
-    step = max(POSITIONS, VALUES_AT_ONCE // size)
-    lengths = np.array([len(row) for row in rows["completion_ids"]], dtype=np.int64)
-    made = np.zeros((len(rows), int(lengths.max()), most))
-    for indices, chosen in batches_by_length(rows, tokens_at_once(*heads)):
-        with torch.inference_mode():
-            batch = Batch.of(cast("list[Rollout]", chosen), seed, 0, heads[0].model.device)
-            both = [batch.states(head).to(batch.row.device) for head in heads]
-            tokens = torch.cat([torch.tensor(row["completion_ids"]) for row in chosen])
-            drawn = [
-                torch.rand(
-                    len(row["completion_ids"]),
-                    most - 1,
-                    generator=generator_for(
-                        seed, "trees", row["example_id"], row["sample"], row.get("turn", 0)
-                    ),
-                    dtype=torch.float64,
-                )
-                for row in chosen
-            ]
-            tokens, uniforms = (each.to(both[0].device) for each in (tokens, torch.cat(drawn)))
-            pieces = []
-            for start in range(0, len(tokens), step):
-                here = slice(start, start + step)
-                p, q = (
-                    probabilities(to_vocabulary(head.logits(states[here]), size), sampling)
-                    for head, states in zip(heads, both, strict=True)
-                )
-                own = uniforms[here] if siblings == "distinct" else None
-                pieces.append(accepted(p, q, tokens[here], own, most).cpu())
-        own_lengths = lengths[indices].tolist()
-        for index, values in zip(indices, torch.split(torch.cat(pieces), own_lengths), strict=True):
-            made[index, : len(values)] = values.numpy()
-    of = {k: made[..., k - 1] for k in WIDTHS if k <= most}
-    return Acceptance(list(rows["example_id"]), lengths, of)
+    texts = rows.to_list()
+
+    def uniforms(row: Mapping[str, Any]) -> Tensor:
+        key = (seed, "trees", row["example_id"], row["sample"], row.get("turn", 0))
+        shape = (len(row["completion_ids"]), most - 1)
+        return torch.rand(shape, generator=generator_for(*key), dtype=torch.float64)
+
+    drawn_of = [uniforms(row) for row in texts] if siblings == "distinct" else []
+
+    def columns(p: Tensor, q: Tensor, batch: TextBatch, here: slice) -> dict[str, Tensor]:
+        drawn = None
+        if drawn_of:
+            drawn = torch.cat([drawn_of[each] for each in batch.examples])[here].to(p.device)
+        return {"accepted": accepted(p, q, batch.tokens[here].to(p.device), drawn, most)}
+
+    with progress(len(texts), "held-out rollouts", "rollout") as bar:
+        columns_of = along(
+            texts,
+            of_pair(heads, [sampling] * 2, columns),
+            vocabulary=heads[0].vocabulary,
+            tokens_at_once=tokens_at_once(*heads),
+            device=heads[0].model.device,
+            report=bar.update,
+        )
+    lengths = np.array([len(row["completion_ids"]) for row in texts], dtype=np.int64)
+    of_most = np.zeros((len(texts), int(lengths.max()), most))
+    for row, own in zip(of_most, columns_of, strict=True):
+        row[: len(own["accepted"])] = own["accepted"].numpy()
+    of = {k: of_most[..., k - 1] for k in WIDTHS if k <= most}
+    return Acceptance([row["example_id"] for row in texts], lengths, of)
 
 
 def search(acceptance: Acceptance, budget: int, ratio: float) -> list[Candidate]:

@@ -13,14 +13,7 @@ from transformers import PreTrainedModel
 
 from specdata.errors import ManifestError
 from specdata.labels.config import LabelsConfig
-from specdata.labels.labeller import (
-    Batch,
-    DistributionsAt,
-    Labeller,
-    distributions_of_top_logits,
-    target_distributions,
-    tokens_at_once,
-)
+from specdata.labels.labeller import Labeller
 from specdata.lm_head import find_lm_head
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
@@ -28,6 +21,7 @@ from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings, differences
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label
+from specdata.texts import ModelSource, Source, TopLogitSource, tokens_at_once
 from specdata.top_logits import TopLogits, check_decided
 
 
@@ -74,38 +68,33 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
             for this sampler.
     """
     q = find_lm_head(draft)
-    distributions: Callable[[Batch], DistributionsAt]
+    source: Source
     if isinstance(target, TopLogits):
-        known = target.distributions(sampling, bound=config.bound)
-        check_decided(rollouts, known)
-        distributions, models = partial(distributions_of_top_logits, known), [q]
-        vocabulary, settings = known.vocabulary, settings.extended({"bound": config.bound})
+        source, heads = TopLogitSource(target.distributions(sampling, bound=config.bound)), [q]
+        check_decided(rollouts, source.known)
+        settings = settings.extended({"bound": config.bound})
     else:
-        p = find_lm_head(target)
-        distributions, models = partial(target_distributions, p, sampling), [p, q]
-        vocabulary = p.vocabulary
+        heads = [find_lm_head(target), q]
+        source = ModelSource(heads[0], sampling)
     # At temperature 0 every draw is the most probable token.
     draws = 1 if sampling.temperature == 0 else config.draws
-    work = Labeller(
-        distributions,
-        q,
-        vocabulary,
-        sampling,
-        seed,
-        tokens_at_once(*models),
-        draws,
-    )
+    label = Labeller(source, q, sampling, seed, tokens_at_once(*heads), draws)
 
     def shard(start: int) -> list[Label]:
         stop = min(start + config.shard_size, len(rollouts))
-        return work(rollouts.select(range(start, stop)).to_list())
+        return label(rollouts.select(range(start, stop)).to_list())
 
-    own = {"sampling": asdict(sampling), "seed": seed, "vocabulary": vocabulary, "draws": draws}
-    with prepacked(*(model.model for model in models)):
+    decided_by = {
+        "sampling": asdict(sampling),
+        "seed": seed,
+        "vocabulary": source.vocabulary,
+        "draws": draws,
+    }
+    with prepacked(*(head.model for head in heads)):
         return fill_dataset(
             folder,
             pa.schema([*LABELS, *(MORE_DRAWS if draws > 1 else ())]),
-            settings.extended(own),
+            settings.extended(decided_by),
             [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)],
             report,
             tensor_parallel=tensor_parallel,

@@ -13,21 +13,15 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import datasets
-import torch
 from torch import Tensor
 
-from specdata.labels.labeller import (
-    Batch,
-    columns_of_rows,
-    in_chunks,
-    target_states,
-    tokens_at_once,
-)
 from specdata.lm_head import LMHead
 from specdata.logits.config import LogitsConfig
+from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LOGITS, Logits, Rollout
+from specdata.texts import ModelSource, TextBatch, along, tokens_at_once
 from specdata.top_logits import top_logits
 
 QUANTITIES = {
@@ -122,24 +116,29 @@ class ModelLogits:
         """V."""
         return self.target.vocabulary
 
-    @torch.inference_mode()
     def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
         """See `Source`. Raises ConfigError if a rollout is longer than the target's context."""
-        at_once = tokens_at_once(self.target)
-        made = columns_of_rows(rows, at_once, self._columns)
-        return [
-            cast(Logits, {**row, **{name: each.flatten().tolist() for name, each in mine.items()}})
-            for row, mine in zip(rows, made, strict=True)
+        source = ModelSource(self.target, SamplingConfig())
+
+        def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
+            states, tokens = source.states(batch, rows), batch.tokens
+
+            def at(here: slice) -> dict[str, Tensor]:
+                logits = self.target.logits(states[here].to(tokens.device)).float()
+                text_logit = logits.gather(-1, tokens[here, None]).squeeze(-1)
+                return {**top_logits(logits, self.count), "text_logit": text_logit}
+
+            return at
+
+        columns_of = along(
+            rows,
+            look,
+            vocabulary=self.vocabulary,
+            tokens_at_once=tokens_at_once(self.target),
+            device=self.target.model.device,
+        )
+        lists = [
+            {name: values.flatten().tolist() for name, values in columns.items()}
+            for columns in columns_of
         ]
-
-    def _columns(self, rows: Sequence[Rollout]) -> dict[str, Tensor]:
-        batch = Batch.of(rows, 0, 0, self.target.model.device)
-        states = target_states(self.target, batch)
-        text = torch.cat([torch.tensor(row["completion_ids"]) for row in rows]).to(states.device)
-
-        def at(here: slice) -> dict[str, Tensor]:
-            logits = self.target.logits(states[here]).float()
-            own = logits.gather(-1, text[here, None]).squeeze(-1)
-            return {**top_logits(logits, self.count), "text_logit": own}
-
-        return in_chunks(states, self.vocabulary, at)
+        return [cast(Logits, {**row, **columns}) for row, columns in zip(rows, lists, strict=True)]
