@@ -109,6 +109,21 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path) -> None:
         )
 
 
+def test_a_run_that_lost_its_folder_to_another_writes_nothing_into_it(tmp_path: Path) -> None:
+    """As when a launcher is killed, its process is not, and the folder is made anew."""
+    folder = tmp_path / "rows"
+
+    def slow() -> list[Rollout]:
+        shutil.rmtree(folder)
+        with pytest.raises(KeyboardInterrupt):
+            fill_dataset(folder, ROLLOUTS, Settings({"seed": 1}), shards([], 3), lambda rows: None)
+        return [row(0)]
+
+    with pytest.raises(ManifestError, match="seed: 1 -> 0"):
+        fill(folder, [slow])
+    assert list(folder.glob("shard-*")) == []
+
+
 def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
     fill(tmp_path, shards([]))
     shard = tmp_path / "shard-00002.parquet"

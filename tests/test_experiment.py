@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +44,15 @@ METHODS = [
 COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_forwards")
 
 
-def evaluate(folder: Path, methods: list[MethodConfig], **settings: object) -> Results:
+def evaluate(
+    folder: Path,
+    methods: list[MethodConfig],
+    *,
+    other: str = "other",
+    hardware: Mapping[str, Any] = ENVIRONMENT.hardware,
+    log: list[str] | None = None,
+    **settings: object,
+) -> Results:
     sets = [PromptSet("maths", "test", 5), PromptSet("code", "test", 5)]
     config = EvalConfig(sets=sets, methods=methods, max_new_tokens=12, warmup_tokens=1, **settings)  # type: ignore[arg-type]
     models = Artefacts(
@@ -50,12 +60,20 @@ def evaluate(folder: Path, methods: list[MethodConfig], **settings: object) -> R
         tiny_llama(1, vocab=40),
         head().double(),
         {"target": "target", "draft": "draft", "head": "head"},
-        {"other": tiny_llama(3, vocab=40)},
+        {other: tiny_llama(3, vocab=40)},
     )
-    done: list[int] = []
-    environment = ENVIRONMENT.model_copy(update={"batch_size": config.batch})
+    done, log = [], [] if log is None else log
+    models.draft.register_forward_pre_hook(lambda *_: log.append("draft"))
+
+    def report(generations: int) -> None:
+        done.append(generations)
+        log.append("done")
+
+    environment = ENVIRONMENT.model_copy(
+        update={"batch_size": config.batch, "hardware": dict(hardware)}
+    )
     experiment = Experiment(models, PROMPTS, folder, config, SamplingConfig(), 5, environment)
-    experiment.measure(done.append)
+    experiment.measure(report)
     results = experiment.results()
     assert results is not None
     assert sum(done) == len(PROMPTS) * len(methods)
@@ -122,6 +140,40 @@ def test_measurements_of_another_engine_or_batch_are_not_mixed(untimed: Path) ->
             evaluate(untimed, METHODS, **settings)
         assert said in str(error.value)
         assert "--eval.folder NAME" in str(error.value)
+
+
+def test_times_of_another_machine_are_not_mixed_and_its_counts_go_on(tmp_path: Path) -> None:
+    another = {**ENVIRONMENT.hardware, "cpu": "another"}
+    for batch in (1, 2):
+        evaluate(tmp_path / f"{batch}", [PLAIN], batch=batch)
+        (tmp_path / f"{batch}" / "prompts" / "code-p4.json").unlink()
+    with pytest.raises(ConfigError, match=r"hardware\.cpu: .* -> 'another'"):
+        evaluate(tmp_path / "1", [PLAIN], hardware=another)
+    evaluate(tmp_path / "2", [PLAIN], hardware=another, batch=2)
+
+
+def test_another_method_goes_first_with_each_prompt(tmp_path: Path) -> None:
+    log: list[str] = []
+    evaluate(tmp_path, METHODS[:2], log=log)
+    # Which generations drafted; the first is behind what warmed up both methods.
+    drafted = ["draft" in part for part in " ".join(log).split("done")[1:-1]]
+    assert drafted == [*[False, True, True, False] * 5][1:]
+
+
+def test_a_draft_of_a_path_is_known_by_what_it_holds(tmp_path: Path) -> None:
+    weights = tmp_path / "draft" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    here, moved = str(weights.parent), str(tmp_path / "moved")
+    methods = [PLAIN, PATHS.replace(path_drafts=("", here))]
+    evaluate(tmp_path / "eval", methods, other=here)
+    (tmp_path / "eval" / "prompts" / "code-p4.json").unlink()
+    weights.parent.rename(moved)
+    methods[1] = PATHS.replace(path_drafts=("", moved))
+    evaluate(tmp_path / "eval", methods, other=moved)
+    (tmp_path / "moved" / weights.name).write_bytes(b"others!")
+    with pytest.raises(ConfigError, match="path_drafts"):
+        evaluate(tmp_path / "eval", methods, other=moved)
 
 
 def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path: Path) -> None:
