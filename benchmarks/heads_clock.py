@@ -34,8 +34,8 @@ def saved(head: PooledRow, rivals: Sequence[PooledRow]) -> dict[str, Any] | None
         "value": 1 - time.value,
         "low": 1 - time.high,
         "high": 1 - time.low,
-        "method": head.method,
-        "rival": rival.method,
+        "method": head.name,
+        "rival": rival.name,
         "tokens_a_call": asdict(tokens),
     }
 
@@ -43,10 +43,10 @@ def saved(head: PooledRow, rivals: Sequence[PooledRow]) -> dict[str, Any] | None
 def summary(results: Results) -> dict[str, Any]:
     """The comparisons of one evaluation."""
     rows = [
-        row for row in pool(results) if row.lossless and row.drafter not in (None, "transformers")
+        row for row in pool(results) if row.method.lossless and row.method.decoder == "speculative"
     ]
-    chains = [row for row in rows if row.drafter == "chain" and row.runs[0].verifier == "token"]
-    fixed = [row for row in chains if row.runs[0].fixed_length]
+    chains = [row for row in rows if row.method.is_chain and row.method.verifier == "token"]
+    fixed = [row for row in chains if row.method.fixed_length]
     made: dict[str, Any] = {
         "prompts": len({each.prompt_id for run in rows[0].runs for each in run.generations})
     }
@@ -56,7 +56,7 @@ def summary(results: Results) -> dict[str, Any]:
         if heads and (found := saved(max(heads, key=PooledRow.speed), rivals)):
             made[name] = found
     made["methods"] = {
-        row.method: {
+        row.name: {
             "tokens_per_second": row.speed(),
             "tokens_a_call": row.value("block_efficiency"),
             "speedup": row.value("speedup"),

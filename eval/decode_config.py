@@ -1,19 +1,22 @@
 """The configuration of decoding; what cannot work is refused before a model is loaded.
 
-The settings of drafting and verification are declared once, in `DraftingConfig`. What a decoder is
-given (`DecodeConfig`) and what an evaluation lists (`eval.measuring.methods.MethodConfig`) extend
-it. Written out (YAML, results, keyword arguments), they are flat: the parameters of the stopping
-rule stand beside the rule's name, as in `stop: confidence, threshold: 0.3`.
+A `Method` is one value from the configuration to the report: an evaluation lists it, the
+experiment decodes with it, results keep it and the report asks it. With the sampler that tokens are
+drawn by it is a `DecodeConfig`, which a decoder is given. Written out (YAML, results, keyword
+arguments), both are flat: the parameters of the stopping rule stand beside the rule's name, as in
+`stop: confidence, threshold: 0.3`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
+    ModelWrapValidatorHandler,
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     ValidationError,
@@ -21,8 +24,8 @@ from pydantic import (
     model_validator,
 )
 
-from eval.drafting.stopping import StoppingRule, read_rule
-from eval.drafting.stopping.thresholds import Fixed
+from eval.drafting.stopping import STOPPING_RULES, StoppingRule, read_rule
+from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.verifiers import VERIFIERS
 from specdata.config import Config, mistakes, nearest
 from specdata.errors import ConfigError
@@ -38,8 +41,22 @@ DrafterName = Literal["chain", "paths", "tree", "dynamic_tree"]
 SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
 
 
-class DraftingConfig(Config):
-    """Drafting and verification, as a decoder and an evaluated method share them.
+DecoderName = Literal["plain", "speculative", "generate", "assisted"]
+THEIRS = ("generate", "assisted")
+"""Decoders that are transformers' own, of the target alone and with its draft."""
+
+ONLY_READ_BY = {
+    "widths": ("tree",),
+    "siblings": ("tree",),
+    **dict.fromkeys(("nodes", "depth", "gain"), ("dynamic_tree",)),
+    "tree_attention": ("paths", "tree", "dynamic_tree"),
+    **dict.fromkeys(("paths", "path_temperatures", "path_drafts"), ("paths",)),
+}
+"""Settings that only some drafters read; elsewhere they are a mistake."""
+
+
+class Method(Config):
+    """One way of decoding: how it drafts, when a draft ends, and how it is verified.
 
     Any parameter of the stopping rule is given beside these, under its own name.
     """
@@ -48,6 +65,13 @@ class DraftingConfig(Config):
     """True if parameters of other stopping rules than the chosen one are refused. If not, they are
     ignored, so that one call can name parameters of several."""
 
+    name: str = Field(description="unique name shown in the report")
+    decoder: DecoderName = Field(
+        default="speculative",
+        description="plain (target alone), speculative (ours), generate (transformers' own, target "
+        "alone), or assisted (transformers' own, which drafts `length` tokens, or stops by "
+        "confidence if it is given a `threshold`)",
+    )
     verifier: str = Field(default="token", description="acceptance rule: a name in `VERIFIERS`")
     verifier_args: dict[str, Any] = Field(
         default={}, description="parameters of the acceptance rule"
@@ -78,8 +102,9 @@ class DraftingConfig(Config):
     path_temperatures: tuple[float, ...] = Field(
         default=(), description="the draft's temperature on each path; empty: as the target's"
     )
-    path_drafts: tuple[int, ...] | tuple[str, ...] = Field(
-        default=(), description="which of several drafts drafts each path; empty: the first"
+    path_drafts: tuple[str, ...] = Field(
+        default=(),
+        description="a draft model (folder or Hub id) for each path; '' is the run's draft",
     )
     tree_attention: bool = Field(
         default=True,
@@ -97,11 +122,13 @@ class DraftingConfig(Config):
         """Hand the rule its parameters."""
         if not isinstance(given, Mapping):
             return given
-        own = {name: value for name, value in given.items() if name in cls.model_fields}
-        rest = {str(name): value for name, value in given.items() if name not in own}
-        stop = own.get("stop", Fixed.name)
+        settings = {name: value for name, value in given.items() if name in cls.model_fields}
+        rest = {str(name): value for name, value in given.items() if name not in settings}
+        # Transformers' own loop is known by its threshold.
+        by_threshold = given.get("decoder") == "assisted" and "threshold" in rest
+        stop = settings.get("stop", Confidence.name if by_threshold else Fixed.name)
         rule = read_rule(stop, rest, others=list(cls.model_fields), strict=cls.strict_parameters)
-        return {**own, "stop": rule}
+        return {**settings, "stop": rule}
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -122,45 +149,10 @@ class DraftingConfig(Config):
             settings = {n: v for n, v in settings.items() if n not in type(self.stop).model_fields}
         return type(self)(**{**settings, **changes})
 
-
-class DecodeConfig(DraftingConfig):
-    """One way of decoding.
-
-    Fields are keyword arguments, those of the stopping rule too:
-    `DecodeConfig(verifier="block", stop="confidence", threshold=0.2)`, or the rule as a value:
-    `DecodeConfig(verifier="block", stop=Confidence(threshold=0.2))`.
-
-    Args:
-        path_drafts: for paths, the index of the draft model that drafts each of them.
-        temperature: see `SamplingConfig`.
-        top_k: see `SamplingConfig`.
-        top_p: see `SamplingConfig`.
-
-    Raises:
-        ConfigError: for unknown names, for values out of range and for combinations that cannot
-            work.
-    """
-
-    strict_parameters: ClassVar[bool] = False
-
-    path_drafts: tuple[int, ...] = Field(
-        default=(),
-        description="for paths, the index of the draft that drafts each; empty: the first",
-    )
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __init__(self, verifier: str = "token", **settings: Any) -> None:
-        try:
-            super().__init__(verifier=verifier, **settings)
-        except ValidationError as error:
-            raise ConfigError("; ".join(mistakes(error, type(self)))) from error
-
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for temperature in (self.temperature, *self.path_temperatures):
-            SamplingConfig(temperature, self.top_k, self.top_p)
+        for temperature in self.path_temperatures:
+            SamplingConfig(temperature)
         if self.verifier not in VERIFIERS:
             raise ConfigError(
                 f"unknown verifier {self.verifier!r}: {nearest(self.verifier, VERIFIERS)}"
@@ -192,14 +184,16 @@ class DecodeConfig(DraftingConfig):
                 f"path_temperatures must name one for each of {self.paths} paths, got "
                 f"{self.path_temperatures}"
             )
-        if self.path_drafts and (len(self.path_drafts) != self.paths or min(self.path_drafts) < 0):
+        if self.path_drafts and len(self.path_drafts) != self.paths:
             raise ConfigError(
-                f"path_drafts must name one draft (0, 1, ...) for each of {self.paths} paths, got "
+                f"path_drafts must name one draft for each of {self.paths} paths, got "
                 f"{self.path_drafts}"
             )
         verifier = VERIFIERS[self.verifier]
-        if self.verifier_args or verifier.required:
-            self.make_verifier()  # only the rule itself, which needs torch, knows their ranges
+        try:
+            verifier.check_names(self.verifier_args)
+        except ValueError as error:
+            raise ConfigError(f"verifier {self.verifier!r}: {error}") from error
         if self.kind not in verifier.takes:
             raise ConfigError(
                 f"verifier {self.verifier!r} has a proof for {'; '.join(verifier.takes)}, and this "
@@ -217,10 +211,164 @@ class DecodeConfig(DraftingConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_read(self) -> Self:
+        reader, unread = self._unread() if self.strict_parameters else ("", [])
+        if unread:
+            instead = ""
+            if "stop" in unread and self.decoder == "assisted":
+                instead = (
+                    " (transformers' own loop drafts a fixed number of tokens, `length`, or stops "
+                    f"by confidence, `{Confidence.name}`), or take decoder: speculative"
+                )
+            raise ConfigError(
+                f"{reader} does not use {', '.join(unread)}: leave "
+                f"{'it' if len(unread) == 1 else 'them'} out{instead}"
+            )
+        return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_mistakes(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Name the method in the message of a mistake, besides its place in the list.
+
+        The last validator, around the others.
+        """
+        try:
+            return handler(given)
+        except ValidationError as error:
+            if not isinstance(given, Mapping) or not given.get("name"):
+                raise
+            reasons = "; ".join(mistakes(error, cls))
+            raise ConfigError(f"method {given['name']!r}: {reasons}") from error
+
+    def decoding(self, sampling: SamplingConfig) -> DecodeConfig:
+        """The configuration of a decoder that draws tokens so.
+
+        Raises:
+            ConfigError: if parameters of the verifier are out of range.
+        """
+        settings = {name: getattr(self, name) for name in Method.model_fields}
+        return DecodeConfig(**settings, **asdict(sampling))
+
     @property
-    def sampling(self) -> SamplingConfig:
-        """The distribution of both models."""
-        return SamplingConfig(self.temperature, self.top_k, self.top_p)
+    def uses_draft(self) -> bool:
+        """False if the target decodes alone."""
+        return self.decoder not in ("plain", "generate")
+
+    @property
+    def drafts(self) -> list[str]:
+        """The draft models, each once; the first, "", is the run's own."""
+        return list(dict.fromkeys(["", *self.path_drafts]))
+
+    @property
+    def lossless(self) -> bool:
+        """True if the output distribution is proved to be the target's."""
+        return self.decoder != "speculative" or VERIFIERS[self.verifier].lossless
+
+    @property
+    def is_chain(self) -> bool:
+        """True if our decoder drafts chains."""
+        return self.decoder == "speculative" and self.drafter == "chain"
+
+    @property
+    def branches(self) -> bool:
+        """True if a draft may have several candidates for a position."""
+        return self.decoder == "speculative" and self.drafter != "chain"
+
+    @property
+    def fixed_length(self) -> int | None:
+        """Positions that are drafted in every round; None if their number may change."""
+        fixed = self.uses_draft and not self.stop.adaptive and self.drafter != "dynamic_tree"
+        return self.deepest if fixed else None
+
+    @property
+    def deepest(self) -> int:
+        """The deepest position that a draft can have."""
+        of_trees = {"tree": len(self.widths), "dynamic_tree": self.depth}
+        return of_trees.get(self.drafter, self.stop.longest)
+
+    def columns(self) -> dict[str, Any]:
+        """The method as a row of results keeps it; `of_columns` reads it.
+
+        `length` is that of `deepest`, and `parameters` holds every setting of what it drafts and
+        of its stopping rule that has no column. Columns that a way of decoding has not are None.
+        """
+        drafters = {"plain": None, "speculative": self.drafter}
+        rule = self.stop.reported() if self.uses_draft else {}
+        settings = {
+            name: value
+            for name in (*ONLY_READ_BY, "verifier_args")
+            if self.drafter in ONLY_READ_BY.get(name, (self.drafter,))
+            and (value := getattr(self, name)) != type(self).model_fields[name].default
+        }
+        parameters: dict[str, Any] = dict(settings.pop("verifier_args", {}))
+        if self.drafter == "paths":
+            settings["paths"] = self.paths
+        if self.drafter == "tree":
+            settings["siblings"] = self.how
+        parameters |= {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
+        shown = ("length", "limit", "threshold")
+        return {
+            "method": self.name,
+            "drafter": drafters.get(self.decoder, "transformers"),
+            "verifier": self.verifier if self.decoder == "speculative" else None,
+            "stop": self.stop.name if self.uses_draft else None,
+            "length": self.deepest if self.uses_draft else None,
+            "threshold": rule.get("threshold"),
+            "parameters": parameters | {n: v for n, v in rule.items() if n not in shown},
+            "lossless": self.lossless,
+        }
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
+        """The method of a row of results.
+
+        Args:
+            columns: as `columns` gives them.
+            draft: whether the row names a draft.
+            head: whether it names a head.
+
+        Raises:
+            ValueError: if there is no such method.
+        """
+        drafter, parameters = columns["drafter"], columns["parameters"]
+        decoders = {None: "plain", "transformers": "assisted" if draft else "generate"}
+        given = {"name": columns["method"], "decoder": decoders.get(drafter, "speculative")}
+        if not draft:
+            return cls(**given)
+        if (kind := STOPPING_RULES.get(columns["stop"])) is None:
+            raise ValueError(f"unknown stopping rule {columns['stop']!r}")
+        rule = {"threshold": columns["threshold"], "head": head, **parameters}
+        if drafter not in ("tree", "dynamic_tree"):  # their length is in their own settings
+            rule |= dict.fromkeys(("length", "limit"), columns["length"])
+        known = {name: rule[name] for name in kind.model_fields if rule.get(name) is not None}
+        given["stop"] = kind.model_validate(known)
+        if drafter != "transformers":
+            verifier = columns["verifier"]
+            named = VERIFIERS[verifier].parameters if verifier in VERIFIERS else ()
+            given |= {"drafter": drafter, "verifier": verifier}
+            given |= {name: parameters[name] for name in ONLY_READ_BY if name in parameters}
+            given["verifier_args"] = {n: parameters[n] for n in named if n in parameters}
+        return cls(**given)
+
+    def _unread(self) -> tuple[str, list[str]]:
+        """What does not read some settings that were given, and these."""
+        default = Method.model_construct(name=self.name).model_dump()
+        given = [k for k, value in self.model_dump().items() if default.get(k, ...) != value]
+        if self.decoder != "speculative":
+            used = {"decoder"}
+            if self.decoder == "assisted" and isinstance(self.stop, Fixed | Confidence):
+                used |= {"stop", *type(self.stop).model_fields}
+            unread = [name for name in given if name not in used]
+            if "stop" in unread:  # one mistake: the parameters came with the rule
+                unread = [name for name in unread if name not in type(self.stop).model_fields]
+            return f"decoder {self.decoder}", unread
+        drafter = self.drafter
+        unread = [name for name in given if drafter not in ONLY_READ_BY.get(name, (drafter,))]
+        if drafter in ("tree", "dynamic_tree"):  # these have depths of their own
+            unread += [name for name in type(self.stop).model_fields if name in given]
+        return f"drafter {drafter}", unread
 
     @property
     def how(self) -> How:
@@ -249,3 +397,47 @@ class DecodeConfig(DraftingConfig):
             return VERIFIERS[self.verifier].make(**self.verifier_args)
         except ValueError as error:
             raise ConfigError(f"verifier {self.verifier!r}: {error}") from error
+
+
+class DecodeConfig(Method):
+    """A method and the sampler that it decodes by, as a decoder is given them.
+
+    Fields are keyword arguments, those of the stopping rule too:
+    `DecodeConfig(verifier="block", stop="confidence", threshold=0.2)`, or the rule as a value:
+    `DecodeConfig(verifier="block", stop=Confidence(threshold=0.2))`.
+
+    Args:
+        temperature: see `SamplingConfig`.
+        top_k: see `SamplingConfig`.
+        top_p: see `SamplingConfig`.
+
+    Raises:
+        ConfigError: for unknown names, for values out of range and for combinations that cannot
+            work.
+    """
+
+    strict_parameters: ClassVar[bool] = False
+
+    name: str = ""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __init__(self, verifier: str = "token", **settings: Any) -> None:
+        try:
+            super().__init__(verifier=verifier, **settings)
+        except ValidationError as error:
+            raise ConfigError("; ".join(mistakes(error, type(self)))) from error
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> Self:
+        for temperature in (self.temperature, *self.path_temperatures):
+            SamplingConfig(temperature, self.top_k, self.top_p)
+        if self.verifier_args:
+            self.make_verifier()  # only the rule itself, which needs torch, knows their ranges
+        return self
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The distribution of both models."""
+        return SamplingConfig(self.temperature, self.top_k, self.top_p)

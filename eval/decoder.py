@@ -91,8 +91,8 @@ class SpeculativeDecoder:
 
         Args:
             target: the target.
-            draft: the draft; several, if `config.path_drafts` names one for each path; None is
-                plain decoding.
+            draft: the draft; if `config.path_drafts` names several, those of `config.drafts` in
+                their order; None is plain decoding.
             config: how to decode.
             head: the acceptance head, for stop="head" (and "cost", if there is one). The module
                 itself is moved to the draft's device, as `head.to` does.
@@ -395,7 +395,7 @@ def make_drafters(
 
     Args:
         config: what to draft.
-        models: the drafts; more than one only for `config.path_drafts`.
+        models: the drafts, those of `config.drafts`.
         head: the acceptance head, if there is one.
         ends: token ids after which nothing is drafted.
 
@@ -406,10 +406,10 @@ def make_drafters(
         ConfigError: if the rule needs a head, or paths more drafts, than there are, or the head
             cannot answer what the rule asks.
     """
-    wanted = 1 + max(config.path_drafts, default=0)
-    if len(models) != wanted:
+    names = config.drafts
+    if len(models) != len(names):
         raise ConfigError(
-            f"path_drafts {config.path_drafts} needs {wanted} draft models, got {len(models)}"
+            f"path_drafts {config.path_drafts} needs {len(names)} draft models, got {len(models)}"
         )
     if config.stop.needs_head and head is None:
         raise ConfigError(f"stop={config.stop.name!r} needs an acceptance head: pass head=...")
@@ -424,7 +424,8 @@ def make_drafters(
             return DynamicTreeDrafter(sequences[0], nodes, depth, gain, ends)
         if config.drafter == "tree":
             return BranchingDrafter([DraftPath(sequences[0])], config.widths, config.how, ends)
-        paths = [DraftPath(sequences[d]) for d in config.path_drafts or (0,) * config.paths]
+        drafts = config.path_drafts or ("",) * config.paths
+        paths = [DraftPath(sequences[names.index(name)]) for name in drafts]
         if config.path_temperatures:
             paths = [
                 replace(path, sampling=SamplingConfig(temperature, config.top_k, config.top_p))

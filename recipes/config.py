@@ -20,8 +20,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from distill.config import DistilConfig, ToyPairConfig
+from eval.decode_config import Method
 from eval.drafting.stopping import STOPPING_RULES
-from eval.measuring.methods import PLAIN, EvalConfig, MethodConfig
+from eval.measuring.methods import PLAIN, EvalConfig
 from eval.verifiers import VERIFIERS
 from heads.config import HeadConfig
 from specdata.config import Config, fields_of, mistakes, nearest, read_config, section_type
@@ -255,7 +256,7 @@ def _epilog(sections: Sequence[str]) -> Iterator[str]:
     """The keys of a method, the verifiers, and the stopping rules with theirs."""
     if "eval" in sections:
         yield "A method (of eval.methods or --method), such as {name: K=4, length: 4}:"
-        for name, info in MethodConfig.model_fields.items():
+        for name, info in Method.model_fields.items():
             if name not in ("verifier", "stop"):
                 yield f"  {name}: {_help(info).replace('%%', '%')}"
         yield f"  verifier: {', '.join(VERIFIERS)}"
@@ -361,9 +362,9 @@ def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:
             raise ConfigError(f"unknown method {text!r}: {nearest(text, by_name)}")
         if text not in by_name:
             try:  # here, to name the option
-                MethodConfig.model_validate(method)
+                Method.model_validate(method)
             except ValidationError as error:
-                reasons = "; ".join(mistakes(error, MethodConfig))
+                reasons = "; ".join(mistakes(error, Method))
                 raise ConfigError(f"--method {text!r}: {reasons}") from error
         if method not in chosen:
             chosen.append(method)

@@ -370,18 +370,18 @@ def _verifiers(
     if seconds is None:
         took = sum(each.seconds for run in results.runs for each in run.generations)
         seconds = took / 5 if results.timed else UNTIMED
-    if not seconds or all(run.drafter is None for run in results.runs):
+    if not seconds or not any(run.method.uses_draft for run in results.runs):
         return []
     import torch
 
     from eval.analysis.verifier_table import Measured, Times, decoded_only, verifier_table
 
     plain, chains, branching = (
-        [each for run in results.runs if chosen(run) for each in run.generations]
-        for chosen in (
-            lambda run: run.drafter is None,
-            lambda run: run.drafter == "chain" and run.fixed_length,
-            lambda run: run.drafter not in (None, "transformers", "chain"),
+        [each for run in some for each in run.generations]
+        for some in (
+            [run for run in results.runs if run.method.decoder == "plain"],
+            [run for run in results.runs if run.method.is_chain and run.method.fixed_length],
+            [run for run in results.runs if run.method.branches],
         )
     )
     measured = Measured(

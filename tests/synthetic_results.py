@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from eval.decode_config import Method
 from eval.measuring.environment import Environment
 from eval.measuring.methods import PLAIN
 from eval.measuring.records import PromptRecord, record_prompt
-from eval.measuring.results import Method, Results, build_results
+from eval.measuring.results import Results, Setup, build_results
 from eval.rounds import Round
 
 T_DRAFT, T_TARGET = 0.002, 0.011
@@ -62,49 +63,40 @@ def simulate(
     return record_prompt(prompt_id, rounds, seconds=seconds + 0.001, finish="length")
 
 
-def method(name: str, dataset: str, **changes: object) -> Method:
-    """A chain with token verification and fixed length, changed as given."""
-    base = {
-        "method": name,
-        "dataset": dataset,
-        "target": "acme/target-7b",
-        "draft": "acme/draft-160m",
-        "head": None,
-        "drafter": "chain",
-        "verifier": "token",
-        "stop": "fixed",
-        "length": 4,
-        "threshold": None,
-        "sampling": {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "max_new_tokens": 96},
-    }
-    return Method(**(base | changes))  # type: ignore[arg-type]
+def setup(dataset: str, *, head: str | None = None, **method: object) -> Setup:
+    """A method of a dataset, by default a chain of 4 with token verification."""
+    how = Method(**method)  # type: ignore[arg-type]
+    sampling = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "max_new_tokens": 96}
+    return Setup(
+        dataset=dataset,
+        method=how,
+        target="acme/target-7b",
+        draft="acme/draft-160m" if how.uses_draft else None,
+        head=head,
+        sampling=sampling,  # type: ignore[arg-type]
+    )
 
 
-def methods(dataset: str) -> Iterator[tuple[Method, tuple[int, int], float, int]]:
+def methods(dataset: str) -> Iterator[tuple[Setup, tuple[int, int], float, int]]:
     """Every method with its draft lengths, ease factor and tree width."""
-    none = {"draft": None, "drafter": None, "verifier": None, "stop": None, "length": None}
-    yield method(PLAIN, dataset, **none), (0, 0), 1.0, 1
+    yield setup(dataset, name=PLAIN, decoder="plain"), (0, 0), 1.0, 1
     for length in (2, 4, 6, 8, 12):
-        yield method(f"fixed-{length}", dataset, length=length), (length, length), 1.0, 1
-    block = {"verifier": "block", "length": 6}
-    yield method("block-6", dataset, **block), (6, 6), 1.03, 1
+        yield setup(dataset, name=f"fixed-{length}", length=length), (length, length), 1.0, 1
+    yield setup(dataset, name="block-6", verifier="block", length=6), (6, 6), 1.03, 1
     for threshold, lengths in ((0.3, (1, 4)), (0.5, (2, 6)), (0.7, (3, 9)), (0.9, (6, 13))):
-        head = {"stop": "head", "head": "acme/head", "threshold": threshold, "length": 20}
-        yield method(f"head-{threshold}", dataset, **head), lengths, 1.08, 1
-    for stop, threshold in (("confidence", 0.4), ("entropy", 1.5), ("logit", 0.7)):
-        rule = {"stop": stop, "threshold": threshold, "length": 20}
-        yield method(f"{stop}-{threshold}", dataset, **rule), (2, 8), 1.04, 1
-    tree = {
-        "drafter": "tree",
-        "verifier": "rrs_wor",
-        "length": 3,
-        "parameters": {"widths": [4, 2, 1]},
-    }
-    yield method("tree-4x2x1", dataset, **tree), (3, 3), 1.15, 7
-    hugging_face = {"drafter": "transformers", "length": 5, "stop": "confidence", "threshold": 0.4}
-    yield method("transformers", dataset, **hugging_face), (2, 5), 0.98, 1
-    biased = {"verifier": "biased_opt", "lossless": False, "length": 6}
-    yield method("biased-0.05", dataset, **biased), (6, 6), 1.2, 1
+        rule = {"name": f"head-{threshold}", "stop": "head", "threshold": threshold}
+        yield setup(dataset, head="acme/head", **rule), lengths, 1.08, 1
+    rules = {"confidence": 0.4, "entropy": 1.5, "logit": 0.7}
+    for stop, threshold in rules.items():
+        rule = {"name": f"{stop}-{threshold}", "stop": stop, "threshold": threshold}
+        rule |= {"calibration": (0.0, 1.0)} if stop == "logit" else {}
+        yield setup(dataset, **rule), (2, 8), 1.04, 1
+    tree = {"verifier": "rrs_wor", "drafter": "tree", "widths": (4, 2, 1), "siblings": "distinct"}
+    yield setup(dataset, name="tree-4x2x1", **tree), (3, 3), 1.15, 7
+    theirs = {"decoder": "assisted", "threshold": 0.4, "limit": 5}
+    yield setup(dataset, name="transformers", **theirs), (2, 5), 0.98, 1
+    biased = {"verifier": "biased_opt", "verifier_args": {"epsilon": 0.05}, "length": 6}
+    yield setup(dataset, name="biased-0.05", **biased), (6, 6), 1.2, 1
 
 
 def synthetic_results(
@@ -129,7 +121,7 @@ def synthetic_results(
                 )
                 for i, ease in enumerate(eases)
             ]
-            if not what.lossless:
+            if not what.method.lossless:
                 records = [
                     replace(r, variation=BIAS * r.tokens, variation_tokens=r.tokens)
                     for r in records

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.measuring.assisted import assisted_generate
-from eval.measuring.methods import EvalConfig, MethodConfig, check_methods
+from eval.measuring.methods import EvalConfig, check_methods
 from eval.rounds import Generation
 from specdata.config import read_config
 from specdata.errors import ConfigError
@@ -81,8 +82,8 @@ def test_alone_it_writes_the_targets_own_text_one_token_a_forward() -> None:
     assert [(turn.drafted, turn.emitted) for turn in found.rounds] == [(0, 1)] * len(found.tokens)
 
 
-def method(**given: object) -> MethodConfig:
-    return read_config(MethodConfig, {"name": "theirs", "decoder": "assisted", **given})
+def method(**given: object) -> Method:
+    return read_config(Method, {"name": "theirs", "decoder": "assisted", **given})
 
 
 def test_a_threshold_means_the_rule_of_confidence_and_transformers_own_limit() -> None:
@@ -90,15 +91,19 @@ def test_a_threshold_means_the_rule_of_confidence_and_transformers_own_limit() -
     assert made.stop == Confidence(threshold=0.4, limit=20)
     assert made == method(stop="confidence", threshold=0.4)
     assert made.columns() == {
+        "method": "theirs",
+        "drafter": "transformers",
         "verifier": None,
         "stop": "confidence",
         "length": 20,
         "threshold": 0.4,
+        "parameters": {},
+        "lossless": True,
     }
     assert method(threshold=0.4, limit=6).columns()["length"] == 6
     assert method(length=8).stop == Fixed(length=8)
-    assert read_config(MethodConfig, made.model_dump(mode="json")) == made
-    plain = MethodConfig(name="plain", decoder="plain")
+    assert read_config(Method, made.model_dump(mode="json")) == made
+    plain = Method(name="plain", decoder="plain")
     both = EvalConfig(
         sets=[PromptSet("maths", "test", 1)], methods=[plain, made, method(length=8, name="b")]
     )

@@ -24,9 +24,9 @@ from eval.analysis.certificate import (
     two_sample_test,
     ways,
 )
-from eval.decode_config import DecodeConfig
+from eval.decode_config import DecodeConfig, Method
 from eval.measuring.experiment import Artefacts, Experiment
-from eval.measuring.methods import EvalConfig, MethodConfig
+from eval.measuring.methods import EvalConfig
 from eval.verifiers.rule import Candidates, Rng, Verifier, walk
 from recipes.config import build
 from recipes.layout import CERTIFICATE
@@ -64,7 +64,7 @@ class Lenient(DecodeConfig):
         return replace(super().make_verifier(), rule=walk(accepts_too_much))
 
 
-class LenientMethod(MethodConfig):
+class LenientMethod(Method):
     def decoding(self, sampling: SamplingConfig) -> DecodeConfig:
         return Lenient(**super().decoding(sampling).model_dump())
 
@@ -75,11 +75,11 @@ def test_a_decoder_that_accepts_too_much_fails_and_a_sound_one_does_not(tmp_path
     pair = (tiny_llama(seed, vocab=40) for seed in (0, 1))
     models = Artefacts(*pair, None, {"target": "big", "draft": "small", "head": None})
     methods = [
-        MethodConfig(name="plain", decoder="plain"),
-        MethodConfig(name="sound"),
-        MethodConfig(name="block", verifier="block", stop="confidence"),
+        Method(name="plain", decoder="plain"),
+        Method(name="sound"),
+        Method(name="block", verifier="block", stop="confidence"),
         LenientMethod(name="wrong", stop="confidence"),
-        MethodConfig(name="uno", verifier="biased_uno", verifier_args={"epsilon": 0.5}),
+        Method(name="uno", verifier="biased_uno", verifier_args={"epsilon": 0.5}),
     ]
     config = EvalConfig(sets=[PromptSet("instruct")], methods=methods)
     experiment = Experiment(models, PROMPTS, tmp_path, config, SamplingConfig(), 0, ENVIRONMENT)
@@ -126,12 +126,12 @@ def test_a_bias_of_the_stated_size_is_seen_with_the_stated_power() -> None:
 
 def test_each_form_of_draft_verifier_and_stopping_rule_is_certified_once() -> None:
     methods = [
-        MethodConfig(name="plain", decoder="plain"),
-        MethodConfig(name="K=2", length=2),
-        MethodConfig(name="K=4", length=4),
-        MethodConfig(name="confidence", stop="confidence"),
-        MethodConfig(name="block", verifier="block"),
-        MethodConfig(name="transformers", decoder="assisted", length=4),
+        Method(name="plain", decoder="plain"),
+        Method(name="K=2", length=2),
+        Method(name="K=4", length=4),
+        Method(name="confidence", stop="confidence"),
+        Method(name="block", verifier="block"),
+        Method(name="transformers", decoder="assisted", length=4),
     ]
     config = EvalConfig(sets=[PromptSet("instruct")], methods=methods)
     assert [each.name for each in ways(config, SamplingConfig())] == ["K=2", "confidence", "block"]

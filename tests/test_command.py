@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from eval.decode_config import Method
 from eval.drafting.stopping import STOPPING_RULES
-from eval.measuring.methods import MethodConfig
 from eval.verifiers import VERIFIERS
 from recipes.command import LAUNCH, PROFILES, RECIPES, TOOLS, launch_command, main
 from specdata import __version__
@@ -65,7 +65,7 @@ def test_help_lists_the_sections_that_a_recipe_reads() -> None:
 def test_help_of_an_evaluation_lists_what_a_method_holds() -> None:
     shown = command("run-eval", "--help")
     listed = shown.split("A method (of eval.methods or --method)")[1]
-    for name in (*MethodConfig.model_fields, *STOPPING_RULES):
+    for name in (*Method.model_fields, *STOPPING_RULES):
         assert re.search(rf"^ +{name}\b", listed, re.MULTILINE), name
     for name in VERIFIERS:
         assert re.search(rf"\b{name}\b", listed), name

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from eval.decode_config import Method
 from eval.measuring.experiment import Artefacts, Experiment
-from eval.measuring.methods import EvalConfig, MethodConfig
+from eval.measuring.methods import EvalConfig
 from eval.measuring.pooled import pool
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
-from eval.reporting.overall import best_of
+from eval.reporting.recommendation import best_of
 from eval.reporting.report import environment_rows, rows_of
 from specdata.config import read_config
 from specdata.errors import ConfigError
@@ -29,14 +30,14 @@ PROMPTS = [
     for dataset in ("maths", "code")
     for number in range(5)
 ]
-PLAIN = MethodConfig(name="plain", decoder="plain")
-TREE = MethodConfig(name="tree", verifier="traversal", drafter="tree", widths=(2, 2))
-PATHS = MethodConfig(name="paths", verifier="rrs", drafter="paths", paths=2, length=2)
+PLAIN = Method(name="plain", decoder="plain")
+TREE = Method(name="tree", verifier="traversal", drafter="tree", widths=(2, 2))
+PATHS = Method(name="paths", verifier="rrs", drafter="paths", paths=2, length=2)
 METHODS = [
     PLAIN,
-    MethodConfig(name="K=3", length=3),
-    MethodConfig(name="head", stop="head", threshold=0.5),
-    MethodConfig(name="cost", stop="cost", draft_seconds=0.1, token_seconds=1.0),
+    Method(name="K=3", length=3),
+    Method(name="head", stop="head", threshold=0.5),
+    Method(name="cost", stop="cost", draft_seconds=0.1, token_seconds=1.0),
     TREE,
     TREE.replace(name="tree, as a batch", tree_attention=False),
     PATHS.replace(path_drafts=("", "other")),
@@ -46,7 +47,7 @@ COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_f
 
 def evaluate(
     folder: Path,
-    methods: list[MethodConfig],
+    methods: list[Method],
     *,
     other: str = "other",
     hardware: Mapping[str, Any] = ENVIRONMENT.hardware,
@@ -101,7 +102,7 @@ def test_a_batched_evaluation_counts_what_decoding_one_by_one_counts(
     timed: Results, untimed: Path
 ) -> None:
     results = read_results(untimed / "results.json")
-    assert [run.method for run in results.runs] == [run.method for run in timed.runs]
+    assert [run.name for run in results.runs] == [run.name for run in timed.runs]
     for batched, alone in zip(results.runs, timed.runs, strict=True):
         assert counts(batched) == counts(alone), batched.method
         assert batched.block_efficiency == alone.block_efficiency
@@ -123,7 +124,7 @@ def test_what_a_rule_learned_before_an_interruption_changes_nothing_after_it(
     tmp_path: Path,
 ) -> None:
     """The second group is decoded again, by rules that have not seen the first."""
-    methods = [PLAIN, MethodConfig(name="margin", stop="margin", threshold=0.5)]
+    methods = [PLAIN, Method(name="margin", stop="margin", threshold=0.5)]
     evaluate(tmp_path, methods, batch=2)
     files = {path: path.read_bytes() for path in (tmp_path / "prompts").glob("*.json")}
     (tmp_path / "prompts" / "code-p4.json").unlink()
@@ -177,8 +178,8 @@ def test_a_draft_of_a_path_is_known_by_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path: Path) -> None:
-    (several,) = (run for run in timed.of("maths") if run.method == "paths")
-    assert several.parameters == {"paths": 2, "path_drafts": ["", "other"]}
+    (several,) = (run for run in timed.of("maths") if run.name == "paths")
+    assert several.method == PATHS.replace(path_drafts=("", "other"))
     results = evaluate(
         tmp_path, [PLAIN, PATHS, PATHS.replace(name="other", path_drafts=("other", "other"))]
     )
@@ -188,30 +189,30 @@ def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path
 
 def test_the_ablation_of_tree_attention_decodes_the_same_and_is_named(timed: Results) -> None:
     for dataset in timed.datasets():
-        runs = {run.method: run for run in timed.of(dataset)}
+        runs = {run.name: run for run in timed.of(dataset)}
         tree, ablation = runs["tree"], runs["tree, as a batch"]
         assert counts(tree) == counts(ablation)
-        assert ablation.parameters == {**tree.parameters, "tree_attention": False}
+        assert ablation.method == tree.method.replace(name=ablation.name, tree_attention=False)
 
 
 @pytest.mark.slow
 def test_the_engine_reaches_every_method_of_ours_and_is_shown(
     timed: Results, tmp_path: Path
 ) -> None:
-    theirs = read_config(MethodConfig, {"name": "1", "decoder": "assisted", "threshold": 1})
-    methods = [PLAIN, METHODS[1], MethodConfig(name="theirs", decoder="assisted", length=3), theirs]
-    methods.append(MethodConfig(name="generate", decoder="generate"))
+    theirs = read_config(Method, {"name": "1", "decoder": "assisted", "threshold": 1})
+    methods = [PLAIN, METHODS[1], Method(name="theirs", decoder="assisted", length=3), theirs]
+    methods.append(Method(name="generate", decoder="generate"))
     results = evaluate(tmp_path, methods, engine="captured")
-    assert {run.method: run.parameters.get("engine") for run in results.runs} == {
+    assert {run.name: run.engine for run in results.runs} == {
         "plain": "captured",
         "K=3": "captured",
-        "theirs": None,
-        "1": None,
-        "generate": None,
+        "theirs": "eager",
+        "1": "eager",
+        "generate": "eager",
     }
     for run in results.runs:  # one token ends a draft of transformers with a threshold of 1
-        assert run.method != "1" or len(run.acceptance_by_position) == 1
-        assert run.method != "generate" or (run.block_efficiency, run.draft) == (1.0, None)
+        assert run.name != "1" or len(run.acceptance_by_position) == 1
+        assert run.name != "generate" or (run.block_efficiency, run.draft) == (1.0, None)
     best = best_of(pool(results))
     assert best is not None
     assert best.draft is not None  # whatever is fastest
@@ -225,10 +226,8 @@ def test_the_engine_reaches_every_method_of_ours_and_is_shown(
 
 
 def test_the_bias_of_a_biased_verifier_is_measured_stored_and_shown(tmp_path: Path) -> None:
-    biased = MethodConfig(
-        name="biased", verifier="biased_uno", verifier_args={"epsilon": 0.2}, length=3
-    )
-    fair = MethodConfig(name="fair", length=3)
+    biased = Method(name="biased", verifier="biased_uno", verifier_args={"epsilon": 0.2}, length=3)
+    fair = Method(name="fair", length=3)
     write_results(tmp_path / "results.json", evaluate(tmp_path, [PLAIN, fair, biased]))
     results = read_results(tmp_path / "results.json")
     check_metrics(results)

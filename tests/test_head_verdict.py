@@ -23,10 +23,10 @@ from eval.analysis.head_verdict import (
     head_verdict,
     judge_head,
     measured_times,
-    rule_of,
 )
 from eval.analysis.replay import COST_RULE, RuleResult, cost_rule_counts, saving
 from eval.analysis.traces import acceptance_traces
+from eval.decode_config import Method
 from eval.drafting.stopping import STOPPING_RULES
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.logistic import fit_calibration
@@ -186,31 +186,6 @@ def test_a_stored_verdict_is_read_again_and_a_damaged_one_is_refused(tmp_path: P
         HeadVerdict.read(path)
 
 
-def measured(stop: str, **changes: object) -> Run:
-    """The results of a chain with this rule."""
-    base = next(run for run in synthetic_results(datasets=("d",)).runs if run.method == "fixed-4")
-    return base.model_copy(update={"stop": stop, "length": 20, **changes})
-
-
-def test_the_rule_of_a_measured_method_is_the_one_that_it_decoded_with() -> None:
-    cost = {"limit": 9, "draft_seconds": 0.1, "token_seconds": 1.0, "head": False}
-    for stop, parameters in (
-        ("confidence", {"threshold": 0.5, "limit": 5}),
-        ("logit", {"threshold": 0.4, "limit": 7, "calibration": (0.3, 1.2)}),
-        ("head", {"threshold": 0.3, "limit": 20}),
-        ("cost", {**cost, "calibration": (0.3, 1.2)}),
-        ("fixed", {"length": 4}),
-    ):
-        rule = STOPPING_RULES[stop].model_validate(parameters)
-        named = ("threshold", "limit", "length")
-        reported = {name: v for name, v in rule.reported().items() if name not in named}
-        length = parameters.get("limit", parameters.get("length"))
-        threshold = parameters.get("threshold")
-        run = measured(stop, length=length, threshold=threshold, parameters=reported)
-        assert rule_of(run) == rule
-    assert rule_of(measured("patience")) is None
-
-
 def test_measured_settings_are_ranked_by_their_expected_time(results: Results) -> None:
     fit, dev = measured_times(results), traces(0)
     assert fit is not None
@@ -231,10 +206,17 @@ def test_a_cost_rule_that_measured_its_costs_is_replayed_with_those_of_the_evalu
     rule = STOPPING_RULES["cost"].model_validate({"calibration": (4.0, 1.2)})
     assert isinstance(rule, Cost)
     assert rule.measured
-    parameters = {k: v for k, v in rule.reported().items() if k not in ("limit", "threshold")}
+    base = next(run for run in results.runs if run.name == "fixed-4")
     runs = [
-        measured("cost", method=method, head=asked, parameters=parameters)
-        for method, asked in (("with the head", "head"), ("without", None))
+        base.model_copy(
+            update={
+                "head": asked,
+                "method": Method(
+                    name=name, stop=rule.model_copy(update={"head": asked is not None})
+                ),
+            }
+        )
+        for name, asked in (("with the head", "head"), ("without", None))
     ]
     both = results.model_copy(update={"runs": [*results.runs, *runs]})
     fit, dev = measured_times(both), traces(0)
@@ -301,7 +283,7 @@ def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
 
 
 def runs_of(results: Results, name: str) -> list[Run]:
-    return [run for run in results.runs if run.method == name]
+    return [run for run in results.runs if run.name == name]
 
 
 EXPECTED = {
@@ -350,16 +332,16 @@ def test_by_the_clock_a_head_pays_only_if_its_interval_says_so_against_every_riv
 ) -> None:
     def timed_as(run: Run) -> Run:
         """A head's run as the fixed length's, at another speed: equal means not told apart."""
-        if not run.method.startswith("head-"):
+        if not run.name.startswith("head-"):
             return run
-        (fixed,) = [r for r in results.of(run.dataset) if r.method == "fixed-4"]
+        (fixed,) = [r for r in results.of(run.dataset) if r.name == "fixed-4"]
         records = [
             replace(g, seconds=g.seconds * factors[number % 2])
             for number, g in enumerate(fixed.generations)
         ]
         return run.model_copy(update={"generations": records})
 
-    kept = [r for r in results.runs if r.stop in (None, "fixed", "head")]
+    kept = [run for run in results.runs if run.method.stop.name in ("fixed", "head")]
     changed = results.model_copy(update={"runs": [timed_as(run) for run in kept]})
     clock = by_clock(changed, EXPECTED)["clock"]
     assert _decide([], clock, "")[0] == status
@@ -367,17 +349,21 @@ def test_by_the_clock_a_head_pays_only_if_its_interval_says_so_against_every_riv
 
 
 def test_what_is_missing_is_said_and_never_guessed(results: Results) -> None:
-    no_fixed = [run for run in results.runs if run.stop != "fixed" or run.verifier == "block"]
+    no_fixed = [
+        run for run in results.runs if not run.method.fixed_length or run.method.verifier == "block"
+    ]
     without = results.model_copy(update={"runs": no_fixed})
     assert "no fixed length" in by_clock(without, EXPECTED)["reason"]
     assert "no threshold was measured" in by_clock(results, {"fixed-4": 1.0})["reason"]
     # Two settings and no way to choose between them: left out, not picked by the test set.
     second = [
-        run.model_copy(update={"method": "entropy-2", "threshold": 2.0})
+        run.model_copy(update={"method": run.method.replace(name="entropy-2", threshold=2.0)})
         for run in runs_of(results, "entropy-1.5")
     ]
     own = [
-        run.model_copy(update={"method": "transformers K=9", "length": 9, "stop": "fixed"})
+        run.model_copy(
+            update={"method": run.method.replace(name="transformers K=9", stop="fixed", length=9)}
+        )
         for run in runs_of(results, "transformers")
     ]
     more = results.model_copy(update={"runs": [*results.runs, *second, *own]})

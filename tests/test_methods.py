@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
+from eval.decode_config import Method
 from eval.drafting.stopping.logistic import CalibratedRule, Calibration
 from eval.drafting.stopping.thresholds import Entropy
-from eval.measuring.methods import (
-    EvalConfig,
-    MethodConfig,
-    check_methods,
-    needs_fit,
-    path_drafts,
-    with_fit,
-)
+from eval.measuring.methods import EvalConfig, check_methods, needs_fit, path_drafts, with_fit
 from recipes import run_eval
 from recipes.config import parse
 from recipes.publish import Release
@@ -126,7 +121,7 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
     assert run_eval.RECIPE.run(flags) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    where = r"(unusable configuration:\n  eval\.methods\.1: |--method '.*': )?"
+    where = r"(unusable configuration:\n  eval\.methods\.1: |--method .*: )?"
     assert re.search(f"^error: {where}method 'odd': .*{message}", said.err), said.err
 
 
@@ -155,30 +150,29 @@ def test_batches_run_eagerly_and_hold_a_prompt() -> None:
         parse(["--eval.engine", "fast"], "")
 
 
-def test_path_drafts_are_numbered_from_the_draft_of_the_run() -> None:
+def test_drafts_of_paths_are_each_loaded_once_and_the_runs_own_first() -> None:
     shape = {"verifier": "rrs", "drafter": "paths"}
-    first = MethodConfig(name="a", paths=3, path_drafts=("x", "", "x"), **shape)
-    second = MethodConfig(name="b", paths=2, path_drafts=("y", "x"), **shape)
-    assert first.decoding(SamplingConfig()).path_drafts == (1, 0, 1)
-    assert second.decoding(SamplingConfig()).path_drafts == (1, 2)
+    first = Method(name="a", paths=3, path_drafts=("x", "", "x"), **shape)
+    second = Method(name="b", paths=2, path_drafts=("y", "x"), **shape)
+    assert first.drafts == ["", "x"]
     assert second.drafts == ["", "y", "x"]
     config = evaluation(first, second)
     check_methods(config, SamplingConfig(), head=False)
     assert path_drafts(config) == ["x", "y"]
-    assert first.reported() == {"paths": 3, "path_drafts": ["x", "", "x"]}
+    assert first.columns()["parameters"] == {"paths": 3, "path_drafts": ["x", "", "x"]}
 
 
-def evaluation(*methods: MethodConfig) -> EvalConfig:
-    plain = MethodConfig(name="plain", decoder="plain")
+def evaluation(*methods: Method) -> EvalConfig:
+    plain = Method(name="plain", decoder="plain")
     return EvalConfig(sets=[PromptSet("maths", "test", 1)], methods=[plain, *methods])
 
 
 def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
     config = evaluation(
-        MethodConfig(name="K=4"),
-        MethodConfig(name="logit", stop="logit"),
-        MethodConfig(name="mine", stop="logit", calibration=(9.0, 9.0)),
-        MethodConfig(name="cost", stop="cost"),
+        Method(name="K=4"),
+        Method(name="logit", stop="logit"),
+        Method(name="mine", stop="logit", calibration=(9.0, 9.0)),
+        Method(name="cost", stop="cost"),
     )
     assert needs_fit(config)
     fitted = with_fit(config, {"calibration": [1.5, 0.5], "rows": 48})
@@ -194,9 +188,9 @@ def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
         "mine": Calibration(9.0, 9.0),
         "cost": Calibration(1.5, 0.5),
     }
-    assert fitted.methods[2].reported() == {"calibration": [1.5, 0.5]}
-    assert fitted.methods[1].reported() == {}
-    assert fitted.methods[4].reported() == {
+    assert fitted.methods[2].columns()["parameters"] == {"calibration": [1.5, 0.5]}
+    assert fitted.methods[1].columns()["parameters"] == {}
+    assert fitted.methods[4].columns()["parameters"] == {
         "calibration": [1.5, 0.5],
         "draft_seconds": 0.0,
         "token_seconds": 0.0,
@@ -231,12 +225,45 @@ def test_labels_are_an_input_of_an_evaluation_that_fits_on_them() -> None:
 
 def test_a_method_is_written_flat_and_read_back() -> None:
     for given in ({"stop": "cost"}, {"stop": "confidence", "threshold": 0.1, "limit": 9}, {}):
-        method = read_config(MethodConfig, {"name": "a", **given})
+        method = read_config(Method, {"name": "a", **given})
         written = method.model_dump(mode="json")
         assert written.items() >= given.items()
         assert not any(
             isinstance(value, dict) for key, value in written.items() if key != "verifier_args"
         )
-        assert read_config(MethodConfig, written) == method
+        assert read_config(Method, written) == method
         assert method.replace(name="b").stop == method.stop
         assert method.replace(stop="entropy").stop == Entropy()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": "plain", "decoder": "plain"},
+        {"decoder": "generate"},
+        {"decoder": "assisted", "length": 7},
+        {"decoder": "assisted", "threshold": 0.3, "limit": 6},
+        {"length": 9, "verifier": "block"},
+        {"stop": "confidence", "threshold": 0.5, "limit": 5},
+        {"stop": "logit", "threshold": 0.4, "limit": 7, "calibration": [0.3, 1.2]},
+        {"stop": "head", "threshold": 0.3},
+        {"stop": "cost", "limit": 9, "draft_seconds": 0.1, "token_seconds": 1.0, "head": False,
+         "calibration": [0.3, 1.2]},
+        {"verifier": "biased_uno", "verifier_args": {"epsilon": 0.2}},
+        {"verifier": "importance", "drafter": "paths", "paths": 2, "length": 3,
+         "path_temperatures": [1.0, 1.2], "verifier_args": {"solver": "luce"}},
+        {"verifier": "rrs", "drafter": "paths", "paths": 2, "path_drafts": ["", "x"]},
+        {"verifier": "rrs_wor", "drafter": "tree", "widths": [2, 2], "siblings": "distinct",
+         "tree_attention": False},
+        {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 5, "depth": 3, "gain": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_of_results_is_read_back_as_the_method_that_it_was_measured_with(
+    given: dict[str, object],
+) -> None:
+    """Drafter, verifier, rule, length and threshold are columns; the rest are parameters."""
+    method = read_config(Method, {"name": "a", **given})
+    columns = json.loads(json.dumps(method.columns()))
+    head = method.stop.reads_head
+    assert Method.of_columns(columns, draft=method.uses_draft, head=head) == method

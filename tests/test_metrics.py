@@ -28,7 +28,7 @@ from tests.synthetic_results import (
     ENVIRONMENT,
     T_DRAFT,
     T_TARGET,
-    method,
+    setup,
     simulate,
     synthetic_results,
 )
@@ -154,7 +154,7 @@ def test_every_token_is_paid_for_by_a_drafted_token_or_a_target_forward(results:
 def test_intervals_contain_the_figure(results: Results) -> None:
     for run in results.runs:
         for name, (low, high) in run.intervals.items():
-            assert low <= getattr(run, name) <= high, (run.method, name)
+            assert low <= getattr(run, name) <= high, (run.name, name)
 
 
 def test_nominal_95_percent_intervals_cover_the_true_rate() -> None:
@@ -267,9 +267,9 @@ def test_unusable_results_are_refused_with_the_place(results: Results, tmp_path:
 def test_method_names_are_unique_and_plain_means_no_draft() -> None:
     records = by_hand()
     with pytest.raises(ValueError, match="unique"):
-        build_results(ENVIRONMENT, [(method("x", "d"), records)] * 2)
+        build_results(ENVIRONMENT, [(setup("d", name="x"), records)] * 2)
     with pytest.raises(ValueError, match=PLAIN):
-        build_results(ENVIRONMENT, [(method(PLAIN, "d"), records)])
+        build_results(ENVIRONMENT, [(setup("d", name=PLAIN), records)])
 
 
 def test_environment_names_hardware_versions_and_commit() -> None:

@@ -127,7 +127,7 @@ def result(folder: Path) -> dict[str, object]:
         for name in ("pair/target", "pair/draft", "draft/model", "head/model")
     }
     counts = [
-        (run.dataset, run.method, run.tokens, run.n_target, run.n_draft, run.n_discarded)
+        (run.dataset, run.name, run.tokens, run.n_target, run.n_draft, run.n_discarded)
         for run in read_results(out / "eval" / "results.json").runs
     ]
     return {**shards(folder, "rollouts"), **shards(folder, "labels"), **weights, "counts": counts}
@@ -178,7 +178,7 @@ def test_every_published_figure_is_what_its_raw_counts_give(finished: Path) -> N
         forwards = sum(generation.rounds for generation in entry.generations)
         assert entry.block_efficiency == pytest.approx(tokens / forwards)
         assert tokens <= 16 * entry.prompts
-        if entry.method == "plain":
+        if entry.name == "plain":
             assert entry.block_efficiency == 1
             assert entry.n_draft == 0
         else:
@@ -214,7 +214,7 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
     assert "not measured" in done.stdout
     results = read_results(tmp_path / "out" / "eval-counts" / "results.json")
     check_metrics(results)
-    assert {entry.method for entry in results.runs} == {"plain", "K=3", "head", "two drafts"}
+    assert {entry.name for entry in results.runs} == {"plain", "K=3", "head", "two drafts"}
     assert all(entry.tokens_per_second is None and entry.n_target > 0 for entry in results.runs)
     inputs = json.loads((tmp_path / "out" / "eval-counts" / "run.json").read_text())["inputs"]
     assert inputs["path draft OUTPUT/pair/draft"]
@@ -241,7 +241,7 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
     assert "nothing is assembled" in done.stdout
     results = read_results(tmp_path / "out" / "eval" / "results.json")
     check_metrics(results)
-    assert {entry.method for entry in results.runs} == {"plain", "K=3", "head"}
+    assert {entry.name for entry in results.runs} == {"plain", "K=3", "head"}
     assert "over K=" in (tmp_path / "out" / "eval" / "verdict.json").read_text()
     moved = tmp_path / "moved"
     (tmp_path / "out").rename(moved)

@@ -14,7 +14,6 @@ from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.records import record_prompt
 from eval.measuring.results import (
-    Method,
     Results,
     build_results,
     check_metrics,
@@ -22,7 +21,7 @@ from eval.measuring.results import (
     write_results,
 )
 from eval.reporting.rendering import NOT_MEASURED
-from eval.reporting.table import ROWS, chosen, readme_table
+from eval.reporting.table import ROWS, readme_table, shown_methods
 from eval.rounds import Round
 from recipes.tools.table import main
 from tests.synthetic_results import synthetic_results
@@ -44,9 +43,9 @@ def cells(table: str) -> dict[str, list[str]]:
 def test_a_row_has_the_speed_up_of_each_set_and_the_counts_of_all(results: Results) -> None:
     rows = cells(readme_table(results))
     assert rows["method"] == ["alpaca", "gsm8k", "tokens a target call", "acceptance", "discard"]
-    first = next(run for run in results.of("alpaca") if run.method == "block-6")
+    first = next(run for run in results.of("alpaca") if run.name == "block-6")
     low, high = first.intervals["speedup"]
-    (row,) = (row for row in pool(results) if row.method == "block-6")
+    (row,) = (row for row in pool(results) if row.name == "block-6")
     assert rows["block-6"][0] == f"{first.speedup:.2f}x [{low:.2f}, {high:.2f}]"
     assert rows["block-6"][2:] == [
         f"{row.value('block_efficiency'):.2f}",
@@ -58,14 +57,14 @@ def test_a_row_has_the_speed_up_of_each_set_and_the_counts_of_all(results: Resul
 
 
 def test_by_default_the_fastest_setting_of_each_kind_stands_for_it(results: Results) -> None:
-    names = chosen(results)
+    names = shown_methods(results)
     assert names[0] == PLAIN
     assert len(names) == len(set(names)) <= ROWS
     assert sum(name.startswith("fixed") for name in names) == 1
     assert sum(name.startswith("head") for name in names) == 1
     assert {"block-6", "tree-4x2x1", "transformers"} <= set(names)
 
-    rows = {row.method: row for row in pool(results)}
+    rows = {row.name: row for row in pool(results)}
 
     def speed(name: str) -> float:
         return rows[name].speed()
@@ -105,9 +104,8 @@ def test_acceptance_under_the_names_of_vllm_is_counted_as_vllm_counts_it(
         )
         for name, rounds in steps.items()
     ]
-    run = next(run for run in results.runs if run.method == "fixed-4")
-    method = Method(**{name: getattr(run, name) for name in Method.model_fields})
-    made = build_results(results.environment, [(method, records)])
+    run = next(run for run in results.runs if run.name == "fixed-4")
+    made = build_results(results.environment, [(run, records)])
     write_results(tmp_path / "results.json", made)
     assert main([str(tmp_path), "--format", "vllm"]) == 0
     (pooled,) = json.loads(capsys.readouterr().out)["runs"]
@@ -185,7 +183,7 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
 
 
 def test_sentences_about_all_prompt_sets_are_what_the_results_give() -> None:
-    real, warm = ({row.method: row for row in pool(read_results(ROOT / p))} for p in (REAL, AT_ONE))
+    real, warm = ({row.name: row for row in pool(read_results(ROOT / p))} for p in (REAL, AT_ONE))
 
     def said(figure: Interval) -> str:
         return f"{figure.value:.2f}x [{figure.low:.2f}, {figure.high:.2f}]"

@@ -22,13 +22,14 @@ from transformers import (
 )
 
 from eval.analysis.head_verdict import HeadVerdict
+from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.publishing.metadata import About, check_repository, loadable, metadata
 from eval.publishing.release import head_run, release_draft, release_head
-from eval.reporting.lengths import measured_lengths
+from eval.reporting.recommendation import best_lengths
 from eval.reporting.rendering import escape_markdown, public_name
-from eval.reporting.table import chosen
+from eval.reporting.table import shown_methods
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.toy.tokenizer import train_tokenizer
@@ -64,13 +65,13 @@ def with_transformers(results: Results, lengths: tuple[int, ...] = (4, 6)) -> Re
     own = [
         run.model_copy(
             update={
-                "drafter": "transformers",
-                "verifier": None,
-                "method": f"transformers K={run.length}",
+                "method": run.method.replace(
+                    decoder="assisted", name=f"transformers K={run.method.deepest}"
+                )
             }
         )
         for run in results.runs
-        if run.method in {f"fixed-{length}" for length in lengths}
+        if run.name in {f"fixed-{length}" for length in lengths}
     ]
     return results.model_copy(update={"runs": [*results.runs, *own]})
 
@@ -153,7 +154,7 @@ def test_a_released_draft_drafts_the_length_measured_in_transformers(
     pair: Pair, draft: Path
 ) -> None:
     settings = json.loads((draft / "generation_config.json").read_text())
-    own = measured_lengths(pair.results)["transformers"]
+    own = best_lengths(pair.results)["transformers"]
     assert own is not None
     assert settings["num_assistant_tokens"] == own.length
     assert settings["num_assistant_tokens_schedule"] == "constant"
@@ -179,12 +180,12 @@ def test_the_model_index_survives_the_hubs_own_reader(pair: Pair, draft: Path, h
             method = re.search(r"\((.*)\)$", result.metric_name)
             assert method is not None
             assert method[1].startswith((drafter, "block-"))
-            (run,) = [r for r in pair.results.of(result.dataset_name) if r.method == method[1]]
+            (run,) = [r for r in pair.results.of(result.dataset_name) if r.name == method[1]]
             assert result.metric_value == pytest.approx(getattr(run, result.metric_type), abs=1e-4)
 
 
 def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
-    runs = [run for run in synthetic_results().runs if run.method == "fixed-4"]
+    runs = [run for run in synthetic_results().runs if run.name == "fixed-4"]
 
     def front_matter(base: str | None, target: str) -> ModelCardData:
         return metadata(
@@ -250,14 +251,14 @@ def test_every_number_of_the_table_is_in_the_results(
     is_rectangular(text)
     check_metrics(read_results(folder / "results.json"))
     measured = text[text.index("## Measured") :]
-    for name in chosen(pair.results):
+    for name in shown_methods(pair.results):
         (row,) = [line for line in measured.splitlines() if re.match(rf"\| {name}( †)? \|", line)]
-        for run in (run for run in pair.results.runs if run.method == name):
+        for run in (run for run in pair.results.runs if run.name == name):
             low, high = run.intervals["speedup"]
             assert f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}]" in row
     assert pair.results.environment.git_commit[:7] in text  # type: ignore[index]
     if kind == "draft":
-        longest = next(r for r in pair.results.of("alpaca") if r.method == "fixed-12")
+        longest = next(r for r in pair.results.of("alpaca") if r.name == "fixed-12")
         assert ", ".join(f"{share:.3f}" for share in longest.acceptance_by_position) in text
     assert "Prompts: alpaca 12, gsm8k 12" in text
     assert "95 %" in text
@@ -288,7 +289,7 @@ def test_the_head_card_loads_and_decodes(pair: Pair, head: Path) -> None:
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     (made,) = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "DecodeConfig"]
     config = DecodeConfig(**{k.arg: ast.literal_eval(k.value) for k in made.keywords})  # type: ignore[misc]
-    assert config.stop.reported()["threshold"] == head_run(pair.results).threshold
+    assert config.stop == head_run(pair.results).method.stop
     decoder = SpeculativeDecoder.from_config(
         AutoModelForCausalLM.from_pretrained(pair.target).eval(),
         AutoModelForCausalLM.from_pretrained(pair.draft).eval(),
@@ -473,10 +474,13 @@ def test_a_failed_release_leaves_nothing_behind(pair: Pair, tmp_path: Path) -> N
 def test_a_card_leaves_out_methods_that_drafted_with_other_models_too(
     pair: Pair, tmp_path: Path
 ) -> None:
+    two_drafts = Method(
+        name="two drafts", verifier="rrs", drafter="paths", paths=2, path_drafts=("", "x")
+    )
     mixed = [
-        run.model_copy(update={"method": "two drafts", "parameters": {"path_drafts": ["", "x"]}})
+        run.model_copy(update={"method": two_drafts})
         for run in pair.results.runs
-        if run.method == "fixed-2"
+        if run.name == "fixed-2"
     ]
     assert len(mixed) == 2
     results = pair.results.model_copy(update={"runs": [*pair.results.runs, *mixed]})
@@ -501,7 +505,7 @@ def test_figures_that_were_changed_by_hand_are_refused(pair: Pair, tmp_path: Pat
 
 
 def test_a_draft_needs_a_measured_length(pair: Pair, tmp_path: Path) -> None:
-    runs = [r for r in pair.results.runs if r.stop != "fixed"]
+    runs = [r for r in pair.results.runs if not r.method.fixed_length]
     without = pair.results.model_copy(update={"runs": runs})
     with pytest.raises(ManifestError, match="fixed length"):
         release_draft(pair.draft, tmp_path / "out", without)

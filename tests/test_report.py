@@ -16,7 +16,7 @@ from rich.console import Console
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, fastest, pool
-from eval.measuring.results import Method, Results, Run, build_results, check_metrics
+from eval.measuring.results import Results, build_results, check_metrics
 from eval.measuring.samples import Sample, Samples
 from eval.reporting.charts import (
     DRAW,
@@ -26,8 +26,7 @@ from eval.reporting.charts import (
     positions_of,
     write_png,
 )
-from eval.reporting.lengths import measured_lengths
-from eval.reporting.overall import overall
+from eval.reporting.recommendation import answer, best_lengths
 from eval.reporting.report import (
     COLUMNS,
     Context,
@@ -38,7 +37,7 @@ from eval.reporting.report import (
     terminal,
     write_report,
 )
-from tests.synthetic_results import ENVIRONMENT, method, synthetic_results
+from tests.synthetic_results import ENVIRONMENT, setup, synthetic_results
 from tests.synthetic_verdict import synthetic_verdict
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp; {{ 7 * 7 }}"
@@ -74,17 +73,14 @@ class Page(HTMLParser):
 def renamed(results: Results, name: str) -> Results:
     """The first dataset alone, it and one of its methods called `name`."""
     runs = [run.model_copy(update={"dataset": name}) for run in results.of(results.datasets()[0])]
-    runs[2] = runs[2].model_copy(update={"method": name, "draft": name})
+    method = runs[2].method.replace(name=name)
+    runs[2] = runs[2].model_copy(update={"method": method, "draft": name})
     latency = {name: results.latency[results.datasets()[0]]}
     return results.model_copy(update={"runs": runs, "latency": latency})
 
 
 def sample(dataset: str, method: str, text: str) -> Sample:
     return Sample(dataset=dataset, prompt_id="p", prompt=f"Prompt {text}", methods={method: text})
-
-
-def as_method(run: Run) -> Method:
-    return Method(**{name: getattr(run, name) for name in Method.model_fields})
 
 
 def fastest_of(results: Results, dataset: str) -> tuple[PooledRow, list[PooledRow]]:
@@ -106,7 +102,7 @@ def folder(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"draft": 12.5},
         {"acceptance": (0.41, 0.62)},
         command="run_eval.py --config 'my pair.yaml'",
-        samples=Samples(schema_version=1, samples=[sample("gsm8k", best[0].method, EVIL)]),
+        samples=Samples(schema_version=1, samples=[sample("gsm8k", best[0].name, EVIL)]),
     )
     assert write_report(results, folder, context) == folder / "report.html"
     return folder
@@ -162,7 +158,7 @@ def test_tables_have_captions_and_drawings_have_names(page: Page, results: Resul
 def test_the_page_shows_every_method_with_its_figures(page: Page, results: Results) -> None:
     text = " ".join(" ".join(page.text).split())
     for run in results.runs:
-        assert run.method in text
+        assert run.name in text
         assert f"{run.block_efficiency:.2f}" in text
         assert f"{run.speedup:.2f}x" in text
     for row in pool(results):
@@ -173,7 +169,7 @@ def test_the_page_shows_every_method_with_its_figures(page: Page, results: Resul
     assert ENVIRONMENT.git_commit in text
     assert "Simulated CPU" in text
     assert "run_eval.py --config 'my pair.yaml'" in text
-    for engine, best in measured_lengths(results).items():
+    for engine, best in best_lengths(results).items():
         assert best is not None or engine in ("transformers", "vLLM", "SGLang", "llama.cpp")
         assert best is None or all(cell in text for cell in best.cells)
 
@@ -191,7 +187,7 @@ def test_the_page_says_first_what_is_fastest_then_over_all_sets_then_over_each(
     marks += ["<h2>Every method, all prompt sets", "<h2>Each prompt set", 'id="texts"']
     places = [html.index(mark, html.index("<body>")) for mark in marks]
     assert places == sorted(places)
-    assert html.count('class="caution"') == len(overall(results).cautions) > 0
+    assert html.count('class="caution"') == len(answer(results).cautions) > 0
     assert html.count('<rect y="22%"') > 5
 
 
@@ -212,10 +208,10 @@ def test_green_is_only_what_is_lossless_and_surely_faster(results: Results) -> N
         runs = [
             (run, [dataclasses.replace(g, seconds=g.seconds * factor) for g in run.generations])
             for run in results.of("alpaca")
-            if run.method in (PLAIN, "fixed-4")
+            if run.name in (PLAIN, "fixed-4")
         ]
         runs[0] = runs[0][0], results.runs[0].generations
-        again = build_results(ENVIRONMENT, [(as_method(run), made) for run, made in runs])
+        again = build_results(ENVIRONMENT, runs)
         assert bool(folds(again, Context())[0].wins) == wins
         assert [bar.look for bar in picture(again)[1]] == ["best" if wins else "first"]
 
@@ -234,7 +230,7 @@ def test_samples_show_the_text_of_the_best_method_folded(page: Page, results: Re
     text = "".join(page.text)
     shown = text[text.index("Samples") :]
     assert f"Prompt {EVIL}" in shown
-    assert best[0].method in shown
+    assert best[0].name in shown
     assert ("details", {"class": "fold", "id": "texts"}) in page.tags
 
 
@@ -245,15 +241,15 @@ def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> 
     for dataset in results.datasets():
         runs = results.of(dataset)
         best, ties = fastest_of(results, dataset)
-        assert best.lossless
-        speeds = {run.method: run.tokens_per_second for run in runs if run.lossless}
-        assert speeds[best.method] == max(speeds.values())  # type: ignore[type-var]
-        assert all(row.lossless and row is not best for row in ties)
+        assert best.method.lossless
+        speeds = {run.name: run.tokens_per_second for run in runs if run.method.lossless}
+        assert speeds[best.name] == max(speeds.values())  # type: ignore[type-var]
+        assert all(row.method.lossless and row is not best for row in ties)
     assert [row.mark for row in rows_of(results, ["alpaca"])].count("★") == 1
     run = results.of("alpaca")[3]
-    again = run.model_copy(update={"method": "again"})
+    again = run.model_copy(update={"method": run.method.replace(name="again")})
     best, ties = fastest_of(results.model_copy(update={"runs": [run, again]}), "alpaca")
-    assert (best.method, [tie.method for tie in ties]) == (run.method, ["again"])
+    assert (best.name, [tie.name for tie in ties]) == (run.name, ["again"])
 
 
 def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
@@ -277,17 +273,17 @@ def test_a_draft_that_makes_decoding_slower_is_reported_as_no_gain(results: Resu
     plain = results.plain("alpaca")
     assert plain is not None
     slow = [dataclasses.replace(g, seconds=g.seconds * 3) for g in results.runs[2].generations]
-    nothing = {"draft": None, "drafter": None, "verifier": None, "stop": None, "length": None}
     measured = [
-        (method(PLAIN, "alpaca", **nothing), plain.generations),
-        (method("slow", "alpaca"), slow),
+        (plain, plain.generations),
+        (setup("alpaca", name="slow"), slow),
     ]
-    said = overall(build_results(ENVIRONMENT, measured)).finding
+    said = answer(build_results(ENVIRONMENT, measured)).finding
     assert said.startswith("Nothing is faster than the target alone: the best method, slow,")
 
 
 def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:
-    alone = build_results(ENVIRONMENT, [(method("only", "alpaca"), results.runs[2].generations)])
+    only = setup("alpaca", name="only")
+    alone = build_results(ENVIRONMENT, [(only, results.runs[2].generations)])
     assert rows_of(alone)[0].figures[0] == "\N{EN DASH}"
     figure = plot("speedup", alone, ["alpaca"])
     assert isinstance(figure, Figure)
@@ -299,13 +295,13 @@ def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> N
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
     check_metrics(untimed)
     assert fastest(pool(untimed)) is None
-    rows, said = rows_of(untimed), overall(untimed)
+    rows, said = rows_of(untimed), answer(untimed)
     assert all(row.figures[:2] == ("not measured",) * 2 for row in rows)
     assert not any(row.mark or row.wins for row in rows)
     assert said.finding.startswith("Speeds were not measured (4 prompts were decoded together)")
-    lossless = [run for run in untimed.runs if run.lossless]
+    lossless = [run for run in untimed.runs if run.method.lossless]
     best = max(lossless, key=lambda run: run.block_efficiency)
-    assert f"{best.method}, {best.block_efficiency:.2f}" in said.finding
+    assert f"{best.name}, {best.block_efficiency:.2f}" in said.finding
     assert "★ fastest" not in folds(untimed, Context())[0].note
     write_report(untimed, tmp_path)
     assert "not measured" in printed(untimed)

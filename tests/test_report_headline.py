@@ -11,8 +11,8 @@ import pytest
 from eval.measuring.intervals import Interval
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import pool
-from eval.measuring.results import Method, Results, Run, build_results
-from eval.reporting.overall import FEW_PROMPTS, is_wide, overall
+from eval.measuring.results import Results, Run, build_results
+from eval.reporting.recommendation import FEW_PROMPTS, answer, is_wide
 from eval.reporting.report import Context, folds, rows_of
 from eval.reporting.table import readme_table
 from tests.synthetic_results import ENVIRONMENT, PROMPTS, synthetic_results
@@ -26,11 +26,7 @@ def results() -> Results:
 def rebuilt(results: Results, change: Callable[[Run], Run | None]) -> Results:
     """The results of changed runs; those of which nothing is left are dropped."""
     runs = [changed for run in results.runs if (changed := change(run)) is not None]
-    return build_results(ENVIRONMENT, [(as_method(run), run.generations) for run in runs])
-
-
-def as_method(run: Run) -> Method:
-    return Method(**{name: getattr(run, name) for name in Method.model_fields})
+    return build_results(ENVIRONMENT, [(run, run.generations) for run in runs])
 
 
 def slower(run: Run, factor: float) -> Run:
@@ -40,7 +36,7 @@ def slower(run: Run, factor: float) -> Run:
 
 
 def only(results: Results, *names: str) -> Results:
-    return rebuilt(results, lambda run: run if run.method in names else None)
+    return rebuilt(results, lambda run: run if run.name in names else None)
 
 
 # --- pooled ---
@@ -58,7 +54,7 @@ def test_the_pooled_rates_of_one_set_and_of_equal_sets_are_theirs(results: Resul
         }
     )
     for row, both, run in zip(pool(alone), pool(twins), alone.runs, strict=True):
-        assert row.method == both.method == run.method
+        assert row.name == both.name == run.name
         for name in row.rates:
             rate, pooled, (low, high) = row.rate(name), both.rate(name), run.intervals[name]
             assert rate is not None
@@ -102,12 +98,12 @@ def test_all_prompt_sets_have_one_average_in_every_table(results: Results) -> No
     assert len(each.columns) == 2 * len(results.datasets())
     table = readme_table(results).splitlines()
     for row, (name, figures) in zip(pool(results), every.rows, strict=True):
-        assert name.split()[0] == row.method
+        assert name.split()[0] == row.name
         tokens = f"{row.value('block_efficiency'):.2f}"
         assert figures[2].startswith(tokens)
         assert figures[1].startswith(f"{row.value('tokens_per_second'):.1f}")
         for line in table:
-            assert not line.startswith(f"| {row.method} ") or f" {tokens} |" in line
+            assert not line.startswith(f"| {row.name} ") or f" {tokens} |" in line
     one = folds(rebuilt(results, lambda r: r if r.dataset == "alpaca" else None), Context())
     assert "Each prompt set" not in [fold.title for fold in one]
 
@@ -118,14 +114,14 @@ def test_all_prompt_sets_have_one_average_in_every_table(results: Results) -> No
 def test_the_first_sentence_names_the_fastest_lossless_method_and_its_paired_intervals(
     results: Results,
 ) -> None:
-    said = overall(results)
-    rows = {row.method: row for row in pool(results)}
-    lossless = [r for r in rows.values() if r.lossless]
+    said = answer(results)
+    rows = {row.name: row for row in pool(results)}
+    lossless = [r for r in rows.values() if r.method.lossless]
     best = max(lossless, key=lambda row: row.value("tokens_per_second") or 0.0)
     ratio = best.over(rows["plain"], "tokens_per_second")
     value, low, high = ratio.value, ratio.low, ratio.high
     assert said.finding.startswith(
-        f"{best.method} is fastest: {value:.2f} times the speed of the target alone"
+        f"{best.name} is fastest: {value:.2f} times the speed of the target alone"
         f" (95 % interval {low:.2f} to {high:.2f})."
     )
     ratio = best.over(rows["transformers"], "tokens_per_second")
@@ -139,14 +135,14 @@ def test_the_first_sentence_names_the_fastest_lossless_method_and_its_paired_int
 
 
 def test_a_biased_method_is_never_the_fastest_and_never_called_exact(results: Results) -> None:
-    fast = rebuilt(results, lambda run: run if run.lossless else slower(run, 0.2))
-    said = overall(fast)
+    fast = rebuilt(results, lambda run: run if run.method.lossless else slower(run, 0.2))
+    said = answer(fast)
     assert not said.finding.startswith("biased")
     assert "biased" not in said.finding
     assert "Not exact: biased-0.05 ran at" in said.exactness
     assert "total variation 0.041 a token" in said.exactness
     assert "biased" not in said.exactness.split("Not exact")[0]
-    alone = overall(only(fast, "plain", "biased-0.05"))
+    alone = answer(only(fast, "plain", "biased-0.05"))
     assert alone.finding == "Only the target alone was measured."
     assert "It is exact" not in alone.exactness
 
@@ -154,44 +150,44 @@ def test_a_biased_method_is_never_the_fastest_and_never_called_exact(results: Re
 def test_a_head_that_is_fastest_says_that_it_is_judged_elsewhere_and_no_other_method_does(
     results: Results,
 ) -> None:
-    heads = {run.method for run in results.runs if run.head is not None}
+    heads = {run.name for run in results.runs if run.head is not None}
     (head,) = sorted(heads)[:1]
-    first = rebuilt(results, lambda run: run if run.method == head else slower(run, 9.0))
-    assert overall(first).finding.startswith(f"{head} is fastest")
-    assert f"The fastest on these prompts, {head}, stops by a head." in overall(first).cautions[-1]
-    without = rebuilt(results, lambda run: None if run.method in heads else run)
-    assert not any("stops by a head" in caution for caution in overall(without).cautions)
+    first = rebuilt(results, lambda run: run if run.name == head else slower(run, 9.0))
+    assert answer(first).finding.startswith(f"{head} is fastest")
+    assert f"The fastest on these prompts, {head}, stops by a head." in answer(first).cautions[-1]
+    without = rebuilt(results, lambda run: None if run.name in heads else run)
+    assert not any("stops by a head" in caution for caution in answer(without).cautions)
 
 
 def test_where_nothing_is_faster_or_shown_to_be_the_first_sentence_says_so(
     results: Results,
 ) -> None:
     some = only(results, "plain", "fixed-4", "transformers")
-    slow = rebuilt(some, lambda run: run if run.method == "plain" else slower(run, 9.0))
-    said = overall(slow)
+    slow = rebuilt(some, lambda run: run if run.name == "plain" else slower(run, 9.0))
+    said = answer(slow)
     assert said.finding.startswith("Nothing is faster than the target alone: the best method, ")
-    (row,) = [row for row in pool(some) if row.method == "fixed-4"]
+    (row,) = [row for row in pool(some) if row.name == "fixed-4"]
     even = row.value("speedup")
     assert even is not None
-    tied = rebuilt(some, lambda run: run if run.method == "plain" else slower(run, even))
-    said = overall(tied)
+    tied = rebuilt(some, lambda run: run if run.name == "plain" else slower(run, even))
+    said = answer(tied)
     assert said.finding.startswith("No method is shown to be faster than the target alone: ")
-    assert overall(only(results, "plain")).finding == "Only the target alone was measured."
+    assert answer(only(results, "plain")).finding == "Only the target alone was measured."
 
 
 def test_where_transformers_is_fastest_it_is_said_and_ours_is_compared_with_it(
     results: Results,
 ) -> None:
     some = only(results, "plain", "fixed-4", "transformers")
-    theirs = rebuilt(some, lambda r: slower(r, 0.1) if r.drafter == "transformers" else r)
-    said = overall(theirs)
+    theirs = rebuilt(some, lambda r: slower(r, 0.1) if r.method.decoder == "assisted" else r)
+    said = answer(theirs)
     assert said.finding.startswith("transformers' own transformers is fastest")
     assert "The best of ours, fixed-4, runs at 0." in said.finding
     assert "transformers' own verification" in said.exactness
 
 
 def test_without_times_nothing_is_called_fastest() -> None:
-    said = overall(synthetic_results(datasets=("alpaca",), timed=False))
+    said = answer(synthetic_results(datasets=("alpaca",), timed=False))
     assert "Speeds were not measured" in said.finding
     assert "is fastest" not in said.finding
     assert re.search(r"Most tokens a forward of the target: .*95 % interval", said.finding)
@@ -201,7 +197,7 @@ def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
     results: Results,
 ) -> None:
     assert PROMPTS < FEW_PROMPTS
-    said = overall(results).cautions[0]
+    said = answer(results).cautions[0]
     assert f"alpaca {PROMPTS}, gsm8k {PROMPTS}; fewer than {FEW_PROMPTS} a set" in said
     assert is_wide(Interval(1.0, 0.89, 1.11))
     assert not is_wide(Interval(1.0, 0.91, 1.09))
@@ -220,4 +216,4 @@ def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
         return run.model_copy(update={"generations": made})
 
     enough = rebuilt(only(results, "plain", "fixed-4", "transformers"), more)
-    assert overall(enough).cautions == ()
+    assert answer(enough).cautions == ()

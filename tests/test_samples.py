@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.measuring.methods import MethodConfig
+from eval.decode_config import Method
 from eval.measuring.records import record_file
 from eval.measuring.samples import (
     PER_SET,
@@ -19,7 +19,7 @@ from eval.measuring.samples import (
 )
 from tests.test_experiment import METHODS, PROMPTS, evaluate
 
-THEIRS = MethodConfig(name="theirs", decoder="assisted", length=3)
+THEIRS = Method(name="theirs", decoder="assisted", length=3)
 KEPT = {(prompt.dataset, prompt.example_id) for prompt in shown_prompts(PROMPTS)}
 
 

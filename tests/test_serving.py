@@ -15,7 +15,7 @@ from eval.publishing.serving import (
     non_increasing,
     serving_lines,
 )
-from eval.reporting.lengths import ENGINES, measured_lengths
+from eval.reporting.recommendation import ENGINES, best_lengths
 from tests.synthetic_results import synthetic_results
 
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
@@ -94,14 +94,14 @@ def test_llama_cpp_reads_its_line() -> None:
 
 def test_a_length_measured_in_our_loop_is_in_no_engines_line() -> None:
     results = synthetic_results(datasets=("alpaca",))
-    measured = measured_lengths(results)
+    measured = best_lengths(results)
     assert measured["draftsmith"] is not None
     assert serving_lines("d", "t", measured) == serving_lines("d", "t", NOT_MEASURED)
 
 
 def fixed_chain(drafted: list[int], accepted: list[int]) -> Run:
     """A run whose one generation drafted and accepted so often at each position."""
-    run = next(r for r in synthetic_results(datasets=("alpaca",)).runs if r.method == "fixed-4")
+    run = next(r for r in synthetic_results(datasets=("alpaca",)).runs if r.name == "fixed-4")
     record = run.generations[0]
     shares = [a / d for a, d in zip(accepted, drafted, strict=True)]
     counts = replace(record, drafted_by_position=drafted, accepted_by_position=accepted)

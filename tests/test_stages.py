@@ -119,7 +119,7 @@ def result(stage: Stage) -> dict[str, Any]:
     """The results of a stage: contents of datasets and weights, counts of an evaluation."""
     if stage.name == "eval":
         runs = read_results(stage.folder / "results.json").runs
-        return {f"{run.method} {run.dataset}": (run.tokens, run.n_target) for run in runs}
+        return {f"{run.name} {run.dataset}": (run.tokens, run.n_target) for run in runs}
     weights = [*stage.folder.rglob("*.parquet"), *stage.folder.rglob("model.safetensors")]
     found = weights or {*stage.folder.glob("*.json")} - {stage.folder / "run.json"}
     return {str(path.relative_to(stage.folder)): fingerprint(str(path)) for path in found}

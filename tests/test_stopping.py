@@ -9,6 +9,7 @@ import pytest
 import torch
 from pydantic_core import PydanticUndefined
 
+from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import (
     STOPPING_RULES,
@@ -19,7 +20,6 @@ from eval.drafting.stopping import (
 from eval.drafting.stopping.cost import Cost, CostEstimates, worth_drafting
 from eval.drafting.stopping.logistic import Logit
 from eval.drafting.stopping.rule import AdaptiveRule
-from eval.measuring.methods import MethodConfig
 from eval.measuring.records import check_identity, record_prompt
 from eval.rounds import Round
 from heads import AcceptanceHead, BaseHead
@@ -285,12 +285,12 @@ def test_a_rule_describes_its_parameters_which_no_other_setting_is_called(
     rule: type[StoppingRule],
 ) -> None:
     assert STOPPING_RULES[rule.name] is rule
-    settings = {*DecodeConfig.model_fields, *MethodConfig.model_fields}
+    settings = {*DecodeConfig.model_fields, *Method.model_fields}
     assert not settings & set(rule.model_fields)
     for name, field in rule.model_fields.items():
         assert field.description, name
         assert field.default is not PydanticUndefined, name
-    made = read_config(MethodConfig, {"name": "a", "stop": rule.name})
+    made = read_config(Method, {"name": "a", "stop": rule.name})
     assert made.stop == rule()
     assert DecodeConfig(stop=rule()) == DecodeConfig(stop=rule.name)
 

@@ -8,8 +8,8 @@ from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import LatencyFit
 from eval.measuring.pooled import pool
 from eval.measuring.results import Results
+from eval.reporting.recommendation import RATIOS, expected_speedup, what_if
 from eval.reporting.report import Context, render_page
-from eval.reporting.what_if import RATIOS, expected_speedup, what_if
 from tests.synthetic_results import synthetic_results
 
 
@@ -22,7 +22,7 @@ def test_a_chain_is_as_fast_as_equation_5_1_says(results: Results) -> None:
     chains = [
         row
         for row in pool(results)
-        if row.drafter == "chain"
+        if row.method.is_chain
         and all(each.draft_forwards == each.n_draft for run in row.runs for each in run.generations)
     ]
     assert chains
@@ -40,7 +40,7 @@ def test_a_chain_is_as_fast_as_equation_5_1_says(results: Results) -> None:
 
 def test_forwards_are_counted_whatever_they_drafted() -> None:
     """A tree pays its levels, not its nodes, and a head the forward after which it stops."""
-    row = next(row for row in pool(synthetic_results(datasets=("alpaca",))) if "tree" in row.method)
+    row = next(row for row in pool(synthetic_results(datasets=("alpaca",))) if "tree" in row.name)
     made = row.runs[0].generations
     tokens, rounds, forwards = (
         sum(getattr(each, name) for each in made) for name in ("tokens", "rounds", "draft_forwards")
@@ -52,8 +52,8 @@ def test_forwards_are_counted_whatever_they_drafted() -> None:
 def test_the_page_has_one_table_whose_best_method_is_lossless(results: Results) -> None:
     shown = what_if(results)
     assert shown is not None
-    drafting = [row for row in pool(results) if row.drafter is not None]
-    assert [method.removesuffix(" †") for method, _ in shown.rows] == [r.method for r in drafting]
+    drafting = [row for row in pool(results) if row.method.uses_draft]
+    assert [method.removesuffix(" †") for method, _ in shown.rows] == [r.name for r in drafting]
     for number in range(len(RATIOS)):
         best = [method for method, speedups in shown.rows if "★" in speedups[number]]
         assert best
@@ -62,7 +62,5 @@ def test_the_page_has_one_table_whose_best_method_is_lossless(results: Results) 
 
 
 def test_the_target_alone_has_no_table(results: Results) -> None:
-    alone = results.model_copy(
-        update={"runs": [run for run in results.runs if run.method == PLAIN]}
-    )
+    alone = results.model_copy(update={"runs": [run for run in results.runs if run.name == PLAIN]})
     assert what_if(alone) is None

@@ -27,10 +27,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.analysis.ties import compare_sequences
+from eval.decode_config import Method
 from eval.drafts import DraftTree, How
 from eval.measuring.bias import distributions
 from eval.measuring.experiment import Experiment
-from eval.measuring.methods import PLAIN, EvalConfig, MethodConfig
+from eval.measuring.methods import PLAIN, EvalConfig
 from eval.measuring.records import Strict
 from eval.verifiers.rule import Rng, Verifier, outcomes
 from heads.probe import OtherSamplingWarning
@@ -295,9 +296,9 @@ def two_sample_test(
 # --- the certificate ----------------------------------------------------------------------------
 
 
-def ways(config: EvalConfig, sampling: SamplingConfig) -> list[MethodConfig]:
+def ways(config: EvalConfig, sampling: SamplingConfig) -> list[Method]:
     """Of an evaluation's methods the first of each form of draft, verifier and stopping rule."""
-    found: dict[tuple[str, ...], MethodConfig] = {}
+    found: dict[tuple[str, ...], Method] = {}
     for method in config.methods:
         if method.decoder == "speculative":
             kind = method.decoding(sampling).kind
@@ -328,7 +329,7 @@ def certify(
     # Of all sets: prompts come set by set.
     chosen = [prompts[number * len(prompts) // texts] for number in range(texts)]
 
-    def sampled(method: MethodConfig) -> tuple[list[tuple[Tensor, Tensor]], NDArray[np.int64]]:
+    def sampled(method: Method) -> tuple[list[tuple[Tensor, Tensor]], NDArray[np.int64]]:
         decoder = experiment.decoder(method)
         each = [generator_for(experiment.seed, "certificate", method.name, n) for n in range(texts)]
         if method.stop.measured:  # it needs times, which batches have not
@@ -344,7 +345,7 @@ def certify(
         ties = generator_for(experiment.seed, "certificate", "cells", method.name)
         return made, count_cells(pair, made, sampling, ties)
 
-    def certified(method: MethodConfig) -> Certified:
+    def certified(method: Method) -> Certified:
         config = method.decoding(sampling)
         nodes = 0 if config.how == "chosen" else DEPTH * (1 if config.kind == "chain" else WIDTH)
         drafts = len(positions[0][0][0]) ** nodes
@@ -385,7 +386,7 @@ def certify(
             bugs=compared.count("bug"),
         )
 
-    alone, expected = sampled(MethodConfig(name=PLAIN, decoder="plain"))
+    alone, expected = sampled(Method(name=PLAIN, decoder="plain"))
     positions = [
         laws_after(pair, torch.cat(text)[:CONTEXT].tolist(), sampling, LIKELIEST)
         for text in alone[:: -(-texts // POSITIONS)]

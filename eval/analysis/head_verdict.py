@@ -27,7 +27,7 @@ from eval.analysis.replay import (
     replay_rules,
     saving,
 )
-from eval.drafting.stopping import STOPPING_RULES, StoppingRule
+from eval.drafting.stopping import STOPPING_RULES
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.logistic import UNFITTED, Calibration, fit_logistic
 from eval.drafting.stopping.numbers import Network, recorded_numbers
@@ -35,7 +35,7 @@ from eval.measuring.intervals import Interval
 from eval.measuring.metrics import LatencyFit, fit_latency
 from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.records import Strict
-from eval.measuring.results import Results, Run
+from eval.measuring.results import Results
 from specdata.errors import ManifestError
 from specdata.storage.files import write_json
 
@@ -380,7 +380,7 @@ def measured_times(results: Results) -> LatencyFit | None:
 
     None if they cannot be told apart.
     """
-    chains = [run for run in results.runs if run.drafter in (None, "chain")]
+    chains = [r for r in results.runs if r.method.decoder == "plain" or r.method.is_chain]
     fit = None
     for runs in ([run for run in chains if not run.head], chains):
         fit = fit or fit_latency([record for run in runs for record in run.generations])
@@ -401,10 +401,9 @@ def expected_seconds(
     times = {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
     expected = {}
     for run in results.runs:
-        if run.method in expected or run.drafter not in ("chain", "transformers"):
-            continue
-        rule = rule_of(run) if run.lossless else None
-        if rule is None:
+        method, rule = run.method, run.method.stop
+        replayed = method.is_chain or method.decoder == "assisted"
+        if run.name in expected or not replayed or not method.lossless:
             continue
         counts: Counts | None = None
         asked = "head" if rule.reads_head else "logit" if isinstance(rule, Cost) else rule.name
@@ -414,18 +413,8 @@ def expected_seconds(
         elif (lengths := rule.recorded_lengths(traces.tokens)) is not None:
             counts = replace(expected_counts(traces, lengths), question=question)
         if counts is not None:
-            expected[run.method] = counts.seconds_per_token(**times)
+            expected[run.name] = counts.seconds_per_token(**times)
     return expected
-
-
-def rule_of(run: Run) -> StoppingRule | None:
-    """The stopping rule that a measured method decoded with; None for rules unknown here."""
-    if run.rule is None:
-        return None
-    stored = {"threshold": run.threshold, "length": run.length, "limit": run.length}
-    stored |= {**run.parameters, "head": run.head is not None}
-    known = {name: value for name, value in stored.items() if name in run.rule.model_fields}
-    return run.rule.model_validate({n: value for n, value in known.items() if value is not None})
 
 
 def compare(
@@ -494,13 +483,13 @@ def _by_clock(results: Results, expected: Mapping[str, float]) -> tuple[dict[str
     """
     families: dict[str, dict[str, PooledRow]] = {}
     for row in pool(results):
-        run = row.runs[0]
-        if not run.lossless or run.rule is None or run.drafter not in ("chain", "transformers"):
+        method, needs_head = row.method, row.method.stop.needs_head
+        assisted = method.decoder == "assisted"
+        if not method.lossless or not (method.is_chain or assisted):
             continue
-        if run.rule.needs_head or run.head is None:
-            own = HEAD if run.rule.needs_head else run.rule.name
-            family = ASSISTED if run.drafter == "transformers" else own
-            families.setdefault(family, {})[row.method] = row
+        if needs_head or row.runs[0].head is None:
+            family = ASSISTED if assisted else HEAD if needs_head else method.stop.name
+            families.setdefault(family, {})[row.name] = row
 
     def chosen(settings: Mapping[str, PooledRow]) -> str | None:
         if len(settings) == 1:
@@ -509,32 +498,32 @@ def _by_clock(results: Results, expected: Mapping[str, float]) -> tuple[dict[str
         return min(settings, key=lambda name: expected[name]) if ranked else None
 
     heads = families.pop(HEAD, {})
-    method = chosen(heads)
-    if method is None:
+    name = chosen(heads)
+    if name is None:
         return {}, "no threshold was measured that held-out labels can rank"
-    mine = heads[method].runs[0]
+    head = heads[name].method
     rivals, left_out = [], []
     for rule, settings in families.items():
         # Transformers' own loop has no other verifier than its own.
         same = {
-            name: row
-            for name, row in settings.items()
-            if rule == ASSISTED or row.runs[0].verifier == mine.verifier
+            setting: row
+            for setting, row in settings.items()
+            if rule == ASSISTED or row.method.verifier == head.verifier
         }
         rival = chosen(same)
         if rival is not None:
-            ratio = heads[method].over(same[rival], "tokens_per_second")
+            ratio = heads[name].over(same[rival], "tokens_per_second")
             share = Interval(*(1.0 - 1.0 / x for x in (ratio.value, ratio.low, ratio.high)))
             rivals.append(Rival(rule=rule, setting=rival, candidates=len(same), saved=share))
         elif same:
             left_out.append(rule)
     if not any(rival.rule == "fixed" for rival in rivals):
-        return {}, f"no fixed length was measured with {mine.verifier} verification"
+        return {}, f"no fixed length was measured with {head.verifier} verification"
     found = {
-        "method": method,
-        "threshold": mine.threshold,
+        "method": name,
+        "threshold": head.columns()["threshold"],
         "candidates": len(heads),
-        "verifier": mine.verifier,
+        "verifier": head.verifier,
         "clock": _hardest_first(rivals),
         "left_out": left_out,
     }

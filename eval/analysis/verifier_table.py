@@ -713,10 +713,10 @@ def decoded_only(results: Results) -> list[VerifierRow]:
     return [
         VerifierRow(
             dataset=run.dataset,
-            verifier=run.verifier or "",
+            verifier=run.method.verifier,
             parameters={},
-            draft_kind=f"chain of {run.length}",
-            lossless=run.lossless,
+            draft_kind=f"chain of {run.method.deepest}",
+            lossless=run.method.lossless,
             expected_tokens=Interval(run.block_efficiency, *run.intervals["block_efficiency"]),
             gain=None,
             positions=run.rounds,
@@ -725,10 +725,10 @@ def decoded_only(results: Results) -> list[VerifierRow]:
             bias=None,
             microseconds=None,
             speedup=run.speedup,
-            decoded=run.method,
+            decoded=run.name,
         )
         for run in results.runs
-        if run.verifier and VERIFIERS[run.verifier].residual_persists and run.fixed_length
+        if run.method.uses_draft and VERIFIERS[run.method.verifier].residual_persists
     ]
 
 

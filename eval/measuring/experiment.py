@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from eval.decode_config import THEIRS, Method
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
-from eval.measuring.methods import THEIRS, EvalConfig, MethodConfig
+from eval.measuring.methods import EvalConfig
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
-from eval.measuring.results import Method, Results, build_results
+from eval.measuring.results import Results, Setup, build_results
 from eval.measuring.samples import shown_prompts
 from eval.measuring.scores import Scorer
 from eval.measuring.sharing import share_prompts
 from eval.rounds import Generation
 from eval.runtime.engines import engine_on
-from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.interruption import stop_if_asked
 from specdata.prompts.loading import Prompt
@@ -53,7 +53,7 @@ class Artefacts:
         draft: the run's draft.
         head: the acceptance head, if any.
         names: what the report calls "target", "draft" and "head".
-        path_drafts: the further drafts that `MethodConfig.path_drafts` names.
+        path_drafts: the further drafts that `Method.path_drafts` names.
     """
 
     target: PreTrainedModel
@@ -133,7 +133,7 @@ class Experiment:
             for name, record in store.get(prompt).items():
                 measured.setdefault((prompt.dataset, name), []).append(record)
         rows = [
-            (self._describe(method, dataset), measured[dataset, method.name])
+            (self._setup(method, dataset), measured[dataset, method.name])
             for dataset in dict.fromkeys(prompt.dataset for prompt in self.prompts)
             for method in self.config.methods
         ]
@@ -229,7 +229,7 @@ class Experiment:
         return decode
 
     def _record(
-        self, method: MethodConfig, prompt: Prompt, out: Generation, *, timed: bool
+        self, method: Method, prompt: Prompt, out: Generation, *, timed: bool
     ) -> PromptRecord:
         """The stored record of a generation; a verifier's bias is measured now, untimed."""
         record = record_prompt(
@@ -240,7 +240,7 @@ class Experiment:
         )
         if self.scorer:
             record = replace(record, scores=self.scorer(prompt, out.tokens.tolist()))
-        if _lossless(method) or method.drafter != "chain":
+        if method.lossless or method.drafter != "chain":
             return record
         variation, tokens = measure_bias(
             self.models.target,
@@ -252,7 +252,7 @@ class Experiment:
         )
         return replace(record, variation=variation, variation_tokens=tokens)
 
-    def _runner(self, method: MethodConfig) -> Callable[[Prompt, int], Generation]:
+    def _runner(self, method: Method) -> Callable[[Prompt, int], Generation]:
         """A function that continues a prompt by at most some tokens; its graphs are made now."""
         if method.decoder in THEIRS:
             return lambda prompt, budget: assisted_generate(
@@ -273,7 +273,7 @@ class Experiment:
             generator=generator_for(self.seed, "eval", prompt.example_id),
         )
 
-    def decoder(self, method: MethodConfig) -> SpeculativeDecoder:
+    def decoder(self, method: Method) -> SpeculativeDecoder:
         """What decodes with a method of ours."""
         drafts = [self.models.draft, *(self.models.path_drafts[name] for name in method.drafts[1:])]
         return SpeculativeDecoder.from_config(
@@ -284,30 +284,19 @@ class Experiment:
             engine=self.config.engine,
         )
 
-    def _describe(self, method: MethodConfig, dataset: str) -> Method:
+    def _setup(self, method: Method, dataset: str) -> Setup:
         """What results record of a method on a dataset."""
-        names, drafts = self.models.names, method.uses_draft
-        used = engine_on(self.config.engine, self.environment.device)
-        known = used == "eager" or method.decoder in THEIRS
-        drafter = {"plain": None, "speculative": method.drafter}
-        return Method(
-            method=method.name,
+        names, eager = self.models.names, method.decoder in THEIRS
+        return Setup(
             dataset=dataset,
+            method=method,
             target=str(names["target"]),
-            draft=names["draft"] if drafts else None,
+            draft=names["draft"] if method.uses_draft else None,
             head=names["head"] if method.stop.reads_head else None,
-            drafter=drafter.get(method.decoder, "transformers"),
-            **method.columns(),
             sampling={
                 **asdict(self.sampling),
                 "max_new_tokens": self.config.max_new_tokens,
                 "seed": self.seed,
             },
-            parameters=method.reported() | ({} if known else {"engine": used}),
-            lossless=_lossless(method),
+            engine="eager" if eager else engine_on(self.config.engine, self.environment.device),
         )
-
-
-def _lossless(method: MethodConfig) -> bool:
-    """True if the output distribution is proved to be the target's."""
-    return method.decoder != "speculative" or VERIFIERS[method.verifier].lossless

@@ -1,20 +1,18 @@
-"""Methods and prompt sets to measure, as configuration, and the checks of both."""
+"""An evaluation's configuration: methods, prompt sets and sizes, and the checks of them."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from eval.decode_config import DecodeConfig, DraftingConfig
-from eval.drafting.stopping.thresholds import Confidence, Fixed
+from eval.decode_config import THEIRS, Method
 from eval.measuring.scores import ScoreName, check_scores
 from eval.runtime.engines import Engine
-from specdata.config import MOST_TOKENS, Config, mistakes
+from specdata.config import MOST_TOKENS, Config
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
@@ -24,135 +22,13 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 """Name of the method that all others are compared with: the target alone."""
-DecoderName = Literal["plain", "speculative", "generate", "assisted"]
-THEIRS = ("generate", "assisted")
-"""Decoders that are transformers' own, of the target alone and with its draft."""
-
-ONLY_READ_BY = {
-    "widths": ("tree",),
-    "siblings": ("tree",),
-    **dict.fromkeys(("nodes", "depth", "gain"), ("dynamic_tree",)),
-    "tree_attention": ("paths", "tree", "dynamic_tree"),
-    **dict.fromkeys(("paths", "path_temperatures", "path_drafts"), ("paths",)),
-}
-"""Settings that only some drafters read; elsewhere they are a mistake."""
-
-
-class MethodConfig(DraftingConfig):
-    """One way of decoding that is measured: a row of the report."""
-
-    name: str = Field(description="unique name shown in the report")
-    decoder: DecoderName = Field(
-        default="speculative",
-        description="plain (target alone), speculative (ours), generate (transformers' own, target "
-        "alone), or assisted (transformers' own, which drafts `length` tokens, or stops by "
-        "confidence if it is given a `threshold`)",
-    )
-    path_drafts: tuple[str, ...] = Field(
-        default=(),
-        description="a draft model (folder or Hub id) for each path; '' is the run's draft",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rule_by_threshold(cls, given: Any) -> Any:
-        """Read the rule of transformers' own loop by its threshold."""
-        if isinstance(given, Mapping) and given.get("decoder") == "assisted":
-            return {"stop": Confidence.name, **given} if "threshold" in given else given
-        return given
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _name_mistakes(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Name the method in the message of a mistake, besides its place in the list."""
-        try:
-            return handler(given)
-        except ValidationError as error:
-            if not isinstance(given, Mapping) or "name" not in given:
-                raise
-            reasons = "; ".join(mistakes(error, cls))
-            raise ConfigError(f"method {given['name']!r}: {reasons}") from error
-
-    def decoding(self, sampling: SamplingConfig) -> DecodeConfig:
-        """The decoder's configuration.
-
-        Raises:
-            ConfigError: if it cannot work.
-        """
-        shared = {name: getattr(self, name) for name in DraftingConfig.model_fields}
-        shared["path_drafts"] = tuple(map(self.drafts.index, self.path_drafts))
-        return DecodeConfig(**shared, **asdict(sampling))
-
-    @property
-    def drafts(self) -> list[str]:
-        """The draft models, each once; the first, "", is the run's own."""
-        return list(dict.fromkeys(["", *self.path_drafts]))
-
-    @property
-    def uses_draft(self) -> bool:
-        """False if the target decodes alone."""
-        return self.decoder not in ("plain", "generate")
-
-    @property
-    def deepest(self) -> int:
-        """The deepest position that a draft can have."""
-        of_trees = {"tree": len(self.widths), "dynamic_tree": self.depth}
-        return of_trees.get(self.drafter, self.stop.longest)
-
-    def columns(self) -> dict[str, Any]:
-        """The settings for which results have columns, None where this way of decoding has none."""
-        drafts = self.uses_draft
-        return {
-            "verifier": self.verifier if self.decoder == "speculative" else None,
-            "stop": self.stop.name if drafts else None,
-            "length": self.deepest if drafts else None,
-            "threshold": self.stop.reported().get("threshold"),
-        }
-
-    def reported(self) -> dict[str, Any]:
-        """The settings that results keep as `parameters`, having no column of their own."""
-        named: dict[str, Any] = dict(self.verifier_args)
-        if self.drafter == "paths":
-            named["paths"] = self.paths
-            if self.path_temperatures:
-                named["path_temperatures"] = list(self.path_temperatures)
-            if self.path_drafts:
-                named["path_drafts"] = list(self.path_drafts)
-        if self.drafter == "tree":
-            named["widths"] = list(self.widths)
-            named["siblings"] = self.decoding(SamplingConfig()).how
-        if self.drafter == "dynamic_tree":
-            named |= {"nodes": self.nodes, "depth": self.depth, "gain": self.gain}
-        if not self.tree_attention:
-            named["tree_attention"] = False
-        columns = ("length", "limit", "threshold")
-        rule = self.stop.reported()
-        return named | {name: value for name, value in rule.items() if name not in columns}
-
-    def unread(self) -> dict[str, list[str]]:
-        """Settings that were given and that nothing would read, by what does not read them."""
-        default = MethodConfig(name=self.name).model_dump()
-        given = [k for k, value in self.model_dump().items() if default.get(k, ...) != value]
-        if self.decoder != "speculative":
-            used = {"decoder"}
-            if self.decoder == "assisted" and isinstance(self.stop, Fixed | Confidence):
-                used |= {"stop", *type(self.stop).model_fields}
-            unread = [name for name in given if name not in used]
-            if "stop" in unread:  # one mistake: the parameters came with the rule
-                unread = [name for name in unread if name not in type(self.stop).model_fields]
-            return {f"decoder {self.decoder}": unread}
-        drafter = self.drafter
-        unread = [name for name in given if drafter not in ONLY_READ_BY.get(name, (drafter,))]
-        if drafter in ("tree", "dynamic_tree"):  # these have depths of their own
-            unread += [name for name in type(self.stop).model_fields if name in given]
-        return {f"drafter {drafter}": unread}
 
 
 class EvalConfig(Config):
     """The evaluation's configuration."""
 
     sets: list[PromptSet] = Field(description="prompt sets, each a block of the report")
-    methods: list[MethodConfig] = Field(description="ways of decoding, plain among them")
+    methods: list[Method] = Field(description="ways of decoding, plain among them")
     max_new_tokens: int = Field(
         default=128, ge=1, le=MOST_TOKENS, description="longest continuation, in tokens"
     )
@@ -253,18 +129,6 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
             raise ConfigError(f"{where}: {error}") from error
         if stop.needs_head and not head:
             raise ConfigError(f"{where} stops by a head, but none was trained")
-        for reader, unread in method.unread().items():
-            if unread:
-                instead = ""
-                if "stop" in unread and method.decoder == "assisted":
-                    instead = (
-                        " (transformers' own loop drafts a fixed number of tokens, `length`, or"
-                        f" stops by confidence, `{Confidence.name}`), or take decoder: speculative"
-                    )
-                raise ConfigError(
-                    f"{where}: {reader} does not use {', '.join(unread)}: leave "
-                    f"{'it' if len(unread) == 1 else 'them'} out{instead}"
-                )
         if config.batch > 1 and method.decoder in THEIRS:
             raise ConfigError(
                 f"{where}: decoder {method.decoder} decodes one prompt at a time: leave it out, or "

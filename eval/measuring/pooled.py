@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eval.decode_config import Method
 from eval.measuring.intervals import Array, Interval
 from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import COUNTS, prompt_ids, rates_of, resampled_counts
@@ -36,24 +37,14 @@ class PooledRow:
     rates: dict[str, Array]
 
     @property
-    def method(self) -> str:
-        """Its name."""
+    def method(self) -> Method:
+        """How it decodes."""
         return self.runs[0].method
 
     @property
-    def lossless(self) -> bool:
-        """True if the output distribution is proved to be the target's."""
-        return self.runs[0].lossless
-
-    @property
-    def drafter(self) -> str | None:
-        """The name of the drafter: as in `Method`."""
-        return self.runs[0].drafter
-
-    @property
-    def draft(self) -> str | None:
-        """The draft; None if the target decodes alone."""
-        return self.runs[0].draft
+    def name(self) -> str:
+        """The method's name."""
+        return self.runs[0].method.name
 
     def value(self, name: str) -> float | None:
         """One rate; None if it does not exist."""
@@ -80,7 +71,7 @@ def pool(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
         datasets: some of its sets; by default all.
     """
     by_set = [
-        {run.method: run for run in results.of(dataset)}
+        {run.method.name: run for run in results.of(dataset)}
         for dataset in datasets or results.datasets()
     ]
     rows = {}
@@ -115,7 +106,7 @@ def fastest(rows: Sequence[PooledRow]) -> tuple[PooledRow, list[PooledRow]] | No
     A method ties if the interval of its speed over the fastest one's, paired by prompt, contains 1.
     None if no lossless method was timed.
     """
-    timed = [row for row in rows if row.lossless and "tokens_per_second" in row.rates]
+    timed = [row for row in rows if row.method.lossless and "tokens_per_second" in row.rates]
     if not timed:
         return None
     best = max(timed, key=PooledRow.speed)

@@ -11,9 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from eval.drafting.stopping import STOPPING_RULES, StoppingRule
+from eval.decode_config import Method
 from eval.measuring.environment import Environment
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
@@ -27,68 +34,70 @@ SCHEMA_VERSION: Literal[1] = 1
 REMEDY = "restore it, or remove its folder and measure again"
 
 
-class Method(Strict):
-    """The run behind one row of a report: a method on a dataset.
+class Setup(Strict):
+    """What is behind a row of a report: a method on a dataset.
 
     Attributes:
         dataset: name of the prompt set.
-        method: name, unique within the dataset; `PLAIN` for the target alone.
+        method: how it was decoded; its name is unique within the dataset, and `PLAIN` for the
+            target alone. Written out it is flat (`Method.columns`).
         target: folder or Hub id of the target.
         draft: folder or Hub id of the draft, None for plain decoding.
         head: folder or Hub id of the acceptance head, if the stopping rule reads one.
-        drafter: "chain", "paths", "tree" or "dynamic_tree"; "transformers" for its own; None
-            for plain decoding.
-        verifier: name of the acceptance rule, None for plain decoding.
-        stop: name of the stopping rule, None for plain decoding.
-        length: deepest drafted position allowed (the K of a fixed length).
-        threshold: of the stopping rule, in its own unit; None if it has none.
         sampling: temperature, top_k, top_p, and what else fixes the output (max_new_tokens, seed).
-        parameters: the rest of the decoding settings: paths, widths, parameters of verifier and
-            stopping rule, the engine of forwards unless it is "eager"; of path_drafts, "" is
-            `draft`.
-        lossless: whether the output distribution is proved to be the target's; a biased rule never
-            counts as the best method.
+        engine: how forwards of ours ran; written among the method's parameters, unless "eager".
     """
 
     dataset: str
-    method: str
+    method: Method
     target: str
     draft: str | None
     head: str | None
-    drafter: str | None
-    verifier: str | None
-    stop: str | None
-    length: int | None
-    threshold: float | None
     sampling: dict[str, float | int | None]
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    lossless: bool = True
+    engine: str = "eager"
 
     @property
-    def rule(self) -> type[StoppingRule] | None:
-        """The class of its stopping rule; None for plain decoding, and for rules unknown here."""
-        return STOPPING_RULES.get(self.stop or "")
+    def name(self) -> str:
+        """The method's name."""
+        return self.method.name
 
-    @property
-    def fixed_length(self) -> bool:
-        """True if the same number of tokens is drafted in every round."""
-        dynamic = self.drafter == "dynamic_tree"
-        return self.rule is not None and not self.rule.adaptive and not dynamic
+    @model_validator(mode="before")
+    @classmethod
+    def _of_columns(cls, stored: Any) -> Any:
+        """The method of a row that was written out."""
+        if not isinstance(stored, Mapping) or isinstance(stored.get("method"), Method):
+            return stored
+        rest = {name: value for name, value in stored.items() if name not in _COLUMNS}
+        # What a validator has seen is no longer known to be JSON, which has arrays alone.
+        rest["intervals"] = {k: tuple(ends) for k, ends in stored["intervals"].items()}
+        columns = {name: stored.get(name) for name in _COLUMNS}
+        parameters = dict(stored.get("parameters", {}))
+        engine = parameters.pop("engine", "eager")
+        draft, head = (stored.get(role) is not None for role in ("draft", "head"))
+        method = Method.of_columns(columns | {"parameters": parameters}, draft=draft, head=head)
+        return {**rest, "method": method, "engine": engine}
 
-    @property
-    def branching(self) -> bool:
-        """True if a draft may have several candidates for a position."""
-        return self.drafter in ("paths", "tree", "dynamic_tree")
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Written out, the method beside the rest."""
+        row: dict[str, Any] = handler(self)
+        columns, engine = self.method.columns(), row.pop("engine")
+        if engine != "eager":
+            columns["parameters"] = {**columns["parameters"], "engine": engine}
+        return {**row, **columns}
 
 
-class Run(Metrics, Method):
+_COLUMNS = tuple(Method(name=PLAIN).columns())
+
+
+class Run(Metrics, Setup):
     """One method on one dataset: what was run, its metrics, and its generations."""
 
     generations: list[PromptRecord] = Field(min_length=1)
 
     @field_validator("generations", mode="before")
     @classmethod
-    def _of_columns(cls, stored: Any) -> Any:
+    def _rows(cls, stored: Any) -> Any:
         """Generations as a file may hold them: name -> a value a generation, which takes less."""
         if not isinstance(stored, dict):
             return stored
@@ -173,40 +182,40 @@ class Results(Strict):
 
     def plain(self, dataset: str) -> Run | None:
         """Plain decoding of that dataset, if it was run."""
-        return next((run for run in self.of(dataset) if run.method == PLAIN), None)
+        return next((run for run in self.of(dataset) if run.method.name == PLAIN), None)
 
 
 def build_results(
-    environment: Environment, measured: Iterable[tuple[Method, Sequence[PromptRecord]]]
+    environment: Environment, measured: Iterable[tuple[Setup, Sequence[PromptRecord]]]
 ) -> Results:
     """Turn raw records into everything results.json holds.
 
     Args:
         environment: from `describe_environment`.
-        measured: each method with its generations; `PLAIN` once a dataset at most.
+        measured: what was run (another evaluation's run, for example) with its generations;
+            `PLAIN` once a dataset at most.
 
     Raises:
         ValueError: if two methods of a dataset share a name, if methods of a dataset cover other
             prompts than its plain run, or if counts contradict each other.
     """
-    rows: dict[tuple[str, str], tuple[Method, Sequence[PromptRecord]]] = {}
-    for method, records in measured:
-        key = (method.dataset, method.method)
+    rows: dict[tuple[str, str], tuple[Setup, Sequence[PromptRecord]]] = {}
+    for setup, records in measured:
+        key = (setup.dataset, setup.method.name)
         if key in rows:
             raise ValueError(f"method names must be unique within a dataset, got {key} twice")
-        if (method.method == PLAIN) != (method.draft is None and method.drafter is None):
-            raise ValueError(
-                f"the name {PLAIN!r} belongs to the method without draft and drafter, got {method}"
-            )
-        rows[key] = (method, records)
+        if (setup.method.name == PLAIN) != (setup.method.decoder == "plain"):
+            raise ValueError(f"the name {PLAIN!r} belongs to the target alone, got {setup.method}")
+        rows[key] = (setup, records)
     runs = []
-    for (dataset, name), (method, records) in rows.items():
+    for (dataset, name), (setup, records) in rows.items():
         plain = rows.get((dataset, PLAIN))
         try:
             metrics = compute_metrics(records, plain and plain[1])
         except ValueError as error:
             raise ValueError(f"{dataset}, {name}: {error}") from error
-        runs.append(Run(**dict(method), **dict(metrics), generations=list(records)))
+        settings = {name: getattr(setup, name) for name in Setup.model_fields}
+        runs.append(Run(**settings, **dict(metrics), generations=list(records)))
     results = Results(schema_version=SCHEMA_VERSION, environment=environment, latency={}, runs=runs)
     return results.model_copy(update={"latency": fit_latencies(results)})
 
@@ -219,7 +228,7 @@ def fit_latencies(results: Results) -> dict[str, LatencyFit | None]:
     """
     chains: dict[str, list[PromptRecord]] = {dataset: [] for dataset in results.datasets()}
     for run in results.runs:
-        if run.drafter in (None, "chain"):
+        if run.method.decoder == "plain" or run.method.is_chain:
             chains[run.dataset] += run.generations
     return {dataset: fit_latency(records) for dataset, records in chains.items()}
 
@@ -235,20 +244,20 @@ def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
         ManifestError: naming the first metric that differs.
     """
     for run in results.runs:
-        where = f"{run.dataset}, {run.method}"
+        where = f"{run.dataset}, {run.method.name}"
         try:
             plain = results.plain(run.dataset)
             base = None if plain is None else plain.generations
-            expected = compute_metrics(run.generations, base).model_dump()
+            expected = compute_metrics(run.generations, base)
         except ValueError as error:
             raise ManifestError(
                 f"{path} was changed: {where}: unusable generations: {error}; {REMEDY}"
             ) from error
-        for name, value in run.model_dump(include=set(expected)).items():
-            if not _same(value, expected[name]):
+        for name, value in expected:
+            if not _same(getattr(run, name), value):
                 raise ManifestError(
-                    f"{path} was changed: {where}: {name} is {value} in the file but its "
-                    f"generations give {expected[name]}; {REMEDY}"
+                    f"{path} was changed: {where}: {name} is {getattr(run, name)} in the file but "
+                    f"its generations give {value}; {REMEDY}"
                 )
 
 

@@ -114,7 +114,7 @@ def metadata(
                 dataset_type=run.dataset,
                 dataset_name=run.dataset,
                 metric_type=metric,
-                metric_name=f"{meaning} ({run.method})",
+                metric_name=f"{meaning} ({run.name})",
                 metric_value=round(getattr(run, metric), 4),
             )
             for run in measured

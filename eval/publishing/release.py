@@ -36,7 +36,7 @@ from eval.publishing.metadata import (
 )
 from eval.publishing.serving import acceptance_positions, serving_lines, synthetic_acceptance
 from eval.reporting import verifiers
-from eval.reporting.lengths import longest_measured, measured_lengths
+from eval.reporting.recommendation import best_lengths, longest_measured
 from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
 from heads import BaseHead
@@ -106,7 +106,7 @@ def release_draft(
     check_repository(push_to)
     measured = _measured(results, source, "draft")
     target = measured.runs[0].target
-    longest, lengths = longest_measured(measured), measured_lengths(measured)
+    longest, lengths = longest_measured(measured), best_lengths(measured)
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
     model = _load_whole(source)
@@ -141,9 +141,12 @@ def release_draft(
         serving=serving_lines(released, loadable(target), lengths),
     )
     # The metadata gives the metrics of the best length, else of the longest.
-    fixed = [run for run in measured.runs if run.fixed_length and run.lossless]
+    fixed = [run for run in measured.runs if run.method.fixed_length and run.method.lossless]
     best = lengths["draftsmith"] or own
-    method = best.method if best else next(r.method for r in fixed if r.length == longest)
+    if best is None:
+        method = next(run.method for run in fixed if run.method.deepest == longest)
+    else:
+        method = best.row.method
     data = metadata(
         about,
         name=name,
@@ -151,7 +154,7 @@ def release_draft(
         library="transformers",
         tag="draft-model",
         relation="finetune",
-        measured=[run for run in fixed if run.method == method],
+        measured=[run for run in fixed if run.name == method.name],
     )
 
     with _assembled(out, data, text, measured, push_to=push_to, private=private) as folder:
@@ -218,7 +221,7 @@ def release_head(
         library="draftsmith",
         tag="acceptance-head",
         relation="adapter",
-        measured=[run for run in measured.runs if run.method == used.method],
+        measured=[run for run in measured.runs if run.name == used.name],
     )
     text = _card(
         "head_card.md.jinja",
@@ -239,7 +242,7 @@ def release_head(
         trained=trained,
         verdict=verdict,
         quality_columns=QUALITY_COLUMNS,
-        best=used,
+        best=used.method,
     )
 
     with _assembled(out, data, text, measured, push_to=push_to, private=private) as folder:
@@ -266,13 +269,13 @@ def head_run(results: Results, chosen: str | None = None) -> Run:
     heads = [
         row
         for row in pool(results)
-        if row.lossless and (rule := row.runs[0].rule) and rule.needs_head
+        if row.method.lossless and row.method.uses_draft and row.method.stop.needs_head
     ]
     if not heads:
         raise ManifestError(
             "the card of a head needs a method with stop: head measured on every prompt set"
         )
-    named = [row for row in heads if row.method == chosen]
+    named = [row for row in heads if row.name == chosen]
     return max(named or heads, key=merit).runs[0]
 
 
@@ -337,7 +340,7 @@ def _assembled(
 def _measured(results: Results, source: Path, role: str) -> Results:
     """The results of one artefact, beside plain decoding and its rivals on that draft alone."""
     check_metrics(results)
-    alone = [run for run in results.runs if not any(run.parameters.get("path_drafts", ()))]
+    alone = [run for run in results.runs if not any(run.method.path_drafts)]
     results = results.model_copy(update={"runs": alone})
     named = {"draft": {r.draft for r in results.runs}, "head": {r.head for r in results.runs}}[role]
     name = next((name for name in named if name and Path(name) == source), None)

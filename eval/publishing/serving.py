@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from eval.measuring.results import Results, Run
-from eval.reporting.lengths import MeasuredLength
+from eval.reporting.recommendation import BestLength
 
 DEFAULT_LENGTHS = {
     "vLLM": (5, "the number in vLLM's own example"),
@@ -48,7 +48,7 @@ class ServingLines:
 def serving_lines(
     draft: str,
     target: str,
-    measured: Mapping[str, MeasuredLength | None],
+    measured: Mapping[str, BestLength | None],
 ) -> ServingLines:
     """The lines for a pair.
 
@@ -149,8 +149,9 @@ def acceptance_positions(results: Results) -> dict[str, Run]:
     """For each data set its longest fixed chain: the acceptance vector that simulators ask for."""
     positions = {}
     for dataset in results.datasets():
-        chains = [r for r in results.of(dataset) if r.drafter == "chain" and r.fixed_length]
-        chains = [r for r in chains if r.verifier == "token"] or chains
+        fixed = [run for run in results.of(dataset) if run.method.fixed_length]
+        chains = [run for run in fixed if run.method.is_chain]
+        chains = [run for run in chains if run.method.verifier == "token"] or chains
         if chains:
             positions[dataset] = max(chains, key=lambda run: len(run.acceptance_by_position))
     return positions

@@ -78,13 +78,9 @@ LOOKS = {
 
 def look_of(run: Run) -> Look:
     """The look of a run's family of methods."""
-    if run.drafter is None:
-        return LOOKS["plain"]
-    if run.branching:
-        return LOOKS["tree"]
-    if run.drafter == "transformers":
-        return LOOKS["transformers"]
-    return LOOKS[run.rule.family if run.rule else "rule"]
+    if run.method.decoder != "speculative":
+        return LOOKS["plain" if run.method.decoder == "plain" else "transformers"]
+    return LOOKS["tree" if run.method.branches else run.method.stop.family]
 
 
 def label(name: str, width: int = 30) -> str:
@@ -118,17 +114,17 @@ def draw_bars(axes: Axes, results: Results, dataset: str) -> None:
         height=0.72,
     )
     for bar, run in zip(bars, runs, strict=True):
-        if not run.lossless:
+        if not run.method.lossless:
             bar.set(hatch="////", edgecolor="white", linewidth=0)
     errors = np.abs(bounds.T - values)
     axes.errorbar(values, rows, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
     winner = fastest(pool(results, [dataset]))
     for row, run, value, high in zip(rows, runs, values, bounds[:, 1], strict=True):
-        best = winner is not None and run.method == winner[0].method
+        best = winner is not None and run.name == winner[0].name
         text = f"{value:.0f}" if name == "tokens_per_second" else f"{value:.2f}"
         text += "x" if name == "speedup" else ""
         axes.annotate(
-            text + (" ★" if best else "") + ("" if run.lossless else " biased"),
+            text + (" ★" if best else "") + ("" if run.method.lossless else " biased"),
             (max(value, high), row),
             (4, 0),
             textcoords="offset points",
@@ -138,20 +134,10 @@ def draw_bars(axes: Axes, results: Results, dataset: str) -> None:
         )
     if name == "speedup":
         axes.axvline(1.0, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
-    axes.set_yticks(rows, [label(run.method) for run in runs])
+    axes.set_yticks(rows, [label(run.name) for run in runs])
     axes.margins(x=0.32)
     axes.set_xlabel(heading)
     axes.grid(axis="y", visible=False)
-
-
-def fixed_lengths(runs: Sequence[Run]) -> dict[tuple[str | None, ...], list[Run]]:
-    """Chains of fixed length by draft and verifier, each by length."""
-    groups: dict[tuple[str | None, ...], list[Run]] = {}
-    for run in sorted(runs, key=lambda run: run.length or 0):
-        if run.fixed_length and not run.branching:
-            key = (run.draft, run.drafter, run.verifier, str(run.parameters))
-            groups.setdefault(key, []).append(run)
-    return groups
 
 
 def positions_of(run: Run) -> list[Interval]:
@@ -178,9 +164,14 @@ def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
     An adaptive rule goes on where it expects acceptance: the tokens that it drafts far out are the
     easy ones, and its curve lies higher for that alone. So adaptive rules are not drawn.
     """
-    chains = fixed_lengths(results.of(dataset)).values()
-    trees = [[run] for run in results.of(dataset) if run.fixed_length and run.branching]
-    for run in [runs[-1] for runs in (*chains, *trees)]:
+    longest: dict[tuple[object, ...], Run] = {}
+    fixed = [run for run in results.of(dataset) if run.method.fixed_length]
+    fixed.sort(key=lambda run: (run.method.branches, run.method.deepest))
+    for run in fixed:
+        method = run.method
+        kind = (run.draft, method.decoder, method.verifier, str(method.verifier_args))
+        longest[(method.name,) if method.branches else kind] = run
+    for run in longest.values():
         found, look = positions_of(run), look_of(run)
         places = range(1, len(found) + 1)
         axes.plot(
@@ -190,9 +181,9 @@ def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
             marker=look.marker,
             markersize=4.5,
             linewidth=1.4,
-            markerfacecolor=look.colour if run.lossless else "none",
+            markerfacecolor=look.colour if run.method.lossless else "none",
             linestyle=_style(axes, look),
-            label=label(run.method, 22),
+            label=label(run.name, 22),
         )
         axes.fill_between(
             places,

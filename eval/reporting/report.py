@@ -23,11 +23,16 @@ from eval.measuring.pooled import ALL_SETS, fastest, merit, pool
 from eval.measuring.results import Results
 from eval.measuring.samples import Samples
 from eval.reporting import verifiers
-from eval.reporting.lengths import measured_lengths
-from eval.reporting.overall import WIDE, best_of, is_wide, overall
+from eval.reporting.recommendation import (
+    WIDE,
+    answer,
+    best_of,
+    is_wide,
+    lengths_fold,
+    what_if,
+)
 from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, format_number, public_name, render
-from eval.reporting.table import chosen
-from eval.reporting.what_if import what_if
+from eval.reporting.table import shown_methods
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
@@ -127,7 +132,7 @@ def rows_of(results: Results, datasets: Sequence[str] = ()) -> list[ReportRow]:
     rows = []
     for row in pooled:
         mark = "★" if row is best else "≈" if any(row is tie for tie in ties) else ""
-        note, bias = "" if row.lossless else "†", row.rate("total_variation")
+        note, bias = "" if row.method.lossless else "†", row.rate("total_variation")
         if note and bias is not None:
             note += f" TV {bias.value:.3f} [{bias.low:.3f}, {bias.high:.3f}]"
         figures = []
@@ -142,8 +147,8 @@ def rows_of(results: Results, datasets: Sequence[str] = ()) -> list[ReportRow]:
             within = f"[{rate.low:.{decimals}f}, {rate.high:.{decimals}f}]{wide}"
             figures.append(f"{rate.value:.{decimals}f}{unit} {within}")
         speedup = row.rate("speedup")
-        gain = row.lossless and speedup is not None and speedup.low > 1
-        rows.append(ReportRow(row.method, tuple(figures), mark, note, gain))
+        gain = row.method.lossless and speedup is not None and speedup.low > 1
+        rows.append(ReportRow(row.name, tuple(figures), mark, note, gain))
     return rows
 
 
@@ -171,7 +176,7 @@ def terminal(results: Results, context: Context) -> Group:
     The table is over all prompt sets: of many methods the best setting of each kind, the target
     alone and the fastest of them.
     """
-    shown = chosen(results)[:FEW_ROWS]
+    shown = shown_methods(results)[:FEW_ROWS]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column(ALL_SETS, max_width=28, overflow="fold")
     for name, _ in COLUMNS[:SHORT]:
@@ -190,11 +195,11 @@ def terminal(results: Results, context: Context) -> Group:
         name = f"{row.method} {row.mark or row.note[:1]}"
         table.add_row(*(Text(each, style=style) for each in (name, *cells)))
         marks += row.title + first
-    said = [overall(results).finding]
+    sentences = [answer(results).finding]
     if context.verdict:
-        said.append(context.verdict.sentence)
+        sentences.append(context.verdict.sentence)
     legend = ", ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in marks)
-    return Group(*(Text(words, style="bold") for words in said), "", table, legend, "")
+    return Group(*(Text(words, style="bold") for words in sentences), "", table, legend, "")
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
@@ -218,7 +223,7 @@ def render_page(results: Results, context: Context) -> str:
         "report.html.jinja",
         title=" with ".join(filter(None, (public_name(target), ", ".join(drafts)))),
         context=context,
-        overall=overall(results),
+        answer=answer(results),
         picture=picture(results),
         folds=folds(results, context),
         texts=_texts(context.samples, results) if context.samples else [],
@@ -229,8 +234,9 @@ def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
     made = [verifiers.fold(results), _all_sets(results), _each_set(results)]
     made += [_head(context.verdict), _heads(results, context)]
-    made += [_predictors(context.verdict), _positions(results), _lengths(results), what_if(results)]
-    return [fold for fold in [*made, _scores(results), _where(results, context)] if fold]
+    made += [_predictors(context.verdict), _positions(results), lengths_fold(results)]
+    made += [what_if(results), _scores(results), _where(results, context)]
+    return [fold for fold in made if fold]
 
 
 PICTURE = {
@@ -243,21 +249,21 @@ PICTURE = {
 
 def picture(results: Results) -> tuple[str, list[Bar]]:
     """What the bars of the first screen are of, and the bars: methods that draft, over all sets."""
-    rows = {row.method: row for row in pool(results)}
-    known = [name for name in PICTURE if any(name in row.rates for row in rows.values())]
-    shown, best = known[0], best_of(list(rows.values()))
+    rows = {row.name: row for row in pool(results)}
+    shown = next(name for name in PICTURE if any(name in row.rates for row in rows.values()))
+    best = best_of(list(rows.values()))
     unit, of_what = PICTURE[shown]
     bars = []
-    for row in (rows[name] for name in chosen(results)):
+    for row in (rows[name] for name in shown_methods(results)):
         value = row.rate(shown)
-        if row.drafter is None or value is None:
+        if row.method.decoder == "plain" or value is None:
             continue
         text = f"{value.value:.{RATES_SHOWN[shown]}f}{unit}"
-        look = "" if row.lossless else "biased"
+        look = "" if row.method.lossless else "biased"
         if row is best:
             look = "best" if shown == "speedup" and value.low > 1 else "first"
         mark = None if shown == "tokens_per_second" else 1.0
-        bars.append(Bar(row.method, value, text, mark, look))
+        bars.append(Bar(row.name, value, text, mark, look))
     return of_what, bars
 
 
@@ -265,7 +271,7 @@ def _heads(results: Results, context: Context) -> Fold | None:
     """The best method with each head, where several evaluations of the run measured one."""
     rows = []
     for folder, each in {"this page": results, **context.others}.items():
-        asking = {row.method: row for row in pool(each) if row.runs[0].head is not None}
+        asking = {row.name: row for row in pool(each) if row.runs[0].head is not None}
         if asking:
             name = max(asking, key=lambda method: merit(asking[method]))
             (row,) = (row for row in rows_of(each) if row.method == name)
@@ -348,7 +354,7 @@ def _predictors(verdict: HeadVerdict | None) -> Fold | None:
 
 
 def _positions(results: Results) -> Fold | None:
-    if not any(run.fixed_length for run in results.runs):
+    if not any(run.method.fixed_length for run in results.runs):
         return None
     from eval.reporting.charts import MIN_ROUNDS, drawings  # imports matplotlib
 
@@ -362,13 +368,6 @@ def _positions(results: Results) -> Fold | None:
         # Safe: the words of a drawing are drawn as paths or escaped.
         drawings=[Markup(svg) for svg in drawings(results)],
     )
-
-
-def _lengths(results: Results) -> Fold | None:
-    rows = [(best.engine, best.cells) for best in measured_lengths(results).values() if best]
-    columns = [(name, "") for name in ("best", "tokens/s", "measured", "against the next best")]
-    said = f"The fastest fixed length with each engine, {ALL_SETS}."
-    return Fold("Draft length", said, columns, rows, first="engine") if rows else None
 
 
 def _scores(results: Results) -> Fold | None:
@@ -423,10 +422,10 @@ def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]
     """Prompt set, prompt, method and text: what the best lossless method made of a first prompt."""
     texts = []
     for dataset in results.datasets():
-        drafting = [run for run in results.of(dataset) if run.lossless and run.draft]
+        drafting = [run for run in results.of(dataset) if run.method.lossless and run.draft]
         drafting.sort(key=lambda r: (r.tokens_per_second or 0.0, r.block_efficiency), reverse=True)
         for sample in samples.of(dataset)[:1]:
-            made = [run.method for run in drafting if run.method in sample.methods]
+            made = [run.name for run in drafting if run.name in sample.methods]
             if made:
                 text = sample.methods[made[0]]
                 texts.append((dataset, sample.prompt, made[0], text))
@@ -443,8 +442,8 @@ def environment_rows(results: Results) -> list[tuple[str, str]]:
     ]
     if len(where.devices) > 1:
         rows.append(("processes", f"{len(where.devices)} ({', '.join(where.devices)})"))
-    ours = [run.parameters for run in results.runs if run.drafter != "transformers"]
-    engines = dict.fromkeys(parameters.get("engine", "eager") for parameters in ours)
+    ours = [run for run in results.runs if run.method.decoder in ("plain", "speculative")]
+    engines = dict.fromkeys(run.engine for run in ours)
     rows.append(("engine", ", ".join(engines) or None))
     rows.append(("software", ", ".join(f"{name} {v}" for name, v in where.software.items())))
     commit = where.git_commit

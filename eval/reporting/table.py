@@ -26,14 +26,14 @@ def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: if a method is not in the results.
     """
-    sets, pooled = results.datasets(), {row.method: row for row in pool(results)}
+    sets, pooled = results.datasets(), {row.name: row for row in pool(results)}
     lines = [
         _line("method", *(escape_markdown(name) for name in sets), *COUNTS),
         _line("---", *["---:"] * (len(sets) + len(COUNTS))),
     ]
-    for name in chosen(results, methods):
-        runs = {run.dataset: run for run in results.runs if run.method == name}
-        mark = "" if all(run.lossless for run in runs.values()) else " †"
+    for name in shown_methods(results, methods):
+        runs = {run.dataset: run for run in results.runs if run.name == name}
+        mark = "" if all(run.method.lossless for run in runs.values()) else " †"
         cells = [escape_markdown(name) + mark]
         for each in sets:
             cell = NOT_MEASURED
@@ -56,22 +56,23 @@ COUNTS = {
 """Heading -> a rate over all prompt sets, and its decimals."""
 
 
-def chosen(results: Results, methods: Sequence[str] = ()) -> list[str]:
+def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
     """The names of the rows of `readme_table`."""
-    known = list(dict.fromkeys(run.method for run in results.runs))
+    measured = list(dict.fromkeys(run.name for run in results.runs))
     for name in methods:
-        if name not in known:
-            raise ConfigError(f"no method {name!r} was measured: {nearest(name, known)}")
+        if name not in measured:
+            raise ConfigError(f"no method {name!r} was measured: {nearest(name, measured)}")
     if methods:
         return list(methods)
-    kinds: dict[tuple[str | None, ...], list[PooledRow]] = {}
+    kinds: dict[tuple[str, ...], list[PooledRow]] = {}
     for row in pool(results):
-        run = row.runs[0]
-        if run.method != PLAIN:
-            kinds.setdefault((run.drafter, run.verifier, run.stop), []).append(row)
+        method = row.method
+        if method.name != PLAIN:
+            kind = (method.decoder, method.drafter, method.verifier, method.stop.name)
+            kinds.setdefault(kind, []).append(row)
     best = sorted((max(rows, key=merit) for rows in kinds.values()), key=merit, reverse=True)
-    plain = [PLAIN] if PLAIN in known else []
-    return plain + [row.method for row in best][: ROWS - len(plain)]
+    plain = [PLAIN] if PLAIN in measured else []
+    return plain + [row.name for row in best][: ROWS - len(plain)]
 
 
 def _footnote(results: Results, *, by_hand: bool) -> str:
@@ -89,7 +90,7 @@ def _footnote(results: Results, *, by_hand: bool) -> str:
     )
     if not by_hand:
         text += " Of each kind of method the setting that was fastest on these prompts."
-    if any(not run.lossless for run in results.runs):
+    if any(not run.method.lossless for run in results.runs):
         text += " † changes the target's distribution."
     return escape_markdown(text)
 

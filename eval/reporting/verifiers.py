@@ -93,7 +93,7 @@ def fold(results: Results) -> Fold | None:
     rows = of_all(results.verifiers)
     if not rows:
         return None
-    measured = {row.method: row for row in pool(results)} if results.runs else {}
+    measured = {row.name: row for row in pool(results)} if results.runs else {}
     return Fold(
         "Every verifier",
         answer(rows),
@@ -128,7 +128,7 @@ def bars(rows: Sequence[VerifierRow]) -> list[Bar]:
 
 def markdown(rows: Sequence[VerifierRow], results: Results | None = None) -> str:
     """The table of all prompt sets."""
-    measured = {row.method: row for row in pool(results)} if results and results.runs else {}
+    measured = {row.name: row for row in pool(results)} if results and results.runs else {}
     heads = ["draft", "verifier", *(name for name, _ in COLUMNS)]
     lines = [heads, ["---", "---", *["--:"] * len(COLUMNS)]]
     for row in of_all(rows):

@@ -16,7 +16,10 @@ from eval.measuring.results import Run
 def vllm_metrics(run: Run) -> dict[str, Any]:
     """A run that drafted as JSON values, pooled and request by request."""
     records, requests = run.generations, []
-    longest = max(run.length or 0, *(len(each.accepted_by_position) for each in records))
+    longest = max(
+        run.method.deepest if run.draft else 0,
+        *(len(each.accepted_by_position) for each in records),
+    )
     pooled = [0] * (longest + 1)  # rounds that drafted and accepted at least 0, 1, ... tokens
     for record in records:
         # The last token of a budget is drafted for by none, so not every round is one.
@@ -47,7 +50,7 @@ def vllm_metrics(run: Run) -> dict[str, Any]:
     conditional = [1.0, *(now / before for before, now in pairwise(joint) if before)]
     return {
         "dataset": run.dataset,
-        "method": run.method,
+        "method": run.name,
         "spec_decode_acceptance_length": 1 + accepted / drafts,
         "spec_decode_acceptance_rate": 100 * accepted / run.n_draft,
         "spec_decode_num_drafts": drafts,

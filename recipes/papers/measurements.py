@@ -122,7 +122,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
 
     from eval.measuring.environment import describe_environment
     from eval.measuring.experiment import Artefacts, Experiment
-    from eval.measuring.results import Method, build_results
+    from eval.measuring.results import build_results
     from eval.runtime.engines import engine_on
     from heads import BaseHead
 
@@ -152,10 +152,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     used = engine_on(config.engine, where.device)
     say(f"  {len(prompts)} prompts, {len(config.methods)} methods, forwards {used}")
     generations = [
-        (
-            Method(**{name: getattr(run, name) for name in Method.model_fields}),
-            [record for each in found for record in each.runs[index].generations],
-        )
+        (run, [record for each in found for record in each.runs[index].generations])
         for index, run in enumerate(found[0].runs)
     ]
     pooled = build_results(where, generations)
@@ -235,13 +232,13 @@ def _records(
     sets = pooled.datasets()
     several = {ALL_SETS: sets} if len(sets) > 1 else {}
     for name, chosen in ({each: [each] for each in sets} | several).items():
-        rows = {row.method: row for row in pool(pooled, chosen)}
-        seeds = [{row.method: row for row in pool(each, chosen)} for each in by_seed]
+        rows = {row.name: row for row in pool(pooled, chosen)}
+        seeds = [{row.name: row for row in pool(each, chosen)} for each in by_seed]
         for method, row in rows.items():
             own = methods[method]
             record: Record = {"set": name, "method": method}
             columns = ("verifier", "drafter", "stop", "length", "threshold", "lossless")
-            record |= {key: getattr(row.runs[0], key) for key in columns}
+            record |= {key: row.method.columns()[key] for key in columns}
             record |= own.get("verifier_args", {}) | own.get("label", {})
             given = (key for key in own if key not in ("name", "verifier_args", *OURS))
             record |= {key: shape(own[key]) for key in given}

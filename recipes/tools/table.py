@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.measuring.results import Results, check_metrics, read_results
-from eval.reporting.table import chosen, readme_table
+from eval.reporting.table import readme_table, shown_methods
 from eval.reporting.vllm_metrics import vllm_metrics
 from recipes.layout import RESULTS
 from specdata.errors import ConfigError
@@ -38,7 +38,7 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
         run["generations"] = {name: [row[name] for row in rows] for name in rows[0]}
     text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_text(out / RESULTS, text + "\n")
-    shown = [run for run in results.runs if run.method in methods]
+    shown = [run for run in results.runs if run.name in methods]
     picture = plot("speedup", results.model_copy(update={"runs": shown}), results.datasets())
     write_png(out / PICTURE, picture)
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         path = asked.results / RESULTS if asked.results.is_dir() else asked.results
         results = read_results(path)
         check_metrics(results, path)
-        methods = chosen(results, asked.method)
+        methods = shown_methods(results, asked.method)
         table = readme_table(results, asked.method)
         if asked.out is not None:
             if not results.timed:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     except Exception as error:  # noqa: BLE001 - raised again if it is a defect
         return tell(error)
     if asked.format == "vllm":
-        runs = [run for run in results.runs if run.method in asked.method or not asked.method]
+        runs = [run for run in results.runs if run.name in asked.method or not asked.method]
         drafting = [vllm_metrics(run) for run in runs if run.n_draft]
         table = json.dumps({"format": "vLLM 0.32.0", "runs": drafting}, indent=1) + "\n"
     sys.stdout.write(table)

@@ -1,0 +1,369 @@
+"""What to use, by an evaluation: the fastest lossless method, and how many tokens to draft.
+
+One answer to one question, for the page, the terminal and the cards: `answer` says what is fastest
+over all prompt sets together, by how much, how sure that is and whether it is exact;
+`best_lengths` the number of drafted tokens for each engine; `what_if` what would be fastest if the
+draft were cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from eval.analysis.head_verdict import measured_times
+from eval.measuring.intervals import Interval
+from eval.measuring.pooled import ALL_SETS, PooledRow, fastest, merit, pool
+from eval.measuring.results import Results
+from eval.reporting.rendering import NOT_MEASURED, Fold
+from specdata.errors import ManifestError
+
+FEW_PROMPTS = 24
+"""Sets with fewer prompts than this carry a warning."""
+WIDE = 0.2
+"""So does a speed-up whose interval is wider than this share of its value."""
+MOST_NAMED = 3
+"""Methods that are named of those that cannot be told apart."""
+
+
+# --- the fastest method ---
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The first lines of a report, over all prompt sets together (`eval.measuring.pooled`).
+
+    Args:
+        finding: what is fastest and by how much, with intervals.
+        exactness: whether its text is the target's; empty where there is nothing to say.
+        basis: what was measured, and where.
+        cautions: why not to trust it too far; none if prompts and intervals are as they should be.
+    """
+
+    finding: str
+    exactness: str
+    basis: str
+    cautions: tuple[str, ...]
+
+
+def answer(results: Results) -> Answer:
+    """What is fastest, in a few plain sentences."""
+    rows = pool(results)
+    best = best_of(rows)
+    return Answer(
+        _finding(rows, results.environment.batch_size),
+        _exactness(best, rows),
+        _basis(results),
+        tuple(_cautions(results, best)),
+    )
+
+
+def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
+    """The lossless drafting method of most tokens a second, or a forward where none is timed."""
+    drafting = [row for row in rows if row.method.lossless and row.method.uses_draft]
+    return max(drafting, key=merit, default=None)
+
+
+def is_wide(speedup: Interval | None) -> bool:
+    """True if an interval is wider than WIDE of its value."""
+    return speedup is not None and speedup.high - speedup.low > WIDE * speedup.value
+
+
+def _finding(rows: Sequence[PooledRow], batch: int) -> str:
+    """The fastest method that drafts, over the target alone and over transformers' own loop."""
+    best, winner = best_of(rows), fastest(rows)
+    plain = next((row for row in rows if row.method.decoder == "plain"), None)
+    if best is None:
+        return f"{'Only the target alone' if plain else 'No lossless method'} was measured."
+    if winner is None:
+        together = f" ({batch} prompts were decoded together)" if batch > 1 else ""
+        tokens = Interval.of(best.rates["block_efficiency"])
+        return (
+            f"Speeds were not measured{together}: counts alone, which say nothing of the draft's "
+            f"cost. Most tokens a forward of the target: {best.name}, {tokens.value:.2f} "
+            f"{_within(tokens)}."
+        )
+    is_theirs = best.method.decoder == "assisted"
+    who = f"transformers' own {best.name}" if is_theirs else best.name
+    if plain is None:
+        text = (
+            f"{who} is fastest, {best.speed():.1f} tokens/s; the target alone was not measured, so"
+            " there is no speed-up."
+        )
+    else:
+        text = _over_plain(who, best.over(plain, "tokens_per_second"), winner[1])
+    if is_theirs:
+        ours = best_of([row for row in rows if row.method.decoder != "assisted"])
+        if ours is not None:
+            ratio = ours.over(best, "tokens_per_second")
+            text += f" The best of ours, {ours.name}, runs at {ratio.value:.2f} times its speed"
+            text += f" {_within(ratio)}."
+        return text
+    assisted = [row for row in rows if row.method.decoder == "assisted"]
+    if assisted:
+        rival = max(assisted, key=PooledRow.speed)
+        ratio = best.over(rival, "tokens_per_second")
+        told = "" if ratio.low > 1 else "; the two are not told apart"
+        text += (
+            f" Against transformers' own assisted generation at its best ({rival.name}) it is"
+            f" {ratio.value:.2f} times as fast {_within(ratio)}{told}."
+        )
+    return text
+
+
+def _over_plain(who: str, ratio: Interval, ties: Sequence[PooledRow]) -> str:
+    """The best method over the target alone, and the methods that may be as fast."""
+    speed = f"{ratio.value:.2f} times its speed {_within(ratio)}."
+    if ratio.high < 1:
+        return (
+            f"Nothing is faster than the target alone: the best method, {who}, is slower, at"
+            f" {speed}"
+        )
+    if ratio.low <= 1:
+        return (
+            f"No method is shown to be faster than the target alone: the best, {who}, ran at"
+            f" {speed}"
+        )
+    text = f"{who} is fastest: {ratio.value:.2f} times the speed of the target alone"
+    text += f" {_within(ratio)}."
+    if others := [row.name for row in ties if row.method.uses_draft]:
+        named = ", ".join(others[:MOST_NAMED])
+        more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+        text += f" Not told apart from it: {named}{more}."
+    return text
+
+
+def _exactness(best: PooledRow | None, rows: Sequence[PooledRow]) -> str:
+    """Whether the best method's text is the target's, and what biased methods did."""
+    text = ""
+    if best is not None:
+        ours = best.method.decoder == "speculative"
+        by = f"the verifier {best.method.verifier}" if ours else "transformers' own verification"
+        text = f"It is exact: {by} is proved to leave the target's distribution as it is."
+    for row in rows:
+        if row.method.lossless:
+            continue
+        speed, bias = row.value("speedup"), row.rate("total_variation")
+        ran = "" if speed is None else f" ran at {speed:.2f} times the target's speed, but"
+        text += f" Not exact: {row.name}{ran} changes the target's distribution"
+        if bias is not None:
+            text += f" (total variation {bias.value:.3f} a token,"
+            text += f" 95 % interval {bias.low:.3f} to {bias.high:.3f})"
+        text += "."
+    return text.strip()
+
+
+def _basis(results: Results) -> str:
+    """On what, with which models and sampler, where."""
+    where, sampling = results.environment, results.runs[0].sampling
+    sets = [f"{results.of(name)[0].prompts} of {name}" for name in results.datasets()]
+    equally = ", each set counting alike" if len(sets) > 1 else ""
+    temperature = sampling.get("temperature")
+    sampler = "greedily" if temperature == 0 else f"at temperature {temperature}"
+    if temperature != 0:
+        sampler += f", top-k {sampling['top_k']}" if sampling.get("top_k") else ""
+        sampler += f", top-p {sampling['top_p']}" if sampling.get("top_p") not in (None, 1) else ""
+    drawn = sampling.get("max_new_tokens")
+    limit = "" if drawn is None else f", at most {drawn} new tokens"
+    machine, threads = where.hardware.get("gpu"), None
+    if not where.device.startswith("cuda"):
+        machine, threads = (where.hardware.get(name) for name in ("cpu", "threads"))
+    return (
+        f"Measured on the same prompts for all ({', '.join(sets)}{equally}), {sampler}{limit};"
+        f" {where.dtype} on {machine or where.device}"
+        + (f", {threads} thread{'' if threads == 1 else 's'}" if threads else "")
+        + f". Intervals are 95 %, paired by prompt; of {len({run.name for run in results.runs})}"
+        " measured, the fastest is chosen on the prompts that it is judged on."
+    )
+
+
+def _cautions(results: Results, best: PooledRow | None) -> list[str]:
+    """Few prompts, wide intervals, and a head that was not judged here."""
+    cautions = []
+    counts = {name: results.of(name)[0].prompts for name in results.datasets()}
+    if few := [f"{name} {count}" for name, count in counts.items() if count < FEW_PROMPTS]:
+        cautions.append(
+            f"Few prompts ({', '.join(few)}; fewer than {FEW_PROMPTS} a set): intervals over so few"
+            " prompts are rough and tend to be too narrow; do not generalise from them."
+        )
+    wide = [
+        f"{run.name} on {run.dataset}"
+        for run in results.runs
+        if run.speedup is not None and is_wide(Interval(run.speedup, *run.intervals["speedup"]))
+    ]
+    if wide:
+        named = wide[0] if len(wide) == 1 else f"{len(wide)} of {len(results.runs)} speed-ups"
+        cautions.append(
+            f"Wide intervals ({named}): wider than {100 * WIDE:.0f} % of the value, marked ~ in the"
+            " tables; more prompts would narrow them."
+        )
+    if results.timed and best is not None and best.runs[0].head is not None:
+        cautions.append(
+            f"The fastest on these prompts, {best.name}, stops by a head. Whether the head pays"
+            " is judged on other prompts, too, and can come out otherwise."
+        )
+    return cautions
+
+
+def _within(ratio: Interval) -> str:
+    return f"(95 % interval {ratio.low:.2f} to {ratio.high:.2f})"
+
+
+# --- the number of drafted tokens ---
+
+ENGINES = {
+    "draftsmith": "speculative",
+    "transformers": "assisted",
+    "vLLM": None,
+    "SGLang": None,
+    "llama.cpp": None,
+}
+"""Engines that serve a plain draft -> the decoder under which results hold them, if they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestLength:
+    """The fastest of the fixed lengths that were measured with one engine, over all prompt sets.
+
+    A length that is best in one engine's loop says nothing about another engine, whose draft and
+    target cost other shares of a round.
+
+    Args:
+        row: the fastest method.
+        others: the other methods that were measured with this engine, from the fastest.
+    """
+
+    row: PooledRow
+    others: Sequence[PooledRow]
+
+    @property
+    def length(self) -> int:
+        """Tokens that it drafts a round."""
+        return self.row.method.deepest
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Best length, speed, all measured lengths and the next best, as text."""
+        best, against = f"K = {self.length}", NOT_MEASURED
+        if self.row.method.decoder == "speculative":
+            best += f", {self.row.method.verifier} verification"
+        speed = Interval.of(self.row.rates["tokens_per_second"])
+        if self.others:
+            ratio = self.row.over(self.others[0], "tokens_per_second")
+            against = f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] "
+            against += self.others[0].name + (": not told apart" if ratio.low <= 1.0 else "")
+        lengths = sorted({row.method.deepest for row in (self.row, *self.others)})
+        return (
+            best,
+            f"{speed.value:.1f} [{speed.low:.1f}, {speed.high:.1f}]",
+            f"K = {', '.join(map(str, lengths))}",
+            against,
+        )
+
+
+def best_lengths(results: Results) -> dict[str, BestLength | None]:
+    """Engine -> the best of what was measured with it; None where nothing was, or without times."""
+    best: dict[str, BestLength | None] = {}
+    for engine, decoder in ENGINES.items():
+        rows = [row for row in _fixed_lengths(results) if row.method.decoder == decoder]
+        rows.sort(key=PooledRow.speed, reverse=True)
+        best[engine] = BestLength(rows[0], rows[1:]) if rows and results.timed else None
+    return best
+
+
+def longest_measured(results: Results) -> int:
+    """The longest fixed length of a chain that was measured on every prompt set.
+
+    Raises:
+        ManifestError: if none was.
+    """
+    rows = _fixed_lengths(results)
+    if not rows:
+        raise ManifestError(
+            "the card of a draft needs a measured draft length: evaluate a method with a fixed"
+            " length (stop: fixed) on every prompt set"
+        )
+    return max(row.method.deepest for row in rows)
+
+
+def _fixed_lengths(results: Results) -> list[PooledRow]:
+    """Each lossless chain of a fixed length that was measured on every prompt set."""
+    return [
+        row
+        for row in pool(results)
+        if row.method.lossless and row.method.fixed_length and not row.method.branches
+    ]
+
+
+def lengths_fold(results: Results) -> Fold | None:
+    """The best length of each engine as a section of the page."""
+    rows = [(engine, best.cells) for engine, best in best_lengths(results).items() if best]
+    columns = [(name, "") for name in ("best", "tokens/s", "measured", "against the next best")]
+    sentence = f"The fastest fixed length with each engine, {ALL_SETS}."
+    return Fold("Draft length", sentence, columns, rows, first="engine") if rows else None
+
+
+# --- if the draft were cheaper, or dearer ---
+
+RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+"""t_draft / t_target; .21 is that of the pair that most papers' figures are of (a 68M draft)."""
+EXPLAINED = (
+    "Speed-up over the target alone if a forward of the draft took the share r of one of the"
+    " target's: 1 / (N target/N + r N forwards/N), SpecDec++ Eq. 5.1 with the counts of this run,"
+    " nothing beside forwards, and verifying as dear as one token. Every method keeps the lengths"
+    " that it drafted here. ★ the fastest lossless method at that ratio."
+)
+
+
+def expected_speedup(row: PooledRow, ratio: float) -> float:
+    """Speed over plain decoding at another cost of the draft, every prompt set counting alike.
+
+    By SpecDec++ (Huang et al., arXiv:2405.19715), Eq. 5.1, an emitted token takes
+
+        t = t_d (1 + N_discarded/N) + (t_t - t_d) N_target/N
+
+    with t_d and t_t for a forward of draft and target. For a chain 1 + N_discarded/N - N_target/N
+    is N_forwards/N, the draft's forwards a token, and those were counted, of trees too. Plain
+    decoding takes t_t, so at r = t_d/t_t the speed-up is 1 / (N_target/N + r N_forwards/N).
+
+    Args:
+        row: a method over one prompt set or several.
+        ratio: t_draft / t_target.
+    """
+    seconds = [  # of a token on each set, where the target's forward takes 1
+        (run.rounds + ratio * run.draft_forwards) / run.tokens for run in row.runs
+    ]
+    return 1.0 / float(np.mean(seconds))
+
+
+def what_if(results: Results) -> Fold | None:
+    """The table over all prompt sets together; None if nothing drafted."""
+    drafting = [row for row in pool(results) if row.method.uses_draft]
+    if not drafting:
+        return None
+    speedups = np.array([[expected_speedup(row, ratio) for ratio in RATIOS] for row in drafting])
+    lossless = np.array([row.method.lossless for row in drafting])
+    best = np.where(lossless[:, None], speedups, 0.0).max(axis=0)  # 0 where all are biased
+    rows = [
+        (
+            row.name + ("" if row.method.lossless else " †"),
+            [("★ " if x == y else "") + f"{x:.2f}x" for x, y in zip(each, best, strict=True)],
+        )
+        for row, each in zip(drafting, speedups, strict=True)
+    ]
+    fit, measured = measured_times(results), ""
+    if fit is not None:
+        measured = (
+            f" Here a drafted token took {1000 * fit.t_draft:.2f} ms and a target forward"
+            f" {1000 * fit.t_target:.2f} ms, all that a round costs included (fitted to the chains"
+            f" of every set, R² = {fit.r_squared:.3f}): r = {fit.t_draft / fit.t_target:.2g}."
+        )
+    return Fold(
+        "What if the draft were cheaper, or dearer?",
+        "Expected speed-up at other ratios r of a draft's forward to the target's.",
+        [(f"r = {ratio:g}", "") for ratio in RATIOS],
+        rows,
+        note=EXPLAINED + measured,
+    )
