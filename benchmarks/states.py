@@ -31,8 +31,9 @@ from distill.training import save_model
 from distill.watch import HeldOut
 from eval.measuring.environment import describe_environment
 from specdata.loading import Loading
-from specdata.models import copy_tokenizer, load_configs, load_model
+from specdata.models import load_configs, load_model
 from specdata.sampling import SamplingConfig
+from specdata.saving import copy_tokenizer
 from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.files import write_json

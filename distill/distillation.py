@@ -41,13 +41,13 @@ from specdata.errors import TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading, check_shardable
 from specdata.models import (
     check_shared_vocabulary,
-    copy_tokenizer,
     load_generation,
     load_model,
     load_tokenizer,
 )
 from specdata.processes import join_processes, process_count, wait_for_main
 from specdata.sampling import SamplingConfig
+from specdata.saving import copy_tokenizer
 from specdata.sharded import load_sharded
 from specdata.state_store import StateStore
 from specdata.states_draft import reads_states

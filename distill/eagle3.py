@@ -24,7 +24,7 @@ from distill.training import special_ids
 from specdata.draft_vocabulary import SIZE
 from specdata.eagle3 import Norms, eagle3_class
 from specdata.errors import ConfigError
-from specdata.models import copy_tokenizer
+from specdata.saving import copy_tokenizer
 from specdata.states_draft import KEY
 from specdata.storage.files import atomic_folder, read_object, write_json
 from specdata.taps import attach, decoder_layers, read_taps, record_of

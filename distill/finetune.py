@@ -43,7 +43,6 @@ from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.models import (
     check_shared_vocabulary,
-    copy_tokenizer,
     load_generation,
     load_tokenizer,
     positions,
@@ -56,6 +55,7 @@ from specdata.prompts.chat_templates import (
     require_template,
 )
 from specdata.prompts.conversations import Account, conversation_inputs, read_conversations
+from specdata.saving import copy_tokenizer
 from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, locked, write_json
 from specdata.storage.resume import Settings, read_record

@@ -33,7 +33,6 @@ from specdata.lm_head import find_lm_head, hidden_states
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
     check_shared_vocabulary,
-    copy_tokenizer,
     load_configs,
     load_generation,
     load_model,
@@ -41,6 +40,7 @@ from specdata.models import (
     positions,
 )
 from specdata.processes import join_processes, wait_for_main
+from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, read_record
 from specdata.taps import decoder_layers, default_taps, install

@@ -25,7 +25,7 @@ from transformers import (
 
 from distill.config import TOY_POSITIONS, ToyPairConfig
 from distill.training import Schedule, save_model, train_resumably, training_arguments
-from specdata.models import copy_tokenizer
+from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder
 from specdata.storage.resume import Settings
 from specdata.toy.corpus import corpus

@@ -36,8 +36,8 @@ from transformers.utils import logging
 
 from specdata.errors import TrainingDivergedError
 from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
-from specdata.models import add_former_names
 from specdata.processes import is_fsdp, join_processes
+from specdata.saving import add_former_names
 from specdata.storage.checkpoints import (
     checkpoint_folder,
     checkpoint_to_resume,

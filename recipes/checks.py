@@ -2,7 +2,7 @@
 
 A run checks this first, and so does `--plan`. Only what is on this machine is looked at: prompt
 sets and configurations of models that are on the Hub are checked when a pipeline starts
-(`check_hub`), before its first stage.
+(`check_whole_run`), before its first stage.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_
 def check_paths(stages: Sequence[Stage]) -> None:
     """Refuse an output that cannot be written, and inputs that are nowhere. Raises ConfigError."""
     output = stages[0].config.output
-    here = next(path for path in (absolute(output), *absolute(output).parents) if path.exists())
-    if not here.is_dir() or not os.access(here, os.W_OK | os.X_OK):
-        why = "may not be written into" if here.is_dir() else "is no folder"
-        raise ConfigError(f"cannot write into {output} ({here} {why}): choose another --output")
+    place = next(path for path in (absolute(output), *absolute(output).parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        why = "may not be written into" if place.is_dir() else "is no folder"
+        raise ConfigError(f"cannot write into {output} ({place} {why}): choose another --output")
     for stage in stages:
         for name, source in stage.inputs.items():
             # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
@@ -61,21 +61,21 @@ def check_shared(config: PipelineConfig, models: Iterable[str]) -> None:
     """
     vocabularies = []
     for model in models:
-        here = None if is_made_here(config, model) else on_this_machine(model)
-        if here and (here / "tokenizer.json").is_file():
+        folder = None if is_made_here(config, model) else on_this_machine(model)
+        if folder and (folder / "tokenizer.json").is_file():
             from tokenizers import Tokenizer
 
             with suppress(Exception):  # its own; the loading of the model says what is wrong
-                stored = Tokenizer.from_file(str(here / "tokenizer.json")).get_vocab()
+                stored = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
                 vocabularies.append({index: token for token, index in stored.items()})
-    for theirs in vocabularies[1:]:
-        both = vocabularies[0].keys() & theirs.keys()
-        check_vocabularies(*({i: each[i] for i in both} for each in (vocabularies[0], theirs)))
+    for other in vocabularies[1:]:
+        both = vocabularies[0].keys() & other.keys()
+        check_vocabularies(*({i: each[i] for i in both} for each in (vocabularies[0], other)))
 
 
 def check_training_splits(config: PipelineConfig) -> None:
     """Refuse rollouts without the splits that are trained on. Raises ConfigError."""
-    splits = {wanted.split for wanted in config.rollouts.sets}
+    splits = {dataset.split for dataset in config.rollouts.sets}
     if (config.draft or config.head) and not {"train", "dev"} <= splits:
         raise ConfigError(
             "rollouts.sets must hold splits train and dev to train on, got "
@@ -167,35 +167,24 @@ def _check_tensor_parallel(config: PipelineConfig, stage: str) -> None:
             "models.load.target.device_map: auto"
         )
     check_tp_plan(config.models.load.target.tp_plan, key, config.models.target)
-    known = sizes_of(config, config.models.target)
-    heads = known.get("num_attention_heads")
+    sizes = sizes_of(config, config.models.target)
+    heads = sizes.get("num_attention_heads")
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", heads)):
-        found = known.get(name, count)
-        if isinstance(found, int) and found % process_count():
+        size = sizes.get(name, count)
+        if isinstance(size, int) and size % process_count():
             raise ConfigError(
                 f"{key} gives each process as many attention heads as any other: "
-                f"{config.models.target} has {name} {found}, which {process_count()} processes "
+                f"{config.models.target} has {name} {size}, which {process_count()} processes "
                 "cannot share evenly; start another number of them"
             )
 
 
-def check_weights(config: PipelineConfig) -> None:
-    """Refuse, for an evaluation, folders that describe a model without holding it.
+def check_whole_run(config: PipelineConfig) -> None:
+    """Refuse what only a run that ends in an evaluation needs, and what only the Hub tells.
 
-    A target behind a server may be such a folder, and `--plan` needs no more. Raises ConfigError.
-    """
-    for name in given_models(config):
-        if is_without_weights(name) and not is_made_here(config, name):
-            raise ConfigError(
-                f"{name} has a config.json and no weights ({', '.join(WEIGHTS)}), which the "
-                "evaluation reads: copy them there, or run the recipes before it one by one"
-            )
-
-
-def check_hub(config: PipelineConfig) -> None:
-    """Refuse what only the Hub tells: prompt sets there, and the contexts of models.
-
-    Downloads the sets (conversations, too), and of models config.json alone. Raises ConfigError.
+    That is models without weights (enough for `--plan`, and for a target behind a server), prompt
+    sets of the Hub, and the contexts of models. Downloads the sets (conversations, too), and of
+    models config.json alone. Raises ConfigError.
     """
     from specdata.models import load_tokenizer, longest_prompt
     from specdata.prompts.chat_templates import require_template
@@ -203,8 +192,13 @@ def check_hub(config: PipelineConfig) -> None:
     from specdata.prompts.loading import check_sets
     from specdata.prompts.reading import is_remote
 
-    names = [*given_models(config), *path_drafts(config.eval)]
-    for name in names:
+    for name in given_models(config):
+        if is_without_weights(name) and not is_made_here(config, name):
+            raise ConfigError(
+                f"{name} has a config.json and no weights ({', '.join(WEIGHTS)}), which the "
+                "evaluation reads: copy them there, or run the recipes before it one by one"
+            )
+    for name in (*given_models(config), *path_drafts(config.eval)):
         if not is_made_here(config, name):
             longest_prompt(name, config.eval.max_new_tokens)
     if config.draft and config.draft.finetune and config.draft.finetune.conversations:
@@ -214,7 +208,7 @@ def check_hub(config: PipelineConfig) -> None:
             require_template(load_tokenizer(config.models.target))
     trained = config.rollouts.sets if config.draft or config.head or config.toy else []
     for sets in (trained, config.eval.sets):
-        remote = [wanted for wanted in sets if is_remote(wanted)]
+        remote = [dataset for dataset in sets if is_remote(dataset)]
         check_sets(remote, config.seed, has_template=has_chat_template(config))
 
 
@@ -238,13 +232,13 @@ def has_chat_template(config: PipelineConfig) -> bool | None:
     """True if the target has a chat template; None if its tokenizer is not on this machine."""
     if is_made_here(config, config.models.target):
         return False
-    here = on_this_machine(config.models.target)
-    if here is None:
+    folder = on_this_machine(config.models.target)
+    if folder is None:
         return None
-    if any((here / name).exists() for name in CHAT_TEMPLATES):
+    if any((folder / name).exists() for name in CHAT_TEMPLATES):
         return True
     try:
-        settings = read_object(here / "tokenizer_config.json")
+        settings = read_object(folder / "tokenizer_config.json")
     except (OSError, ValueError):
         return None
     return bool(settings.get("chat_template"))
@@ -252,7 +246,7 @@ def has_chat_template(config: PipelineConfig) -> bool | None:
 
 def positions_of(config: PipelineConfig, model: str) -> int | None:
     """A model's context in tokens, as its config.json on this machine has it; None if unknown."""
-    known = sizes_of(config, model)
+    sizes = sizes_of(config, model)
     # GPT-2 and its kin call it n_positions.
-    found = known.get("max_position_embeddings", known.get("n_positions"))
-    return found if isinstance(found, int) else None
+    limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
+    return limit if isinstance(limit, int) else None

@@ -112,14 +112,14 @@ def launch(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("profile", choices=PROFILES, metavar="PROFILE", help="docs/launching.md")
     profile = parser.parse_args(arguments[:1]).profile
-    here = next((n for n, word in enumerate(arguments) if n and word in RECIPES), None)
-    if here is None:
+    place = next((n for n, word in enumerate(arguments) if n and word in RECIPES), None)
+    if place is None:
         close = [nearest(word, RECIPES) for word in arguments[1:2] if not word.startswith("-")]
         parser.error(f"name a recipe after the profile: {'; '.join(close) or ', '.join(RECIPES)}")
-    os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:here]])
+    os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:place]])
     # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    command = launch_command(profile, arguments[1:here], arguments[here], arguments[here + 1 :])
+    command = launch_command(profile, arguments[1:place], arguments[place], arguments[place + 1 :])
     os.execv(command[0], command)  # whose signals and exit status are then this process's
 
 

@@ -178,28 +178,28 @@ def parse(
         ConfigError: for an unreadable file, an unknown key (naming the nearest) or a bad value.
         SystemExit: for `--help`.
     """
-    known, rest = _parser(description, sections, program).parse_known_args(arguments)
+    options, rest = _parser(description, sections, program).parse_known_args(arguments)
     if rest:
         keys = [*(key for key, _ in _options(PipelineConfig, "")), "config", "method", "plan"]
         hint = nearest(rest[0].lstrip("-").split("=")[0], keys)
         raise ConfigError(f"unknown option {rest[0]}: {hint}")
-    tree = _read(Path(known.config))
+    tree = _read(Path(options.config))
     for key, info in _options(PipelineConfig, ""):
-        if (text := vars(known)[key]) is not None:
+        if (text := vars(options)[key]) is not None:
             section, (*path, last) = tree, key.split(".")
             for name in path:
                 if not isinstance(section.get(name), dict):
                     section[name] = {}
                 section = section[name]
             section[last] = text if _is_literal(info, text) else _value(key, text)
-    if known.method and "eval" not in sections:
+    if options.method and "eval" not in sections:
         raise ConfigError(
             "--method chooses what an evaluation measures, and this recipe measures nothing: leave "
             "it out, or give it to run-eval or pipeline"
         )
-    if known.method:
-        _choose_methods(tree, known.method)
-    return Command(build(tree), tree, known.plan)
+    if options.method:
+        _choose_methods(tree, options.method)
+    return Command(build(tree), tree, options.plan)
 
 
 def build(tree: Mapping[str, Any]) -> PipelineConfig:
@@ -344,7 +344,7 @@ def _value(key: str, text: str) -> Any:
         raise ConfigError(f"--{key}: {text[:80]!r} is not a YAML value") from error
 
 
-def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:
+def _choose_methods(tree: dict[str, Any], names: Sequence[str]) -> None:
     """Leave of eval.methods the plain one and those wanted, in that order.
 
     Raises:
@@ -355,8 +355,8 @@ def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:
     if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
         return  # `build` says what is wrong with it
     by_name = {str(method.get("name")): method for method in methods}
-    chosen = [method for method in methods if method.get("name") == PLAIN]
-    for text in wanted:
+    kept = [method for method in methods if method.get("name") == PLAIN]
+    for text in names:
         method = by_name.get(text) or _value("method", text)
         if not isinstance(method, dict):
             raise ConfigError(f"unknown method {text!r}: {nearest(text, by_name)}")
@@ -366,6 +366,6 @@ def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:
             except ValidationError as error:
                 reasons = "; ".join(mistakes(error, Method))
                 raise ConfigError(f"--method {text!r}: {reasons}") from error
-        if method not in chosen:
-            chosen.append(method)
-    tree["eval"] = {**tree["eval"], "methods": chosen}
+        if method not in kept:
+            kept.append(method)
+    tree["eval"] = {**tree["eval"], "methods": kept}

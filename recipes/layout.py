@@ -124,9 +124,9 @@ def portable(values: Any, output: str) -> Any:
 
     def text(value: str) -> str:
         kind, path = re.fullmatch(r"(path draft |prompts |)(.*)", value, re.DOTALL).groups()  # type: ignore[union-attr]
-        here = absolute(path)
-        is_inside = here != root and here.is_relative_to(root)
-        return f"{kind}{OUTPUT}/{here.relative_to(root)}" if is_inside else value
+        whole = absolute(path)
+        is_inside = whole != root and whole.is_relative_to(root)
+        return f"{kind}{OUTPUT}/{whole.relative_to(root)}" if is_inside else value
 
     def walk(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -111,23 +111,23 @@ def _source(
     from specdata.models import load_generation, load_model
     from specdata.prepack import prepacked
 
-    models, wanted = config.models, config.logits
-    assert wanted is not None
-    if wanted.backend == "transformers":
+    models, settings = config.models, config.logits
+    assert settings is not None
+    if settings.backend == "transformers":
         target = find_lm_head(load_model(models.target, load=models.loading("target")))
         stack.enter_context(prepacked(target.model))
-        count = min(wanted.top_logits, target.vocabulary)
+        count = min(settings.top_logits, target.vocabulary)
         return ModelLogits(target, count), {}
     from specdata.logits.served import ServedLogits, check_lengths
     from specdata.server.client import ServerClient
 
-    client = ServerClient(wanted.server, "logits.server")
+    client = ServerClient(settings.server, "logits.server")
     stack.callback(client.close)
-    served = wanted.server.model or models.target
+    served = settings.server.model or models.target
     check_lengths(rollouts, client.check(served))
     vocabulary = load_generation(models.target)[0].get_text_config().vocab_size
-    count = min(wanted.top_logits, vocabulary)
-    source = ServedLogits(client, wanted.backend, served, count, vocabulary)
+    count = min(settings.top_logits, vocabulary)
+    source = ServedLogits(client, settings.backend, served, count, vocabulary)
     return source, {"served": served}
 
 
@@ -154,7 +154,7 @@ def identity(name: str) -> dict[str, str]:
 
 
 def cached_rows(
-    config: PipelineConfig, cache: str, key: str, source: dict[str, Any], wanted: Dataset
+    config: PipelineConfig, cache: str, key: str, source: dict[str, Any], rollouts: Dataset
 ) -> Dataset:
     """The rows of a dataset with top logits that belong to some of this run's rollouts.
 
@@ -163,7 +163,7 @@ def cached_rows(
         cache: the dataset's folder.
         key: the setting that names it, for messages.
         source: what it must have been made of (`made_of`).
-        wanted: rollouts of this run.
+        rollouts: rollouts of this run.
 
     Raises:
         ConfigError: if it was made of other rollouts or by another target, or lacks some of them.
@@ -177,8 +177,8 @@ def cached_rows(
     stored |= stored.get("load", {}).get("target", {})
     load = config.models.loading("target")
     source = {**source, "dtype": load.dtype, "bits": load.bits}
-    made = {name: stored.get(name) for name in source}
-    if changed := differences(made, source, ("target.name",)):
+    stored_source = {name: stored.get(name) for name in source}
+    if changed := differences(stored_source, source, ("target.name",)):
         raise ConfigError(
             f"{key} {cache} was made of other rollouts or by another target: leave it out, or name "
             "one of the same. Stored -> this run's:\n  " + "\n  ".join(changed)
@@ -186,7 +186,7 @@ def cached_rows(
     TopLogits.of(Path(cache))
     rows = load_stored(Path(cache))
     places = {name: place for place, name in enumerate(_names(rows))}
-    names = _names(wanted)
+    names = _names(rollouts)
     if missing := sum(name not in places for name in names):
         raise ConfigError(
             f"{key} {cache} lacks {missing} of {len(names)} rollouts that are needed (labels of a "

@@ -60,10 +60,10 @@ class Pair(Stage):
         """Refuse models that are elsewhere, and several processes."""
         models = self.config.models
         for name, path in (("target", models.target), ("draft", models.draft)):
-            here = self.folder / name
-            if path is None or absolute(path) != absolute(here):
+            place = self.folder / name
+            if path is None or absolute(path) != absolute(place):
                 raise ConfigError(
-                    f"with a toy section, models.{name} must be {here}, got {path}: change it, or "
+                    f"with a toy section, models.{name} must be {place}, got {path}: change it, or "
                     "set toy to null and use your own pair"
                 )
         if process_count() > 1 and not finished(self.folder):
@@ -123,26 +123,26 @@ class Rollouts(Stage):
         """Refuse prompts, lengths and loadings that cannot be used."""
         from specdata.prompts.loading import check_kept, check_sets
 
-        config, wanted = self.config, self.config.rollouts
-        if not wanted.sets:
+        config, rollouts = self.config, self.config.rollouts
+        if not rollouts.sets:
             raise ConfigError(
                 "rollouts.sets must name at least one prompt set, such as "
                 "{name: instruct, split: train, count: 512}; got []"
             )
         layers = sizes_of(config, config.models.target).get("num_hidden_layers")
-        if layers is not None and wanted.store_taps and max(wanted.store_taps) > layers:
+        if layers is not None and rollouts.store_taps and max(rollouts.store_taps) > layers:
             raise ConfigError(
                 f"rollouts.store_taps must be from 0 to {layers}, because {config.models.target} "
-                f"has {layers} layers; got {wanted.store_taps}"
+                f"has {layers} layers; got {rollouts.store_taps}"
             )
-        check_samples(wanted, config.sampling)
+        check_samples(rollouts, config.sampling)
         check_loading(config, "rollouts")
-        check_room(config, "rollouts", wanted.max_new_tokens, [config.models.target])
+        check_room(config, "rollouts", rollouts.max_new_tokens, [config.models.target])
         check_shared(config, given_models(config))
         report = check_sets(
-            wanted.sets, config.seed, here_alone=True, has_template=has_chat_template(config)
+            rollouts.sets, config.seed, here_alone=True, has_template=has_chat_template(config)
         )
-        unread = {each.split for each in wanted.sets if is_remote(each)}
+        unread = {each.split for each in rollouts.sets if is_remote(each)}
         check_kept(report, sorted(self.splits - unread))
 
     def run(self) -> dict[str, Any]:
@@ -156,20 +156,20 @@ class Rollouts(Stage):
         from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
         from specdata.storage.manifest import read_manifest
 
-        config, wanted = self.config, self.config.rollouts
+        config, rollouts = self.config, self.config.rollouts
         tokenizer = load_tokenizer(config.models.target)
         # Found out now rather than after hours of sampling.
         if config.models.draft is not None:
             check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
         with ExitStack() as stack:
             backend, identity, limit = _backend(config, stack)
-            longest = limit - wanted.max_new_tokens
+            longest = limit - rollouts.max_new_tokens
             if longest < 1:
                 raise ConfigError(
-                    f"rollouts.max_new_tokens is {wanted.max_new_tokens}, but the target takes "
+                    f"rollouts.max_new_tokens is {rollouts.max_new_tokens}, but the target takes "
                     f"{limit} tokens, prompt included: lower it"
                 )
-            loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
+            loaded = load_prompts(rollouts.sets, tokenizer, seed=config.seed, max_tokens=longest)
             if not loaded.prompts:
                 raise ConfigError("rollouts.sets must hold at least one prompt")
             check_kept(loaded.report, sorted(self.splits))
@@ -181,13 +181,13 @@ class Rollouts(Stage):
                 "prompts": loaded.report,
             }
             settings = self.dataset_settings(made_of)
-            asked = turns_asked(loaded.prompts, wanted.samples)
+            asked = turns_asked(loaded.prompts, rollouts.samples)
             with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
                 make_rollouts(
                     backend,
                     loaded.prompts,
                     self.folder,
-                    wanted,
+                    rollouts,
                     dialogue=Dialogue(tokenizer, longest),
                     settings=settings,
                     report=bar.update,
@@ -198,8 +198,8 @@ class Rollouts(Stage):
 
     def show(self, results: dict[str, Any]) -> None:
         """Print how many there are."""
-        said = f"{results['rows']} completions, {results['tokens']} tokens"
-        say(f"  {said}; ended by {results['finish']}")
+        totals = f"{results['rows']} completions, {results['tokens']} tokens"
+        say(f"  {totals}; ended by {results['finish']}")
         if (left := results["asked"] - results["rows"]) > 0:
             say(
                 f"  {left} later turns left out: their conversations had "
@@ -221,12 +221,12 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
     from specdata.rollouts.vllm import VllmBackend
     from specdata.server.client import ServerClient
 
-    models, wanted = config.models, config.rollouts
-    identity: dict[str, Any] = {"name": models.target, "backend": wanted.backend}
-    if wanted.backend == "vllm":
+    models, rollouts = config.models, config.rollouts
+    identity: dict[str, Any] = {"name": models.target, "backend": rollouts.backend}
+    if rollouts.backend == "vllm":
         described, ends = load_generation(models.target)
-        served = wanted.vllm.model or models.target
-        client = ServerClient(wanted.vllm, "rollouts.vllm")
+        served = rollouts.vllm.model or models.target
+        client = ServerClient(rollouts.vllm, "rollouts.vllm")
         stack.callback(client.close)
         limit = min(positions(described), client.check(served) or sys.maxsize)
         identity |= {"served": served}
@@ -234,7 +234,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
             client=client,
             model=served,
             sampling=config.sampling,
-            max_new_tokens=wanted.max_new_tokens,
+            max_new_tokens=rollouts.max_new_tokens,
             ends=ends,
             vocabulary=described.get_text_config().vocab_size,
             seed=config.seed,
@@ -245,11 +245,11 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
         backend = TransformersBackend(
             model,
             config.sampling,
-            wanted.max_new_tokens,
-            wanted.batch_size,
+            rollouts.max_new_tokens,
+            rollouts.batch_size,
             config.seed,
-            store_states=wanted.store_states,
-            store_taps=wanted.store_taps or (),
+            store_states=rollouts.store_states,
+            store_taps=rollouts.store_taps or (),
         )
     identity["revision"] = revision_of(models.target)
     return backend, identity, limit

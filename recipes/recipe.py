@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from recipes.checks import check_hub, check_paths, check_weights
+from recipes.checks import check_paths, check_whole_run
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import is_within
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
@@ -68,8 +68,7 @@ class Recipe:
         is_made = self.check(stages)
         is_whole = len({stage.recipe for stage in stages}) > 1
         if is_whole and not is_made:
-            check_weights(config)
-            check_hub(config)
+            check_whole_run(config)
         answers = []
         for stage in stages:
             results = run_stage(stage)

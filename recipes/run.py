@@ -194,7 +194,12 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         return {}
     decisive = _decisive(stage)
     try:
-        stored = _stored(stage, decisive)
+        stored = None
+        if (stage.folder / RUN).exists():
+            stored = stage_record(stage.folder)
+            decisive.check({key: stored[key] for key in decisive.values}, stage.folder)
+        else:
+            stage.check_folder()
         if stored and stored["finished"]:
             check_files(stage.folder)
     except ManifestError:
@@ -378,16 +383,6 @@ def _decisive(stage: Stage) -> Settings:
     inputs = {name: fingerprint(source) for name, source in stage.inputs.items()}
     values = {"settings": stage.decisive(), "inputs": inputs}
     return Settings({"stage": stage.name, **portable(values, output)}, stage.remedy)
-
-
-def _stored(stage: Stage, decisive: Settings) -> dict[str, Any] | None:
-    """An earlier run.json of this folder, if it is of the same run."""
-    if not (stage.folder / RUN).exists():
-        stage.check_folder()
-        return None
-    stored = stage_record(stage.folder)
-    decisive.check({key: stored[key] for key in decisive.values}, stage.folder)
-    return stored
 
 
 @contextmanager

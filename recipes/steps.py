@@ -59,8 +59,8 @@ class CommandLine:
 
 def _python() -> str:
     """The interpreter that runs this, so that the line works where no environment is activated."""
-    here = Path(sys.executable)
-    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
+    path = Path(sys.executable)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def steps_to_draft(config: PipelineConfig, line: CommandLine) -> list[Step]:

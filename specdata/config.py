@@ -90,9 +90,9 @@ def check_value(hint: Any, value: Any, name: str) -> None:
         section = section_type(hint)
         if section is not None and issubclass(section, Config):
             return  # which checks its own fields, and so names the place
-        known = fields_of(section) if section is not None else {}
+        section_fields = fields_of(section) if section is not None else {}
         for key, item in value.items():
-            info = known.get(str(key))
+            info = section_fields.get(str(key))
             try:
                 check_value(info.annotation if info else None, item, str(key))
             except ValueError as error:
@@ -194,9 +194,9 @@ def section_type(hint: Any) -> type | None:
 
 def _class_at(kind: type, path: tuple[int | str, ...]) -> type | None:
     """The configuration class that a path of keys and list indices leads to."""
-    here: type | None = kind
+    config_class: type | None = kind
     for key in path:
-        if isinstance(key, str) and here is not None:
-            info = fields_of(here).get(key)
-            here = section_type(info.annotation) if info else None
-    return here
+        if isinstance(key, str) and config_class is not None:
+            info = fields_of(config_class).get(key)
+            config_class = section_type(info.annotation) if info else None
+    return config_class

@@ -151,6 +151,6 @@ def without_passwords(text: str) -> str:
     # Linear in the length: a message may hold long words, and \b tries each of them once.
     return re.sub(
         r"(\b\w+:/+)([^\s'\"]*)@",
-        lambda found: f"{found[1]}{'***' if ':' in found[2] else found[2]}@",
+        lambda match: f"{match[1]}{'***' if ':' in match[2] else match[2]}@",
         text,
     )

@@ -1,19 +1,16 @@
-"""Causal language models and tokenizers: loaded, compared, and saved for other engines to read."""
+"""Causal language models and tokenizers: loaded, and compared."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.constants import CONFIG_NAME
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -43,27 +40,10 @@ from specdata.loading import (
 from specdata.processes import join_processes
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.states_draft import KEY, reads_states, states_class, states_input
-from specdata.storage.files import fingerprint, write_json
+from specdata.storage.files import fingerprint
 from specdata.taps import attach
 
 T = TypeVar("T")
-# Files that transformers and the engines read tokenizers of: their settings, chat templates, and
-# vocabularies in the formats of tokenizers, sentencepiece, tiktoken, Mistral and byte-pair merges.
-# Never code: a tokenizer that needs its own cannot be loaded here either.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,21 +85,21 @@ def load_model(
     check_complete(name, info)
     model = _placed(model, name, load).eval()
     if reads_states(model.config):
-        made, theirs = states_input(model), target or getattr(model.config, KEY)["target"]
-        assert made is not None
+        reader, at = states_input(model), target or getattr(model.config, KEY)["target"]
+        assert reader is not None
 
         def read(ids: Tensor) -> Tensor:
             try:
-                found = load_model(theirs, dtype=dtype)
+                target_model = load_model(at, dtype=dtype)
             except ConfigError as error:
                 raise ConfigError(
-                    f"{name} reads the states of its target, which is looked for at {theirs}: put "
+                    f"{name} reads the states of its target, which is looked for at {at}: put "
                     f"it there, or say in target_states of its config.json where it is. {error}"
                 ) from error
-            attach(model, found)
-            return made.read_target(ids)
+            attach(model, target_model)
+            return reader.read_target(ids)
 
-        made.read_target = read
+        reader.read_target = read
     return model
 
 
@@ -495,71 +475,7 @@ def check_shared_vocabulary(
     Raises:
         VocabularyMismatchError: as `check_vocabularies`.
     """
-    ours, theirs = (
+    target_tokens, draft_tokens = (
         {index: token for token, index in each.get_vocab().items()} for each in (target, draft)
     )
-    check_vocabularies(ours, theirs)
-
-
-def copy_tokenizer(name: str, folder: Path) -> None:
-    """Copy the tokenizer of a model into a folder, each file byte for byte.
-
-    Saving a loaded tokenizer writes the names and settings of the installed transformers, which
-    older ones and other engines refuse. Only if the files make another tokenizer here (without a
-    `tokenizer_class` its kind follows from the model that it lies beside) is it saved that way.
-
-    Args:
-        name: folder or Hub id of the model whose tokenizer it is.
-        folder: another model, saved there before; files of the same names are replaced.
-
-    Raises:
-        ConfigError: if the tokenizer cannot be had.
-    """
-    tokenizer = load_tokenizer(name)
-    source, revision = hub_source(name)
-    here = Path(source)
-    if not here.is_dir():  # its snapshot in the Hub's cache
-        try:
-            patterns = [*TOKENIZER_FILES]
-            here = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
-        except (OSError, ValueError, HfHubHTTPError) as error:
-            raise ConfigError(f"cannot load the tokenizer files of {name!r}: {error}") from error
-    for file in sorted(path for pattern in TOKENIZER_FILES for path in here.glob(pattern)):
-        copied = folder / file.relative_to(here)
-        copied.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copied)
-    try:
-        found = load_tokenizer(str(folder))
-    except ConfigError:  # its files alone make none beside this model
-        found = None
-    is_same = type(found) is type(tokenizer) and found.get_vocab() == tokenizer.get_vocab()
-    if is_same and tokenizer.is_fast:
-        steps = (each.backend_tokenizer.to_str() for each in (tokenizer, found))
-        is_same = next(steps) == next(steps)
-    if not is_same:
-        tokenizer.save_pretrained(folder)
-
-
-def add_former_names(folder: Path) -> None:
-    """Write the settings of a saved model's config.json under their former names, too.
-
-    transformers 5 calls `rope_parameters` and `dtype` what earlier ones and engines look for as
-    `rope_theta`, `rope_scaling` and `torch_dtype`. Without them those take defaults and say
-    nothing: the model answers, with other rotations. transformers 5 reads both.
-
-    Args:
-        folder: a folder written by `save_pretrained`.
-    """
-    path = folder / CONFIG_NAME
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    former = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
-    rope = dict(config.get("rope_parameters") or {})
-    if "rope_theta" in rope:  # else there are no ropes, or several, which have no former name
-        neox = config["model_type"] == "gpt_neox"
-        former["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")
-        if "partial_rotary_factor" in rope:
-            share = rope.pop("partial_rotary_factor")
-            former["rotary_pct" if neox else "partial_rotary_factor"] = share
-        if rope.get("rope_type", "default") != "default":
-            former["rope_scaling"] = rope
-    write_json(path, dict(sorted({**former, **config}.items())))
+    check_vocabularies(target_tokens, draft_tokens)

@@ -50,8 +50,8 @@ def base_of_adapters(folder: str) -> str | None:
     except (OSError, ValueError):
         settings = {}
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    theirs = Path(str(base)) / ADAPTER_CONFIG  # adapters of adapters, perhaps of these
-    if theirs.is_file() and not theirs.with_name("config.json").is_file():
+    base_config = Path(str(base)) / ADAPTER_CONFIG  # adapters of adapters, perhaps of these
+    if base_config.is_file() and not base_config.with_name("config.json").is_file():
         base = None
     if not isinstance(base, str) or not base:
         raise ConfigError(
@@ -84,14 +84,14 @@ def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrained
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
             adapted = peft.PeftModel.from_pretrained(model, folder)
-        theirs = set(peft.load_peft_weights(folder, device="cpu"))
-        ours = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        adapter_keys = set(peft.load_peft_weights(folder, device="cpu"))
+        model_keys = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
     except Exception as error:
         # torch's first line only announces the mismatches that it lists.
         lines = (str(error).strip() or repr(error)).splitlines()
         raise _other_base(folder, base, " ".join(map(str.strip, lines[:2]))) from error
-    if different := sorted(theirs ^ ours):
-        where = "adapters" if different[0] in theirs else "base"
+    if different := sorted(adapter_keys ^ model_keys):
+        where = "adapters" if different[0] in adapter_keys else "base"
         only = f"{len(different)} names are in one alone (first: {different[0]}, in the {where})"
         raise _other_base(folder, base, only)
     merged: PreTrainedModel = adapted.merge_and_unload()

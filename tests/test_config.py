@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes import train_head
-from recipes.config import PipelineConfig, _load_yaml, build, parse
+from recipes.config import PipelineConfig, _load_yaml, parse
 from recipes.train_head import Head
 from specdata.config import fields_of, section_type
 from specdata.errors import ConfigError
@@ -123,13 +122,6 @@ def test_a_key_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -> N
         parse(["--config", str(path)], "")
 
 
-def test_an_unknown_key_in_a_file_names_the_nearest(tmp_path: Path) -> None:
-    tree = yaml.safe_load(CONFIGS[0].read_text())
-    tree["smapling"] = tree.pop("sampling", {})
-    with pytest.raises(ConfigError, match="smapling: unknown key: did you mean 'sampling'"):
-        build(tree)
-
-
 def sections(kind: type) -> list[type]:
     """A configuration class and every one below it."""
     below = (section_type(info.annotation) for info in fields_of(kind).values())
@@ -160,15 +152,6 @@ def recipe(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_recipe_answers_a_mistake_with_status_2_and_one_message() -> None:
-    done = recipe("run_eval.py", "--eval.max_new_token", "3")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.strip() == (
-        "error: unknown option --eval.max_new_token: did you mean 'eval.max_new_tokens'?"
-    )
-
-
 def test_plan_says_what_would_be_read_and_written_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     pair = [f"--models.target={out}/pair/target", f"--models.draft={out}/pair/draft"]
@@ -196,24 +179,3 @@ def test_the_remedy_for_other_settings_names_all_that_was_made_of_a_folder(
         write_json(tmp_path / "runs" / "toy" / name / "run.json", {})
     made = "runs/toy/head, runs/toy/eval, runs/toy/eval-mine, runs/toy/release"
     assert Head(parse([]).config).settings.remedy.endswith(f"or remove {made}")
-
-
-def test_the_plan_of_a_folder_that_was_made_with_other_settings_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    stage = Head(parse([]).config)
-    record = {"stage": "head", "settings": stage.settings.values, "inputs": {}}
-    record |= {"finished": True, "wall_seconds": 1.0, "results": {}, "files": {}}
-    write_json(stage.folder / "run.json", record)
-    for flags, status, state in (
-        ([], 0, "head (done)"),
-        (["--head.depth", "0"], 0, "head (done)"),
-        (
-            ["--head.depth", "1"],
-            2,
-            "other settings: train another head beside it with --head.folder",
-        ),
-    ):
-        assert train_head.RECIPE.run([*flags, "--plan"]) == status
-        assert state in " ".join("".join(capsys.readouterr()).split())

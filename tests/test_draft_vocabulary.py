@@ -29,8 +29,9 @@ from specdata.draft_vocabulary import (
 )
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
-from specdata.models import add_former_names, load_model
+from specdata.models import load_model
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
+from specdata.saving import add_former_names
 from tests.chi_square import LEVEL, p_value
 from tests.families import FAMILIES, tiny
 from tests.test_acceptance import labeller, rollouts

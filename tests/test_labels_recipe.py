@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,7 @@ import yaml
 from recipes import make_logits, make_rollouts, train_head
 from specdata.labels.make import load_labels
 from specdata.probability import SamplingConfig
-from tests.test_sharding import ROOT, pair, with_train_and_dev
+from tests.test_sharding import pair, with_train_and_dev
 
 __all__ = ["pair"]
 pytestmark = pytest.mark.slow
@@ -41,40 +37,6 @@ def unlabelled(labelled: Path, out: Path) -> list[str]:
     """Arguments for a run in a folder of its own, which has the rollouts alone."""
     shutil.copytree(labelled / "out" / "rollouts", out / "rollouts")
     return ["--config", str(labelled / "pair.yaml"), "--output", str(out)]
-
-
-def content(dataset: Path) -> dict[str, bytes]:
-    files = [*dataset.glob("*.parquet"), dataset / "manifest.json"]
-    return {path.name: path.read_bytes() for path in files}
-
-
-@pytest.mark.exhaustive
-def test_labels_by_two_processes_have_the_bytes_of_those_by_one(
-    labelled: Path, tmp_path: Path
-) -> None:
-    asked = unlabelled(labelled, tmp_path / "out")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "recipes" / "train_head.py"), *asked],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                **group,
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-                "ACCELERATE_USE_CPU": "true",
-            },
-        )
-        for rank in range(2)
-    ]
-    ends = [(process.communicate(timeout=240)[1], process.returncode) for process in processes]
-    assert [status for _, status in ends] == [0, 0], ends
-    assert content(tmp_path / "out" / "labels") == content(labelled / "out" / "labels")
-    assert len(content(tmp_path / "out" / "labels")) == 11  # 40 rows, 4 a shard
 
 
 def test_labels_from_top_logits_are_those_of_the_target_and_keep_none(
@@ -129,23 +91,3 @@ def test_other_rollouts_than_those_of_the_top_logits_are_refused(
     asked += ["--labels.cache", str(labelled / "out" / "logits")]
     assert train_head.RECIPE.run(asked) == 2
     assert "rollouts: '" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("split", ["train", "dev"])
-def test_a_split_of_which_every_prompt_is_dropped_is_found_before_any_rollout(
-    split: str, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, other = ("dev", "train") if split == "train" else ("train", "dev")
-    kept = labelled / f"{first}.jsonl"
-    copy = tmp_path / "copy.jsonl"
-    copy.write_text("".join(kept.read_text().splitlines(keepends=True)[:3]))
-    sets = [{"name": str(kept), "split": first, "count": 0}]
-    sets += [{"name": str(copy), "split": other, "count": 0}]
-    asked = ["--config", str(labelled / "pair.yaml"), "--output", str(tmp_path / "out")]
-    asked += ["--rollouts.sets", yaml.safe_dump(sets, default_flow_style=True)]
-    assert make_rollouts.RECIPE.run(asked) == 2
-    said = capsys.readouterr().err
-    assert f"prompts of split {split} to train on, and all of them were dropped" in said
-    assert f"{copy}/{split}: 0 of 3 kept; 3 duplicate" in said
-    assert not list((tmp_path / "out" / "rollouts").glob("[!.]*"))
-    assert make_rollouts.RECIPE.run([*asked, "--head", "null"]) == 0, "nothing is trained on them"

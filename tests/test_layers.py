@@ -53,6 +53,7 @@ BELOW = {
         "loading": "config errors processes sources",
         "models": "draft_vocabulary eagle3 errors loading processes sources states_draft "
         "storage taps",
+        "saving": "errors models sources storage",
         "sharded": "errors loading models sources",
         "lm_head": "errors models",
         "storage": "config errors interruption processes",

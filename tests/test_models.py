@@ -20,9 +20,7 @@ from transformers import (
 
 from specdata.errors import ConfigError
 from specdata.models import (
-    add_former_names,
     check_length,
-    copy_tokenizer,
     end_ids,
     hub_commit,
     known_ids,
@@ -31,6 +29,7 @@ from specdata.models import (
     load_tokenizer,
     positions,
 )
+from specdata.saving import add_former_names, copy_tokenizer
 from specdata.sources import hub_source
 from specdata.toy.tokenizer import END_TOKEN, save_tokenizer, train_tokenizer
 from tests.tiny import tiny_llama

@@ -353,23 +353,6 @@ def test_the_sizes_of_a_plan_are_those_of_the_files(
     assert "5 prompts x 5 methods" in Eval(config).size
 
 
-def test_pairs_with_different_vocabularies_are_refused_before_any_work(
-    finished: Path, tmp_path: Path
-) -> None:
-    subprocess.run(["cp", "-r", f"{finished}/out/pair", str(tmp_path)], check=True)
-    path = tmp_path / "pair" / "draft" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = sorted(vocabulary, key=vocabulary.get)[300:302]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    path.write_text(json.dumps(tokenizer))
-    models = ["--models.target=pair/target", "--models.draft=pair/draft", "--toy=null"]
-    done = run(tmp_path, "make_rollouts.py", *models)
-    assert done.returncode == 2
-    assert "2 ids differ (first: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_stage_without_its_predecessor_says_which_recipe_to_run(tmp_path: Path) -> None:
     for recipe, needed in (
         ("train_draft.py", "make_rollouts.py"),

@@ -21,13 +21,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.cache_utils import DynamicLayer
 
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
 from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
-from specdata.rollouts.backend import Backend, GrowingLayer, TransformersBackend, sample_batch
+from specdata.rollouts.backend import Backend, TransformersBackend, sample_batch
 from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
 from specdata.storage.dataset import load_stored
@@ -124,20 +123,6 @@ def test_rows_that_leave_change_nothing_in_models_with_other_caches_and_position
                 probabilities(distribution, SamplingConfig()), draws[index, step]
             )
             ids.append(token)
-
-
-def test_the_growing_cache_holds_what_a_dynamic_cache_holds() -> None:
-    generator = torch.Generator().manual_seed(0)
-    plain, growing = DynamicLayer(), GrowingLayer()
-    for length, keep in ((5, None), (1, [0, 2, 3]), (1, None), (4, [2, 0]), (9, [1])):
-        rows = 4 if not plain.is_initialized else plain.keys.shape[0]
-        new = [torch.rand(rows, 2, length, 3, generator=generator) for _ in range(2)]
-        for mine, theirs in zip(growing.update(*new), plain.update(*new), strict=True):
-            assert torch.equal(mine, theirs)
-        assert growing.get_seq_length() == plain.get_seq_length()
-        if keep:
-            for layer in (plain, growing):
-                layer.batch_select_indices(torch.tensor(keep))
 
 
 def backend(sampling: SamplingConfig = PLAIN, **changes: Any) -> TransformersBackend:

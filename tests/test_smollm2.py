@@ -148,25 +148,15 @@ def test_a_build_that_is_killed_leaves_nothing_half_and_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-hub"])
-def test_the_shipped_configurations_are_planned_offline(tmp_path: Path, name: str) -> None:
-    assert f"writes runs/{name}/release" in planned(tmp_path, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2-135m-t1", "smollm2-135m-plain"])
-def test_the_configurations_after_make_real_are_planned_beside_its_target(
+@pytest.mark.parametrize("name", ["", "-hub", "-t1", "-plain"])
+def test_the_shipped_configurations_are_planned_offline_where_nothing_is_finished(
     tmp_path: Path, name: str
 ) -> None:
     hub = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the run of `make real` is on few machines
-    options = ("--models.target", hub, *(("--models.draft", hub) if name.endswith("t1") else ()))
-    assert f"writes runs/{name}/release" in planned(tmp_path, name, *options)
-
-
-def planned(folder: Path, name: str, *options: str) -> str:
-    """The plan of a shipped configuration in an empty folder, where nothing is finished."""
-    config = ROOT / "recipes" / "configs" / f"{name}.yaml"
+    options = ["--models.target", hub] * (name in ("-t1", "-plain"))
+    options += ["--models.draft", hub] * (name == "-t1")
+    config = ROOT / "recipes" / "configs" / f"smollm2-135m{name}.yaml"
+    planned = ("--config", str(config), "--plan", *options)
     pipeline = str(ROOT / "recipes" / "pipeline.py")
-    return run_without_heavy_libraries(
-        pipeline, "--config", str(config), "--plan", *options, cwd=folder
-    )
+    shown = run_without_heavy_libraries(pipeline, *planned, cwd=tmp_path)
+    assert f"writes runs/smollm2-135m{name}/release" in shown

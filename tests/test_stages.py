@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import constants
 
 from eval.measuring.results import read_results
-from eval.reporting import release
+from eval.publishing import release
 from recipes.command import RECIPES
 from recipes.config import PipelineConfig, parse
 from recipes.pipeline import RECIPE, STAGES

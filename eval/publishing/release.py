@@ -46,16 +46,15 @@ from specdata.draft_vocabulary import draft_vocabulary_ids, restore_vocabulary, 
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
 from specdata.models import (
-    add_former_names,
     asks_for_remote_code,
     check_shared_vocabulary,
-    copy_tokenizer,
     load_configs,
     load_tokenizer,
     read_model,
     remote_code_refused,
 )
 from specdata.probability import SamplingConfig, draw, probabilities
+from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.files import atomic_folder, write_json, write_text
 
 CARD = "README.md"

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from eval.reporting.rendering import escape_markdown
-from recipes.checks import check_hub, check_weights
+from recipes.checks import check_whole_run
 from recipes.config import PipelineConfig, parse
 from recipes.layout import folder as stage_folder
 from recipes.papers.measurements import KINDS, ModelPair, evaluated
@@ -69,8 +69,7 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
     if not all(stage.is_made for stage in asked):
         for stage in asked:
             stage.check()
-        check_weights(config)
-        check_hub(config)
+        check_whole_run(config)
     for stage in asked:
         run_stage(stage)
 

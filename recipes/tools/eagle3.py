@@ -70,7 +70,8 @@ def _run(work: Callable[[argparse.Namespace], str], given: argparse.Namespace) -
 def _import(given: argparse.Namespace) -> str:
     from distill.eagle3 import read_eagle3
     from distill.training import save_model
-    from specdata.models import copy_tokenizer, load_model
+    from specdata.models import load_model
+    from specdata.saving import copy_tokenizer
 
     draft = read_eagle3(given.folder, load_model(given.target))
     with atomic_folder(given.out) as temporary:

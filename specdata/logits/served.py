@@ -89,11 +89,11 @@ class ServedLogits:
         read: Callable[[Sequence[int], int], list[Place]]
         read = {"vllm": self._by_vllm, "sglang": self._by_sglang}[self.kind]
         columns = self._columns(read(ids, len(row["completion_ids"])))
-        mine = {name: values.flatten().tolist() for name, values in columns.items()}
+        logit_columns = {name: values.flatten().tolist() for name, values in columns.items()}
         plain = {name: value for name, value in row.items() if name != "target_states"}
-        return cast(Logits, {**plain, **mine})
+        return cast(Logits, {**plain, **logit_columns})
 
-    def _by_vllm(self, ids: Sequence[int], wanted: int) -> list[Place]:
+    def _by_vllm(self, ids: Sequence[int], last: int) -> list[Place]:
         body = {
             "model": self.model,
             "prompt": list(ids),
@@ -106,45 +106,44 @@ class ServedLogits:
             "return_token_ids": True,
         }
         choice = self.client.ask(Completions, "POST", "/v1/completions", body).choices[0]
-        found, read = choice.prompt_logprobs, choice.prompt_token_ids
-        if found is None:
+        entries, read = choice.prompt_logprobs, choice.prompt_token_ids
+        if entries is None:
             raise ConfigError(
                 f"{self.client} returned no prompt_logprobs: it must be vLLM 0.10.2 or newer"
             )
-        if (read is not None and read != list(ids)) or len(found) != len(ids):
-            count = len(found if read is None else read)
-            raise self._other_text(count, len(ids))
+        if (read is not None and read != list(ids)) or len(entries) != len(ids):
+            raise self._other_text(len(entries if read is None else read), len(ids))
         places = []
-        for token, entry in zip(ids[-wanted:], found[-wanted:], strict=True):
+        for token, entry in zip(ids[-last:], entries[-last:], strict=True):
             by_id = {int(name): value.logprob for name, value in (entry or {}).items()}
             if token not in by_id:
                 raise self._missing(entry)
             places.append((by_id, token, by_id[token]))
         return places
 
-    def _by_sglang(self, ids: Sequence[int], wanted: int) -> list[Place]:
+    def _by_sglang(self, ids: Sequence[int], last: int) -> list[Place]:
         body = {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             # The first entry is of the last token of the prompt, and null.
-            "logprob_start_len": len(ids) - wanted - 1,
+            "logprob_start_len": len(ids) - last - 1,
             "top_logprobs_num": self.asked,
             "return_text_in_logprobs": False,
             "stream": False,
         }
         meta = self.client.ask(SglangAnswer, "POST", "/generate", body).meta_info
-        own, tops = meta.input_token_logprobs, meta.input_top_logprobs
-        if not own or not tops:
+        tokens, tops = meta.input_token_logprobs, meta.input_top_logprobs
+        if not tokens or not tops:
             raise ConfigError(
                 f"{self.client} returned no input_top_logprobs: is it SGLang's own /generate?"
             )
-        read = [entry[1] for entry in own]
+        read = [entry[1] for entry in tokens]
         count = len(ids) if meta.prompt_tokens is None else meta.prompt_tokens
-        if count != len(ids) or len(tops) != len(own) or read[-wanted:] != list(ids[-wanted:]):
+        if count != len(ids) or len(tops) != len(tokens) or read[-last:] != list(ids[-last:]):
             raise self._other_text(count, len(ids))
         places = []
-        for entry, (chance, token, _) in zip(tops[-wanted:], own[-wanted:], strict=True):
+        for entry, (chance, token, _) in zip(tops[-last:], tokens[-last:], strict=True):
             if entry is None or chance is None:
                 raise self._missing(entry)
             places.append(({each: value for value, each, _ in entry}, token, chance))
@@ -153,31 +152,31 @@ class ServedLogits:
     def _columns(self, places: Sequence[Place]) -> dict[str, Tensor]:
         """The columns of `top_logits`, and the text's own, from what was found at each position."""
         ids, values, text = [], [], []
-        for found, token, own in places:
-            if len(found) < self.asked:
+        for by_id, token, log_probability in places:
+            if len(by_id) < self.asked:
                 raise ConfigError(
-                    f"{self.client} returned {len(found)} log probabilities at a position where "
+                    f"{self.client} returned {len(by_id)} log probabilities at a position where "
                     f"{self.asked} were asked for (logits.top_logits {self.count} and the next "
                     f"one): {ASKED_MORE.format(count=self.asked)}, or lower logits.top_logits"
                 )
-            if beyond := [each for each in found if not 0 <= each < self.vocabulary]:
+            if beyond := [each for each in by_id if not 0 <= each < self.vocabulary]:
                 raise ConfigError(
                     f"{self.client} gave token {beyond[0]} a probability, and the vocabulary of "
                     f"models.target has {self.vocabulary}: serve that model"
                 )
             # Rounding aside, the text's own token is among the listed or less likely than they are.
-            listed, least = found.get(token), min(found.values())
-            off = own - least if listed is None else abs(own - listed)
-            if not (math.isfinite(own) and off <= SPARE_MASS):
+            listed, least = by_id.get(token), min(by_id.values())
+            off = log_probability - least if listed is None else abs(log_probability - listed)
+            if not (math.isfinite(log_probability) and off <= SPARE_MASS):
                 raise ConfigError(
                     f"{self.client} gave the text's own token {token} a log probability of "
-                    f"{own:g}, and among the {len(found)} largest "
+                    f"{log_probability:g}, and among the {len(by_id)} largest "
                     f"{f'at least {least:g}' if listed is None else f'{listed:g}'}: they must agree"
                 )
-            best = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[: self.asked]
+            best = sorted(by_id.items(), key=lambda pair: (-pair[1], pair[0]))[: self.asked]
             ids.append([each for each, _ in best[: self.count]])
             values.append([value for _, value in best])
-            text.append(own)
+            text.append(log_probability)
         found_values = torch.tensor(values, dtype=torch.float64)
         found_values = found_values.masked_fill(found_values <= LEAST, -torch.inf)
         top, beyond_top = found_values[:, : self.count], found_values[:, self.count :]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
+# Of processor time. A rendering takes milliseconds; a template is a program that may never end.
+SECONDS = 10.0
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -39,14 +44,22 @@ def chat_ids(
         reply: end with what opens the assistant's answer (the generation prompt).
 
     Raises:
-        ConfigError: if the tokenizer has no chat template.
+        ConfigError: if the tokenizer has no chat template, or rendering it takes too long,
+            which is measured in the main thread alone.
         TemplateRefusedError: if the template does not take these messages.
     """
     require_template(tokenizer)
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=reply
-        )
+        with _bounded_time():
+            text = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=reply
+            )
+    except _OutOfTime:
+        raise ConfigError(
+            f"the chat template takes more than {SECONDS:g} s of processor time: mend it "
+            "(chat_template.jinja or chat_template in tokenizer_config.json, beside the "
+            "tokenizer), take another target, or use prompts that are plain text"
+        ) from None
     except Exception as error:  # whatever a program of somebody else's may raise
         raise TemplateRefusedError(
             f"the chat template refuses a conversation of roles "
@@ -54,6 +67,29 @@ def chat_ids(
         ) from error
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception, which one of Jinja's filters might catch."""
+
+
+@contextmanager
+def _bounded_time() -> Iterator[None]:
+    """Raise _OutOfTime if the block takes longer; only the main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -74,8 +110,8 @@ def user_turns(messages: Sequence[Message], which: str) -> list[tuple[Message, .
         which: "all", "first" or "last".
     """
     ends = [index + 1 for index, message in enumerate(messages) if message["role"] == "user"]
-    chosen = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}[which]
-    return [tuple(messages[:end]) for end in ends[chosen]]
+    kept = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}[which]
+    return [tuple(messages[:end]) for end in ends[kept]]
 
 
 def next_turn(
@@ -155,11 +191,11 @@ def check_mask(
     mask: Sequence[int],
 ) -> None:
     """Raise UnmaskableError unless a mask (0 or 1 a token) covers the assistant's turns alone."""
-    said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    turns = [message["content"].strip() for message in messages if message["role"] == "assistant"]
     if len(set(mask)) < 2:
         which = "every token" if any(mask) else "no token"
         raise UnmaskableError(
-            f"the loss mask trains on {which} of a conversation with {len(said)} assistant "
+            f"the loss mask trains on {which} of a conversation with {len(turns)} assistant "
             f"turns.\n{_shown(tokenizer, ids, mask)}"
         )
     added = set(tokenizer.get_added_vocab().values())
@@ -172,11 +208,13 @@ def check_mask(
             masked.append(
                 [tokenizer.decode(each, skip_special_tokens=True).strip() for each in (span, bare)]
             )
-    wrong = next((pair for pair in zip(said, masked, strict=False) if pair[0] not in pair[1]), None)
-    if wrong or len(said) != len(masked):
+    wrong = next(
+        (pair for pair in zip(turns, masked, strict=False) if pair[0] not in pair[1]), None
+    )
+    if wrong or len(turns) != len(masked):
         detail = f"turn {wrong[0]!r}, trained on {wrong[1][0]!r}" if wrong else ""
         raise UnmaskableError(
-            f"the loss mask does not cover what the assistant said: {len(said)} turns, "
+            f"the loss mask does not cover what the assistant said: {len(turns)} turns, "
             f"{len(masked)} masked spans{'; ' * bool(detail)}{detail}. The chat template changes "
             "or moves the assistant's text; mark it with {% generation %} and {% endgeneration %}."
             f"\n{_shown(tokenizer, ids, mask)}"

@@ -48,7 +48,7 @@ def recorded_form(row: Mapping[str, Any]) -> Form | None:
     return next((form for form in forms if form.messages in row), None)
 
 
-def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
+def form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
     """The way from rows of a set to prompts: as catalogued, by its template, or by its columns.
 
     A row with a conversation (`messages` or `conversations`) and a `prompt` is read by the former.
@@ -56,47 +56,47 @@ def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
     Raises:
         ConfigError: if it has no column that is known, or settings exclude each other.
     """
-    catalogued = CATALOGUE.get(wanted.name)
-    if wanted.template is not None:
-        asks = wanted.name in NATURAL or (
+    catalogued = CATALOGUE.get(dataset.name)
+    if dataset.template is not None:
+        asks = dataset.name in NATURAL or (
             catalogued is not None and bool(catalogued.form.ask or catalogued.form.questions)
         )
-        form = Form(ask=(wanted.template,) if asks else (), plain=(wanted.template,))
+        form = Form(ask=(dataset.template,) if asks else (), plain=(dataset.template,))
         if catalogued:
-            own = catalogued.form
-            form = dataclasses.replace(form, keep=own.keep, reference=own.reference)
+            base = catalogued.form
+            form = dataclasses.replace(form, keep=base.keep, reference=base.reference)
     elif catalogued:
         form = catalogued.form
-    elif wanted.name in NATURAL:
+    elif dataset.name in NATURAL:
         form = Form(ask=("{prompt}",), plain=("{prompt}",))
     else:
         form = recorded_form(row) or Form(plain=("{prompt}",))
         if not form.messages:
-            require_columns(["prompt"], row, f"prompt set {wanted.name!r}")
-    if reference := wanted.reference or form.reference or ("reference" in row and "{reference}"):
-        if wanted.reference:
+            require_columns(["prompt"], row, f"prompt set {dataset.name!r}")
+    if reference := dataset.reference or form.reference or ("reference" in row and "{reference}"):
+        if dataset.reference:
             names = [name.split(".")[0] for _, name in parse_template(reference) if name]
-            require_columns(names, row, f"prompt set {wanted.name!r}")
+            require_columns(names, row, f"prompt set {dataset.name!r}")
         form = dataclasses.replace(form, reference=reference)
-    if form.messages and wanted.chat is False:
+    if form.messages and dataset.chat is False:
         raise ConfigError(
-            f"prompt set {wanted.name!r} holds conversations, which only a chat template renders: "
+            f"prompt set {dataset.name!r} holds conversations, which only a chat template renders: "
             "leave `chat` out, or give a `template` for their text"
         )
-    if form.questions and wanted.chat is False and wanted.turns != "first":
+    if form.questions and dataset.chat is False and dataset.turns != "first":
         raise ConfigError(
-            f"prompt set {wanted.name!r}: later turns need the chat template, so with `chat: "
+            f"prompt set {dataset.name!r}: later turns need the chat template, so with `chat: "
             "false` give `turns: first`"
         )
-    if form.questions and wanted.turns == "last":
+    if form.questions and dataset.turns == "last":
         raise ConfigError(
-            f"prompt set {wanted.name!r}: a later turn depends on the model's answer, so `turns` "
+            f"prompt set {dataset.name!r}: a later turn depends on the model's answer, so `turns` "
             "may be all (later ones are asked in order) or first"
         )
     return form
 
 
-def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
+def uses_chat(dataset: PromptSet, form: Form, has_template: bool) -> bool:
     """True if prompts of a set are rendered with the chat template.
 
     Conversations always are. What is meant as an instruction or a question is if there is a
@@ -107,11 +107,11 @@ def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
     """
     if form.messages:
         return True
-    if wanted.chat is not None:
-        return wanted.chat
-    if form.questions and not has_template and wanted.turns != "first":
+    if dataset.chat is not None:
+        return dataset.chat
+    if form.questions and not has_template and dataset.turns != "first":
         raise ConfigError(
-            f"prompt set {wanted.name!r} has questions of several turns, and the target has no "
+            f"prompt set {dataset.name!r} has questions of several turns, and the target has no "
             "chat template, which later turns need: save one with its tokenizer "
             "(chat_template.jinja in its folder), or ask the first alone with `turns: first`"
         )
@@ -145,8 +145,8 @@ def prompts_in(
             must = f"`{form.messages}` must be a list of {{{role}, {content}}}, which are texts"
             yield Unusable("undecodable", must)
         elif not histories:
-            known = ", ".join(form.roles)
-            yield Unusable("no_user_turn", f"it needs a user's turn, and roles of {known} alone")
+            roles = ", ".join(form.roles)
+            yield Unusable("no_user_turn", f"it needs a user's turn, and roles of {roles} alone")
         for history in histories:
             yield RawPrompt(messages=history)
     elif form.questions and chat:

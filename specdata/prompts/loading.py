@@ -101,7 +101,7 @@ def load_prompts(
     check_names(sets)
     seen: dict[str, Prompt] = {}
     has_template = bool(tokenizer.chat_template)
-    report = [_read(wanted, seed, seen, has_template, tokenizer, max_tokens) for wanted in sets]
+    report = [_read(dataset, seed, seen, has_template, tokenizer, max_tokens) for dataset in sets]
     return LoadedPrompts(list(seen.values()), report)
 
 
@@ -129,27 +129,27 @@ def check_sets(
     check_names(sets)
     seen: dict[str, Prompt] = {}
     report = []
-    for wanted in sets:
-        check_split(wanted)
-        if not (here_alone and is_remote(wanted)):
-            report.append(_read(wanted, seed, seen, has_template))
+    for dataset in sets:
+        check_split(dataset)
+        if not (here_alone and is_remote(dataset)):
+            report.append(_read(dataset, seed, seen, has_template))
     return report
 
 
 def check_kept(report: Sequence[Mapping[str, Any]], splits: Sequence[str]) -> None:
     """Refuse sets of which a split has no prompt left to train on. Raises ConfigError."""
     for split in splits:
-        found = [account for account in report if account["split"] == split]
-        if found and not any(account["kept"] for account in found):
+        accounts = [account for account in report if account["split"] == split]
+        if accounts and not any(account["kept"] for account in accounts):
             raise ConfigError(
                 f"rollouts.sets must hold prompts of split {split} to train on, and all of "
-                f"them were dropped: {'; '.join(dropped(found))} (a duplicate equals an "
+                f"them were dropped: {'; '.join(dropped(accounts))} (a duplicate equals an "
                 "earlier prompt, of any set). Give other prompts"
             )
 
 
 def _read(
-    wanted: PromptSet,
+    dataset: PromptSet,
     seed: int,
     seen: dict[str, Prompt],
     has_template: bool | None,
@@ -158,16 +158,16 @@ def _read(
 ) -> dict[str, Any]:
     """Add the prompts of a set, tokenized if there is a tokenizer; returns the set's account."""
     account: dict[str, Any] = {
-        "name": wanted.name,
-        "split": wanted.split,
-        "source": source_of(wanted) or "embedded",
-        "licence": CATALOGUE[wanted.name].licence if wanted.name in CATALOGUE else None,
-        "asked": wanted.count,
+        "name": dataset.name,
+        "split": dataset.split,
+        "source": source_of(dataset) or "embedded",
+        "licence": CATALOGUE[dataset.name].licence if dataset.name in CATALOGUE else None,
+        "asked": dataset.count,
         "read": 0,
         "kept": 0,
         "dropped": dict.fromkeys(REASONS, 0),
     }
-    for prompt in raw_prompts(wanted, seed, has_template is not False):
+    for prompt in raw_prompts(dataset, seed, has_template is not False):
         account["read"] += 1
         if isinstance(prompt, Unusable):
             reason: str | None = prompt.reason
@@ -175,7 +175,7 @@ def _read(
         else:
             if prompt.messages and has_template is False:
                 require_template(tokenizer)
-            reason = _keep(prompt, wanted, tokenizer, seen, max_tokens, account)
+            reason = _keep(prompt, dataset, tokenizer, seen, max_tokens, account)
         if reason:
             account["dropped"][reason] += 1
         else:
@@ -198,21 +198,21 @@ def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each set of a report that lost prompts, with the reasons, or has too few."""
     lines = []
     for account in report:
-        said = [f"{count} {reason}" for reason, count in account["dropped"].items() if count]
+        reasons = [f"{count} {reason}" for reason, count in account["dropped"].items() if count]
         if account["read"] < account["asked"]:
-            said.append(f"it has no more ({account['asked']} were asked for)")
-        if said:
+            reasons.append(f"it has no more ({account['asked']} were asked for)")
+        if reasons:
             causes = [account[key] for name in REASONS if (key := f"{name}_because") in account]
             lines.append(
                 f"prompts of {account['name']}/{account['split']}: {account['kept']} of "
-                f"{account['read']} kept; {', '.join(said)}{'. '.join(['', *causes])}"
+                f"{account['read']} kept; {', '.join(reasons)}{'. '.join(['', *causes])}"
             )
     return lines
 
 
 def _keep(
     prompt: RawPrompt,
-    wanted: PromptSet,
+    dataset: PromptSet,
     tokenizer: PreTrainedTokenizerBase | None,
     seen: dict[str, Prompt],
     max_tokens: int | None,
@@ -247,8 +247,8 @@ def _keep(
         return "over_long"
     seen[example_id] = Prompt(
         example_id,
-        short_name(wanted.name),
-        wanted.split,
+        short_name(dataset.name),
+        dataset.split,
         ids,
         prompt.messages,
         prompt.follow_ups,

@@ -49,8 +49,8 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 def prompt_inputs(sets: Sequence[PromptSet]) -> dict[str, str]:
     """The sources of prompt sets, by name: each file (of folders too), or the Hub id."""
     inputs: dict[str, str] = {}
-    for wanted in sets:
-        source = source_of(wanted)
+    for dataset in sets:
+        source = source_of(dataset)
         if source is None:
             continue
         path = Path(source)
@@ -60,12 +60,12 @@ def prompt_inputs(sets: Sequence[PromptSet]) -> dict[str, str]:
     return inputs
 
 
-def source_of(wanted: PromptSet) -> str | None:
+def source_of(dataset: PromptSet) -> str | None:
     """The file, folder, Hub id or URL that a set is read from; None for an embedded one."""
-    if wanted.name in EMBEDDED:
+    if dataset.name in EMBEDDED:
         return None
-    catalogued = CATALOGUE.get(wanted.name)
-    return (wanted.source or catalogued.hub) if catalogued else wanted.name
+    catalogued = CATALOGUE.get(dataset.name)
+    return (dataset.source or catalogued.hub) if catalogued else dataset.name
 
 
 def short_name(name: str) -> str:
@@ -77,51 +77,51 @@ def short_name(name: str) -> str:
 
 def check_names(sets: Sequence[PromptSet]) -> None:
     """Raise ConfigError unless sets can be told apart and each says what it is read from."""
-    names = {wanted.name for wanted in sets}
+    names = {dataset.name for dataset in sets}
     if len({short_name(name) for name in names}) < len(names):
         raise ConfigError(
             f"prompt sets must have different names, which the report shows; got {sorted(names)}"
         )
-    for wanted in sets:
-        if not wanted.name:
+    for dataset in sets:
+        if not dataset.name:
             raise ConfigError("a prompt set must have a name, and one is empty")
-        if wanted.source and wanted.name not in CATALOGUE:
+        if dataset.source and dataset.name not in CATALOGUE:
             raise ConfigError(
-                f"prompt set {wanted.name!r}: `source` is where a catalogued set is read from "
+                f"prompt set {dataset.name!r}: `source` is where a catalogued set is read from "
                 f"({', '.join(CATALOGUE)}); any other is read from its `name`"
             )
 
 
-def check_split(wanted: PromptSet) -> None:
+def check_split(dataset: PromptSet) -> None:
     """Raise ConfigError for a split that a catalogued set does not have, or an unknown set."""
-    catalogued = CATALOGUE.get(wanted.name)
-    if catalogued and wanted.split not in catalogued.splits:
+    catalogued = CATALOGUE.get(dataset.name)
+    if catalogued and dataset.split not in catalogued.splits:
         raise ConfigError(
-            f"prompt set {wanted.name!r} has no split {wanted.split!r}; choose from "
+            f"prompt set {dataset.name!r} has no split {dataset.split!r}; choose from "
             f"{', '.join(catalogued.splits)}"
         )
-    path = Path(wanted.name)
-    on_hub = _HUB_ID.fullmatch(wanted.name) and not path.exists()
-    is_source = is_file(wanted.name) or path.is_dir() or on_hub
-    if not (catalogued or wanted.name in EMBEDDED or is_source):
+    path = Path(dataset.name)
+    on_hub = _HUB_ID.fullmatch(dataset.name) and not path.exists()
+    is_source = is_file(dataset.name) or path.is_dir() or on_hub
+    if not (catalogued or dataset.name in EMBEDDED or is_source):
         raise ConfigError(
-            f"unknown prompt set {wanted.name!r}: {nearest(wanted.name, [*EMBEDDED, *CATALOGUE])}; "
-            f"or give a file that ends in {', '.join(FORMATS)}, a folder, or a Hub id OWNER/NAME"
+            f"unknown prompt set {dataset.name!r}: {nearest(dataset.name, [*EMBEDDED, *CATALOGUE])}"
+            f"; or give a file that ends in {', '.join(FORMATS)}, a folder, or a Hub id OWNER/NAME"
         )
 
 
-def is_remote(wanted: PromptSet) -> bool:
+def is_remote(dataset: PromptSet) -> bool:
     """True if a set is read from the Hub."""
-    source = source_of(wanted)
+    source = source_of(dataset)
     return source is not None and not (is_file(source) or Path(source).is_dir())
 
 
-def content_of(wanted: PromptSet) -> tuple[str | None, ...]:
+def content_of(dataset: PromptSet) -> tuple[str | None, ...]:
     """The source and part of it that a set is read from, equal for sets of the same prompts."""
-    source = source_of(wanted)
+    source = source_of(dataset)
     if source is not None and is_file(source):
         return (str(Path(source).resolve()),)
-    return (source or wanted.name, wanted.subset, wanted.source_split or wanted.split)
+    return (source or dataset.name, dataset.subset, dataset.source_split or dataset.split)
 
 
 def is_file(name: str) -> bool:
@@ -129,29 +129,31 @@ def is_file(name: str) -> bool:
     return Path(name.removesuffix(".gz")).suffix in FORMATS
 
 
-def size_of(wanted: PromptSet, seed: int) -> int | None:
+def size_of(dataset: PromptSet, seed: int) -> int | None:
     """How many prompts are read of a set, as far as is known without the Hub."""
-    if wanted.name in EMBEDDED or is_remote(wanted):
-        return wanted.count or None
-    return sum(1 for _ in raw_prompts(wanted, seed, has_template=True))
+    if dataset.name in EMBEDDED or is_remote(dataset):
+        return dataset.count or None
+    return sum(1 for _ in raw_prompts(dataset, seed, has_template=True))
 
 
-def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[RawPrompt | Unusable]:
+def raw_prompts(
+    dataset: PromptSet, seed: int, has_template: bool
+) -> Iterator[RawPrompt | Unusable]:
     """The first `count` prompts of a set, or what is wrong with them, before tokenizing."""
-    files = [Path(name) for name in prompt_inputs([wanted]).values()]
+    files = [Path(name) for name in prompt_inputs([dataset]).values()]
     stats = [file.stat() for file in files if file.exists()]
-    rows = _first_rows(wanted, seed, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
-    form, left = None, wanted.count or math.inf
+    rows = _first_rows(dataset, seed, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
+    form, left = None, dataset.count or math.inf
     for number, row in rows:
-        found: Iterable[RawPrompt | Unusable]
+        prompts: Iterable[RawPrompt | Unusable]
         if isinstance(row, str):
-            found = [Unusable("undecodable", row)]
+            prompts = [Unusable("undecodable", row)]
         else:
-            form = form or form_of(wanted, row)
-            require_columns(columns_of(form), row, f"prompt set {wanted.name!r}, row {number},")
-            chat = uses_chat(wanted, form, has_template)
-            found = prompts_in(row, form, chat=chat, turns=wanted.turns)
-        for prompt in found:
+            form = form or form_of(dataset, row)
+            require_columns(columns_of(form), row, f"prompt set {dataset.name!r}, row {number},")
+            chat = uses_chat(dataset, form, has_template)
+            prompts = prompts_in(row, form, chat=chat, turns=dataset.turns)
+        for prompt in prompts:
             if left == 0:
                 return
             left -= 1
@@ -161,20 +163,22 @@ def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[Ra
 
 
 @lru_cache(maxsize=64)
-def _first_rows(wanted: PromptSet, seed: int, _state: object) -> tuple[tuple[int, PromptRow], ...]:
+def _first_rows(dataset: PromptSet, seed: int, _state: object) -> tuple[tuple[int, PromptRow], ...]:
     """The rows that `count` prompts are made of, at most: each row makes at least one.
 
     Kept, because checks and several stages of a run read the same sets.
     """
     try:
-        if wanted.name in EMBEDDED and not wanted.count:
-            raise ConfigError(f"{wanted.name!r} is written from a seed without end: give a `count`")
-        if wanted.name in NATURAL:
-            texts = natural_prompts(wanted.name, wanted.split, wanted.count, seed=seed)
-        elif wanted.name in EMBEDDED:
-            texts = embedded_prompts(wanted.name, wanted.split, wanted.count, seed=seed)
+        if dataset.name in EMBEDDED and not dataset.count:
+            raise ConfigError(
+                f"{dataset.name!r} is written from a seed without end: give a `count`"
+            )
+        if dataset.name in NATURAL:
+            texts = natural_prompts(dataset.name, dataset.split, dataset.count, seed=seed)
+        elif dataset.name in EMBEDDED:
+            texts = embedded_prompts(dataset.name, dataset.split, dataset.count, seed=seed)
         else:
-            return tuple(islice(read_rows(wanted, seed), wanted.count or None))
+            return tuple(islice(read_rows(dataset, seed), dataset.count or None))
     except ConfigError:
         raise
     except ValueError as error:
@@ -182,7 +186,7 @@ def _first_rows(wanted: PromptSet, seed: int, _state: object) -> tuple[tuple[int
     return tuple(enumerate(({"prompt": text} for text in texts), start=1))
 
 
-def read_rows(wanted: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
+def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
     """The rows of a set that is not embedded, each with its number in the source, from 1.
 
     A catalogued set comes in an order shuffled by the seed (a larger count only appends), any
@@ -191,14 +195,14 @@ def read_rows(wanted: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
     Raises:
         ConfigError: if it cannot be had or read, or has no such split.
     """
-    check_split(wanted)
-    if catalogued := CATALOGUE.get(wanted.name):
-        return _catalogued(wanted, catalogued, seed)
-    path = Path(wanted.name)
-    if path.suffix == ".jsonl" and "://" not in wanted.name:
+    check_split(dataset)
+    if catalogued := CATALOGUE.get(dataset.name):
+        return _catalogued(dataset, catalogued, seed)
+    path = Path(dataset.name)
+    if path.suffix == ".jsonl" and "://" not in dataset.name:
         return json_lines(path)
-    split = wanted.source_split or wanted.split
-    data = load_rows(wanted.name, wanted.name, split, subset=wanted.subset)
+    split = dataset.source_split or dataset.split
+    data = load_rows(dataset.name, dataset.name, split, subset=dataset.subset)
     return _at(data, range(len(data)))
 
 
@@ -317,34 +321,36 @@ def _fetch(hub: str, revision: str | None, pattern: str) -> list[str]:
 
 
 def _catalogued(
-    wanted: PromptSet, catalogued: CataloguedSet, seed: int
+    dataset: PromptSet, catalogued: CataloguedSet, seed: int
 ) -> Iterator[tuple[int, PromptRow]]:
-    part, source = catalogued.splits[wanted.split], wanted.source or catalogued.hub
-    files = None if wanted.source or wanted.subset else catalogued.files
-    subset = wanted.subset or (None if files else catalogued.subset)
-    if Path(source).is_dir() and not wanted.subset:
+    part, source = catalogued.splits[dataset.split], dataset.source or catalogued.hub
+    files = None if dataset.source or dataset.subset else catalogued.files
+    subset = dataset.subset or (None if files else catalogued.subset)
+    if Path(source).is_dir() and not dataset.subset:
         from datasets import get_dataset_config_names
 
-        _check_folder(wanted.name, source)
-        there = _or_refuse(wanted.name, source, lambda: get_dataset_config_names(source))
+        _check_folder(dataset.name, source)
+        there = _or_refuse(dataset.name, source, lambda: get_dataset_config_names(source))
         subset = catalogued.subset if catalogued.subset in there else None
     data = load_rows(
-        wanted.name,
+        dataset.name,
         source,
-        wanted.source_split or part.of,
+        dataset.source_split or part.of,
         subset=subset,
-        revision=None if wanted.source else catalogued.revision,
+        revision=None if dataset.source else catalogued.revision,
         files=files,
     )
     require_columns(
-        columns_of(catalogued.form), dict.fromkeys(data.column_names), f"prompt set {wanted.name!r}"
+        columns_of(catalogued.form),
+        dict.fromkeys(data.column_names),
+        f"prompt set {dataset.name!r}",
     )
-    chosen = _cut(data, part, catalogued.form)
+    indices = _cut(data, part, catalogued.form)
     import torch
 
-    generator = generator_for(seed, "prompts", wanted.name, wanted.split)
-    order = torch.randperm(len(chosen), generator=generator)
-    return _at(data, (chosen[index] for index in order.tolist()))
+    generator = generator_for(seed, "prompts", dataset.name, dataset.split)
+    order = torch.randperm(len(indices), generator=generator)
+    return _at(data, (indices[index] for index in order.tolist()))
 
 
 def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:

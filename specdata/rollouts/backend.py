@@ -195,15 +195,15 @@ def sample_batch(
     )
     seen: list[Tensor] = []
     tapped: list[Tensor] = []
-    wanted, taps_of = taps or ((), [])
+    tap_ids, taps_of = taps or ((), [])
     with (
         nullcontext() if states is None else capturing_hidden(model, seen.append),
-        capturing_taps(model, wanted, tapped.append),
+        capturing_taps(model, tap_ids, tapped.append),
     ):
         cache = growing_cache(model)
         logits, mask = read_prompts(model, prompts, cache)
-        for mine, prompt in zip(taps_of, _of_prompts(tapped, prompts), strict=bool(taps_of)):
-            mine.append(prompt)
+        for row_taps, prompt in zip(taps_of, _of_prompts(tapped, prompts), strict=bool(taps_of)):
+            row_taps.append(prompt)
         positions = mask.sum(dim=1, keepdim=True) - 1
         drawn: list[list[int]] = [[] for _ in prompts]
         rows = list(range(len(prompts)))  # row of the batch -> prompt
