@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
 from distill.batches import Numbered, collate
-from distill.chunked import ChunkLoss, chunked_loss, inside_forward
+from distill.chunked import chunked_loss, inside_forward
 from distill.config import DistilConfig
 from distill.losses import LOSSES
 from distill.muon import MuonWithAdamW, muon_optimizer
@@ -34,7 +35,7 @@ from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import is_fsdp, join_processes
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
-from specdata.states_draft import KEY, StatesInput, states_input
+from specdata.states_draft import KEY, states_input
 from specdata.taps import decoder_layers
 from specdata.target_states import TAPS, has_states, has_taps, reading_stored
 from specdata.texts import IGNORED
@@ -102,27 +103,50 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         Weighting by positions makes the result independent of how a batch is split. Positions do
         not depend on each other, so the loss is computed in chunks of them (`distill.chunked`).
         """
-        ids, attention = inputs["input_ids"], inputs["attention_mask"]
-        chosen = inputs["labels"][:, 1:] != IGNORED
-        loss, is_narrow = self._taught(inputs)
-        reads_states = states_input(base_of(self.student))
-        taps = None if reads_states is None else self._taps(reads_states, inputs)
+        ids, attention = inputs["input_ids"], inputs["attention_mask"]  # (B, T)
+        is_learnt = inputs["labels"][:, 1:] != IGNORED  # (B, T - 1): N of them
+        taught, taps = self._taught(inputs), self._taps(inputs)
+        weights = weights_of(1 if taps is None else self.readings)
 
-        def total() -> Tensor:
+        def forward() -> Tensor:  # of the engine's module: it prepares for it
+            total = torch.zeros((), device=ids.device)
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
-                if taps is not None:
-                    return self._of_readings(ids, taps, chosen, loss, is_narrow=is_narrow)
-                learnt = self.student_head.states(ids, attention, trained=True)[:, :-1][chosen]
-                return chunked_loss(learnt, self.student_head, loss, is_narrow=is_narrow)
+                if taps is None:
+                    along = iter([self.student_head.states(ids, attention, trained=True)])
+                else:
+                    begins = nn.functional.pad(is_learnt, (0, 1))
+                    along = readings(base_of(self.student), ids, taps, self.readings, begins)
+                for step, states in enumerate(along):  # (B, T, H)
+                    is_read = of_round(is_learnt, step)  # whose round began at one that is learnt
+                    of_step = taught
+                    if step:
+                        of_step = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
+                    total = total + weights[step] * chunked_loss(
+                        states[:, :-1][is_read],
+                        self.student_head,
+                        partial(self._divergence, of_step),
+                        is_narrow="rest" in taught,
+                    )
+            return total
 
-        value = inside_forward(model, self.student, total)
-        counted = chosen.sum() if num_items_in_batch is None else num_items_in_batch
+        value = inside_forward(model, self.student, forward)
+        counted = is_learnt.sum() if num_items_in_batch is None else num_items_in_batch
         # Gradients are averaged over processes, positions are counted over all of them.
         value = value * self.accelerator.num_processes / counted
         return (value, {}) if return_outputs else value
 
-    def _taps(self, reads_states: StatesInput, inputs: Mapping[str, Tensor]) -> Tensor:
-        """(B, T, F) the target's states inside, stored with the rollouts or read."""
+    def _taught(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the target says at the N positions that are learnt, (N, ...) each, by its name."""
+        if isinstance(self.teacher, TopLogitsTeacher):
+            return self.teacher.columns(inputs)
+        states, rest = self.teacher.states(inputs)
+        return {"states": states} if rest is None else {"states": states, "rest": rest}
+
+    def _taps(self, inputs: Mapping[str, Tensor]) -> Tensor | None:
+        """(B, T, F) the target's states inside, stored or read; None if the draft reads none."""
+        reads_states = states_input(base_of(self.student))
+        if reads_states is None:
+            return None
         ids, examples = inputs["input_ids"], inputs["examples"].tolist()
         rows = []
         if self.tapped is not None and min(examples) >= 0:
@@ -130,71 +154,37 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         with reading_stored(base_of(self.student), rows, ids.shape[1]):
             return reads_states.read_target(ids)
 
-    def _of_readings(
-        self, ids: Tensor, taps: Tensor, chosen: Tensor, loss: ChunkLoss, *, is_narrow: bool
+    def _divergence(
+        self, taught: Mapping[str, Tensor], q_logits: Tensor, chunk: slice | Tensor
     ) -> Tensor:
-        """The sum of the loss over the readings of a draft on states (`distill.states`)."""
-        total: Tensor = taps.new_zeros((), dtype=torch.float32)
-        weights, wanted = weights_of(self.readings), nn.functional.pad(chosen, (0, 1))
-        along = readings(base_of(self.student), ids, taps, self.readings, wanted)
-        for step, states in enumerate(along):
-            mine = of_round(chosen, step)
-            places = mine[chosen].nonzero().squeeze(-1)  # of all that are taught
+        """The sum of the loss over a chunk of positions.
 
-            def here(q_logits: Tensor, chunk: slice | Tensor, places: Tensor = places) -> Tensor:
-                return loss(q_logits, places[chunk])
-
-            learnt = states[:, :-1][mine]
-            total = total + weights[step] * chunked_loss(
-                learnt, self.student_head, here, is_narrow=is_narrow
-            )
-        return total
-
-    def _taught(self, inputs: Mapping[str, Tensor]) -> tuple[ChunkLoss, bool]:
-        """The loss of a batch's positions, and whether it takes narrow logits (`chunked_loss`)."""
-        teacher, device = self.teacher, inputs["labels"].device
-        if isinstance(teacher, TopLogitsTeacher):
-            top = teacher.columns(inputs)
-
-            def top_logits_loss(q_logits: Tensor, chunk: slice | Tensor) -> Tensor:
-                here = {name: values[chunk] for name, values in top.items()}
-                with torch.autocast(device.type, enabled=False):
-                    return teacher.divergence(self.objective, q_logits, here)
-
-            return top_logits_loss, False
-        taught, rest = teacher.states(inputs)
-
-        def loss(q_logits: Tensor, chunk: slice | Tensor) -> Tensor:
-            # The teacher is as in serving, whatever the precision that the draft trains in.
-            with torch.autocast(device.type, enabled=False):
-                if rest is not None:
-                    return self._part_divergence(teacher, q_logits, taught[chunk], rest[chunk])
+        Args:
+            taught: of `_taught`, at all positions.
+            q_logits: (n, V') of the draft.
+            chunk: which of all positions they are.
+        """
+        at, teacher = {name: rows[chunk] for name, rows in taught.items()}, self.teacher
+        # The target is as in serving, whatever the precision that the draft trains in.
+        with torch.autocast(q_logits.device.type, enabled=False):
+            if isinstance(teacher, TopLogitsTeacher):
+                return teacher.divergence(self.objective, q_logits, at)
+            if teacher.part is not None:  # (n, N) tokens that the draft can propose, and the rest
                 with torch.no_grad():
-                    p_logits = teacher.head.logits(taught[chunk])
-                return self._divergence(q_logits, p_logits)
-
-        return loss, rest is not None
-
-    def _divergence(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
-        """The sum of the loss over positions: (n, V') and (n, V) logits -> scalar."""
-        ones = torch.ones_like(p_logits[:, 0], dtype=torch.float32)
-        q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
-        if self.warp == "sampler":
-            # Truncation applies to p alone: a token cut from q would get no gradient to come back.
-            q_logits = q_logits / (self.sampling.temperature or 1.0)
-            p_logits = probabilities(p_logits, self.sampling).log()
-        return self.objective(q_logits, p_logits, ones) * len(ones)
-
-    def _part_divergence(
-        self, teacher: Teacher, q_logits: Tensor, states: Tensor, rest: Tensor
-    ) -> Tensor:
-        """The same value and gradient from the tokens that the draft can propose: (n, N) logits."""
-        part = teacher.part
-        assert part is not None
-        with torch.no_grad():
-            p_logits = teacher.part_logits(states, rest)
-        q_logits = nn.functional.pad(q_logits / part.temperature, (0, 1), value=-torch.inf)
-        return self.objective(q_logits, p_logits, torch.ones_like(rest)) * len(rest)
+                    p_logits = teacher.part_logits(at["states"], at["rest"])
+                q_logits = q_logits / teacher.part.temperature
+                q_logits = nn.functional.pad(q_logits, (0, 1), value=-torch.inf)
+            else:
+                with torch.no_grad():
+                    p_logits = teacher.head.logits(at["states"])  # (n, V)
+                q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
+                if self.warp == "sampler":
+                    # Truncation applies to p alone: a token cut from q would get no gradient to
+                    # come back.
+                    q_logits = q_logits / (self.sampling.temperature or 1.0)
+                    p_logits = probabilities(p_logits, self.sampling).log()
+            ones = torch.ones(len(p_logits), device=p_logits.device)
+            return self.objective(q_logits, p_logits, ones) * len(ones)
 
 
 def learnt_part(

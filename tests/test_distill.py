@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -240,23 +240,6 @@ def test_accumulated_small_batches_equal_a_large_one(pair: Path, tmp_path: Path)
     assert_same_gradients(pair, whole, parts)
 
 
-def stored_gradients(pair: Path, out: Path) -> None:
-    """As a process of a group: the gradients of a step, and how many processes there were."""
-    gradients = step_gradients(pair, out.with_name("work"), batch_size=8, accumulation=1)
-    state = PartialState()
-    save_file(gradients, out.with_name(f"{state.process_index} of {state.num_processes}"))
-
-
-@pytest.mark.exhaustive
-def test_two_processes_with_half_of_a_batch_each_have_its_gradients(
-    pair: Path, tmp_path: Path, server: ForkServerContext
-) -> None:
-    whole = step_gradients(pair, tmp_path / "whole", batch_size=8, accumulation=1)
-    finish(start_two(server, stored_gradients, pair, tmp_path / "out", **ON_CPU))
-    for process in range(2):
-        assert_same_gradients(pair, whole, load_file(tmp_path / f"{process} of 2"))
-
-
 def test_unusable_inputs_are_named(pair: Path, tiny_pair: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="objective: must be 'forward_kl', 'reverse_kl', 'js'"):
         read_config(DistilConfig, {"objective": "kl"})
@@ -278,24 +261,6 @@ def test_unusable_inputs_are_named(pair: Path, tiny_pair: Path, tmp_path: Path) 
     with pytest.raises(VocabularyMismatchError):
         distil(**{**arguments, "draft": tiny_pair / "draft"}, out=tmp_path / "draft")
     assert not (tmp_path / "draft").exists()
-
-
-@pytest.mark.exhaustive
-def test_a_killed_pair_training_ends_in_the_same_weights(
-    pair: Path, tmp_path: Path, server: ForkServerContext
-) -> None:
-    out = tmp_path / "out"
-    process = server.Process(target=train_toy_pair, args=(out, TOY_PAIR), kwargs={"seed": 0})
-    process.start()
-    wait_for(out / "target.training", "checkpoint-*/complete.json", [process])
-    kill([process])
-    assert not (out / "target").exists()
-    # As a kill in the middle of a save leaves it: a newer checkpoint without its end.
-    (out / "target.training" / "checkpoint-9999").mkdir()
-    (out / "target.training" / "checkpoint-9999" / "model.safetensors").write_bytes(b"torn")
-    train_toy_pair(out, TOY_PAIR, seed=0)
-    for name in ("target", "draft"):
-        assert_same_weights(out / name, pair / name)
 
 
 def with_untied_draft(pair: Path, folder: Path, kept: int | None = None) -> Path:

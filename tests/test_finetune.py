@@ -6,20 +6,13 @@ import copy
 import json
 import shutil
 from itertools import chain
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-)
 
 from distill.config import FinetuneConfig
 from distill.finetune import (
@@ -30,7 +23,7 @@ from distill.finetune import (
     make_rows,
 )
 from distill.toy import language_model
-from distill.training import save_model, train_resumably
+from distill.training import save_model
 from recipes import train_draft
 from recipes.config import parse
 from recipes.run import run_stage
@@ -43,7 +36,6 @@ from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.chats import chat_tokenizer
 from tests.test_distill import GradientRecorder
-from tests.two_processes import ON_CPU, finish, start_two
 
 REPOSITORY = Path(__file__).parents[1]
 TALK = [
@@ -423,63 +415,3 @@ def test_the_recipe_says_what_was_trained_on(
     assert f"{result['assistant_tokens']:,} of {result['tokens']:,} tokens" in said
     assert "left out of" in said
     assert "1 without a turn of the assistant" in " ".join(said.split())
-
-
-class Interruption(TrainerCallback):
-    """Ends a training after so many steps, on every process, as an exception."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-def interrupted(pair: Path, out: Path, config: FinetuneConfig, *, step: int) -> None:
-    """Fine-tune up to a step, a checkpoint lying behind."""
-
-    def training(trainer: Trainer, *arguments: Any, **named: Any) -> None:
-        trainer.add_callback(Interruption(step))
-        train_resumably(trainer, *arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.finetune.train_resumably", training)
-        with pytest.raises(KeyboardInterrupt):
-            tuned(pair, out, config)
-    assert not out.exists()
-    assert len(list(out.with_name(f"{out.name}.training").glob("checkpoint-*"))) == 1
-
-
-def stepped_tuned_and_interrupted(
-    pair: Path, folder: Path, wanted: FinetuneConfig, step: FinetuneConfig
-) -> None:
-    """As a process of a group."""
-    gradients = step_gradients(pair, folder / "step", step)
-    torch.save(gradients, folder / f"gradients-{torch.distributed.get_rank()}")
-    tuned(pair, folder / "whole", wanted)
-    interrupted(pair, folder / "out", wanted, step=wanted.save_steps + 1)
-    tuned(pair, folder / "out", wanted)
-
-
-@pytest.mark.exhaustive
-def test_two_processes_take_the_steps_of_one_also_after_an_interruption(
-    pair: Path, file: Path, tmp_path: Path, server: ForkServerContext
-) -> None:
-    # Rows do not divide evenly, and the last batch of an epoch is short.
-    wanted = config(file, batch_size=3, save_steps=5)
-    rows = made(wanted).account["rows"]
-    assert rows % 2
-    step = config(file, batch_size=rows, epochs=1)
-    alone = tuned(pair, tmp_path / "alone", wanted)
-    work = (stepped_tuned_and_interrupted, pair, tmp_path, wanted, step)
-    finish(start_two(server, *work, **ON_CPU))
-    out, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
-    assert out.keys() == whole.keys()
-    assert all(torch.equal(out[name], whole[name]) for name in whole)
-    gradients = step_gradients(pair, tmp_path / "step", step)
-    for process in range(2):
-        theirs = torch.load(tmp_path / f"gradients-{process}", weights_only=True)
-        assert_same_gradients(gradients, theirs)
-    result = json.loads((tmp_path / "whole" / "finetuning.json").read_text())
-    assert result["loss_last"] == pytest.approx(alone["loss_last"], abs=1e-3)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -22,25 +19,20 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainerCallback,
 )
 
 from distill.batches import collate
 from distill.config import DistilConfig, OnPolicyConfig
 from distill.on_policy import DraftTexts, Row, rows_of
 from distill.trainer import draft_trainer
-from distill.training import train_resumably
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
-from specdata.processes import join_processes
 from specdata.rollouts.backend import sample_batch
 from specdata.sampling import generator_for
-from specdata.storage.resume import Settings
 from specdata.texts import IGNORED
 from tests.chi_square import p_value
 from tests.test_distill import GradientRecorder
 from tests.tiny import END, joint_distribution, tiny_llama
-from tests.two_processes import ON_CPU, finish, start_two
 
 with warnings.catch_warnings():
     # It says that experimental parts of TRL may change.
@@ -362,78 +354,6 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
     drawn, rows = texts(OnPolicyConfig(share=1.0), longest=64), rollouts(8)
     written = drawn.write(with_dropout, rows, range(8), step=0)
     assert drawn.write(with_dropout.train(), rows, range(8), step=0) == written
-
-
-def test_a_share_of_0_trains_the_very_weights_of_a_training_without_the_drafts_text(
-    tmp_path: Path,
-) -> None:
-    states = []
-    for name, on_policy in (("none", {}), ("share 0", {**BLOCKS, "share": 0.0})):
-        one = trainer(tmp_path / name, config(epochs=2, on_policy=on_policy), rollouts(8))
-        one.train()
-        states.append((one.model.state_dict(), torch.get_rng_state()))
-    (plain, random), (zero, random_zero) = states
-    assert torch.equal(random, random_zero)
-    assert all(torch.equal(plain[name], zero[name]) for name in plain)
-    drafting = trainer(tmp_path / "drafting", config(epochs=2, on_policy=BLOCKS), rollouts(8))
-    drafting.train()
-    assert any(not torch.equal(plain[name], drafting.model.state_dict()[name]) for name in plain)
-
-
-# --- resuming
-
-
-class StopAfter(TrainerCallback):
-    """Ends a training as a kill does, between two checkpoints."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, _: object, state: Any, *__: object, **___: object) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-def trained(
-    work: Path, settings: DistilConfig, *, stop_after: int | None = None
-) -> dict[str, Tensor]:
-    """The weights after training in `work`, going on from a checkpoint there."""
-    one = trainer(work, settings, rollouts(21))
-    if stop_after is not None:
-        one.add_callback(StopAfter(stop_after))
-    train_resumably(one, work, Settings({}, remedy="train elsewhere"), label="distilling")
-    weights: dict[str, Tensor] = copy.deepcopy(one.model.state_dict())
-    return weights
-
-
-# 21 rollouts in batches of 4: the last one of an epoch is a single rollout.
-RESUMED = config(
-    epochs=2, save_steps=4, batch_size=4, on_policy={"share": 0.5, "length": 3, "cuts": 2}
-)
-
-
-def resumed_to_the_same_bits(folder: Path) -> None:
-    """As a process of a group."""
-    join_processes()
-    whole = trained(folder / "whole", RESUMED)
-    with pytest.raises(KeyboardInterrupt):
-        trained(folder / "parts", RESUMED, stop_after=5)
-    resumed = trained(folder / "parts", RESUMED)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    if PartialState().is_main_process:
-        torch.save(whole, folder / "weights.pt")
-
-
-@pytest.mark.exhaustive
-def test_two_processes_write_the_texts_of_one_and_resume_to_the_same_bits(
-    tmp_path: Path, server: ForkServerContext
-) -> None:
-    """Gradients of two processes are summed in another order, in float64: nothing flips a draw."""
-    finish(start_two(server, resumed_to_the_same_bits, tmp_path, **ON_CPU))
-    both = torch.load(tmp_path / "weights.pt")
-    alone = trained(tmp_path / "alone", RESUMED)
-    for name, weight in alone.items():
-        torch.testing.assert_close(both[name], weight, rtol=0.0, atol=RESUMED.learning_rate / 50)
 
 
 # --- the reference: GKD of TRL

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from distill.config import DistilConfig, InitConfig
 from distill.initial import cut, make_initial
 from distill.states import DECAY, of_round, readings, ridge, silence, weights_of
+from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting import drafters
@@ -264,6 +265,34 @@ def test_a_reading_is_learnt_where_its_round_begins_at_the_prompts_end_or_later(
     assert of_round(chosen, 20).shape == chosen.shape  # more readings than the text has tokens
     assert sum(weights_of(3)) == pytest.approx(1.0)
     assert weights_of(3)[1] == pytest.approx(DECAY * weights_of(3)[0])
+
+
+def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draft_there(
+    tmp_path: Path,
+) -> None:
+    target, draft = pair(40)
+    rows = [
+        {"prompt_ids": [2, 9], "completion_ids": [31, 4, 17, 8, 22]},
+        {"prompt_ids": [6, 6, 5], "completion_ids": [38, 3]},
+    ]
+    config = DistilConfig(objective="forward_kl", readings=3, batch_size=2, report_to=[])
+    data, plain = Dataset.from_list(rows), SamplingConfig()
+    trainer = draft_trainer(target, draft, data, tmp_path, config, plain, 0)
+    total = 0.0
+    with torch.no_grad():
+        for row in rows:
+            first, text = len(row["prompt_ids"]), row["prompt_ids"] + row["completion_ids"]
+            p = target(torch.tensor([text])).logits[0].log_softmax(-1)
+            for step, weight in enumerate((1, 0.8, 0.64)):
+                for at in range(first + step, len(text)):  # its round began after the prompt
+                    began = at - step
+                    state = state_after(draft, text[:began], text[began:at])
+                    q = draft.get_output_embeddings()(state).log_softmax(-1)
+                    divergence = (p[at - 1].exp() * (p[at - 1] - q)).sum()
+                    total += weight / 2.44 * float(divergence)
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(draft, batch, num_items_in_batch=torch.tensor(7))
+    assert loss.item() == pytest.approx(total / 7, rel=1e-6)
 
 
 def test_along_a_text_it_drafts_the_first_token_of_each_round() -> None:
