@@ -406,32 +406,39 @@ def make_drafters(
         ConfigError: if the rule needs a head, or paths more drafts, than there are, or the head
             cannot answer what the rule asks.
     """
-    names = config.drafts
-    if len(models) != len(names):
+    if len(models) != len(config.drafts):
         raise ConfigError(
-            f"path_drafts {config.path_drafts} needs {len(names)} draft models, got {len(models)}"
+            f"path_drafts {config.path_drafts} needs {len(config.drafts)} draft models, got "
+            f"{len(models)}"
         )
     if config.stop.needs_head and head is None:
         raise ConfigError(f"stop={config.stop.name!r} needs an acceptance head: pass head=...")
     config.stop.check_head(head)
+    return partial(_make_drafter, config, models, head, ends)
 
-    def make(slot: int) -> Drafter:
-        sequences = [model.sequence(slot, config.sampling) for model in models]
-        if config.drafter == "chain":
-            return ChainDrafter(sequences[0], config.stop.start(head), ends)
-        if config.drafter == "dynamic_tree":
-            nodes, depth, gain = config.nodes, config.depth, config.gain
-            return DynamicTreeDrafter(sequences[0], nodes, depth, gain, ends)
-        if config.drafter == "tree":
-            return BranchingDrafter([DraftPath(sequences[0])], config.widths, config.how, ends)
-        drafts = config.path_drafts or ("",) * config.paths
-        paths = [DraftPath(sequences[names.index(name)]) for name in drafts]
-        if config.path_temperatures:
-            paths = [
-                replace(path, sampling=SamplingConfig(temperature, config.top_k, config.top_p))
-                for path, temperature in zip(paths, config.path_temperatures, strict=True)
-            ]
-        widths = (config.paths, *[1] * (config.stop.longest - 1))
-        return BranchingDrafter(paths, widths, "iid", ends, shape="paths")
 
-    return make
+def _make_drafter(
+    config: DecodeConfig,
+    models: Sequence[CachedModel],
+    head: BaseHead | None,
+    ends: frozenset[int],
+    slot: int,
+) -> Drafter:
+    """The drafter of a slot, with its stopping rule."""
+    sequences = [model.sequence(slot, config.sampling) for model in models]
+    if config.drafter == "chain":
+        return ChainDrafter(sequences[0], config.stop.start(head), ends)
+    if config.drafter == "dynamic_tree":
+        nodes, depth, gain = config.nodes, config.depth, config.gain
+        return DynamicTreeDrafter(sequences[0], nodes, depth, gain, ends)
+    if config.drafter == "tree":
+        return BranchingDrafter([DraftPath(sequences[0])], config.widths, config.how, ends)
+    names = config.path_drafts or ("",) * config.paths
+    paths = [DraftPath(sequences[config.drafts.index(name)]) for name in names]
+    if config.path_temperatures:
+        paths = [
+            replace(path, sampling=SamplingConfig(temperature, config.top_k, config.top_p))
+            for path, temperature in zip(paths, config.path_temperatures, strict=True)
+        ]
+    widths = (config.paths, *[1] * (config.stop.longest - 1))
+    return BranchingDrafter(paths, widths, "iid", ends, shape="paths")

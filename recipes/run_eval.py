@@ -12,7 +12,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from eval.analysis.head_verdict import VERDICT, HeadVerdict, head_verdict, not_measured
 from eval.measuring.methods import (
-    EvalConfig,
     check_machine,
     check_methods,
     fit_rules,
@@ -58,13 +56,12 @@ from specdata.storage.resume import read_record
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
-    from eval.measuring.experiment import Artefacts, Experiment
+    from eval.measuring.experiment import Experiment
     from eval.measuring.results import Results, VerifierRow
-    from eval.measuring.scores import Scorer
     from heads import BaseHead
-    from specdata.prompts.loading import LoadedPrompts, Prompt
+    from specdata.prompts.loading import LoadedPrompts
 
 
 BEFORE: tuple[type[Stage], ...] = (
@@ -198,25 +195,42 @@ class Eval(Stage):
     def run(self) -> dict[str, Any]:
         """Measure with every process that can, and report in the main one."""
         config = self.config
-        from eval.measuring.scores import make_scorer
+        from eval.measuring.environment import using_threads
+        from eval.measuring.scores import Scorer
+        from eval.measuring.sharing import measured_on
+        from specdata.models import load_tokenizer
         from specdata.prompts.loading import dropped
 
         if not _is_measuring(config):
             return {}
-        artefacts, evaluation, loaded, fitted, tokenizer = load_evaluation(config)
-        prompts = loaded.prompts
+        experiment, loaded, fitted = load_experiment(config)
+        prompts, environment = loaded.prompts, experiment.environment
+        tokenizer = load_tokenizer(config.models.target)
+        if (scores := config.eval.scores) or config.eval.reward_model:
+            scorer = Scorer(scores, prompts, tokenizer, config.eval.reward_model)
+            experiment = replace(experiment, scorer=scorer)
         for line in dropped(loaded.report):
             say(line)
-        scorer = make_scorer(evaluation.scores, prompts, tokenizer, evaluation.reward_model)
-        experiment = _measured(config, artefacts, evaluation, prompts, scorer)
+        used = engine_on(config.eval.engine, environment.device)
+        if used != config.eval.engine:
+            say(f"Engine {config.eval.engine} gains nothing but on a CPU: forwards run {used}.")
+        generations = len(prompts) * len(config.eval.methods)
+        with (
+            using_threads(config.eval.threads),
+            progress(generations, "evaluation", "generation", is_shown=is_main()) as bar,
+        ):
+            experiment.measure(bar.update)
         if not is_main():
             return {}
-        results = experiment.results()
+        devices = measured_on(self.folder) or [environment.device]
+        where = environment.model_copy(update={"devices": devices})
+        results = replace(experiment, environment=where).results()
         if results is None:
             raise OSError(
                 f"records in {self.folder / 'prompts'} were removed while it was measured"
             )
-        verifiers = _verifiers(config, artefacts, evaluation, prompts, results)
+        with using_threads(config.eval.threads):
+            verifiers = _verifiers(experiment, results)
         results = results.model_copy(update={"verifiers": verifiers})
         write_results(self.folder / RESULTS, results)
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -231,7 +245,7 @@ class Eval(Stage):
             "prompts": len(prompts),
             "prompt_sets": loaded.report,
             "calibration": fitted,
-            "environment": results.environment.model_dump(mode="json"),
+            "environment": where.model_dump(mode="json"),
         }
 
     def show(self, results: dict[str, Any]) -> None:
@@ -247,16 +261,17 @@ class Eval(Stage):
         return [Step("look", str(self.folder / "report.html")), *publish]
 
 
-def load_evaluation(
+def load_experiment(
     config: PipelineConfig,
-) -> tuple[Artefacts, EvalConfig, LoadedPrompts, dict[str, Any] | None, PreTrainedTokenizerBase]:
+) -> tuple[Experiment, LoadedPrompts, dict[str, Any] | None]:
     """Load what an evaluation measures.
 
     Returns:
-        The models; the evaluation, with fitted parameters of rules where methods give none; the
-        prompts; those parameters, if any were fitted; the target's tokenizer.
+        The experiment, with fitted parameters of rules where methods give none; its prompts; those
+        parameters, if any were fitted.
     """
-    from eval.measuring.experiment import Artefacts
+    from eval.measuring.environment import describe_environment, using_threads
+    from eval.measuring.experiment import Artefacts, Experiment
     from specdata.models import (
         check_shared_vocabulary,
         load_model,
@@ -265,19 +280,19 @@ def load_evaluation(
     )
     from specdata.prompts.loading import load_prompts
 
-    models, head_name, draft_name = config.models, _head_asked(config), draft_in_use(config)
+    models, evaluation, here = config.models, config.eval, eval_folder(config)
+    head_name, draft_name = _head_asked(config), draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
-    names = [draft_name, *path_drafts(config.eval)]
+    names = [draft_name, *path_drafts(evaluation)]
     for name in names:
         check_shared_vocabulary(tokenizer, load_tokenizer(name))
     # Prompts that leave each model room to answer.
     models_read = [models.target, *names]
-    room = min(longest_prompt(name, config.eval.max_new_tokens) for name in models_read)
-    loaded = load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
+    room = min(longest_prompt(name, evaluation.max_new_tokens) for name in models_read)
+    loaded = load_prompts(evaluation.sets, tokenizer, seed=config.seed, max_tokens=room)
     target = load_model(models.target, load=models.loading("target"))
     draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
-    head = _load_head(head_name) if head_name else None
-    evaluation, fitted, here = config.eval, None, eval_folder(config)
+    head, fitted = _load_head(head_name) if head_name else None, None
     if needs_fit(evaluation):
         with locked(here / PROGRESS / "calibration.lock"):  # one fits, all read
             fitted = _fitted(config, draft, here / "calibration.json")
@@ -289,7 +304,17 @@ def load_evaluation(
         {"target": models.target, "draft": draft_name, "head": head_name},
         dict(zip(names[1:], others, strict=True)),
     )
-    return artefacts, evaluation, loaded, fitted, tokenizer
+    with using_threads(evaluation.threads):
+        environment = describe_environment(
+            device=str(target.device),
+            dtype=models.dtype_of("target"),
+            batch_size=evaluation.batch,
+        )
+    sampling, seed = config.sampling, config.seed
+    experiment = Experiment(
+        artefacts, loaded.prompts, here, evaluation, sampling, seed, environment
+    )
+    return experiment, loaded, fitted
 
 
 def _head_asked(config: PipelineConfig) -> str | None:
@@ -321,51 +346,9 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
     )
 
 
-def _measured(
-    config: PipelineConfig,
-    models: Artefacts,
-    evaluation: EvalConfig,
-    prompts: Sequence[Prompt],
-    scorer: Scorer | None,
-) -> Experiment:
-    """The experiment, once records of all prompts are stored by this process and the others."""
-    import torch
-
-    from eval.measuring.environment import describe_environment
-    from eval.measuring.experiment import Experiment
-    from eval.measuring.sharing import measured_on
-
-    before, where = torch.get_num_threads(), eval_folder(config)
-    torch.set_num_threads(evaluation.threads or before)
-    try:
-        environment = describe_environment(
-            device=str(models.target.device),
-            dtype=config.models.dtype_of("target"),
-            batch_size=evaluation.batch,
-        )
-        used = engine_on(evaluation.engine, environment.device)
-        if used != evaluation.engine:
-            say(f"Engine {evaluation.engine} gains nothing but on a CPU: forwards run {used}.")
-        experiment = Experiment(
-            models, prompts, where, evaluation, config.sampling, config.seed, environment, scorer
-        )
-        generations = len(prompts) * len(evaluation.methods)
-        with progress(generations, "evaluation", "generation", is_shown=is_main()) as bar:
-            experiment.measure(bar.update)
-    finally:
-        torch.set_num_threads(before)
-    devices = measured_on(where) or [environment.device]
-    return replace(experiment, environment=environment.model_copy(update={"devices": devices}))
-
-
-def _verifiers(
-    config: PipelineConfig,
-    models: Artefacts,
-    evaluation: EvalConfig,
-    prompts: Sequence[Prompt],
-    results: Results,
-) -> list[VerifierRow]:
+def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
     """The table of every verifier, each kind of draft kept as soon as it is done."""
+    evaluation = experiment.config
     seconds = evaluation.verifiers
     if seconds is None:
         took = sum(each.seconds for run in results.runs for each in run.generations)
@@ -385,30 +368,25 @@ def _verifiers(
         )
     )
     measured = Measured(
-        models.target,
-        models.draft,
-        [(prompt.dataset, torch.tensor(prompt.ids)) for prompt in prompts],
-        config.sampling,
+        experiment.models.target,
+        experiment.models.draft,
+        [(prompt.dataset, torch.tensor(prompt.ids)) for prompt in experiment.prompts],
+        experiment.sampling,
         Times.of(plain, chains, branching),
         {
-            method.name: method.decoding(config.sampling)
+            method.name: method.decoding(experiment.sampling)
             for method in evaluation.methods
             if method.decoder == "speculative"
         },
-        config.seed,
+        experiment.seed,
         evaluation.max_new_tokens,
     )
-    before, where = torch.get_num_threads(), eval_folder(config) / PROGRESS / "verifiers"
-    torch.set_num_threads(evaluation.threads or before)
-    try:
-        rows = verifier_table(
-            measured,
-            seconds=seconds,
-            folder=where,
-            report=lambda said: say(f"  verifiers on {said}"),
-        )
-    finally:
-        torch.set_num_threads(before)
+    rows = verifier_table(
+        measured,
+        seconds=seconds,
+        folder=experiment.folder / PROGRESS / "verifiers",
+        report=lambda kind: say(f"  verifiers on {kind}"),
+    )
     return [*rows, *decoded_only(results)]
 
 

@@ -55,7 +55,7 @@ def evaluate(
     **settings: object,
 ) -> Results:
     sets = [PromptSet("maths", "test", 5), PromptSet("code", "test", 5)]
-    config = EvalConfig(sets=sets, methods=methods, max_new_tokens=12, warmup_tokens=1, **settings)  # type: ignore[arg-type]
+    config = EvalConfig(sets=sets, methods=methods, max_new_tokens=12, **settings)  # type: ignore[arg-type]
     models = Artefacts(
         tiny_llama(2, vocab=40, layers=2),
         tiny_llama(1, vocab=40),

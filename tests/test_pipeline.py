@@ -63,7 +63,6 @@ CONFIG = {
     "eval": {
         "verifiers": 0,
         "max_new_tokens": 16,
-        "warmup_tokens": 2,
         "sets": [
             {"name": "instruct", "split": "test", "count": 3},
             {"name": "maths", "split": "test", "count": 2},

@@ -69,7 +69,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "sets": sets,
             "methods": METHODS,
             "max_new_tokens": 24,
-            "warmup_tokens": 2,
             "verifiers": 0,
         },
     }

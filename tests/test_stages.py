@@ -63,7 +63,6 @@ CONFIG: dict[str, Any] = {
     "eval": {
         "verifiers": 0.1,
         "max_new_tokens": 8,
-        "warmup_tokens": 2,
         "sets": [{"name": "instruct", "split": "test", "count": 2}],
         "methods": [
             {"name": "plain", "decoder": "plain"},

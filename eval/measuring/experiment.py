@@ -26,22 +26,23 @@ from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Results, Setup, build_results
 from eval.measuring.samples import shown_prompts
 from eval.measuring.scores import Scorer
-from eval.measuring.sharing import share_prompts
+from eval.measuring.sharing import sign
 from eval.rounds import Generation
 from eval.runtime.engines import engine_on
 from heads import BaseHead
 from specdata.interruption import stop_if_asked
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig, generator_for, seed_for
-from specdata.storage.files import fingerprint
+from specdata.storage.files import fingerprint, share_out, try_locked
+from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import Settings
 
 Progress = Callable[[int], object]
 """Called with the number of generations that are done since the last call."""
-_Decode = Callable[[int, Sequence[Prompt], RecordStore], None]
-"""Decodes the group of a number, and stores its prompts."""
 BATCHES = 4
 """Batches in a group, which is decoded and stored as a whole; rows are refilled within a group."""
+WARMUP_TOKENS = 16
+"""Tokens that each method decodes before anything is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +104,8 @@ class Experiment:
         if len(stored) == len(prompts):
             report(len(prompts) * methods)
             return
-        # Groups do not depend on what is stored, nor on the number of processes: a batch rounds
-        # differently with other neighbours, and an evaluation must end as it would have in one
-        # process that was not interrupted.
-        batch = self.config.batch
-        size = BATCHES * batch if batch > 1 else 1
-        groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        decode = self.counter(report) if batch > 1 else self.timer(report)
-        share_prompts(
-            groups,
-            store,
-            lambda index: decode(index, groups[index], store),
-            lambda found: report(found * methods),
-            self.folder,
-            self.environment.device,
-        )
+        share = _Share(self, store, report)
+        share_out(range(len(share.groups)), share.attempt)
 
     def results(self) -> Results | None:
         """The results, ready to be written; None if a prompt is not stored.
@@ -167,112 +155,6 @@ class Experiment:
         settings = Settings(values, remedy)
         return RecordStore(self.folder / "prompts", list(methods), settings)
 
-    def timer(self, report: Progress) -> _Decode:
-        """A measurer of prompts one by one, with every method in turn; all are warmed up now."""
-        runners = {method.name: self._runner(method) for method in self.config.methods}
-        for run in runners.values():
-            run(self.prompts[0], self.config.warmup_tokens)
-        names, shown = list(runners), shown_prompts(self.prompts)
-
-        def decode(turn: int, group: Sequence[Prompt], store: RecordStore) -> None:
-            (prompt,) = group
-            # Another method goes first each time, so none profits from its place.
-            first = turn % len(names)
-            order = names[first:] + names[:first]
-            outs = {}
-            for name in order:
-                stop_if_asked()
-                outs[name] = runners[name](prompt, self.config.max_new_tokens)
-                report(1)
-            records = {
-                method.name: self._record(method, prompt, outs[method.name], timed=True)
-                for method in self.config.methods
-            }
-            kept = {
-                method.name: outs[method.name].tokens.tolist()
-                for method in self.config.methods
-                if prompt in shown and method.uses_draft
-            }
-            store.put(prompt, records, kept)
-
-        return decode
-
-    def counter(self, report: Progress) -> _Decode:
-        """A measurer that decodes prompts in batches: the same tokens and counts, but no times.
-
-        Each group has decoders of its own: stopping rules may learn from what was decoded before,
-        which depends on interruptions and on other processes.
-        """
-        shown = shown_prompts(self.prompts)
-
-        def decode(_turn: int, group: Sequence[Prompt], store: RecordStore) -> None:
-            records: list[dict[str, PromptRecord]] = [{} for _ in group]
-            tokens: list[dict[str, list[int]]] = [{} for _ in group]
-            for method in self.config.methods:
-                stop_if_asked()
-                outs = self.decoder(method).generate_batch(
-                    [torch.tensor(prompt.ids) for prompt in group],
-                    max_new_tokens=self.config.max_new_tokens,
-                    generators=[
-                        generator_for(self.seed, "eval", prompt.example_id) for prompt in group
-                    ],
-                    size=self.config.batch,
-                    report=report,
-                )
-                for prompt, out, record, kept in zip(group, outs, records, tokens, strict=True):
-                    record[method.name] = self._record(method, prompt, out, timed=False)
-                    if prompt in shown and method.uses_draft:
-                        kept[method.name] = out.tokens.tolist()
-            for prompt, record, kept in zip(group, records, tokens, strict=True):
-                store.put(prompt, record, kept)
-
-        return decode
-
-    def _record(
-        self, method: Method, prompt: Prompt, out: Generation, *, timed: bool
-    ) -> PromptRecord:
-        """The stored record of a generation; a verifier's bias is measured now, untimed."""
-        record = record_prompt(
-            prompt.example_id,
-            out.rounds,
-            seconds=out.seconds if timed else None,
-            finish=out.finish,
-        )
-        if self.scorer:
-            record = replace(record, scores=self.scorer(prompt, out.tokens.tolist()))
-        if method.lossless or method.drafter != "chain":
-            return record
-        variation, tokens = measure_bias(
-            self.models.target,
-            self.models.draft,
-            method.decoding(self.sampling).make_verifier(),
-            self.sampling,
-            torch.tensor(prompt.ids),
-            out,
-        )
-        return replace(record, variation=variation, variation_tokens=tokens)
-
-    def _runner(self, method: Method) -> Callable[[Prompt, int], Generation]:
-        """A function that continues a prompt by at most some tokens; its graphs are made now."""
-        if method.decoder in THEIRS:
-            return lambda prompt, budget: assisted_generate(
-                self.models.target,
-                self.models.draft if method.uses_draft else None,
-                torch.tensor(prompt.ids),
-                length=method.stop.longest,
-                threshold=method.stop.reported().get("threshold", 0.0),
-                sampling=self.sampling,
-                max_new_tokens=budget,
-                seed=seed_for(self.seed, "eval", prompt.example_id),
-            )
-        decoder = self.decoder(method)
-        decoder.warm_up()
-        return lambda prompt, budget: decoder.generate(
-            torch.tensor(prompt.ids),
-            max_new_tokens=budget,
-            generator=generator_for(self.seed, "eval", prompt.example_id),
-        )
-
     def decoder(self, method: Method) -> SpeculativeDecoder:
         """What decodes with a method of ours."""
         drafts = [self.models.draft, *(self.models.path_drafts[name] for name in method.drafts[1:])]
@@ -283,6 +165,28 @@ class Experiment:
             self.models.head if method.stop.reads_head else None,
             engine=self.config.engine,
         )
+
+    def record(self, method: Method, prompt: Prompt, out: Generation) -> PromptRecord:
+        """The stored record of a generation; a verifier's bias is measured now, untimed."""
+        record = record_prompt(
+            prompt.example_id,
+            out.rounds,
+            seconds=out.seconds if self.config.batch == 1 else None,
+            finish=out.finish,
+        )
+        if self.scorer:
+            record = replace(record, scores=self.scorer.scores(prompt, out.tokens.tolist()))
+        if method.lossless or not method.is_chain:
+            return record
+        variation, tokens = measure_bias(
+            self.models.target,
+            self.models.draft,
+            method.decoding(self.sampling).make_verifier(),
+            self.sampling,
+            torch.tensor(prompt.ids),
+            out,
+        )
+        return replace(record, variation=variation, variation_tokens=tokens)
 
     def _setup(self, method: Method, dataset: str) -> Setup:
         """What results record of a method on a dataset."""
@@ -299,4 +203,115 @@ class Experiment:
                 "seed": self.seed,
             },
             engine="eager" if eager else engine_on(self.config.engine, self.environment.device),
+        )
+
+
+class _Share:
+    """What one process does of an experiment: groups of prompts, decoded and stored as wholes.
+
+    Args:
+        experiment: what is measured.
+        store: of the records.
+        report: called with the number of generations done.
+    """
+
+    def __init__(self, experiment: Experiment, store: RecordStore, report: Progress) -> None:
+        prompts, config = experiment.prompts, experiment.config
+        self.experiment, self.store, self.report = experiment, store, report
+        self.methods, self.shown = config.methods, shown_prompts(prompts)
+        # Groups do not depend on what is stored, nor on the number of processes: a batch rounds
+        # differently with other neighbours, and an evaluation must end as it would have in one
+        # process that was not interrupted.
+        size = BATCHES * config.batch if config.batch > 1 else 1
+        self.groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        # Of what is timed: warmed up now, and kept from prompt to prompt.
+        self.decoders: dict[str, SpeculativeDecoder] = {}
+        if config.batch == 1:
+            for method in self.methods:
+                if method.decoder not in THEIRS:
+                    self.decoders[method.name] = experiment.decoder(method)
+                    self.decoders[method.name].warm_up()
+            for method in self.methods:
+                self.generate(method, prompts[0], WARMUP_TOKENS)
+
+    def attempt(self, index: int) -> bool:
+        """Measure a group, unless it is stored; False if another process is at it."""
+        progress = self.experiment.folder / PROGRESS
+        if self.is_stored(index):
+            return True
+        with try_locked(progress / f"prompts-{index:05d}.lock") as taken:
+            if not taken:
+                return False
+            if not self.is_stored(index):  # by another process, since the last look
+                sign(self.experiment.folder, self.experiment.environment.device)
+                self.decode(index)
+            return True
+
+    def is_stored(self, index: int) -> bool:
+        """True if every prompt of a group is stored, which is then reported."""
+        if not all(self.store.has(prompt) for prompt in self.groups[index]):
+            return False
+        self.report(len(self.groups[index]) * len(self.methods))
+        return True
+
+    def decode(self, index: int) -> None:
+        """Decode a group with every method, and store it."""
+        group, timed = self.groups[index], self.experiment.config.batch == 1
+        # Another method goes first each time, so none profits from its place.
+        first = index % len(self.methods) if timed else 0
+        made: dict[str, list[Generation]] = {}
+        for method in [*self.methods[first:], *self.methods[:first]]:
+            stop_if_asked()
+            if timed:
+                limit = self.experiment.config.max_new_tokens
+                made[method.name] = [self.generate(method, prompt, limit) for prompt in group]
+                self.report(1)
+            else:
+                made[method.name] = self.generate_batch(method, group)
+        for number, prompt in enumerate(group):
+            outs = {method.name: made[method.name][number] for method in self.methods}
+            records = {
+                method.name: self.experiment.record(method, prompt, outs[method.name])
+                for method in self.methods
+            }
+            kept = {
+                method.name: outs[method.name].tokens.tolist()
+                for method in self.methods
+                if prompt in self.shown and method.uses_draft
+            }
+            self.store.put(prompt, records, kept)
+
+    def generate(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Generation:
+        """Continue one prompt, timed."""
+        experiment, ids = self.experiment, torch.tensor(prompt.ids)
+        if method.decoder not in THEIRS:
+            return self.decoders[method.name].generate(
+                ids,
+                max_new_tokens=max_new_tokens,
+                generator=generator_for(experiment.seed, "eval", prompt.example_id),
+            )
+        return assisted_generate(
+            experiment.models.target,
+            experiment.models.draft if method.uses_draft else None,
+            ids,
+            length=method.stop.longest,
+            threshold=method.stop.reported().get("threshold", 0.0),
+            sampling=experiment.sampling,
+            max_new_tokens=max_new_tokens,
+            seed=seed_for(experiment.seed, "eval", prompt.example_id),
+        )
+
+    def generate_batch(self, method: Method, group: Sequence[Prompt]) -> list[Generation]:
+        """Continue prompts together: the same tokens and counts, but no times.
+
+        Each group has a decoder of its own: stopping rules may learn from what was decoded before,
+        which depends on interruptions and on other processes.
+        """
+        experiment, config = self.experiment, self.experiment.config
+        return experiment.decoder(method).generate_batch(
+            [torch.tensor(prompt.ids) for prompt in group],
+            max_new_tokens=config.max_new_tokens,
+            generators=[generator_for(experiment.seed, "eval", each.example_id) for each in group],
+            size=config.batch,
+            report=self.report,
         )

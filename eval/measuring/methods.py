@@ -55,9 +55,6 @@ class EvalConfig(Config):
         description="folder or Hub id of a model for sequence classification that scores texts; "
         "the win rate against plain sampling is reported",
     )
-    warmup_tokens: int = Field(
-        default=16, ge=1, description="tokens that each method decodes before anything is timed"
-    )
     verifiers: float | None = Field(
         default=None,
         ge=0.0,

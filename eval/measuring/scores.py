@@ -7,9 +7,9 @@ is scored when its prompt is measured, and the score kept in its record.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specdata.errors import ConfigError
 
@@ -22,9 +22,6 @@ ScoreName = Literal["rougeL", "bleu", "exact_match"]
 REWARD = "reward"
 PACKAGES = {"rougeL": "rouge_score", "bleu": "sacrebleu"}
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-
-Scorer = Callable[["Prompt", Sequence[int]], dict[str, float]]
-"""(prompt, new token ids) -> name -> score."""
 
 
 def check_scores(names: Sequence[str]) -> None:
@@ -61,13 +58,8 @@ def text_score(name: str, text: str, reference: str) -> float:
     return float(len({float(last.replace(",", "")) for (last,) in numbers}) == 1)
 
 
-def make_scorer(
-    names: Sequence[str],
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    reward_model: str | None,
-) -> Scorer | None:
-    """What scores the texts of an evaluation; None if nothing is asked for.
+class Scorer:
+    """What scores the texts of an evaluation.
 
     Args:
         names: of task scores; a prompt without a reference has none.
@@ -78,41 +70,47 @@ def make_scorer(
     Raises:
         ConfigError: if no prompt has a reference, or the reward model cannot be loaded.
     """
-    if names and not any(prompt.reference for prompt in prompts):
-        sets = ", ".join(dict.fromkeys(prompt.dataset for prompt in prompts))
-        raise ConfigError(
-            f"eval.scores {', '.join(names)} compare texts with references, and no prompt of {sets}"
-            " has one: give rows a column `reference`, name theirs (`reference: '{column}'`), or "
-            "take the scores out"
-        )
-    reward = _reward(reward_model, tokenizer) if reward_model else None
 
-    def score(prompt: Prompt, new: Sequence[int]) -> dict[str, float]:
-        text = tokenizer.decode(new, skip_special_tokens=True).strip()
-        scores = {REWARD: reward(prompt, text)} if reward else {}
+    def __init__(
+        self,
+        names: Sequence[str],
+        prompts: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        reward_model: str | None,
+    ) -> None:
+        if names and not any(prompt.reference for prompt in prompts):
+            sets = ", ".join(dict.fromkeys(prompt.dataset for prompt in prompts))
+            raise ConfigError(
+                f"eval.scores {', '.join(names)} compare texts with references, and no prompt of "
+                f"{sets} has one: give rows a column `reference`, name theirs (`reference: "
+                "'{column}'`), or take the scores out"
+            )
+        self._names = names
+        self._tokenizer = tokenizer
+        self._judge: Any = None
+        if reward_model is not None:
+            from specdata.models import load_reward_model
+
+            self._judge, self._judges = load_reward_model(reward_model)
+
+    def scores(self, prompt: Prompt, new: Sequence[int]) -> dict[str, float]:
+        """Name -> score of the new tokens after a prompt."""
+        text = self._tokenizer.decode(new, skip_special_tokens=True).strip()
+        scores = {} if self._judge is None else {REWARD: self._reward(prompt, text)}
         if prompt.reference:
-            scores |= {name: text_score(name, text, prompt.reference) for name in names}
+            scores |= {name: text_score(name, text, prompt.reference) for name in self._names}
         return scores
 
-    return score if names or reward else None
+    def _reward(self, prompt: Prompt, text: str) -> float:
+        """The reward of a prompt's answer: the model's one logit, or that of its last label."""
+        import torch
 
-
-def _reward(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt, str], float]:
-    """The reward of a prompt's answer: the model's one logit, or that of its last label."""
-    import torch
-
-    from specdata.models import load_reward_model
-
-    judge, judges = load_reward_model(name)
-
-    @torch.inference_mode()
-    def reward(prompt: Prompt, text: str) -> float:
-        if prompt.messages and judges.chat_template:
+        if prompt.messages and self._judges.chat_template:
             answer = {"role": "assistant", "content": text}
-            whole = judges.apply_chat_template([*prompt.messages, answer], tokenize=False)
+            chat = [*prompt.messages, answer]
+            whole = self._judges.apply_chat_template(chat, tokenize=False)
         else:
-            whole = f"{tokenizer.decode(prompt.ids, skip_special_tokens=True)} {text}"
-        inputs = judges(whole, return_tensors="pt", truncation=True).to(judge.device)
-        return float(judge(**inputs).logits[0, -1])
-
-    return reward
+            whole = f"{self._tokenizer.decode(prompt.ids, skip_special_tokens=True)} {text}"
+        inputs = self._judges(whole, return_tensors="pt", truncation=True).to(self._judge.device)
+        with torch.inference_mode():
+            return float(self._judge(**inputs).logits[0, -1])

@@ -7,13 +7,10 @@ one machine, because times of two machines must not end up in one table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from eval.measuring.records import RecordStore
 from specdata.processes import rank
-from specdata.prompts.loading import Prompt
-from specdata.storage.files import share_out, try_locked, write_json
+from specdata.storage.files import write_json
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import read_record
 
@@ -52,46 +49,11 @@ def who_measures(*, timed: bool, processes: int, local_processes: int, devices: 
     )
 
 
-def share_prompts(
-    groups: Sequence[Sequence[Prompt]],
-    store: RecordStore,
-    decode: Callable[[int], None],
-    found: Callable[[int], object],
-    folder: Path,
-    device: str,
-) -> None:
-    """Have groups of prompts measured by any number of processes, each group in one of them.
-
-    Args:
-        groups: decoded and stored as wholes; the same in every process.
-        store: of the records.
-        decode: measures the group of a number, and stores its prompts.
-        found: called with the number of prompts of a group that was stored already, or is by
-            another process.
-        folder: of the evaluation.
-        device: of this process's models, which it signs before it stores anything.
-    """
+def sign(folder: Path, device: str) -> None:
+    """Note the device of this process before it stores anything in an evaluation's folder."""
     signature = folder / PROGRESS / f"rank-{rank():05d}.json"
-
-    def is_stored(index: int) -> bool:
-        if not all(store.has(prompt) for prompt in groups[index]):
-            return False
-        found(len(groups[index]))
-        return True
-
-    def attempt(index: int) -> bool:
-        if is_stored(index):
-            return True
-        with try_locked(folder / PROGRESS / f"prompts-{index:05d}.lock") as mine:
-            if not mine:
-                return False
-            if not is_stored(index):  # by another process, since the last look
-                if not signature.exists():
-                    write_json(signature, {"device": device})
-                decode(index)
-            return True
-
-    share_out(range(len(groups)), attempt)
+    if not signature.exists():
+        write_json(signature, {"device": device})
 
 
 def measured_on(folder: Path) -> list[str]:

@@ -11,21 +11,44 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
 from specdata.probability import SamplingConfig
 from specdata.states_draft import states_input, without_first
 
-if TYPE_CHECKING:
-    from eval.runtime.model import CachedModel
-
 T = TypeVar("T")
 
 NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
+
+
+class ForwardRunner(Protocol):
+    """What runs the forwards of its sequences: a `CachedModel` (`eval/runtime/model.py`)."""
+
+    model: Any
+    kv_cache: KVCache
+
+    def run(self, forward: Forward) -> Tensor:
+        """Run one forward by itself: logits (logits_to_keep, N)."""
+
+    def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
+        """Run one forward of each of several sequences, together where that pays."""
+
+    def embed(self, ids: Tensor) -> Tensor | None:
+        """(..., E) input embeddings of tokens (...), for heads."""
+
+    def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
+        """(..., V) distributions of logits (..., N)."""
+
+    def everywhere(self, some: Tensor) -> Tensor:
+        """(..., N) probabilities of the model's own tokens -> (..., V)."""
+
+    def token_ids(self, columns: Tensor) -> Tensor:
+        """Ids of the model's own tokens, numbers below N, in the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +70,7 @@ class Forward:
     unrolled: bool = False
 
     @property
-    def model(self) -> CachedModel:
+    def model(self) -> ForwardRunner:
         """The model that runs it."""
         return self.sequence.model
 
@@ -83,7 +106,7 @@ def run_batch(
     jobs: Sequence[Callable[[int], ForwardCoroutine[T]]],
     size: int,
     *,
-    last: CachedModel,
+    last: ForwardRunner,
     report: Callable[[int], object] = lambda done: None,
 ) -> list[T]:
     """Run coroutines side by side; forwards that wait for the same model run as one.
@@ -151,7 +174,7 @@ class CachedSequence:
             where the model does not capture them.
     """
 
-    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
         self.model = model
         self.slot = slot
         self.sampling = sampling
@@ -274,7 +297,7 @@ class StatesSequence(CachedSequence):
         target: the target's sequence; without one, as in a warm-up, its states count as 0.
     """
 
-    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self.target: CachedSequence | None = None
         self._after_target = 0  # committed tokens that were read with the target's states

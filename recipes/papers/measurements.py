@@ -118,9 +118,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     and each rate has its deviation over seeds. Where it is timed, also a record of the fitted times
     of each set (`fit`).
     """
-    import torch
-
-    from eval.measuring.environment import describe_environment
+    from eval.measuring.environment import describe_environment, using_threads
     from eval.measuring.experiment import Artefacts, Experiment
     from eval.measuring.results import build_results
     from eval.runtime.engines import engine_on
@@ -132,9 +130,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     names = {"target": pair.config.models.target, "draft": draft_in_use(pair.config), "head": None}
     models = Artefacts(pair.target, pair.draft, head, names)
     found: list[Results] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads or before)
-    try:
+    with using_threads(config.threads):
         where = describe_environment(
             device=str(pair.target.device), dtype=pair.config.models.dtype, batch_size=config.batch
         )
@@ -147,8 +143,6 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
             results = experiment.results()
             assert results is not None
             found.append(results)
-    finally:
-        torch.set_num_threads(before)
     used = engine_on(config.engine, where.device)
     say(f"  {len(prompts)} prompts, {len(config.methods)} methods, forwards {used}")
     generations = [

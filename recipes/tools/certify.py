@@ -14,7 +14,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from recipes.config import build
@@ -57,19 +57,16 @@ def _run(folder: Path, texts: int) -> int:
     config = build({**tree, "output": str(folder.parent)})
     from eval.analysis.certificate import certify, sentence, ways
     from eval.measuring.environment import describe_environment
-    from eval.measuring.experiment import Experiment
-    from recipes.run_eval import load_evaluation
+    from recipes.run_eval import load_experiment
 
     prepare_libraries()
-    models, evaluation, loaded, _, _ = load_evaluation(config)
+    experiment, *_ = load_experiment(config)
     where = describe_environment(
-        device=str(models.target.device), dtype=config.models.dtype_of("target")
+        device=experiment.environment.device, dtype=experiment.environment.dtype
     )
     # Graphs pay for many texts only.
-    evaluation = evaluation.model_copy(update={"engine": "eager"})
-    experiment = Experiment(
-        models, loaded.prompts, folder, evaluation, config.sampling, config.seed, where
-    )
+    evaluation = experiment.config.model_copy(update={"engine": "eager"})
+    experiment = replace(experiment, folder=folder, config=evaluation)
     parts = folder / f".certificate-{texts}"
     with progress(1 + len(ways(evaluation, config.sampling)), "certificate", "method") as bar:
         found = certify(
@@ -82,8 +79,8 @@ def _run(folder: Path, texts: int) -> int:
     said = sentence(found)
     values = {
         "sentence": said,
-        "target": models.names["target"],
-        "draft": models.names["draft"],
+        "target": experiment.models.names["target"],
+        "draft": experiment.models.names["draft"],
         "sampling": asdict(config.sampling),
         "environment": where.model_dump(mode="json"),
         "methods": [each.model_dump(mode="json") for each in found],
