@@ -117,15 +117,12 @@ class Release(Stage):
         if reads_states(config):
             return {}
         results = _results(config)
-        publish, made = config.publish, list[str]()
-        certificate, found = eval_folder(config) / CERTIFICATE, {}
+        publish, assembled = config.publish, list[str]()
+        certificate, sentence = eval_folder(config) / CERTIFICATE, None
         if certificate.exists():
-            found = read_record(certificate, ["sentence"], "remove it, and certify again")
-        shared = About(
-            license=publish.license,
-            language=publish.language,
-            certificate=found.get("sentence"),
-        )
+            remedy = "remove it, and certify again"
+            sentence = read_record(certificate, ["sentence"], remedy)["sentence"]
+        shared = About(license=publish.license, language=publish.language, certificate=sentence)
         if config.draft:
             trained = stage_record(folder(config, "draft"))["results"]
             what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
@@ -152,7 +149,7 @@ class Release(Stage):
                     push_to=publish.draft_id,
                     private=publish.private,
                 )
-            made.append("draft")
+            assembled.append("draft")
         if head := head_in_use(config):
             trained, draws = stage_record(head_folder(config))["results"], config.labels.draws
             tokens = f"{draws} drafted token{'' if draws == 1 else 's'}"
@@ -172,14 +169,14 @@ class Release(Stage):
                     push_to=publish.head_id,
                     private=publish.private,
                 )
-            made.append("head")
+            assembled.append("head")
         for former in self.folder.glob("[!.]*"):
             if former.is_dir():
                 shutil.rmtree(former)
-        for name in made:
+        for name in assembled:
             (self.folder / PROGRESS / name).replace(self.folder / name)
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
-        uploads = {name: self.folder / name / UPLOAD for name in made}
+        uploads = {name: self.folder / name / UPLOAD for name in assembled}
         return {
             name: read_object(file) if file.exists() else None for name, file in uploads.items()
         }
@@ -188,17 +185,16 @@ class Release(Stage):
         """Print where the copies are; nothing is left to be made of the datasets."""
         remove_caches(self.config)
         if reads_states(self.config):
-            here = draft_in_use(self.config)
-            say(f"  nothing is assembled: {here} reads its target's states, and no engine but")
-            say("  this one loads it")
+            say(f"  nothing is assembled: {draft_in_use(self.config)} reads its target's states,")
+            say("  and no engine but this one loads it")
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():
-            said = "not uploaded"
+            where = "not uploaded"
             if upload:
                 seen = "private" if upload["private"] else "public"
                 size, commit = in_bytes(upload["bytes"]), upload["commit"]
-                said = f"uploaded to {upload['url']} ({seen}, {size}, commit {commit})"
-            say(f"  {name}: {self.folder / name}, {said}")
+                where = f"uploaded to {upload['url']} ({seen}, {size}, commit {commit})"
+            say(f"  {name}: {self.folder / name}, {where}")
 
     def next(self, line: CommandLine) -> list[Step]:
         """Load, serve and upload what was assembled."""
@@ -242,18 +238,18 @@ def _results(config: PipelineConfig) -> Results:
     Raises:
         ManifestError: if other models were measured.
     """
-    here = eval_folder(config)
-    results = read_results(here / RESULTS)
-    check_metrics(results, here / RESULTS)
-    measured = stage_record(here)["inputs"]
+    evaluation = eval_folder(config)
+    results = read_results(evaluation / RESULTS)
+    check_metrics(results, evaluation / RESULTS)
+    measured = stage_record(evaluation)["inputs"]
     names = {"target": config.models.target, "draft": draft_in_use(config)}
     if head := head_in_use(config):
         names["head"] = head
     for role, name in names.items():
         if measured.get(role) != fingerprint(name):
             raise ManifestError(
-                f"the {role} {name} is not the one that {here} measured (its contents differ): "
-                f"restore it, or remove {here} and run the evaluation again"
+                f"the {role} {name} is not the one that {evaluation} measured (its contents "
+                f"differ): restore it, or remove {evaluation} and run the evaluation again"
             )
     runs = [
         run.model_copy(update={role: name for role, name in names.items() if getattr(run, role)})

@@ -15,7 +15,6 @@ from eval.publishing.serving import (
     non_increasing,
     serving_lines,
 )
-from eval.reporting.recommendation import ENGINES, best_lengths
 from tests.synthetic_results import synthetic_results
 
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
@@ -40,7 +39,6 @@ SGLANG_OPTIONS = {
 }
 # llama-server --help of b10195, where --draft-max no longer exists; the types are of --spec-type.
 LLAMA_OPTIONS = {"--model", "--spec-draft-model", "--spec-type", "--spec-draft-n-max"}
-NOT_MEASURED = dict.fromkeys(ENGINES)
 
 
 def words_of(line: str) -> list[str]:
@@ -57,8 +55,8 @@ def options(words: list[str]) -> dict[str, str]:
 
 
 def test_vllm_reads_its_lines() -> None:
-    lines = serving_lines("acme/draft", "acme/big model", NOT_MEASURED)
-    for line in (lines.vllm, lines.vllm_block):
+    lines = serving_lines("acme/draft", "acme/big model")
+    for line in (lines["vLLM"], lines["vLLM, sampled"]):
         program, serve, target, *rest = words_of(line)
         assert (program, serve, target) == ("vllm", "serve", "acme/big model")
         given = options(rest)
@@ -73,7 +71,7 @@ def test_vllm_reads_its_lines() -> None:
 
 
 def test_sglang_reads_its_line() -> None:
-    line = serving_lines("acme/draft", "acme/target", NOT_MEASURED).sglang
+    line = serving_lines("acme/draft", "acme/target")["SGLang"]
     program, serve, *rest = words_of(line)
     assert (program, serve) == ("sglang", "serve")
     given = options(rest)
@@ -84,19 +82,12 @@ def test_sglang_reads_its_line() -> None:
 
 
 def test_llama_cpp_reads_its_line() -> None:
-    line = serving_lines("acme/draft", "acme/target", NOT_MEASURED).llama
+    line = serving_lines("acme/draft", "acme/target")["llama.cpp"]
     program, *rest = words_of(line)
     assert program == "llama-server"
     given = options(rest)
     assert set(given) == LLAMA_OPTIONS
     assert given["--spec-type"] == "draft-simple"
-
-
-def test_a_length_measured_in_our_loop_is_in_no_engines_line() -> None:
-    results = synthetic_results(datasets=("alpaca",))
-    measured = best_lengths(results)
-    assert measured["draftsmith"] is not None
-    assert serving_lines("d", "t", measured) == serving_lines("d", "t", NOT_MEASURED)
 
 
 def fixed_chain(drafted: list[int], accepted: list[int]) -> Run:

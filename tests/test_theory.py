@@ -190,28 +190,6 @@ def random_pair(seed: int, zeros: float) -> tuple[Tensor, Tensor]:
     return random_distribution(4, generator, zeros), random_distribution(4, generator, zeros)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_theorem_4_is_the_linear_program(seed: int) -> None:
-    """min over distributions P of TV(q b + R P, p): variables P and the positive parts."""
-    p, q = random_pair(seed, 0.3)
-    accept = torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    rejected = theory.rejection(q, accept)
-    kept = (q * accept).numpy()
-    # q b + R P - p <= s, s >= 0; the sum of s is the total variation.
-    program = linprog(
-        [0.0] * 4 + [1.0] * 4,
-        A_ub=np.hstack([rejected * np.eye(4), -np.eye(4)]),
-        b_ub=p.numpy() - kept,
-        A_eq=[[1.0] * 4 + [0.0] * 4],
-        b_eq=[1.0],
-        bounds=[(0, None)] * 8,
-    )
-    assert theory.least_bias(p, q, accept) == pytest.approx(program.fun, abs=1e-9)
-    emitted = theory.emitted_distribution(q, accept, theory.least_bias_distribution(p, q, accept))
-    assert float(emitted.sum()) == pytest.approx(1.0)
-    assert float(theory.distance(emitted, p)) == pytest.approx(program.fun, abs=1e-9)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_theorem_5_is_the_linear_program(seed: int) -> None:
     """The least bias at a given R, over acceptances and residuals at once: the straight line."""

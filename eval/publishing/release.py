@@ -34,7 +34,12 @@ from eval.publishing.metadata import (
     loadable,
     metadata,
 )
-from eval.publishing.serving import acceptance_positions, serving_lines, synthetic_acceptance
+from eval.publishing.serving import (
+    DEFAULT_LENGTHS,
+    acceptance_positions,
+    serving_lines,
+    synthetic_acceptance,
+)
 from eval.reporting import verifiers
 from eval.reporting.recommendation import best_lengths, longest_measured
 from eval.reporting.rendering import public_name, render
@@ -109,11 +114,10 @@ def release_draft(
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
     model = _load_whole(source)
-    own = lengths["transformers"]
-    if own is not None:
+    if in_transformers := lengths["transformers"]:
         # What makes transformers draft exactly so many tokens a round.
         model.generation_config.update(
-            num_assistant_tokens=own.length,
+            num_assistant_tokens=in_transformers.length,
             num_assistant_tokens_schedule="constant",
             # The lengths were measured without a second stop rule; the default is 0.4.
             assistant_confidence_threshold=0.0,
@@ -137,11 +141,12 @@ def release_draft(
         longest=longest,
         lengths=lengths,
         acceptance=acceptance_positions(measured),
-        serving=serving_lines(released, loadable(target), lengths),
+        serving=serving_lines(released, loadable(target)),
+        served_lengths=DEFAULT_LENGTHS,
     )
     # The metadata gives the metrics of the best length, else of the longest.
     fixed = [run for run in measured.runs if run.method.fixed_length and run.method.lossless]
-    best = lengths["draftsmith"] or own
+    best = lengths["draftsmith"] or in_transformers
     if best is None:
         method = next(run.method for run in fixed if run.method.deepest == longest)
     else:
@@ -254,12 +259,12 @@ def release_head(
     return out
 
 
-def head_run(results: Results, chosen: str | None = None) -> Run:
+def head_run(results: Results, method: str | None = None) -> Run:
     """A run of the method whose threshold a head's card names.
 
     Args:
         results: an evaluation with a head.
-        chosen: the method that was chosen on held-out rollouts. Without one it is that of most
+        method: the one that was chosen on held-out rollouts. Without one it is that of most
             tokens a second over all prompt sets, or, where nothing was timed, a target's forward.
 
     Raises:
@@ -274,8 +279,7 @@ def head_run(results: Results, chosen: str | None = None) -> Run:
         raise ManifestError(
             "the card of a head needs a method with stop: head measured on every prompt set"
         )
-    named = [row for row in heads if row.name == chosen]
-    return max(named or heads, key=merit).runs[0]
+    return max([row for row in heads if row.name == method] or heads, key=merit).runs[0]
 
 
 def _card(template: str, measured: Results, about: About, **values: Any) -> str:
@@ -344,9 +348,9 @@ def _measured(results: Results, source: Path, role: str) -> Results:
     named = {"draft": {r.draft for r in results.runs}, "head": {r.head for r in results.runs}}[role]
     name = next((name for name in named if name and Path(name) == source), None)
     if name is None:
-        known = ", ".join(sorted(filter(None, named))) or "none"
+        measured = ", ".join(sorted(filter(None, named))) or "none"
         raise ManifestError(
-            f"the results must measure the {role} {source}, they measure: {known}; run the"
+            f"the results must measure the {role} {source}, they measure: {measured}; run the"
             " evaluation on it first"
         )
     if role == "draft":
@@ -381,10 +385,10 @@ def _shortened(results: Results) -> Results:
 @torch.inference_mode()
 def _make_whole(model: Any) -> None:
     """Give a draft with a reduced vocabulary all rows of its output matrix, in place."""
-    own = draft_vocabulary_ids(model)
-    assert own is not None
+    kept_ids = draft_vocabulary_ids(model)
+    assert kept_ids is not None
     generator = torch.Generator().manual_seed(0)
-    ids = own[torch.linspace(0, len(own) - 1, OWN_TEXTS).long()].unsqueeze(-1)
+    ids = kept_ids[torch.linspace(0, len(kept_ids) - 1, OWN_TEXTS).long()].unsqueeze(-1)
     read: list[Tensor] = []
     with capturing_hidden(model, read.append):
         for _ in range(OWN_LENGTH):

@@ -10,60 +10,28 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from eval.measuring.results import Results, Run
-from eval.reporting.recommendation import BestLength
 
 DEFAULT_LENGTHS = {
     "vLLM": (5, "the number in vLLM's own example"),
     "SGLang": (3, "SGLang's default"),
     "llama.cpp": (3, "llama.cpp's default"),
 }
-"""Engine -> the draft length that its lines name where none was measured, and whose it is."""
+"""Engine -> the draft length in its lines, and whose it is: no evaluation here measures engines,
+and a length that is best in one engine's loop says nothing about another."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServingLines:
-    """Command lines for a draft and its target.
+def serving_lines(draft: str, target: str) -> dict[str, str]:
+    """The command lines with which engines serve a draft and its target (Hub ids or folders).
 
-    Args:
-        vllm: greedy drafts, vLLM's default.
-        vllm_block: sampled drafts and block verification.
-        sglang: a chain of drafted tokens.
-        llama: from files that were converted to GGUF.
-        notes: engine -> what must be said of the draft length in its lines; "" if it was measured.
+    Of vLLM with greedy drafts, its default, and of "vLLM, sampled" with sampled drafts and block
+    verification; of llama.cpp from files that were converted to GGUF.
     """
-
-    vllm: str
-    vllm_block: str
-    sglang: str
-    llama: str
-    notes: Mapping[str, str]
-
-
-def serving_lines(
-    draft: str,
-    target: str,
-    measured: Mapping[str, BestLength | None],
-) -> ServingLines:
-    """The lines for a pair.
-
-    Args:
-        draft: Hub id or folder.
-        target: Hub id or folder.
-        measured: the best measured length of each engine; an engine's default stands in for None.
-    """
-    lengths, notes = {}, {}
-    for engine, (default, whose) in DEFAULT_LENGTHS.items():
-        found = measured[engine]
-        lengths[engine] = found.length if found else default
-        note = f" (its draft length was not measured: {default} is {whose})"
-        notes[engine] = "" if found else note
-    k = lengths["SGLang"]
+    k = DEFAULT_LENGTHS["SGLang"][0]
     sglang = [
         f"sglang serve --model-path {shlex.quote(target)}",
         f"  --speculative-algorithm STANDALONE --speculative-draft-model-path {shlex.quote(draft)}",
@@ -72,36 +40,22 @@ def serving_lines(
     ]
     llama = [
         "llama-server --model target.gguf --spec-draft-model draft.gguf",
-        f"  --spec-type draft-simple --spec-draft-n-max {lengths['llama.cpp']}",
+        f"  --spec-type draft-simple --spec-draft-n-max {DEFAULT_LENGTHS['llama.cpp'][0]}",
     ]
-    return ServingLines(
-        vllm_line(draft, target, lengths["vLLM"]),
-        vllm_line(draft, target, lengths["vLLM"], sampled=True),
-        " \\\n".join(sglang),
-        " \\\n".join(llama),
-        notes,
-    )
+    return {
+        "vLLM": vllm_line(draft, target),
+        "vLLM, sampled": vllm_line(draft, target, sampled=True),
+        "SGLang": " \\\n".join(sglang),
+        "llama.cpp": " \\\n".join(llama),
+    }
 
 
-def vllm_line(
-    draft: str,
-    target: str,
-    length: int = DEFAULT_LENGTHS["vLLM"][0],
-    *,
-    sampled: bool = False,
-) -> str:
-    """The command with which vLLM serves a pair.
-
-    Args:
-        draft: Hub id or folder.
-        target: Hub id or folder.
-        length: tokens drafted a round.
-        sampled: sample drafts and verify blocks, instead of vLLM's default.
-    """
+def vllm_line(draft: str, target: str, *, sampled: bool = False) -> str:
+    """The command with which vLLM serves a pair; `sampled` as in `serving_lines`."""
     settings: dict[str, Any] = {
         "method": "draft_model",
         "model": draft,
-        "num_speculative_tokens": length,
+        "num_speculative_tokens": DEFAULT_LENGTHS["vLLM"][0],
     }
     if sampled:
         settings |= {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}

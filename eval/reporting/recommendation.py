@@ -216,11 +216,8 @@ def _within(ratio: Interval) -> str:
 ENGINES = {
     "draftsmith": "speculative",
     "transformers": "assisted",
-    "vLLM": None,
-    "SGLang": None,
-    "llama.cpp": None,
 }
-"""Engines that serve a plain draft -> the decoder under which results hold them, if they can."""
+"""Engine -> the decoder under which results hold what was measured with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,14 +79,14 @@ def importance(
     target, draft = as_distribution(p), as_distribution(q)
     likely = np.arange(len(target)) if alphabet is None else largest(target, alphabet)
     inside = draft[likely].sum()
-    found = 0.0
+    accepted = 0.0
     for m in range(1, k + 1):
         chance = math.comb(k, m) * inside**m * max(0.0, 1.0 - inside) ** (k - m)
         if chance > 0.0:
             part = draft[likely] / inside
             b = selector(solver, s)(target[likely], [part] * m).distribution
-            found += chance * float(np.minimum(target[likely], b).sum())
-    return found
+            accepted += chance * float(np.minimum(target[likely], b).sum())
+    return accepted
 
 
 def likeliest(p: Tensor, q: Tensor, k: int) -> float:
@@ -127,7 +127,7 @@ def target_texts(
 ) -> list[dict[str, Any]]:
     """Texts of the target alone: rows with `prompt_ids`, `completion_ids`, `example_id`, `set`."""
     decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig(**asdict(sampling)))
-    made = decoder.generate_batch(
+    generations = decoder.generate_batch(
         [torch.tensor(prompt.ids) for prompt in prompts],
         max_new_tokens=max_new_tokens,
         generators=[generator_for(seed, "texts", prompt.example_id) for prompt in prompts],
@@ -141,7 +141,7 @@ def target_texts(
             "sample": 0,
             "set": prompt.dataset,
         }
-        for prompt, out in zip(prompts, made, strict=True)
+        for prompt, out in zip(prompts, generations, strict=True)
     ]
 
 
@@ -168,9 +168,9 @@ def values_along(
     """
     prompt, completion = row["prompt_ids"], row["completion_ids"]
     count = min(positions, len(completion))
-    chosen = torch.linspace(0, len(completion) - 1, count).round().long() + len(prompt) - 1
+    at = torch.linspace(0, len(completion) - 1, count).round().long() + len(prompt) - 1
     ids = torch.tensor([[*prompt, *completion][:-1]])
-    both = [model(ids.to(model.device)).logits[0].cpu()[chosen] for model in models]
+    both = [model(ids.to(model.device)).logits[0].cpu()[at] for model in models]
     p = probabilities(both[0].double(), samplings[0])
     q = probabilities(to_vocabulary(both[1].double(), p.shape[-1]), samplings[1])
     pairs = zip(p, q, strict=True)
@@ -198,6 +198,6 @@ def two_drafts(
         for x in np.linspace(0.0, rest, points).tolist():
             p = torch.tensor([*first, x, rest - x], dtype=torch.float64)
             for rule in ("optimum", "kseq", "rrs"):
-                found = RULES[rule](p, draft, 2)
-                records.append({"target": name, "x": x, "verifier": rule, "acceptance": found})
+                accepted = RULES[rule](p, draft, 2)
+                records.append({"target": name, "x": x, "verifier": rule, "acceptance": accepted})
     return records

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -42,10 +41,8 @@ if TYPE_CHECKING:
     from eval.measuring.results import Results
     from specdata.prompts.loading import Prompt
 
-OURS = ("over", "label")
+UNDECODED = ("over", "label")
 """Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""
-OWN = ("name", "rule", "k")
-"""Keys of a rule that are not parameters of its function."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class ModelPair:
             "seed": self.config.seed,
             "dtype": self.config.models.dtype,
             "prompts": self.prompts,
-            "sets": [asdict(wanted) for wanted in self.config.eval.sets],
+            "sets": [asdict(each) for each in self.config.eval.sets],
         }
         return dict(portable(json.loads(json.dumps(values)), self.config.output))
 
@@ -129,7 +126,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     head = BaseHead.from_pretrained(pair.folder / spec["head"]) if "head" in spec else None
     names = {"target": pair.config.models.target, "draft": draft_in_use(pair.config), "head": None}
     models = Artefacts(pair.target, pair.draft, head, names)
-    found: list[Results] = []
+    by_seed: list[Results] = []
     with using_threads(config.threads):
         where = describe_environment(
             device=str(pair.target.device), dtype=pair.config.models.dtype, batch_size=config.batch
@@ -142,17 +139,17 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
                 experiment.measure(bar.update)
             results = experiment.results()
             assert results is not None
-            found.append(results)
+            by_seed.append(results)
     used = engine_on(config.engine, where.device)
     say(f"  {len(prompts)} prompts, {len(config.methods)} methods, forwards {used}")
     generations = [
-        (run, [record for each in found for record in each.runs[index].generations])
-        for index, run in enumerate(found[0].runs)
+        (run, [record for each in by_seed for record in each.runs[index].generations])
+        for index, run in enumerate(by_seed[0].runs)
     ]
     pooled = build_results(where, generations)
     keys = {method["name"]: method for method in methods} | {PLAIN: {}}
     shared = {"measurement": folder.name, **asdict(sampling)}
-    return [shared | record for record in _records(pooled, found, keys)]
+    return [shared | record for record in _records(pooled, by_seed, keys)]
 
 
 def evaluated(
@@ -171,11 +168,10 @@ def evaluated(
         both = [each["max_new_tokens"] for each in (given, spec) if "max_new_tokens" in each]
         section["max_new_tokens"] = min(both)
     sets = []
-    for wanted in pair.config.eval.sets:
-        count = wanted.count or sys.maxsize
-        few = pair.prompts or min(count, spec.get("prompts", count))
-        sets.append(asdict(wanted) | {"count": 0 if few == sys.maxsize else few})
-    listed = [{key: method[key] for key in method if key not in OURS} for method in methods]
+    for prompts in pair.config.eval.sets:
+        fewest = min(filter(None, (prompts.count, spec.get("prompts"))), default=0)  # 0: all
+        sets.append(asdict(prompts) | {"count": pair.prompts or fewest})
+    listed = [{key: method[key] for key in method if key not in UNDECODED} for method in methods]
     plain = {"name": PLAIN, "decoder": "plain"}
     whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
     config = build(whole)
@@ -193,23 +189,22 @@ def expanded(methods: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A mapping in a list is several settings that go together. `label` holds further keys of the
     method's records.
     """
-    made = []
+    filled = []
     for method in methods:
         grid = method.get("each", {})
         rest = {key: value for key, value in method.items() if key not in ("each", "label")}
         for values in itertools.product(*grid.values()):
-            chosen: dict[str, Any] = {}
+            settings: dict[str, Any] = {}
             label = dict(method.get("label", {}))
             for key, value in zip(grid, values, strict=True):
-                chosen |= value if isinstance(value, Mapping) else {key: value}
-                label |= chosen.pop("label", {})
-            words = {key: shape(value) for key, value in (rest | label | chosen).items()}
-            filled = {
-                key: value.format(**words) if isinstance(value, str) else value
-                for key, value in rest.items()
+                settings |= value if isinstance(value, Mapping) else {key: value}
+                label |= settings.pop("label", {})
+            words = {key: shape(value) for key, value in (rest | label | settings).items()}
+            texts = {
+                key: value.format(**words) for key, value in rest.items() if isinstance(value, str)
             }
-            made.append(filled | chosen | ({"label": label} if label else {}))
-    return made
+            filled.append(rest | texts | settings | ({"label": label} if label else {}))
+    return filled
 
 
 def shape(value: Any) -> Any:
@@ -225,25 +220,25 @@ def _records(
 
     sets = pooled.datasets()
     several = {ALL_SETS: sets} if len(sets) > 1 else {}
-    for name, chosen in ({each: [each] for each in sets} | several).items():
-        rows = {row.name: row for row in pool(pooled, chosen)}
-        seeds = [{row.name: row for row in pool(each, chosen)} for each in by_seed]
+    for name, pooled_sets in ({each: [each] for each in sets} | several).items():
+        rows = {row.name: row for row in pool(pooled, pooled_sets)}
+        seeds = [{row.name: row for row in pool(each, pooled_sets)} for each in by_seed]
         for method, row in rows.items():
-            own = methods[method]
+            given = methods[method]
             record: Record = {"set": name, "method": method}
             columns = ("verifier", "drafter", "stop", "length", "threshold", "lossless")
             record |= {key: row.method.columns()[key] for key in columns}
-            record |= own.get("verifier_args", {}) | own.get("label", {})
-            given = (key for key in own if key not in ("name", "verifier_args", *OURS))
-            record |= {key: shape(own[key]) for key in given}
+            record |= given.get("verifier_args", {}) | given.get("label", {})
+            settings = given.keys() - {"name", "verifier_args", *UNDECODED}
+            record |= {key: shape(given[key]) for key in given if key in settings}
             for rate, values in row.rates.items():
                 figure = asdict(Interval.of(values))
                 if len(seeds) > 1:
                     each_seed = [each[method].value(rate) or 0.0 for each in seeds]
                     figure["deviation"] = statistics.stdev(each_seed)
                 record[rate] = figure
-            if "over" in own:
-                gain = row.over(rows[own["over"]], "block_efficiency")
+            if "over" in given:
+                gain = row.over(rows[given["over"]], "block_efficiency")
                 record["over"] = {key: 100 * (x - 1) for key, x in asdict(gain).items()}
             yield record
         if name != ALL_SETS and pooled.timed and (fit := pooled.latency[name]) is not None:
@@ -254,8 +249,8 @@ def formula(_pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Rec
     """What follows from formulas alone: a function of `recipes.papers.examples`."""
     from recipes.papers.examples import FORMULAS
 
-    own = {key: value for key, value in spec.items() if key not in ("kind", "of")}
-    return [{"measurement": folder.name, **record} for record in FORMULAS[spec["of"]](**own)]
+    arguments = {key: value for key, value in spec.items() if key not in ("kind", "of")}
+    return [{"measurement": folder.name, **record} for record in FORMULAS[spec["of"]](**arguments)]
 
 
 def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -298,9 +293,9 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     times = {key: spec[key] for key in ("draft_seconds", "target_seconds")}
     sets = list(dict.fromkeys(rows["dataset"]))
     for name in [*sets, *([ALL_SETS] * (len(sets) > 1))]:
-        chosen = np.array([name in (ALL_SETS, each) for each in rows["dataset"]])
-        here, prompts = traces.select(chosen), np.array(rows["example_id"])[chosen].tolist()
-        results = bounds(here, **times) + replay_rules(here, {}, **times)
+        in_set = np.array([name in (ALL_SETS, each) for each in rows["dataset"]])
+        of_set, prompts = traces.select(in_set), np.array(rows["example_id"])[in_set].tolist()
+        results = bounds(of_set, **times) + replay_rules(of_set, {}, **times)
         every = [
             row
             for row in result_rows(results, **times, prompts=prompts)
@@ -336,7 +331,7 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         path = folder / f"{name}.json"
         if not path.is_file():
             with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
-                found = []
+                counted = []
                 for row in rows:
                     values = values_along(
                         row,
@@ -345,16 +340,16 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
                         samplings=(sampling, drafts),
                         positions=spec["positions"],
                     )
-                    found.append([len(values), *values.sum(axis=0).tolist()])
+                    counted.append([len(values), *values.sum(axis=0).tolist()])
                     bar.update(1)
-            write_json(path, found)
+            write_json(path, counted)
         sums[name] = json.loads(path.read_text(encoding="utf-8"))
     several = {ALL_SETS: [row for rows in sums.values() for row in rows]} if len(sums) > 1 else {}
     shared = {"measurement": folder.name, **asdict(sampling)}
     shared["draft_temperature"] = drafts.temperature
     records = []
-    for name, found in (sums | several).items():
-        total = resamples(len(found)) @ np.array(found)
+    for name, of_texts in (sums | several).items():
+        total = resamples(len(of_texts)) @ np.array(of_texts)
         every = (keys for group, _ in columns for keys in group)
         for index, keys in enumerate(every, start=1):
             field = "share" if "tokens left" in keys else "acceptance"
@@ -384,10 +379,10 @@ def tree_search(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[
         most=max(spec["budgets"]),
         seed=pair.config.seed,
     )
-    found = search(along, max(spec["budgets"]), spec["ratio"])
+    candidates = search(along, max(spec["budgets"]), spec["ratio"])
     records = []
     for budget in spec["budgets"]:
-        within = [each for each in found if each.paths <= budget]
+        within = [each for each in candidates if each.paths <= budget]
         for by, best in (
             ("fastest", max(within, key=lambda each: each.speedup)),
             ("most tokens", max(within, key=lambda each: each.tokens.value)),
@@ -409,15 +404,15 @@ def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[
 
     config, sampling, _ = evaluated(pair, {**spec, "methods": []})
     prompts = pair.load_prompts(config)
-    for chosen in dict.fromkeys(prompt.dataset for prompt in prompts):
+    for name in dict.fromkeys(prompt.dataset for prompt in prompts):
         rows = target_texts(
             pair.target,
-            [prompt for prompt in prompts if prompt.dataset == chosen],
+            [prompt for prompt in prompts if prompt.dataset == name],
             sampling,
             max_new_tokens=config.max_new_tokens,
             seed=pair.config.seed,
         )
-        yield chosen, [row for row in rows if row["completion_ids"]]
+        yield name, [row for row in rows if row["completion_ids"]]
 
 
 def _columns(
@@ -431,8 +426,8 @@ def _columns(
             keys = [{**rule, "tokens left": name} for name in BUCKETS]
             yield keys, partial(effective_alphabet, top_p=rule["top_p"])
         else:
-            own = {key: value for key, value in rule.items() if key not in OWN}
-            yield [rule], partial(RULES[rule["rule"]], k=rule["k"], **own)
+            parameters = {key: rule[key] for key in rule if key not in ("name", "rule")}
+            yield [rule], partial(RULES[rule["rule"]], **parameters)
 
 
 GRID: tuple[str, ...] = ("depths", "weights", "thresholds", "epochs", "rows", "judged_rows")

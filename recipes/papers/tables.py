@@ -20,7 +20,7 @@ ABSENT = ""
 def selected(table: Mapping[str, Any], measured: Mapping[str, Sequence[Record]]) -> list[Record]:
     """The records that a table or figure is of: those of its measurements that `where` leaves."""
     names = [table["of"]] if isinstance(table["of"], str) else table["of"]
-    wanted = {
+    where = {
         key: values if isinstance(values, list) else [values]
         for key, values in table.get("where", {}).items()
     }
@@ -28,7 +28,7 @@ def selected(table: Mapping[str, Any], measured: Mapping[str, Sequence[Record]])
         record
         for name in names
         for record in measured[name]
-        if all(record.get(key, ABSENT) in values for key, values in wanted.items())
+        if all(record.get(key, ABSENT) in values for key, values in where.items())
     ]
 
 

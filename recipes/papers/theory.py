@@ -195,25 +195,6 @@ def rejection(q: Tensor, accept: Tensor) -> float:
     return float((q * (1.0 - accept)).sum())
 
 
-def emitted_distribution(q: Tensor, accept: Tensor, distribution: Tensor) -> Tensor:
-    """A = q b + R P, the distribution of the token at one position: (V,)."""
-    return q * accept + rejection(q, accept) * distribution
-
-
-def least_bias(p: Tensor, q: Tensor, accept: Tensor) -> float:
-    """The least TV(q b + R P, p) over distributions P: sum_x (q b - p)+.
-
-    Yin et al. 2024, Theorem 4. Attained by `least_bias_distribution`; 0 if b <= min(1, p/q), which
-    with equality is token verification.
-    """
-    return float((q * accept - p).clamp(min=0.0).sum())
-
-
-def least_bias_distribution(p: Tensor, q: Tensor, accept: Tensor) -> Tensor:
-    """P* = norm((p - q b)+), which attains `least_bias`: (V,)."""
-    return residual(p, q * accept)
-
-
 def least_bias_at(p: Tensor, q: Tensor, rejected: float) -> float:
     """The least bias of any rule that rejects with probability R: TV(p, q) - R, not below 0.
 
@@ -253,7 +234,7 @@ def _by_length(
             for token in extensions.any(dim=-1).nonzero().flatten().tolist():
                 extended = (*prefix, token)
                 key = extended if memory is None else extended[max(0, len(extended) - memory) :]
-                kept, known = longer.get(key, (extended, torch.zeros_like(start)))
-                longer[key] = (kept, known + extensions[token])
+                first, total = longer.get(key, (extended, torch.zeros_like(start)))
+                longer[key] = (first, total + extensions[token])
         level = longer
     return torch.tensor(sums, dtype=torch.float64)

@@ -69,26 +69,26 @@ def _run(folder: Path, texts: int) -> int:
     experiment = replace(experiment, folder=folder, config=evaluation)
     parts = folder / f".certificate-{texts}"
     with progress(1 + len(ways(evaluation, config.sampling)), "certificate", "method") as bar:
-        found = certify(
+        certified = certify(
             experiment,
             parts,
             texts=texts,
             max_new_tokens=min(MOST_TOKENS, evaluation.max_new_tokens),
             report=bar.update,
         )
-    said = sentence(found)
+    answer = sentence(certified)
     values = {
-        "sentence": said,
+        "sentence": answer,
         "target": experiment.models.names["target"],
         "draft": experiment.models.names["draft"],
         "sampling": asdict(config.sampling),
         "environment": where.model_dump(mode="json"),
-        "methods": [each.model_dump(mode="json") for each in found],
+        "methods": [each.model_dump(mode="json") for each in certified],
     }
     write_json(folder / CERTIFICATE, values)
     shutil.rmtree(parts)
-    say(f"{said}\nwritten to {folder / CERTIFICATE}")
-    return int(any(each.lossless and not each.is_exact for each in found))
+    say(f"{answer}\nwritten to {folder / CERTIFICATE}")
+    return int(any(each.lossless and not each.is_exact for each in certified))
 
 
 if __name__ == "__main__":

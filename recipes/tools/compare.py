@@ -21,7 +21,6 @@ from rich.table import Table
 
 from eval.decode_config import DecodeConfig
 from eval.runtime.engines import Engine
-from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.terminal import accept_any_text, progress, tell, whole_number
@@ -62,7 +61,22 @@ def read_method(text: str) -> DecodeConfig:
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
     """Run the command line; returns the exit status."""
     accept_any_text()
-    given = _parser(program).parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        program,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--target", required=True, help="folder or Hub id")
+    add("--draft", required=True, help="folder or Hub id")
+    add("--head", help="acceptance head, for methods with stop: head or cost")
+    add("--method", action="append", help=f"YAML of a method; default: {'; '.join(METHODS)}")
+    add("--prompts", default="instruct", help="an embedded family or a JSONL file with `prompt`")
+    add("--count", type=whole_number, default=8, help="how many prompts")
+    add("--dtype", default="float32", help="float32, bfloat16 or float16: of both models")
+    add("--max-new-tokens", type=whole_number, default=64, help="longest continuation")
+    add("--engine", choices=get_args(Engine), default="eager", help="see eval.runtime.graphs")
+    given = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:
         configs = {text: read_method(text) for text in given.method or METHODS}
@@ -105,10 +119,8 @@ def _run(
             f"--max-new-tokens {given.max_new_tokens} leaves no room for a prompt: {given.target} "
             f"has positions for {room + given.max_new_tokens} tokens"
         )
-    wanted = read_config(
-        PromptSet, {"name": given.prompts, "split": given.split, "count": given.count}
-    )
-    loaded = load_prompts([wanted], tokenizer, seed=given.seed, max_tokens=room)
+    prompt_set = PromptSet(given.prompts, "test", given.count)
+    loaded = load_prompts([prompt_set], tokenizer, seed=0, max_tokens=room)
     for line in dropped(loaded.report):
         Console(stderr=True, soft_wrap=True).print(line, markup=False)
     prompts = [prompt.ids for prompt in loaded.prompts]
@@ -138,7 +150,7 @@ def _run(
             decoder.generate(
                 prompt,
                 max_new_tokens=given.max_new_tokens,
-                generator=torch.Generator().manual_seed(given.seed),
+                generator=torch.Generator().manual_seed(0),
             ).tokens
         )
 
@@ -196,27 +208,6 @@ def explain(method: str, difference: Difference, tokenizer: PreTrainedTokenizerB
     if not difference.complete:
         lines.append("  it ends neither at the first end token nor at the budget")
     return "\n".join(lines)
-
-
-def _parser(program: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--target", required=True, help="folder or Hub id")
-    add("--draft", required=True, help="folder or Hub id")
-    add("--head", help="acceptance head, for methods with stop: head or cost")
-    add("--method", action="append", help=f"YAML of a method; default: {'; '.join(METHODS)}")
-    add("--prompts", default="instruct", help="an embedded family or a JSONL file with `prompt`")
-    add("--split", default="test", help="split of an embedded family")
-    add("--count", type=whole_number, default=8, help="how many prompts")
-    add("--dtype", default="float32", help="float32, bfloat16 or float16: of both models")
-    add("--max-new-tokens", type=whole_number, default=64, help="longest continuation")
-    add("--engine", choices=get_args(Engine), default="eager", help="see eval.runtime.graphs")
-    add("--seed", type=whole_number, default=0, help="of embedded prompts")
-    return parser
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     parser.add_argument("--prompts", required=True, type=Path, help="JSONL file, split in three")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where it runs")
     parser.add_argument("--out", type=Path, default=Path("my-pair.yaml"), help="file to write")
-    given, made = parser.parse_args(arguments), []
+    given, written = parser.parse_args(arguments), []
     try:
         lines = {line.strip() for line in given.prompts.read_bytes().split(b"\n")} - {b""}
         if given.prompts.suffix != ".jsonl" or len(lines) < 3:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         if there := [str(path) for path in (given.out, *files.values()) if path.exists()]:
             raise ConfigError(f"{', '.join(there)} is there already: give another --out")
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        made = [given.out, *files.values()]
+        written = [given.out, *files.values()]
         for name, path in files.items():
             path.write_bytes(b"".join(line + b"\n" for line in splits[name]))
         dtype = "bfloat16" if given.device == "cuda" else "float32"
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         # What a plan would refuse is refused here, and leaves nothing.
         RECIPE.check(RECIPE.asked(parse(["--config", str(given.out)]).config))
     except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        for path in made:
+        for path in written:
             path.unlink(missing_ok=True)
         return tell(error, OSError)
     counts = ", ".join(f"{len(lines)} {name}" for name, lines in splits.items())

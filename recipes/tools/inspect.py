@@ -94,7 +94,7 @@ def summarise(folder: Path, samples: int = 0) -> Summary:
             )
     total = sum(file.metadata.num_rows for file in files)
     samples = min(samples, total)
-    sampled_rows = {int((index + 0.5) * total / samples) for index in range(samples)}
+    sampled = {int((index + 0.5) * total / samples) for index in range(samples)}
     has_labels = any("overlap" in file.schema_arrow.names for file in files)
     summary = Summary({}, [], has_labels)
     columns = [*ROLLOUTS.names, *(["overlap"] if has_labels else [])]
@@ -110,7 +110,7 @@ def summarise(folder: Path, samples: int = 0) -> Summary:
         group.finish[row["finish"]] += 1
         group.turns = max(group.turns, row["turn"] + 1)
         group.overlap += sum(row.get("overlap", ()))
-        if number in sampled_rows:
+        if number in sampled:
             summary.samples.append(row)
     return summary
 

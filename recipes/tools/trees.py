@@ -26,18 +26,34 @@ if TYPE_CHECKING:  # help is shown without torch
     from transformers import PreTrainedModel
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "draftsmith trees") -> int:
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
     """Run the command line; returns the exit status."""
     accept_any_text()
-    given = _parser(program).parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        program,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("rollouts", type=Path, help="folder of a dataset of rollouts (or labels) of the target")
+    add("--target", required=True, help="the model that wrote them")
+    add("--draft", required=True, help="the draft")
+    add("--budget", type=whole_number, default=32, help="most paths of a tree (default: 32)")
+    add("--ratio", type=float, default=0.1, help="t_draft/t_target (default: 0.1)")
+    add("--siblings", choices=get_args(Siblings), default="distinct", help="how they are drawn")
+    add("--split", default="dev", help="rows that are read (default: dev)")
+    add("--rows", type=whole_number, default=32, help="most rollouts of a prompt set (default: 32)")
+    add("--dtype", default="float32", help="of both models (default: float32)")
+    add("--seed", type=whole_number, default=0, help="of the rejected candidates (default: 0)")
+    given = parser.parse_args(arguments)
     try:
-        found = _run(given)
+        trees = _run(given)
     except Exception as error:  # noqa: BLE001 - raised again if it is a defect
         return tell(error)
-    best = found[0]
+    best = trees[0]
     # The fastest of each budget, and of chains, which have one path.
     budgets = [budget for budget in WIDTHS if budget <= given.budget]
-    shown = [next(each for each in found if each.paths <= budget) for budget in budgets]
+    shown = [next(each for each in trees if each.paths <= budget) for budget in budgets]
     view = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     view.add_column("most paths", justify="right")
     view.add_column("widths", no_wrap=True)
@@ -49,7 +65,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith tree
     console = Console(highlight=False)
     console.print(view)
     console.print(
-        f"best of {len(found)}: {best.name}; to evaluate it: {{name: tree {best.name}, verifier: "
+        f"best of {len(trees)}: {best.name}; to evaluate it: {{name: tree {best.name}, verifier: "
         f"{VERIFIER[given.siblings]}, drafter: tree, siblings: {given.siblings}, "
         f"widths: {list(best.widths)}}}",
         soft_wrap=True,
@@ -114,26 +130,6 @@ def _sampling(given: argparse.Namespace) -> SamplingConfig:
             f"in {given.target} is another (contents {wrote['revision']} -> {revision})"
         )
     return SamplingConfig(**stored["sampling"])
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("rollouts", type=Path, help="folder of a dataset of rollouts (or labels) of the target")
-    add("--target", required=True, help="the model that wrote them")
-    add("--draft", required=True, help="the draft")
-    add("--budget", type=whole_number, default=32, help="most paths of a tree (default: 32)")
-    add("--ratio", type=float, default=0.1, help="t_draft/t_target (default: 0.1)")
-    add("--siblings", choices=get_args(Siblings), default="distinct", help="how they are drawn")
-    add("--split", default="dev", help="rows that are read (default: dev)")
-    add("--rows", type=whole_number, default=32, help="most rollouts of a prompt set (default: 32)")
-    add("--dtype", default="float32", help="of both models (default: float32)")
-    add("--seed", type=whole_number, default=0, help="of the rejected candidates (default: 0)")
-    return parser
 
 
 if __name__ == "__main__":
