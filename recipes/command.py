@@ -42,10 +42,9 @@ MODULES = {
         "Compare greedy decoding with transformers' own: identical, tied, or a bug.",
     ),
     "replay": (
-        "eval.analysis.replay",
+        "recipes.tools.replay",
         "Replay stopping rules on recorded acceptance, against the oracle.",
     ),
-    "sweep": ("eval.analysis.sweep", "Train and compare SpecDec++'s grid of acceptance heads."),
     "reproduce": (
         "recipes.tools.reproduce",
         "Run a paper's experiments on a pair, and print its tables.",

@@ -18,12 +18,13 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.head_figures.__main__ import RIVALS
 from benchmarks.head_figures.data import DOMAINS, Data
-from benchmarks.head_figures.replay import Recorded, Times
+from benchmarks.head_figures.replay import Recorded
 from benchmarks.head_figures.variants import (
     ABLATION,
     SHIPPED,
 )
 from distill.toy import language_model
+from eval.analysis.expectation import Times
 from eval.analysis.traces import acceptance_traces
 from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead

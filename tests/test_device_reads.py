@@ -121,7 +121,7 @@ def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(
     model = CachedModel(draft, VOCABULARY, capture_hidden=asked is not None)
     never = {"threshold": 0.0 if name in ("confidence", "cumulative") else 1e9}
     fields = STOPPING_RULES[name].model_fields
-    if name in ("logit", "margin", "numbers", "head"):
+    if name in ("logit", "head"):
         never = {"threshold": 1.0}
     given: dict[str, Any] = {**({} if "threshold" not in fields else never)}
     if name == "cost":

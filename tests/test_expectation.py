@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,21 +14,24 @@ import torch
 
 from eval.analysis.expectation import (
     Counts,
+    Times,
     Traces,
     dinkelbach,
     expected_counts,
     oracle_counts,
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.stopping import StoppingRule
+from eval.drafting.stopping.cost import Cost
+from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.recorded import (
     Lengths,
-    Reals,
+    RecordedHead,
     RecordedTokens,
-    constant_length,
     pad,
-    until_marked,
-    until_product_below,
+    recorded_lengths,
 )
+from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed
 from tests.tiny import tiny_llama
 
 OUTCOMES = [bits for n in range(1, 7) for bits in itertools.product([False, True], repeat=n)]
@@ -39,6 +43,12 @@ def traces(accept: Sequence[Sequence[float]]) -> Traces:
     padded = pad(accept)
     lengths = np.array([len(row) for row in accept], dtype=np.int64)
     return Traces(RecordedTokens(lengths=lengths, q=padded, q_max=padded), padded)
+
+
+def drafted(recorded: Traces, rule: StoppingRule) -> Lengths:
+    lengths = recorded_lengths(rule, recorded.tokens)
+    assert lengths is not None
+    return lengths
 
 
 def counts_of(counts: Counts, row: int = 0) -> tuple[float, ...]:
@@ -73,13 +83,16 @@ def test_expected_counts_are_the_mean_over_all_outcomes() -> None:
     rows = [[chance.random() for _ in range(n)] for n in (1, 3, 6, 5)]
     recorded = traces(rows)
     estimates = np.array([[chance.random() for _ in range(6)] for _ in rows])
+    head = RecordedHead({"consumed": np.log(estimates / (1.0 - estimates))})
+    tokens = replace(recorded.tokens, q=estimates, q_max=estimates, head=head)
+    read = Traces(tokens, recorded.accept)
     rules = [
-        constant_length(recorded.tokens, 0),
-        constant_length(recorded.tokens, 2),
-        until_marked(recorded.tokens, estimates < 0.5, limit=3),
-        until_product_below(recorded.tokens, estimates, 0.3, limit=4),
-        until_product_below(recorded.tokens, estimates, 0.3, limit=4, lag=1),
-        until_product_below(recorded.tokens, estimates, 0.2, limit=5, lag=1, newest=estimates),
+        np.zeros_like(tokens.most()),
+        drafted(read, Fixed(length=2)),
+        drafted(read, Confidence(threshold=0.5, limit=3)),
+        drafted(read, Cumulative(threshold=0.3, limit=4)),
+        drafted(read, Head(threshold=0.7, limit=4)),
+        drafted(read, Cost(draft_seconds=0.2, token_seconds=1.0, mean_acceptance=1.0, limit=5)),
     ]
     assert len({rule.tobytes() for rule in rules}) == len(rules)
     for lengths in rules:
@@ -120,22 +133,20 @@ def test_counts_keep_their_identity_and_time_splits_as_in_the_paper() -> None:
     chance = random.Random(0)
     rows = [[chance.random() for _ in range(chance.randint(1, 40))] for _ in range(60)]
     recorded = traces(rows)
-    values: Reals = np.array([[chance.random() for _ in range(40)] for _ in rows])
-    values = values[:, : recorded.accept.shape[1]]
     for counts in (
-        expected_counts(recorded, constant_length(recorded.tokens, 4)),
         oracle_counts(recorded),
-        expected_counts(recorded, until_product_below(recorded.tokens, values, 0.3, limit=6)),
-        expected_counts(recorded, until_marked(recorded.tokens, values < 0.4, limit=20)),
+        expected_counts(recorded, drafted(recorded, Fixed(length=4))),
+        expected_counts(recorded, drafted(recorded, Cumulative(threshold=0.3, limit=6))),
+        expected_counts(recorded, drafted(recorded, Confidence(threshold=0.4))),
     ):
         assert counts.tokens.tolist() == [len(row) for row in rows]
-        drafted = counts.n_draft + counts.n_target
-        np.testing.assert_allclose(drafted, counts.tokens + counts.n_discarded, atol=1e-9)
+        drawn = counts.n_draft + counts.n_target
+        np.testing.assert_allclose(drawn, counts.tokens + counts.n_discarded, atol=1e-9)
         # SpecDec++: T = t_d N + t_d N_discarded + (t_t - t_d) N_target.
         split = 0.2 * (counts.tokens + counts.n_discarded) + 0.8 * counts.n_target
-        np.testing.assert_allclose(counts.seconds(0.2, 1.0), split, atol=1e-9)
+        np.testing.assert_allclose(counts.seconds(Times(0.2, 1.0)), split, atol=1e-9)
         per_token = split.sum() / counts.tokens.sum()
-        assert counts.seconds_per_token(0.2, 1.0) == pytest.approx(per_token)
+        assert counts.seconds_per_token(Times(0.2, 1.0)) == pytest.approx(per_token)
 
 
 def test_the_counts_of_greedy_decoding_are_what_the_decoder_counts() -> None:
@@ -156,29 +167,32 @@ def test_the_counts_of_greedy_decoding_are_what_the_decoder_counts() -> None:
                 target, draft, DecodeConfig(length=length, temperature=0.0)
             )
             out = decoder.generate(prompt, max_new_tokens=20, generator=torch.Generator())
-            drafted = sum(record.drafted for record in out.rounds)
+            drawn = sum(record.drafted for record in out.rounds)
             kept = sum(record.accepted for record in out.rounds)
-            counts = expected_counts(recorded, constant_length(recorded.tokens, length))
-            assert counts_of(counts) == (20, len(out.rounds), drafted, drafted - kept)
-            compared += drafted - kept > 0 < kept
+            counts = expected_counts(recorded, drafted(recorded, Fixed(length=length)))
+            assert counts_of(counts) == (20, len(out.rounds), drawn, drawn - kept)
+            compared += drawn - kept > 0 < kept
     assert compared > 0
 
 
 def test_lengths_end_where_they_say() -> None:
-    tokens = traces([[0.0] * 5]).tokens
     estimates = np.array([[0.9, 0.8, 0.5, 0.9, 0.9]])
-
-    def first(lengths: Lengths) -> int:
-        return int(lengths[0, 0])
-
+    late = RecordedHead({"consumed": np.log(estimates / (1.0 - estimates))})
+    tokens = replace(traces(estimates.tolist()).tokens, head=late)
+    read = Traces(tokens, estimates)
     # .72 goes on, .36 does not
-    assert first(until_product_below(tokens, estimates, 0.7, limit=20)) == 3
-    assert first(until_product_below(tokens, estimates, 0.7, limit=20, lag=1)) == 4
-    newest = np.full((1, 5), 0.5)
-    assert first(until_product_below(tokens, estimates, 0.7, limit=9, lag=1, newest=newest)) == 1
-    assert first(until_product_below(tokens, estimates, 0.7, limit=2)) == 2
-    assert first(until_marked(tokens, estimates < 0.6, limit=20)) == 3
-    assert until_marked(tokens, estimates < 0.1, limit=2).tolist() == [[2, 2, 2, 1, 0]]
+    for rule, first in (
+        (Cumulative(threshold=0.7), 3),
+        (Cumulative(threshold=0.7, limit=2), 2),
+        (Head(threshold=0.3), 4),  # one token late
+        (Confidence(threshold=0.6), 3),
+    ):
+        assert drafted(read, rule)[0, 0] == first
+    # The newest token is judged by its largest probability until the head has an estimate.
+    doubtful = replace(read, tokens=replace(tokens, q_max=np.full((1, 5), 0.5)))
+    costs = {"draft_seconds": 0.7, "token_seconds": 1.0, "mean_acceptance": 1.0}
+    assert drafted(doubtful, Cost(**costs))[0, 0] == 1  # type: ignore[arg-type]
+    assert drafted(read, Confidence(threshold=0.1, limit=2)).tolist() == [[2, 2, 2, 1, 0]]
     with pytest.raises(ValueError, match="the target gives the last token"):
         expected_counts(traces([[1.0, 1.0]]), np.array([[1, 1]]))
 
@@ -186,16 +200,16 @@ def test_lengths_end_where_they_say() -> None:
 def test_dinkelbachs_loop_ends_with_the_time_per_token_of_its_own_counts() -> None:
     chance = random.Random(1)
     recorded = traces([[chance.choice([0.95, 0.4]) for _ in range(60)] for _ in range(50)])
-    costs = {"draft_seconds": 0.1, "target_seconds": 1.0}
+    times = Times(draft_seconds=0.1, target_seconds=1.0)
 
     def lengths(seconds: float) -> Lengths:
         least = 0.1 / (seconds * recorded.mean_accept())
-        return until_product_below(recorded.tokens, recorded.accept, least, limit=25)
+        return drafted(recorded, Cumulative(threshold=least, limit=25))
 
-    counts, seconds = dinkelbach(recorded, lengths, draft_seconds=0.1, target_seconds=1.0)
-    assert seconds == counts.seconds_per_token(**costs)
+    counts, seconds = dinkelbach(recorded, lengths, times)
+    assert seconds == counts.seconds_per_token(times)
     fixed = [
-        expected_counts(recorded, constant_length(recorded.tokens, k)).seconds_per_token(**costs)
+        expected_counts(recorded, drafted(recorded, Fixed(length=k))).seconds_per_token(times)
         for k in range(1, 12)
     ]
-    assert oracle_counts(recorded).seconds_per_token(**costs) < seconds < min(fixed)
+    assert oracle_counts(recorded).seconds_per_token(times) < seconds < min(fixed)

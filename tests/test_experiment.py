@@ -124,7 +124,9 @@ def test_what_a_rule_learned_before_an_interruption_changes_nothing_after_it(
     tmp_path: Path,
 ) -> None:
     """The second group is decoded again, by rules that have not seen the first."""
-    methods = [PLAIN, Method(name="margin", stop="margin", threshold=0.5)]
+    learning = Method(name="cost", stop="cost", draft_seconds=0.1, target_seconds=1.0)
+    assert not learning.stop.measured, "nothing is timed in a batch"
+    methods = [PLAIN, learning]
     evaluate(tmp_path, methods, batch=2)
     files = {path: path.read_bytes() for path in (tmp_path / "prompts").glob("*.json")}
     (tmp_path / "prompts" / "code-p4.json").unlink()

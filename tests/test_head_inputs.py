@@ -230,12 +230,11 @@ def test_a_head_with_another_feature_goes_from_labels_to_decoding(
         labels = labels.add_column(name, unread)
     traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
     assert traces.tokens.head is not None
-    assert traces.tokens.head.drawn is not None
     for position, token in enumerate(row["draft_ids"]):
         known = row["prompt_ids"] + row["completion_ids"][:position]
         inputs = batch_inputs(["chance"], draft, [*known, token])
         expected = float(head.logits(inputs)[0, -1].detach())
-        assert traces.tokens.head.drawn[0, position] == pytest.approx(expected, abs=1e-4)
+        assert traces.tokens.head.logits["drawn"][0, position] == pytest.approx(expected, abs=1e-4)
 
     # Decoding: asked once for each drafted token, from the distribution that it was drawn from.
     ToyHead.seen.clear()

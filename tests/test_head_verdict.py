@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 
-from eval.analysis.expectation import Counts, Traces, expected_counts
+from eval.analysis.expectation import Counts, Times, expected_counts
 from eval.analysis.head_verdict import (
     HeadVerdict,
     Prediction,
     Rival,
-    _by_clock,
-    _decide,
+    by_clock,
     compare,
     expected_seconds,
     head_verdict,
     judge_head,
     measured_times,
+    status_of,
 )
-from eval.analysis.replay import COST_RULE, RuleResult, cost_rule_counts, saving
+from eval.analysis.replay import RuleResult, replayed, saving
 from eval.analysis.traces import acceptance_traces
 from eval.decode_config import Method
 from eval.drafting.stopping import STOPPING_RULES
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.logistic import fit_calibration
-from eval.drafting.stopping.recorded import constant_length
+from eval.drafting.stopping.recorded import recorded_lengths
+from eval.drafting.stopping.thresholds import Fixed
 from eval.measuring.intervals import Interval
 from eval.measuring.results import Results, Run
+from eval.reporting import head as words
 from heads import AcceptanceHead, ImmediateHead
 from heads.loss import head_metrics
 from specdata.errors import ManifestError
@@ -73,13 +74,9 @@ def judged(labels: Dataset, head: AcceptanceHead | ImmediateHead) -> HeadVerdict
     return head_verdict(synthetic_results(datasets=("d",)), labels, draft, head, sampling=SAMPLING)
 
 
-def one(made: HeadVerdict, predictor: str, point: str = "drawn") -> Prediction:
-    (found,) = [p for p in made.predictions if (p.predictor, p.point) == (predictor, point)]
-    return found
-
-
-def decision_points(made: HeadVerdict) -> list[str]:
-    return [p.point for p in made.predictions if p.predictor == "head"]
+def one(made: HeadVerdict, predictor: str) -> Prediction:
+    (prediction,) = [p for p in made.predictions if p.predictor == predictor]
+    return prediction
 
 
 def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on_dev(
@@ -89,17 +86,16 @@ def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on
     head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
     made = judged(labels, head)
     assert (made.judged_on, made.rollouts) == ("test", {"dev": 6, "test": 8})
-    assert decision_points(made) == ["consumed"]
+    assert one(made, "head").lag == 1
     draft = tiny_llama(1, vocab=VOCABULARY).float()
     rows = {s: labels.filter(lambda row, s=s: row["split"] == s) for s in ("dev", "test")}
     test = acceptance_traces(rows["test"], draft=draft, sampling=SAMPLING, head=head)
     assert test.tokens.head is not None
-    raw = test.tokens.head.consumed
-    assert raw is not None
+    raw = test.tokens.head.logits["consumed"]
     known = head_metrics(
         torch.from_numpy(raw[test.inside]), torch.from_numpy(test.accept[test.inside]), 6.0
     )
-    found = one(made, "head", "consumed").scores
+    found = one(made, "head").scores
     assert found.tokens == known.tokens == 8 * 11
     assert found.kl.value == pytest.approx(known.kl), "of the calibrated probability"
     assert found.auroc is not None
@@ -110,32 +106,23 @@ def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on
     assert constant.mean_predicted == pytest.approx(dev.mean_accept())
     assert constant.mean_accept != pytest.approx(dev.mean_accept())
     fitted = fit_calibration(dev.accept[dev.inside], dev.tokens.q_max[dev.inside])
-    logit = fitted.accept_all(test.tokens.q_max[test.inside])
-    assert one(made, "logit").scores.mean_predicted == pytest.approx(logit.mean())
-    assert one(made, "numbers").scores.tokens == 88
+    logit = [fitted.accept(float(q_max)) for q_max in test.tokens.q_max[test.inside]]
+    assert one(made, "logit").scores.mean_predicted == pytest.approx(np.mean(logit))
     cumulative = one(made, "cumulative").scores
     assert cumulative.mean_predicted == pytest.approx(test.tokens.q[test.inside].mean())
 
 
-def test_a_head_without_lag_is_judged_at_each_of_its_points(labels: Dataset) -> None:
-    torch.manual_seed(0)
-    made = judged(labels, ImmediateHead(hidden_size=16, width=8, depth=1).eval())
-    assert decision_points(made) == ["drawn", "consumed", "before"]
-
-
-def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted(results: Results) -> None:
+def test_without_times_nothing_is_replayed_and_why_is_said() -> None:
     test = traces(1)
     made = judge_head(
         synthetic_results(datasets=("d",), timed=False),
         traces(0),
-        Traces(test.tokens, test.accept, np.full_like(test.accept, 0.25)),
+        test,
         prompts=[str(i) for i in range(len(test.accept))],
     )
-    assert one(made, "head", "before").scores.mean_accept == pytest.approx(0.25)
     assert one(made, "head").scores.mean_accept > 0.5
-    # Without times nothing is replayed, and why is said.
     assert (made.status, made.replay, made.clock) == ("not measured", [], [])
-    assert made.sentence.endswith("was not measured: speeds were not measured.")
+    assert words.sentence(made).endswith("was not measured: speeds were not measured.")
 
 
 def test_a_head_that_knows_more_is_found_better_and_saves_more() -> None:
@@ -156,13 +143,13 @@ def test_a_head_that_costs_more_to_ask_saves_less() -> None:
             traces(0),
             test,
             prompts=[str(i) for i in range(len(test.accept))],
-            question_seconds=lambda fitted, own=question: {"head": own},
+            question_seconds=lambda rules, own=question: {"head": own},
         )
         for question in (0.0, 0.002)
     ]
     free, dear = (each.replay[0].saved.value for each in made)
     assert dear < free - 0.05, "as much as a draft step"
-    assert "2000 of head microseconds" in made[1].basis()
+    assert "2000 of head microseconds" in words.basis(made[1])
     assert (made[0].pays_from, made[1].pays_from) == (0.02, None)
 
 
@@ -170,10 +157,10 @@ def test_without_dev_nothing_is_judged_and_without_test_it_is_said(labels: Datas
     head = AcceptanceHead(hidden_size=16, depth=0).eval()
     made = judged(labels.filter(lambda row: row["split"] == "test"), head)
     assert made.status == "not measured"
-    assert "no held-out labels to choose the threshold on" in made.sentence
+    assert "no held-out labels to choose the threshold on" in words.sentence(made)
     made = judged(labels.filter(lambda row: row["split"] == "dev"), head)
     assert (made.judged_on, made.rollouts) == ("dev", {"dev": 6})
-    assert "look better than they are" in made.basis()
+    assert "look better than they are" in words.basis(made)
 
 
 def test_a_stored_verdict_is_read_again_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -191,12 +178,14 @@ def test_measured_settings_are_ranked_by_their_expected_time(results: Results) -
     assert fit is not None
     assert fit.t_draft == pytest.approx(0.002, rel=0.2)
     assert fit.t_target == pytest.approx(0.0114, rel=0.2)
-    expected = expected_seconds(results, dev, fit)
+    times = Times(fit.t_draft, fit.t_target)
+    expected = expected_seconds(results, dev, times)
     known = {"fixed-4", "head-0.5", "confidence-0.4", "logit-0.7", "entropy-1.5", "transformers"}
     assert known <= set(expected)
     assert {"tree-4x2x1", "plain", "biased-0.05"}.isdisjoint(expected)
-    counts = expected_counts(dev, constant_length(dev.tokens, 4))
-    assert expected["fixed-4"] == counts.seconds_per_token(fit.t_draft, fit.t_target)
+    lengths = recorded_lengths(Fixed(length=4), dev.tokens)
+    assert lengths is not None
+    assert expected["fixed-4"] == expected_counts(dev, lengths).seconds_per_token(times)
     assert measured_times(synthetic_results(datasets=("alpaca",), timed=False)) is None
 
 
@@ -221,18 +210,17 @@ def test_a_cost_rule_that_measured_its_costs_is_replayed_with_those_of_the_evalu
     both = results.model_copy(update={"runs": [*results.runs, *runs]})
     fit, dev = measured_times(both), traces(0)
     assert fit is not None
-    expected = expected_seconds(both, dev, fit)
+    times = Times(fit.t_draft, fit.t_target)
+    expected = expected_seconds(both, dev, times)
     for method, asked in (("with the head", True), ("without", False)):
-        known = rule.model_copy(update={"head": asked})
-        times = {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
-        counts = cost_rule_counts(known, dev, **times)
+        counts = replayed(rule.model_copy(update={"head": asked}), dev, times)
         assert counts is not None
-        assert expected[method] == pytest.approx(counts.seconds_per_token(**times))
+        assert expected[method] == pytest.approx(counts.seconds_per_token(times))
     assert expected["with the head"] != expected["without"]
 
 
 PROMPTS = ["a", "a", "b", "c", "d", "e"]
-TIMES = {"draft_seconds": 0.1, "target_seconds": 1.0}
+TIMES = Times(draft_seconds=0.1, target_seconds=1.0)
 
 
 def result(family: str, setting: str, seconds: float, seed: int = 0) -> RuleResult:
@@ -251,7 +239,7 @@ DEV = [
     result("head", "h=0.7", 7.0),
     result("logit", "h=0.7", 9.0),
     result("perfect head", "h=0.5", 6.0),
-    result("head", COST_RULE, 6.0),
+    result("cost with head", "", 6.0),
     result("entropy", "1", 11.0),
 ]
 TEST = [
@@ -262,12 +250,12 @@ TEST = [
     result("head", "h=0.7", 8.0, seed=4),
     result("logit", "h=0.7", 8.5, seed=5),
     result("perfect head", "h=0.5", 6.0, seed=6),
-    result("head", COST_RULE, 8.2, seed=7),
+    result("cost with head", "", 8.2, seed=7),
 ]
 
 
 def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
-    found = compare(DEV, TEST, PROMPTS, **TIMES)
+    found = compare(DEV, TEST, PROMPTS, TIMES)
     assert found["replay_setting"] == "h=0.7"
     # Entropy was not replayed on test; the oracle and a perfect head are no rivals.
     rivals = found["replay"]
@@ -276,10 +264,10 @@ def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
         ("logit", "logit h=0.7", 1),
     ]
     head, fixed = TEST[4].counts, TEST[2].counts
-    assert rivals[0].saved == saving(head, fixed, **TIMES, prompts=PROMPTS)
+    assert rivals[0].saved == saving(head, fixed, TIMES, PROMPTS)
     for left_out in ("head", "fixed"):
         dev = [r for r in DEV if r.family != left_out]
-        assert compare(dev, TEST, PROMPTS, **TIMES) == {}
+        assert compare(dev, TEST, PROMPTS, TIMES) == {}
 
 
 def runs_of(results: Results, name: str) -> list[Run]:
@@ -293,12 +281,6 @@ EXPECTED = {
     "confidence-0.4": 3.5,
     "logit-0.7": 3.6,
 }
-
-
-def by_clock(results: Results, expected: dict[str, float]) -> dict[str, Any]:
-    found, reason = _by_clock(results, expected)
-    assert bool(found) != bool(reason)
-    return found or {"reason": reason}
 
 
 def test_the_clock_judges_on_the_prompts_what_was_chosen_on_dev(results: Results) -> None:
@@ -344,7 +326,7 @@ def test_by_the_clock_a_head_pays_only_if_its_interval_says_so_against_every_riv
     kept = [run for run in results.runs if run.method.stop.name in ("fixed", "head")]
     changed = results.model_copy(update={"runs": [timed_as(run) for run in kept]})
     clock = by_clock(changed, EXPECTED)["clock"]
-    assert _decide([], clock, "")[0] == status
+    assert status_of([], clock) == status
     assert clock[0].saved.value == pytest.approx(1 - sum(factors) / 2, abs=0.05)
 
 
@@ -380,19 +362,19 @@ SAVES, LOSES = Interval(0.06, 0.05, 0.07), Interval(-0.03, -0.04, -0.02)
 MAYBE_SAVES, MAYBE_LOSES = Interval(0.01, -0.01, 0.02), Interval(-0.01, -0.02, 0.01)
 
 
-def rivals(fixed: Interval, margin: Interval, *names: str) -> list[Rival]:
+def rivals(fixed: Interval, logit: Interval, *names: str) -> list[Rival]:
     return [
         Rival(rule=rule, setting=setting, candidates=3, saved=saved)
-        for rule, setting, saved in zip(("fixed", "margin"), names, (fixed, margin), strict=True)
+        for rule, setting, saved in zip(("fixed", "logit"), names, (fixed, logit), strict=True)
     ]
 
 
-def replayed(fixed: Interval, margin: Interval) -> list[Rival]:
-    return rivals(fixed, margin, "K=6", "margin h=.7")
+def on_rollouts(fixed: Interval, logit: Interval) -> list[Rival]:
+    return rivals(fixed, logit, "K=6", "logit h=.7")
 
 
-def clocked(fixed: Interval, margin: Interval) -> list[Rival]:
-    return rivals(fixed, margin, "K=4", "margin .5")
+def clocked(fixed: Interval, logit: Interval) -> list[Rival]:
+    return rivals(fixed, logit, "K=4", "logit .5")
 
 
 PAYS, NOT = "The head pays: it saves 6.0 % [5.0, 7.0] over ", "The head does not pay: it saves "
@@ -403,36 +385,40 @@ FEW = "So few prompts cannot tell whether the head pays: it saves "
     ("replay", "clock", "begins"),
     [
         (
-            replayed(SAVES, SAVES),
+            on_rollouts(SAVES, SAVES),
             clocked(MAYBE_SAVES, SAVES),
             f"{PAYS}K=6 on held-out rollouts and {MAYBE_SAVES} over K=4 by the clock.",
         ),
         ([], clocked(SAVES, SAVES), f"{PAYS}K=4 by the clock."),
-        (replayed(SAVES, SAVES), [], f"{PAYS}K=6 on held-out rollouts (by the clock: not"),
+        (on_rollouts(SAVES, SAVES), [], f"{PAYS}K=6 on held-out rollouts (by the clock: not"),
         (
-            replayed(SAVES, SAVES),
+            on_rollouts(SAVES, SAVES),
             clocked(SAVES, LOSES),
-            f"{NOT}6.0 % [5.0, 7.0] over K=6 on held-out rollouts and {LOSES} over margin .5 by",
+            f"{NOT}6.0 % [5.0, 7.0] over K=6 on held-out rollouts and {LOSES} over logit .5 by",
         ),
-        (replayed(LOSES, LOSES), clocked(SAVES, SAVES), f"{NOT}{LOSES} over K=6 on held-out"),
+        (on_rollouts(LOSES, LOSES), clocked(SAVES, SAVES), f"{NOT}{LOSES} over K=6 on held-out"),
         (
-            replayed(SAVES, SAVES),
+            on_rollouts(SAVES, SAVES),
             clocked(MAYBE_LOSES, SAVES),
             f"{FEW}6.0 % [5.0, 7.0] over K=6 on held-out rollouts and {MAYBE_LOSES} over K=4 by",
         ),
         (
-            replayed(SAVES, MAYBE_SAVES),
+            on_rollouts(SAVES, MAYBE_SAVES),
             clocked(SAVES, SAVES),
-            f"{FEW}{MAYBE_SAVES} over margin h=.7 on held-out rollouts and 6.0 % [5.0",
+            f"{FEW}{MAYBE_SAVES} over logit h=.7 on held-out rollouts and 6.0 % [5.0",
         ),
-        ([], clocked(SAVES, MAYBE_SAVES), f"{FEW}{MAYBE_SAVES} over margin .5 by the clock."),
+        ([], clocked(SAVES, MAYBE_SAVES), f"{FEW}{MAYBE_SAVES} over logit .5 by the clock."),
         ([], [], "Whether the head pays was not measured: no labels."),
     ],
 )
 def test_one_sentence_says_whether_the_head_pays_or_why_not(
     replay: list[Rival], clock: list[Rival], begins: str
 ) -> None:
-    status, sentence = _decide(replay, clock, "" if clock else "no labels")
+    status = status_of(replay, clock)
+    verdict = HeadVerdict(
+        status=status, reason="" if clock else "no labels", replay=replay, clock=clock
+    )
+    sentence = words.sentence(verdict)
     assert sentence.startswith(begins)
     assert (status == "pays") == sentence.startswith("The head pays")
     assert ("negative means that it takes longer" in sentence) == (
@@ -445,18 +431,23 @@ def test_one_sentence_says_whether_the_head_pays_or_why_not(
 
 def test_one_table_has_both_judgements_of_every_rule_positive_where_the_head_is_faster() -> None:
     made = synthetic_verdict().model_copy(
-        update={"replay": replayed(SAVES, SAVES), "clock": clocked(SAVES, LOSES)[:1]}
+        update={"replay": on_rollouts(SAVES, SAVES), "clock": clocked(SAVES, LOSES)[:1]}
     )
-    assert made.columns() == ["saved on held-out rollouts", "saved by the clock"]
-    assert made.rows() == [
+    table, quality = words.rivals(made), words.predictors(made)
+    assert table is not None
+    assert quality is not None
+    columns = [name for name, _ in table.columns]
+    assert columns == ["saved on held-out rollouts", "saved by the clock"]
+    assert table.rows == [
         ("fixed length", ("6.0 % [5.0, 7.0] (K=6)", "6.0 % [5.0, 7.0] (K=4)")),
-        ("margin", ("6.0 % [5.0, 7.0] (margin h=.7)", "-")),
+        ("logit", ("6.0 % [5.0, 7.0] (logit h=.7)", "-")),
     ]
-    basis = made.basis()
+    assert table.wins == ["fixed length", "logit"]
+    basis = table.note
     assert "24 test rollouts, which neither draft nor head was trained on" in basis
     assert "All settings were chosen on 24 dev rollouts." in basis
-    rows = dict(made.quality_rows())
+    rows = dict(quality.rows)
     assert rows["head (as soon as the token is drawn)"][0].startswith(
         f"{one(made, 'head').scores.auroc.value:.3f} ["  # type: ignore[union-attr]
     )
-    assert len(rows) == 7
+    assert len(rows) == 4

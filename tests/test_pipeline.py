@@ -21,7 +21,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from eval.analysis.head_verdict import HeadVerdict
 from eval.measuring.results import check_metrics, read_results
+from eval.reporting.head import sentence
 from heads.probe import OtherSamplingWarning
 from recipes.command import RECIPES
 from recipes.config import parse
@@ -162,7 +164,8 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     assert verdict["rollouts"]["dev"] == labels["split"][:].count("dev")
     assert json.loads((out / "eval" / "verdict.json").read_text()) == verdict
     page = (out / "eval" / "report.html").read_text()
-    assert html.escape(verdict["sentence"], quote=False) in page
+    said = sentence(HeadVerdict.model_validate(verdict))
+    assert html.escape(said, quote=False) in page
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 
@@ -263,7 +266,7 @@ def test_a_head_is_evaluated_under_another_sampler_than_its_labels(
     assert (tmp_path / "out" / "eval-cooler" / "report.html").is_file()
     # Labels under another sampler say nothing of this one.
     verdict = json.loads((tmp_path / "out" / "eval-cooler" / "verdict.json").read_text())
-    assert "under another sampler" in verdict["sentence"]
+    assert "under another sampler" in verdict["reason"]
 
 
 def test_a_warm_run_does_nothing_again(finished: Path) -> None:

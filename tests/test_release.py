@@ -27,6 +27,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.publishing.metadata import About, check_repository, loadable, metadata
 from eval.publishing.release import head_run, release_draft, release_head
+from eval.reporting import head as words
 from eval.reporting.recommendation import best_lengths
 from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.table import shown_methods
@@ -315,12 +316,15 @@ def test_the_head_card_and_its_json_give_the_verdict(
     out = release_head(pair.head, tmp_path / "out", pair.results, trained=trained, verdict=verdict)
     card = ModelCard.load(out / "README.md").text
     assert HeadVerdict.read(out / "verdict.json") == verdict
-    assert f"**{escape_markdown(verdict.sentence)}**" in card
+    assert f"**{escape_markdown(words.sentence(verdict))}**" in card
     assert f"threshold={verdict.threshold},  # chosen on held-out rollouts" in card
-    assert escape_markdown(verdict.basis()) in card
-    for rule, cells in verdict.rows():
+    assert escape_markdown(words.basis(verdict)) in card
+    table, quality = words.rivals(verdict), words.predictors(verdict)
+    assert table is not None
+    assert quality is not None
+    for rule, cells in table.rows:
         assert f"| {rule} | " + " | ".join(map(escape_markdown, cells)) in card
-    for _, cells in verdict.quality_rows():
+    for _, cells in quality.rows:
         assert " | ".join(cells) in card
     assert "on 512 rollouts of instruct, code with 6 drafted tokens a position" in card
     assert "so the newest token is sent unjudged" in card
@@ -347,8 +351,7 @@ def test_the_card_of_a_head_without_lag_says_what_it_reads_and_when(
     assert "unjudged" not in card
     for name in ours.reads:
         assert f"`{name}`" in card
-    for point in ("before the token is drawn", "as soon as the token is drawn", "token later"):
-        assert point in card
+    assert "as soon as the token is drawn" in card
     assert "1 residual block of width 8" in card
     loaded = BaseHead.from_pretrained(out)
     assert isinstance(loaded, ImmediateHead)

@@ -27,7 +27,7 @@ PROMPTS = 32
 PLAIN = {"name": "plain", "decoder": "plain"}
 METHODS = [
     PLAIN,
-    {"name": "margin", "stop": "margin", "threshold": 0.5},
+    {"name": "logit", "stop": "logit", "threshold": 0.5},
     {"name": "tree", "verifier": "traversal", "drafter": "tree", "widths": [2, 2]},
 ]
 

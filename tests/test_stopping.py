@@ -17,7 +17,7 @@ from eval.drafting.stopping import (
     DraftedToken,
     StoppingRule,
 )
-from eval.drafting.stopping.cost import Cost, CostEstimates, worth_drafting
+from eval.drafting.stopping.cost import Cost, CostEstimates, gain
 from eval.drafting.stopping.logistic import Logit
 from eval.drafting.stopping.rule import AdaptiveRule
 from eval.measuring.records import check_identity, record_prompt
@@ -213,9 +213,8 @@ def test_dinkelbachs_loop_over_the_cost_rule_reaches_the_optimum_in_five_steps(
     for _ in range(5):
 
         def pays(_k: int, alive: float, _state: int | None, price: float = price) -> bool:
-            return worth_drafting(
-                alive, mean_acceptance=mean, token_seconds=price, draft_seconds=draft
-            )
+            saved = gain(alive, mean_acceptance=mean, token_seconds=price, draft_seconds=draft)
+            return saved > 0.0
 
         price = optimal_stopping.evaluate(chain, costs, pays).seconds_per_token
     assert price == pytest.approx(optimum, abs=1e-6)

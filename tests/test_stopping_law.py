@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import cast
+from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from eval.drafting.stopping import (
     StoppingRule,
     UpcomingToken,
 )
-from eval.drafting.stopping.numbers import SHAPES, Network
 from eval.drafts import DraftTree
 from eval.rounds import Round
 from eval.verifiers import VERIFIERS
@@ -39,28 +37,30 @@ ADAPTIVE = [
     for name, spec in VERIFIERS.items()
     if "chain" in spec.takes and spec.lossless and not spec.residual_persists
 ]
-CHANCE = np.random.default_rng(0)
 READS = ("hidden_before", "embedding", "hidden", "log_q")
-NETWORK = Network(tuple(CHANCE.normal(size=shape) for shape in SHAPES))
 COSTS = {"draft_seconds": 0.25, "token_seconds": 1.0}
-# Thresholds at which the tables below give drafts of several lengths.
-SETTINGS: dict[str, dict[str, object]] = {
-    "fixed": {"length": 2},
-    "confidence": {"threshold": 0.5},
-    "entropy": {"threshold": 1.02},
-    "cumulative": {"threshold": 0.25},
-    "logit": {"threshold": 0.5, "calibration": (0.5, 0.8)},
-    "margin": {"threshold": 0.45, "coefficients": ((0.2, 0.9), (0.0, 0.8))},
-    "margin, refitted": {"threshold": 0.5},
-    "numbers": {"threshold": 0.7},
-    "numbers, fitted": {"threshold": 0.15, "network": NETWORK.written()},
-    "head, specdec++": {"threshold": 0.6},
-    "head": {"threshold": 0.6},
-    "head, before drawing": {"threshold": 0.6, "before_drawing": True},
-    "cost": COSTS,
-    "cost, recalibrated": {"draft_seconds": 0.3, "target_seconds": 1.0},
-    "cost, before drawing": {**COSTS, "verify_seconds": 0.3, "before_drawing": True},
+BEFORE_DRAWING: dict[str, dict[str, Any]] = {
+    "head": {"threshold": 0.6, "before_drawing": True},
+    "cost": {**COSTS, "verify_seconds": 0.3, "before_drawing": True},
 }
+Case = tuple[StoppingRule, str]
+"""A rule, and the kind of head that it is given: "" for none."""
+
+
+def every_case() -> dict[str, Case]:
+    """Every rule's own examples, with every kind of head if it reads one."""
+    made: dict[str, Case] = {}
+    for kind in STOPPING_RULES.values():
+        for number, example in enumerate(kind.examples):
+            rule = kind.model_validate(example)
+            for head in ("specdec++", "immediate") if rule.reads_head else ("",):
+                made[f"{kind.name}-{number}-{head}".rstrip("-")] = rule, head
+    for name, example in BEFORE_DRAWING.items():
+        made[f"{name}, before"] = STOPPING_RULES[name].model_validate(example), "immediate"
+    return made
+
+
+CASES = every_case()
 
 
 def tables(seed: int, sharpness: float) -> dict[Path, Tensor]:
@@ -83,13 +83,13 @@ STATES = {
 EMBEDDINGS = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
-def head_of(name: str) -> BaseHead | None:
-    if not name.startswith(("head", "cost")):
+def head_of(kind: str) -> BaseHead | None:
+    if not kind:
         return None
-    torch.manual_seed(5 if "specdec++" in name else 13)
+    torch.manual_seed(5 if kind == "specdec++" else 13)
     head: BaseHead = (
         AcceptanceHead(hidden_size=WIDTH, depth=1, rejection_weight=6.0)
-        if "specdec++" in name
+        if kind == "specdec++"
         else ImmediateHead(hidden_size=WIDTH, width=8, depth=1, reads=READS)
     )
     if isinstance(head, ImmediateHead):
@@ -99,14 +99,9 @@ def head_of(name: str) -> BaseHead | None:
     return head.eval()
 
 
-def rule_of(name: str) -> StoppingRule:
-    kind = STOPPING_RULES[name.split(",")[0]]
-    return kind.model_validate(SETTINGS[name])
-
-
-def at_work(name: str) -> ActiveRule:
+def at_work(case: Case) -> ActiveRule:
     """The rule after some rounds: what learns while decoding has learned."""
-    rule = rule_of(name).start(head_of(name))
+    rule = case[0].start(head_of(case[1]))
     for turn in range(24):
         length, path = 1 + turn % DEEPEST, (turn % V, (turn // 2) % V, (turn // 3) % V)
         rule.begin()
@@ -190,30 +185,30 @@ def distance(law: Law) -> float:
     return 0.5 * sum(abs(law.get(p, 0.0) - plain.get(p, 0.0)) for p in {*law, *plain})
 
 
-def test_every_rule_has_a_setting_here() -> None:
-    assert {name.split(",")[0] for name in SETTINGS} == set(STOPPING_RULES)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("case", CASES)
 def test_a_round_emits_the_targets_law_with_every_verifier_that_takes_such_chains(
-    name: str,
+    case: str,
 ) -> None:
-    rule = at_work(name)
+    rule = at_work(CASES[case])
     for verifier in ADAPTIVE:
         law, lengths = emitted(rule, verifier)
         assert distance(law) < 1e-12, verifier
-    assert len(lengths) > 1 or name == "fixed", "drafts must have several lengths"
+    assert len(lengths) > 1 or not CASES[case][0].adaptive, "drafts must have several lengths"
 
 
-@pytest.mark.parametrize("name", ["confidence", "cumulative", "numbers, fitted", "head", "cost"])
+@pytest.mark.parametrize("name", ["confidence", "cumulative", "head", "cost"])
 def test_dropping_the_token_that_was_seen_changes_the_law(name: str) -> None:
     """These rules read the drawn token, so the token they would drop is a biased one."""
-    law, _ = emitted(at_work(name), "token", drop=True)
+    rule = STOPPING_RULES[name].model_validate(STOPPING_RULES[name].examples[0])
+    law, _ = emitted(at_work((rule, "immediate" if rule.reads_head else "")), "token", drop=True)
     assert distance(law) > 0.005
 
 
 def test_what_is_dropped_before_it_is_drawn_cannot_depend_on_it() -> None:
     """Asked before drawing, a rule ends drafts that it would go on with otherwise."""
-    for name in ("head", "cost"):
-        asks, silent = (list(drafts(at_work(each))) for each in (f"{name}, before drawing", name))
+    for name in BEFORE_DRAWING:
+        asks, silent = (
+            list(drafts(at_work(CASES[each])))
+            for each in (f"{name}, before", f"{name}-0-immediate")
+        )
         assert sum(len(p) * w for p, w in asks) < sum(len(p) * w for p, w in silent) - 0.01

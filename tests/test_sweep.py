@@ -1,15 +1,15 @@
-"""The sweep command: SpecDec++'s grid on few rollouts, its winner on all."""
+"""SpecDec++'s grid of heads."""
 
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from eval.analysis.sweep import main
+from recipes.config import parse
+from recipes.papers.measurements import ModelPair, replay
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.files import fingerprint
@@ -44,39 +44,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_grid_is_trained_on_few_rollouts_and_its_fastest_head_on_all(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_each_head_of_the_grid_is_trained_once_on_few_rollouts_and_replayed_at_each_threshold(
+    folder: Path, tmp_path: Path
 ) -> None:
-    command = [str(folder / "labels"), "--draft", str(folder / "draft"), "--out", str(tmp_path)]
-    command += ["--rows", "4", "--epochs", "2", "--depths", "0", "1", "--weights", "1", "6"]
-    assert main(command) == 0
-    stored = json.loads((tmp_path / "sweep.json").read_text())
-    assert {(row["depth"], row["weight"]) for row in stored["grid"]} == {*product((0, 1), (1, 6))}
-    for row in stored["grid"]:
-        assert [point["h"] for point in row["points"]] == [0.1, 0.3, 0.5, 0.7, 0.9]
-        assert row["speed"] == max(point["speed"] for point in row["points"])
-        assert row["kl"] == row["head"]["kl_raw"] > 0
-    won, best = max(stored["grid"], key=lambda row: float(row["speed"])), stored["best"]
-    assert (best["depth"], best["weight"]) == (won["depth"], won["weight"])
-    trained = {
-        path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/m*.json")
-    }
-    assert {name: each["train_rows"] for name, each in trained.items()} == {
-        **{f"depth-{depth}-weight-{weight}": 8 for depth in (0, 1) for weight in (1, 6)},
-        best["folder"]: 32,
-    }
+    given = [f"--output={folder}", "--toy", "null", "--draft", "null"]
+    given += ["--models.target", str(folder / "draft"), "--models.draft", str(folder / "draft")]
+    pair = ModelPair(parse(given, "").config, {}, {}, tmp_path)
+    spec = {"depths": [0, 1], "weights": [1, 6], "epochs": 2, "thresholds": [0.3, 0.7], "rows": 4}
+    spec |= {"judged_rows": 256, "head": "grid/heads/depth-1-weight-6", "rules": ["fixed", "head"]}
+    spec |= {"draft_seconds": 0.1, "target_seconds": 1.0}
+    records = replay(pair, spec, tmp_path / "grid")
+    grid = [row for row in records if row.get("grid")]
+    assert len(grid) == 4 * 3 * 2, "heads, sets with that of all, thresholds"
+    assert sum(row["best"] for row in grid) == 4 * 3
+    # The recommended head, as the grid has it and as it is replayed among the rules.
+    for one in (row for row in grid if (row["depth"], row["weight"]) == (1, 6)):
+        (same,) = [
+            row
+            for row in records
+            if row.get("rule") == "head"
+            and row["set"] == one["set"]
+            and row["method"] == f"h={one['threshold']:g}"
+        ]
+        assert same["speedup"] == pytest.approx(one["speedup"])
+    heads = tmp_path / "grid" / "heads"
+    trained = [json.loads(path.read_text())["train_rows"] for path in heads.glob("*/m*.json")]
+    assert trained == [8] * 4, "of two prompt sets"
     # Asked for again, it trains nothing.
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/model.safetensors")}
-    printed = capsys.readouterr().out
-    assert main(command) == 0
-    assert capsys.readouterr().out == printed
+    before = {path: path.stat().st_mtime_ns for path in heads.glob("*/model.safetensors")}
+    assert len(before) == 4
+    assert replay(pair, spec, tmp_path / "grid") == records
     assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
-def test_times_that_are_not_positive_end_with_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [str(tmp_path / "labels"), "--draft", "d", "--out", str(tmp_path / "out")]
-    assert main([*command, "--draft-seconds", "0"]) == 2
-    assert "must be positive" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

@@ -44,7 +44,6 @@ from benchmarks.head_figures.replay import (
     FEW,
     Recorded,
     Replayed,
-    Times,
     best_length,
     closes,
     every_rule,
@@ -61,6 +60,7 @@ from benchmarks.head_figures.variants import (
     Variant,
     trained,
 )
+from eval.analysis.expectation import Times
 from eval.analysis.replay import saving
 from eval.measuring.environment import describe_environment
 from heads import BaseHead
@@ -71,7 +71,7 @@ from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1
 PARTS = ("goals", "ablation", "clock")
-RIVALS = ("margin", "logit", "cumulative")
+RIVALS = ("logit", "cumulative")
 Judged = Mapping[str, tuple[Recorded, Recorded]]
 """Domain -> its dev and test rows."""
 
@@ -216,21 +216,21 @@ def _domain(
         if head is not shipped:
             rules[name] = with_head(head, dev, test, times)
     fixed = rules["fixed"]
-    ours, cost = rules["head"].counts, asdict(times)
+    ours = rules["head"].counts
     oracle = rules["oracle"].counts
     return {
         "prompts": len(set(test.prompts)),
         "tokens": len(test.accept),
         "acceptance": test.traces.mean_accept(),
         "best_k": int(fixed.setting),
-        "saving_over_best_k": figures(saving(ours, fixed.counts, **cost)),
+        "saving_over_best_k": figures(saving(ours, fixed.counts, times)),
         **{
-            f"saving_over_{name}": figures(saving(ours, rules[name].counts, **cost))
-            for name in (*RIVALS, "numbers", PUBLISHED.name)
+            f"saving_over_{name}": figures(saving(ours, rules[name].counts, times))
+            for name in (*RIVALS, PUBLISHED.name)
         },
         "closes_logit_to_oracle": figures(closes(ours, rules["logit"].counts, oracle, times)),
         **_aurocs(shipped, test),
-        "instructions_alone": figures(saving(rules[ALONE.name].counts, fixed.counts, **cost)),
+        "instructions_alone": figures(saving(rules[ALONE.name].counts, fixed.counts, times)),
         "auroc_of": {
             **{name: _aurocs(head, test) for name, head in heads.items()},
             "log q": figures(test.auroc(test.inputs["log_q"])),
@@ -301,7 +301,7 @@ def _against(
     counts = together([each.counts for each in ours])
     rivals = together([each.counts for each in others])
     prompts = [*test.prompts] * len(ours)
-    return figures(saving(counts, rivals, **asdict(times), prompts=prompts))
+    return figures(saving(counts, rivals, times, prompts))
 
 
 def _ablation_part(

@@ -10,16 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.analysis.expectation import Counts, Traces, expected_counts
-from eval.analysis.replay import (
-    COST_RULE,
-    LENGTHS,
-    THRESHOLDS,
-    bounds,
-    fit_all_rules,
-    replay_rules,
-    saving,
-)
+from eval.analysis.expectation import Counts, Times, Traces
+from eval.analysis.replay import bounds, fit_all_rules, replay_rules, replayed, saving
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import StoppingRule
 from eval.drafting.stopping.head import Head
@@ -39,8 +31,7 @@ if TYPE_CHECKING:
 
     from benchmarks.head_figures.data import Data
 
-LIMIT = 20
-FEW = tuple(h for h in THRESHOLDS if 0.25 < h < 0.75)
+FEW = tuple(h for h in Head.grid if 0.25 < h < 0.75)
 """Thresholds that are tried for the many heads of ablation and curve."""
 ROWS_AT_ONCE = 32
 AUROC_RESAMPLES = 200
@@ -113,7 +104,7 @@ class Recorded:
             name: pad([row.tolist() for row in values.split(sizes)])
             for name, values in self.logits(head).items()
         }
-        recorded = RecordedHead(**logits, rejection_weight=head.rejection_weight)
+        recorded = RecordedHead(logits, rejection_weight=head.rejection_weight)
         return replace(self.traces, tokens=replace(self.traces.tokens, head=recorded))
 
     def auroc(self, scores: Tensor) -> Interval:
@@ -139,23 +130,6 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """The costs of a drafted token and of a round.
-
-    Attributes:
-        draft_seconds: t_d.
-        target_seconds: t_t.
-    """
-
-    draft_seconds: float
-    target_seconds: float
-
-    def of(self, counts: Counts) -> float:
-        """Seconds a token."""
-        return counts.seconds_per_token(self.draft_seconds, self.target_seconds)
-
-
-@dataclass(frozen=True, slots=True)
 class Replayed:
     """A rule at the setting that was chosen for it.
 
@@ -174,18 +148,18 @@ def tuned(rules: Sequence[StoppingRule], dev: Traces, test: Traces, times: Times
     """The rule that takes least time on the dev rows, on the test rows."""
 
     def counts(rule: StoppingRule, traces: Traces) -> Counts:
-        lengths = rule.recorded_lengths(traces.tokens)
-        assert lengths is not None
-        return expected_counts(traces, lengths)
+        found = replayed(rule, traces, times)
+        assert found is not None
+        return found
 
-    best = min(rules, key=lambda rule: times.of(counts(rule, dev)))
-    setting = best.length if isinstance(best, Fixed) else getattr(best, "threshold", "")
-    return Replayed(f"{setting:g}", counts(best, test), best)
+    best = min(rules, key=lambda rule: counts(rule, dev).seconds_per_token(times))
+    setting = f"{getattr(best, best.varies):g}" if best.varies else ""
+    return Replayed(setting, counts(best, test), best)
 
 
 def best_length(test: Traces, times: Times) -> Replayed:
     """The fixed length that takes least time on the test rows themselves: no other is stronger."""
-    return tuned([Fixed(length=length) for length in LENGTHS], test, test, times)
+    return tuned(Fixed.settings(), test, test, times)
 
 
 def with_head(
@@ -193,10 +167,10 @@ def with_head(
     dev: Recorded,
     test: Recorded,
     times: Times,
-    thresholds: Sequence[float] = THRESHOLDS,
+    thresholds: Sequence[float] = Head.grid,
 ) -> Replayed:
     """The threshold rule with a head, at the best of some thresholds."""
-    rules = [Head(threshold=h, limit=LIMIT) for h in thresholds]
+    rules = [Head(threshold=h) for h in thresholds]
     return tuned(rules, dev.with_head(head), test.with_head(head), times)
 
 
@@ -208,25 +182,21 @@ def every_rule(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
     """
     fitted = fit_all_rules(dev)
     on_dev, on_test = (
-        bounds(traces, limit=LIMIT, **asdict(times))
-        + replay_rules(traces, fitted, limit=LIMIT, **asdict(times))
-        for traces in (dev, test)
+        bounds(traces, times) + replay_rules(traces, fitted, times) for traces in (dev, test)
     )
-    chosen: dict[str, tuple[float, Replayed]] = {}
-    for known, result in zip(on_dev, on_test, strict=True):
-        name, seconds = result.family, times.of(known.counts)
-        if result.setting == COST_RULE:
-            name = f"{name}, {COST_RULE}"
-        if name not in chosen or seconds < chosen[name][0]:
-            chosen[name] = seconds, Replayed(result.setting, result.counts)
-    rules = {name: replayed for name, (_, replayed) in chosen.items()}
+    best: dict[str, tuple[float, Replayed]] = {}
+    for tried, result in zip(on_dev, on_test, strict=True):
+        name, seconds = result.family, tried.counts.seconds_per_token(times)
+        if name not in best or seconds < best[name][0]:
+            best[name] = seconds, Replayed(result.setting, result.counts)
+    rules = {name: of_family for name, (_, of_family) in best.items()}
     return {**rules, "fixed": best_length(test, times)}
 
 
 def closes(rule: Counts, rival: Counts, best: Counts, times: Times) -> Interval:
     """The share of the way from a rival to the best, in time a token, that a rule goes."""
     drawn = resamples(len(rule.tokens))
-    ours, theirs, least = (drawn @ each.seconds(**asdict(times)) for each in (rule, rival, best))
+    ours, theirs, least = (drawn @ each.seconds(times) for each in (rule, rival, best))
     return Interval.of((theirs - ours) / (theirs - least))
 
 
@@ -246,10 +216,10 @@ def of_rules(results: Mapping[str, Replayed], best: Counts, times: Times) -> dic
     return {
         name: {
             "setting": result.setting,
-            "seconds_per_token": times.of(result.counts),
+            "seconds_per_token": result.counts.seconds_per_token(times),
             "tokens_per_round": float(result.counts.tokens.sum() / result.counts.n_target.sum()),
             "discard_rate": float(result.counts.n_discarded.sum() / result.counts.tokens.sum()),
-            "saving_over_best_k": figures(saving(result.counts, best, **asdict(times))),
+            "saving_over_best_k": figures(saving(result.counts, best, times)),
         }
         for name, result in results.items()
     }

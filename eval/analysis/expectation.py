@@ -26,12 +26,10 @@ class Traces:
     Attributes:
         tokens: the drafted tokens.
         accept: (R, N) probability min(1, p/q) that a token is accepted.
-        overlap: (R, N) sum_x min(p(x), q(x)), the same before the token is drawn; None if unknown.
     """
 
     tokens: RecordedTokens
     accept: Reals
-    overlap: Reals | None = None
 
     @property
     def inside(self) -> NDArray[np.bool_]:
@@ -40,12 +38,24 @@ class Traces:
 
     def select(self, chosen: NDArray[np.bool_]) -> Traces:
         """Those of some rollouts; `chosen` is (R,)."""
-        overlap = None if self.overlap is None else self.overlap[chosen]
-        return Traces(self.tokens.select(chosen), self.accept[chosen], overlap)
+        return Traces(self.tokens.select(chosen), self.accept[chosen])
 
     def mean_accept(self) -> float:
         """Of all tokens."""
         return float(self.accept[self.inside].mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What a round is made of.
+
+    Attributes:
+        draft_seconds: t_d, of one more drafted token.
+        target_seconds: t_t, of a round without its drafted tokens: a forward of the target.
+    """
+
+    draft_seconds: float
+    target_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +76,14 @@ class Counts:
     n_discarded: Reals
     question: float = 0.0
 
-    def seconds(self, draft_seconds: float, target_seconds: float) -> Reals:
+    def seconds(self, times: Times) -> Reals:
         """(R,) (t_d + the question) N_draft + t_t N_target, in seconds."""
-        return (draft_seconds + self.question) * self.n_draft + target_seconds * self.n_target
+        drafted = times.draft_seconds + self.question
+        return drafted * self.n_draft + times.target_seconds * self.n_target
 
-    def seconds_per_token(self, draft_seconds: float, target_seconds: float) -> float:
+    def seconds_per_token(self, times: Times) -> float:
         """The same of all rollouts together, for one emitted token."""
-        return float(self.seconds(draft_seconds, target_seconds).sum() / self.tokens.sum())
+        return float(self.seconds(times).sum() / self.tokens.sum())
 
 
 def expected_counts(traces: Traces, lengths: Lengths) -> Counts:
@@ -94,11 +105,11 @@ def expected_counts(traces: Traces, lengths: Lengths) -> Counts:
     starts[:, 0] = 1.0
     n_target, n_draft, n_accepted = np.zeros((3, rollouts))
     for position in range(width):
-        here = np.where(position < traces.tokens.lengths, starts[:, position], 0.0)
+        started = np.where(position < traces.tokens.lengths, starts[:, position], 0.0)
         drafted = lengths[:, position]
-        n_target += here
-        n_draft += here * drafted
-        alive = here  # and that its first k tokens are accepted
+        n_target += started
+        n_draft += started * drafted
+        alive = started  # and that its first k tokens are accepted
         for k in range(int(drafted.max(initial=0)) + 1):
             further = np.where(k < drafted, alive * accept[:, position + k], 0.0)
             starts[:, position + k + 1] += alive - further
@@ -122,11 +133,7 @@ def oracle_counts(traces: Traces) -> Counts:
 
 
 def dinkelbach(
-    traces: Traces,
-    lengths: Callable[[float], Lengths],
-    *,
-    draft_seconds: float,
-    target_seconds: float,
+    traces: Traces, lengths: Callable[[float], Lengths], times: Times
 ) -> tuple[Counts, float]:
     """Expected counts of a rule that depends on lambda, the time per token that it itself achieves.
 
@@ -135,16 +142,15 @@ def dinkelbach(
     Args:
         traces: the rollouts.
         lengths: lambda in seconds -> (R, N) tokens drafted from each position.
-        draft_seconds: t_d.
-        target_seconds: t_t, where lambda starts.
+        times: t_d, and t_t, where lambda starts.
 
     Returns:
         The counts of the best step and its lambda.
     """
-    seconds, best = target_seconds, None
+    seconds, best = times.target_seconds, None
     for _ in range(16):
         counts = expected_counts(traces, lengths(seconds))
-        achieved = counts.seconds_per_token(draft_seconds, target_seconds)
+        achieved = counts.seconds_per_token(times)
         if best is not None and achieved >= seconds:
             break
         best, seconds = counts, achieved

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.analysis.expectation import Traces
-from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens, pad
+from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens, pad
 from heads import BaseHead
 from heads.inputs import FEATURES, DraftedTokens, HeadInputs, logits_of_states, token_embeddings
 from heads.probe import check_head, warn_of_other_sampling
@@ -57,17 +57,14 @@ def acceptance_traces(
         check_head(draft, head)
         warn_of_other_sampling(head, sampling)
         recorded = record_head(rows, head, draft=draft, sampling=sampling)
-    log_q_max = pad(rows["log_q_max"])
     tokens = RecordedTokens(
         lengths=np.array([len(row) for row in rows["draft_ids"]], dtype=np.int64),
         q=np.exp(pad(rows["log_q"])),
-        q_max=np.exp(log_q_max).clip(max=1.0),
+        q_max=np.exp(pad(rows["log_q_max"])).clip(max=1.0),
         entropy=pad(rows["entropy"]),
-        margin=(log_q_max - pad(rows["log_q_second"])).clip(0.0, BOUND),
-        log_mass_above=pad(rows["log_mass_above"]).clip(-BOUND, 0.0),
         head=recorded,
     )
-    return Traces(tokens, pad(rows["accept_prob"]), pad(rows["overlap"]))
+    return Traces(tokens, pad(rows["accept_prob"]))
 
 
 @torch.inference_mode()
@@ -115,7 +112,7 @@ def record_head(
             for index, mine in zip(indices, found, strict=True):
                 values[index] = mine.tolist()
     padded = {name: pad(values) for name, values in made.items()}
-    return RecordedHead(**padded, rejection_weight=head.rejection_weight)
+    return RecordedHead(padded, rejection_weight=head.rejection_weight)
 
 
 def _drafted(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from eval.drafting.drafters import ChainDrafter
-from eval.drafting.stopping import StoppingRule
-from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.logistic import Logit, Margin
-from eval.drafting.stopping.numbers import Numbers
+from eval.drafting.stopping import ActiveRule, DraftedToken, StoppingRule
 from eval.drafting.stopping.thresholds import Fixed
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
@@ -28,6 +25,21 @@ if TYPE_CHECKING:
 LENGTH, PROMPT = 8, 60
 
 
+class _Unheeded(ActiveRule):
+    """Asks a rule, and drafts on whatever it answers."""
+
+    def __init__(self, asked: ActiveRule) -> None:
+        super().__init__(LENGTH, asked.reads)
+        self.asked = asked
+
+    def begin(self) -> None:
+        self.asked.begin()
+
+    def should_stop(self, drafted: DraftedToken) -> bool:
+        self.asked.should_stop(drafted)
+        return False
+
+
 @torch.inference_mode()
 def drafting_seconds(
     draft: PreTrainedModel,
@@ -39,13 +51,13 @@ def drafting_seconds(
 ) -> dict[str, float]:
     """The median seconds of a drafted token, by the rule that is asked about it.
 
-    Drafts of `LENGTH` tokens: the rules never stop one. So all else is the same and a difference is
+    Drafts of `LENGTH` tokens, whatever the rules say. So all else is the same and a difference is
     the rule's, with what is captured for its head. Rules take turns. On a CPU time is the thread's
     on a processor, so that what else runs on the machine matters less.
 
     Args:
         draft: the draft.
-        asked: name -> a rule that never stops before `LENGTH`, and its head.
+        asked: name -> a rule and its head.
         sampling: of the draft's tokens.
         engine: of the draft's forwards.
         drafts: of each rule.
@@ -57,7 +69,8 @@ def drafting_seconds(
         model = CachedModel(draft, vocabulary, engine=engine, capture_hidden=head is not None)
         model.warm_up([(1, 1), (2, 1)])
         generator = torch.Generator().manual_seed(0)
-        drafter = ChainDrafter(model.sequence(0, sampling), rule.start(head), frozenset())
+        unheeded = _Unheeded(rule.start(head))
+        drafter = ChainDrafter(model.sequence(0, sampling), unheeded, frozenset())
         committed = torch.randint(0, vocabulary, (PROMPT,), generator=generator).tolist()
 
         def once(
@@ -84,22 +97,21 @@ def question_seconds(
     draft: PreTrainedModel,
     head: BaseHead,
     sampling: SamplingConfig,
-    fitted: Mapping[str, Any],
+    rules: Iterable[StoppingRule],
     engine: Engine = "captured",
 ) -> tuple[dict[str, float], float]:
-    """Seconds of asking each rule that predicts acceptance, and of a step of the draft unasked.
+    """Seconds of asking each rule that looks at tokens, and of a step of the draft unasked.
 
     Args:
         draft: the draft.
-        head: of the rule `head`.
+        head: of the rules that read one.
         sampling: of the draft's tokens.
-        fitted: what rules fit on labels (`eval.analysis.replay.fit_all_rules`).
+        rules: at any setting; of those with one `title` the last is timed.
         engine: of the draft's forwards.
     """
-    asked: dict[str, tuple[StoppingRule, BaseHead | None]] = {"": (Fixed(length=LENGTH), None)}
-    for kind in (Head, Numbers, Logit, Margin):
-        rule = kind(threshold=1.0, limit=LENGTH).with_fit(fitted)
-        asked[rule.name] = (rule, head if rule.reads_head else None)
+    asked: dict[str, tuple[StoppingRule, BaseHead | None]] = {"": (Fixed(), None)}
+    looking = [rule for rule in rules if rule.adaptive]
+    asked |= {rule.title: (rule, head if rule.reads_head else None) for rule in looking}
     seconds = drafting_seconds(draft, asked, sampling, engine=engine)
     step = seconds.pop("")
     return {name: max(0.0, value - step) for name, value in seconds.items()}, step

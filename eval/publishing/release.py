@@ -17,13 +17,7 @@ from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
-from eval.analysis.head_verdict import (
-    DECISION_POINTS,
-    QUALITY_COLUMNS,
-    VERDICT,
-    HeadVerdict,
-    not_measured,
-)
+from eval.analysis.head_verdict import VERDICT, HeadVerdict, not_measured
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import (
@@ -41,6 +35,7 @@ from eval.publishing.serving import (
     synthetic_acceptance,
 )
 from eval.reporting import verifiers
+from eval.reporting.head import predictors, rivals, sentence
 from eval.reporting.recommendation import best_lengths, longest_measured
 from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
@@ -241,11 +236,12 @@ def release_head(
         },
         head=head,
         width=getattr(head, "width", None),
-        decision_points=[DECISION_POINTS[point.name.lower()] for point in head.decision_points],
         lag=head.decision_points[0] is DecisionPoint.CONSUMED,
         trained=trained,
         verdict=verdict,
-        quality_columns=QUALITY_COLUMNS,
+        pays=sentence(verdict),
+        rivals=rivals(verdict),
+        predictors=predictors(verdict),
         best=used.method,
     )
 

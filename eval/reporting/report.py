@@ -18,11 +18,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from eval.analysis.head_verdict import QUALITY_COLUMNS, HeadVerdict
+from eval.analysis.head_verdict import HeadVerdict
 from eval.measuring.pooled import ALL_SETS, fastest, merit, pool
 from eval.measuring.results import Results
 from eval.measuring.samples import Samples
-from eval.reporting import verifiers
+from eval.reporting import head, verifiers
 from eval.reporting.recommendation import (
     WIDE,
     answer,
@@ -197,7 +197,7 @@ def terminal(results: Results, context: Context) -> Group:
         marks += row.title + first
     sentences = [answer(results).finding]
     if context.verdict:
-        sentences.append(context.verdict.sentence)
+        sentences.append(head.sentence(context.verdict))
     legend = ", ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in marks)
     return Group(*(Text(words, style="bold") for words in sentences), "", table, legend, "")
 
@@ -223,6 +223,7 @@ def render_page(results: Results, context: Context) -> str:
         "report.html.jinja",
         title=" with ".join(filter(None, (public_name(target), ", ".join(drafts)))),
         context=context,
+        verdict=head.sentence(context.verdict) if context.verdict else "",
         answer=answer(results),
         picture=picture(results),
         folds=folds(results, context),
@@ -233,8 +234,8 @@ def render_page(results: Results, context: Context) -> str:
 def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
     made = [verifiers.fold(results), _all_sets(results), _each_set(results)]
-    made += [_head(context.verdict), _heads(results, context)]
-    made += [_predictors(context.verdict), _positions(results), lengths_fold(results)]
+    made += [head.rivals(context.verdict), _heads(results, context)]
+    made += [head.predictors(context.verdict), _positions(results), lengths_fold(results)]
     made += [what_if(results), _scores(results), _where(results, context)]
     return [fold for fold in made if fold]
 
@@ -322,34 +323,6 @@ def _each_set(results: Results) -> Fold | None:
         columns,
         [(name, own) for name, own in cells.items() if len(own) == len(columns)],
         note=marks,
-    )
-
-
-def _head(verdict: HeadVerdict | None) -> Fold | None:
-    """The head against rules that need none."""
-    if verdict is None or not verdict.columns():
-        return None
-    return Fold(
-        "Does the head pay?",
-        "Time that it saves over each rule without a head; negative where it takes longer.",
-        [(name, "") for name in verdict.columns()],
-        verdict.rows(),
-        first="rule, at its best setting on dev rollouts",
-        note=f"{verdict.basis()} Green: the intervals of its row are above zero.".strip(),
-        wins=verdict.beaten(),
-    )
-
-
-def _predictors(verdict: HeadVerdict | None) -> Fold | None:
-    if verdict is None or not verdict.predictions:
-        return None
-    return Fold(
-        "How well acceptance is predicted",
-        f"By head and rivals, on {verdict.judged_on} rollouts of every prompt set.",
-        QUALITY_COLUMNS,
-        verdict.quality_rows(),
-        first="predicted by",
-        note="Rivals were fitted on dev rollouts.",
     )
 
 

@@ -8,7 +8,6 @@ and not by luck; k search expects rounds along such texts without decoding (`dra
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -259,53 +258,70 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     A record a set, rule and setting (`best`: the fastest of its rule there), and one a set, head
     and threshold of the grid (`grid`). Times are those of the specification, by Eq. 5.1.
     """
-    from eval.analysis.replay import COST_RULE, bounds, replay_rules, result_rows, rows_of_split
-    from eval.analysis.sweep import sweep
+    from eval.analysis.expectation import Times
+    from eval.analysis.replay import (
+        bounds,
+        check_labelling_draft,
+        replay_rules,
+        result_rows,
+        rows_of_split,
+    )
     from eval.analysis.traces import acceptance_traces
     from heads import BaseHead
+    from heads.config import HeadConfig
+    from recipes.papers.sweep import sweep
     from specdata.labels import make
     from specdata.storage.dataset import stream_stored
 
     prepare_libraries()
-    labels, draft = stage_folder(pair.config, "labels"), draft_in_use(pair.config)
-    own = {key: spec[key] for key in GRID} | {"labels": labels, "draft": draft}
-    asked = argparse.Namespace(**own, out=folder / "heads", seed=pair.config.seed)
-    grid = sweep(asked, grid_alone=True)
-    records: list[Record] = []
-    for head in grid:
-        shared = {"grid": True, "depth": head["depth"], "weight": head["weight"], "kl": head["kl"]}
-        for name, points in {ALL_SETS: head["points"], **head["sets"]}.items():
-            fastest = max(points, key=lambda each: each["speed"])
-            for each in points:
-                figures = {"threshold": each["h"], "speedup": each["speed"]}
-                figures |= {
-                    "discard_rate": each["discarded"],
-                    "verification_rate": each["verified"],
-                }
-                records.append({"set": name, **shared, **figures, "best": each is fastest})
-    rows = rows_of_split(stream_stored(labels), labels, "dev", spec["judged_rows"])
-    traces = acceptance_traces(
-        rows,
-        draft=pair.draft,
-        sampling=make.sampling_of(labels),
-        head=BaseHead.from_pretrained(pair.folder / spec["head"]),
+    labels = stage_folder(pair.config, "labels")
+    check_labelling_draft(labels, draft_in_use(pair.config))
+    stored, sampling = stream_stored(labels), make.sampling_of(labels)
+    train, rows = (
+        rows_of_split(stored, labels, split, spec[most])
+        for split, most in (("train", "rows"), ("dev", "judged_rows"))
     )
-    times = {key: spec[key] for key in ("draft_seconds", "target_seconds")}
+    times = Times(spec["draft_seconds"], spec["target_seconds"])
+    grid = [
+        HeadConfig.model_validate(
+            {"depth": depth, "rejection_weight": weight, "epochs": spec["epochs"]}
+        )
+        for depth, weight in itertools.product(spec["depths"], spec["weights"])
+    ]
+    heads = sweep(
+        grid,
+        spec["thresholds"],
+        draft=pair.draft,
+        train=train,
+        dev=rows,
+        sampling=sampling,
+        out=folder / "heads",
+        times=times,
+        seed=pair.config.seed,
+    )
+    records: list[Record] = []
+    for config, kl, points_of in heads:
+        shared = {"grid": True, "depth": config.depth, "weight": config.rejection_weight, "kl": kl}
+        for name, points in points_of.items():
+            fastest = max(points, key=lambda each: each["speedup"])
+            records += [
+                {"set": name or ALL_SETS, **shared, **each, "best": each is fastest}
+                for each in points
+            ]
+    head = BaseHead.from_pretrained(pair.folder / spec["head"])
+    traces = acceptance_traces(rows, draft=pair.draft, sampling=sampling, head=head)
     sets = list(dict.fromkeys(rows["dataset"]))
     for name in [*sets, *([ALL_SETS] * (len(sets) > 1))]:
         in_set = np.array([name in (ALL_SETS, each) for each in rows["dataset"]])
         of_set, prompts = traces.select(in_set), np.array(rows["example_id"])[in_set].tolist()
-        results = bounds(of_set, **times) + replay_rules(of_set, {}, **times)
-        every = [
-            row
-            for row in result_rows(results, **times, prompts=prompts)
-            if row["rule"] in spec["rules"] and row["setting"] != COST_RULE  # none of the paper's
-        ]
+        results = bounds(of_set, times) + replay_rules(of_set, {}, times)
+        rows_of_set = result_rows(results, times, prompts)
+        every = [row for row in rows_of_set if row["rule"] in spec["rules"]]
         for row in every:
             seconds, rule = row["seconds_per_token"], row["rule"]
             least = min(each["seconds_per_token"] for each in every if each["rule"] == rule)
             saved = {key: 100 * x for key, x in row["saving_over_best_length"].items()}
-            figures = {"speedup": times["target_seconds"] / seconds, "saved": saved}
+            figures = {"speedup": times.target_seconds / seconds, "saved": saved}
             figures |= {key: row[key] for key in ("discard_rate", "verification_rate")}
             record = {"set": name, "rule": rule, "method": row["setting"], **figures}
             records.append({**record, "best": seconds == least})
@@ -429,10 +445,6 @@ def _columns(
             parameters = {key: rule[key] for key in rule if key not in ("name", "rule")}
             yield [rule], partial(RULES[rule["rule"]], **parameters)
 
-
-GRID: tuple[str, ...] = ("depths", "weights", "thresholds", "epochs", "rows", "judged_rows")
-GRID += ("draft_seconds", "target_seconds")
-"""What a replay's specification says of the grid, as `draftsmith sweep` has it."""
 
 Measure = Callable[[ModelPair, Mapping[str, Any], Path], list[Record]]
 KINDS: dict[str, tuple[Measure, str | None]] = {

@@ -17,8 +17,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.logistic import Logit, Margin
-from eval.drafting.stopping.numbers import Numbers
+from eval.drafting.stopping.logistic import Logit
 from eval.drafting.stopping.rule import (
     ActiveRule,
     DraftedToken,
@@ -45,8 +44,6 @@ STOPPING_RULES: dict[str, type[StoppingRule]] = {
         Entropy,  # the draft's distribution is uncertain
         Cumulative,  # the draft's probabilities multiply to little
         Logit,  # a logistic model of the draft's confidence predicts a rejection
-        Margin,  # logistic models of the top-2 margin, refitted while decoding, predict one
-        Numbers,  # a small network on numbers of the draft predicts one
         Head,  # an acceptance head predicts a rejection (SpecDec++)
         Cost,  # another token costs more than it is expected to save
     )

@@ -19,6 +19,7 @@ from eval.drafting.stopping.rule import (
     ActiveRule,
     DraftedToken,
     Family,
+    StoppingRule,
     UpcomingToken,
     largest,
 )
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
-    from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
+    from eval.drafting.stopping.recorded import Reals
     from eval.rounds import Round
     from heads import BaseHead
 
@@ -60,6 +61,10 @@ class Cost(CalibratedRule):
 
     name: ClassVar[str] = "cost"
     family: ClassVar[Family] = "cost"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"draft_seconds": 0.25, "token_seconds": 1.0},
+        {"draft_seconds": 0.3, "target_seconds": 1.0},
+    )
 
     draft_seconds: float = Field(
         default=0.0, ge=0.0, description="cost of one more drafted token, in seconds; 0 measures it"
@@ -116,6 +121,11 @@ class Cost(CalibratedRule):
             )
         return self
 
+    @classmethod
+    def settings(cls) -> list[StoppingRule]:
+        """With a head and without."""
+        return [cls(), cls(head=False)]
+
     @property
     def reads_head(self) -> bool:
         """As it was told."""
@@ -136,26 +146,18 @@ class Cost(CalibratedRule):
         """The parameters; whether a head was asked is seen from the head that results name."""
         return {name: value for name, value in super().reported().items() if name != "head"}
 
-    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
-        """While another token pays, if both costs are given: measured ones change as it decodes.
-
-        None, too, if it asks before drawing: forwards whose tokens are not drawn would be missing
-        from what is counted along recorded rollouts.
-        """
-        from eval.drafting.stopping.recorded import (
-            until_head_prefix_acceptance_below,
-            until_product_below,
-        )
-
-        if not (self.draft_seconds and self.token_seconds) or self.before_drawing:
-            return None
-        least = self.draft_seconds / (self.token_seconds * self.mean_acceptance)
-        newest = self.model.accept_all(tokens.q_max)
-        if not self.head or tokens.head is None:
-            return until_product_below(tokens, newest, least, limit=self.limit)
-        return until_head_prefix_acceptance_below(
-            tokens, least, limit=self.limit, calibrated=True, newest=newest
-        )
+    def with_costs(
+        self, *, draft_seconds: float, token_seconds: float, mean_acceptance: float
+    ) -> Cost:
+        """The same rule as if it had measured these; itself if it measures nothing."""
+        if self.draft_seconds and self.token_seconds:
+            return self
+        measured = {
+            "draft_seconds": self.draft_seconds or draft_seconds,
+            "token_seconds": self.token_seconds or token_seconds,
+            "mean_acceptance": mean_acceptance,
+        }
+        return self.model_copy(update=measured)
 
     def start(self, head: BaseHead | None) -> CostEstimates:
         """Begin with the given costs and first guesses."""
@@ -165,10 +167,10 @@ class Cost(CalibratedRule):
         return CostEstimates(self, head if self.head else None)
 
 
-def worth_drafting(
+def gain(
     prefix_acceptance: float, *, mean_acceptance: float, token_seconds: float, draft_seconds: float
-) -> bool:
-    """True if one more drafted token pays: lambda prod_{i<=k} a_i abar_{k+1} > t_d.
+) -> float:
+    """What one more drafted token is expected to save: lambda prod_{i<=k} a_i abar_{k+1} - t_d.
 
     One more token saves lambda, the time of an emitted token, if it and all before it are accepted,
     and costs t_d. With lambda the least reachable time per token this is the optimal rule for
@@ -181,11 +183,11 @@ def worth_drafting(
         token_seconds: lambda.
         draft_seconds: t_d.
     """
-    return token_seconds * prefix_acceptance * mean_acceptance > draft_seconds
+    return token_seconds * prefix_acceptance * mean_acceptance - draft_seconds
 
 
 class CostEstimates(ActiveRule):
-    """The rule at work in one slot: asks `worth_drafting` after each token, and learns from rounds.
+    """The rule at work in one slot: asks for the `gain` after each token, and learns from rounds.
 
     If t_d and lambda are given, nothing is measured and generations do not influence each other.
     Otherwise what is missing, the mean acceptance and, with `refit`, the models of acceptance are
@@ -240,12 +242,13 @@ class CostEstimates(ActiveRule):
         if prefix_acceptance is not None:
             was_read = drafted.numbers is not None and not self.asks_before
             alive = prefix_acceptance.after(drafted, newest, answers if was_read else None)
-        return not worth_drafting(
+        expected = gain(
             alive,
             mean_acceptance=self.mean_acceptance,
             token_seconds=self.token_seconds,
             draft_seconds=self.draft_seconds,
         )
+        return expected <= 0.0
 
     def _numbers(self, known: UpcomingToken | DraftedToken, token: Tensor | int) -> Tensor:
         """The largest probability, and what is asked of the head."""
@@ -258,12 +261,13 @@ class CostEstimates(ActiveRule):
     def should_stop_before(self, upcoming: UpcomingToken) -> bool:
         """True if verifying the token costs more: the draft's forward for it is paid already."""
         assert self._prefix_acceptance is not None
-        return not worth_drafting(
+        expected = gain(
             self._prefix_acceptance.before(upcoming),
             mean_acceptance=1.0,  # the token's own acceptance is part of this prefix acceptance
             token_seconds=self.token_seconds,
             draft_seconds=self.verify_seconds,
         )
+        return expected <= 0.0
 
     def observe(self, record: Round) -> None:
         """Take a finished round into account; one without a draft changes nothing."""

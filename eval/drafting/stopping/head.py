@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from eval.drafting.stopping.logistic import THRESHOLDS
 from eval.drafting.stopping.rule import (
     ActiveRule,
     AdaptiveRule,
@@ -16,7 +17,6 @@ from eval.drafting.stopping.rule import (
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from heads import BaseHead
 
 
@@ -33,6 +33,10 @@ class Head(AdaptiveRule):
     """
 
     name: ClassVar[str] = "head"
+    varies: ClassVar[str] = "threshold"
+    grid: ClassVar[tuple[float, ...]] = THRESHOLDS
+    symbol: ClassVar[str] = "h="
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 0.6},)
     needs_head: ClassVar[bool] = True
     family: ClassVar[Family] = "head"
 
@@ -57,20 +61,6 @@ class Head(AdaptiveRule):
                 "stop 'head' asks after a token is drawn, and this head was only trained to judge "
                 "tokens before: set before_drawing, or train one for the point `drawn` as well"
             )
-
-    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
-        """Until a rejection is too probable by the head's raw output.
-
-        None if it is asked before drawing: the forwards whose tokens are not drawn would be missing
-        from what is counted along recorded rollouts.
-        """
-        from eval.drafting.stopping.recorded import until_head_prefix_acceptance_below
-
-        if self.before_drawing:
-            return None
-        return until_head_prefix_acceptance_below(
-            tokens, 1.0 - self.threshold, limit=self.limit, calibrated=False
-        )
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the head's acceptance probabilities of a round's tokens."""

@@ -1,7 +1,7 @@
 """The prefix acceptance that a head gives the draft under way: that all of it will be accepted.
 
-The one place where a head's outputs become the prefix acceptance of a draft while decoding. Along
-recorded rollouts it is `eval.drafting.stopping.recorded.until_head_prefix_acceptance_below`.
+The one place where a head's outputs become the prefix acceptance of a draft, while decoding and
+along recorded rollouts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from eval.drafting.stopping.logistic import OnlineLogistic, sigmoid
+from eval.drafting.stopping.recorded import RecordedHead
 from eval.drafting.stopping.rule import DraftedToken
 from heads.inputs import DecisionPoint
-from heads.judge import TorchJudge, judge_of
+from heads.judge import Judge, TorchJudge, judge_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,15 +35,20 @@ class PrefixAcceptance:
     judges consumed tokens, so the newest one is missing, or stands in from elsewhere.
 
     Args:
-        head: the acceptance head.
+        head: the acceptance head, or what one says of recorded tokens.
         calibrated: undo the bias of the loss that the head was trained with. SpecDec++'s own
             threshold is compared with the biased output.
         refit: recalibrate while decoding: at each decision point two coefficients, first (0, 1),
             turn the head's logit into odds, and every outcome that becomes known refits them.
     """
 
-    def __init__(self, head: BaseHead, *, calibrated: bool = True, refit: bool = False) -> None:
-        self._judge, self._on_device = judge_of(head), TorchJudge(head)
+    def __init__(
+        self, head: BaseHead | RecordedHead, *, calibrated: bool = True, refit: bool = False
+    ) -> None:
+        if isinstance(head, RecordedHead):
+            self._judge = cast(Judge, head)
+        else:
+            self._judge, self._on_device = judge_of(head), TorchJudge(head)
         points = head.decision_points
         self._drawn, self._consumed = (
             point in points for point in (DecisionPoint.DRAWN, DecisionPoint.CONSUMED)

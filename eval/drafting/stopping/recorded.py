@@ -8,19 +8,22 @@ it assumes that the sequence continues as recorded also after an accepted token 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.drafting.stopping.rule import DraftedToken, chance, largest, nats
+
+if TYPE_CHECKING:
+    from eval.drafting.stopping.rule import Numbers, StoppingRule
+    from heads.inputs import DecisionPoint
+
 Reals = NDArray[np.float64]
 Lengths = NDArray[np.int64]
 """(R, N): tokens drafted in a round that starts at a position."""
-BOUND = 30.0
-"""Logarithms of ratios of probabilities are kept within this; a distribution may have zeros."""
 
 
 def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
@@ -31,57 +34,55 @@ def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
     return padded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RecordedHead:
-    """Raw logits of an acceptance head at each decision point that it can be asked at, (R, N).
+    """What an acceptance head says of recorded tokens; a judge of them, as in `heads.judge`.
 
     Attributes:
-        before: of the token that is about to be drawn; None if the head has no such decision point.
-        drawn: of the token as soon as it is drawn; likewise.
-        consumed: of the token once the draft has consumed it, one drafted token later; likewise.
+        logits: raw logits (R, N) by when the head judges: "drawn" with the token, "consumed" once
+            the draft has consumed it, one drafted token later.
         rejection_weight: w of the loss that the head was trained with.
     """
 
-    before: Reals | None = None
-    drawn: Reals | None = None
-    consumed: Reals | None = None
+    logits: dict[str, Reals]
     rejection_weight: float = 1.0
 
-    def select(self, chosen: NDArray[np.bool_]) -> RecordedHead:
-        """The outputs on some rollouts; `chosen` is (R,)."""
-        return replace(self, **_selected(self, chosen))
+    @property
+    def decision_points(self) -> tuple[DecisionPoint, ...]:
+        """When the head judges."""
+        from heads.inputs import DecisionPoint
 
-    def probabilities(self, logits: Reals, *, calibrated: bool) -> Reals:
-        """Acceptance probabilities, raw as SpecDec++ uses them or with the loss's bias undone."""
-        from scipy.special import expit
+        return tuple(DecisionPoint[name.upper()] for name in self.logits)
 
-        bias = math.log(self.rejection_weight) if calibrated else 0.0
-        return np.asarray(expit(logits + bias))
+    def select(self, rows: NDArray[np.bool_]) -> RecordedHead:
+        """What it says of some rollouts; `rows` is (R,)."""
+        return replace(self, logits={name: each[rows] for name, each in self.logits.items()})
+
+    def drawn(self, token: RecordedToken) -> Reals:
+        """(R, N) of the token that was drawn last."""
+        return token.at(self.logits["drawn"])
+
+    def consumed(self, token: RecordedToken, _following: RecordedToken) -> Reals:
+        """(R, N) of a token that the draft has consumed."""
+        return token.at(self.logits["consumed"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTokens:
-    """Inputs of rules for the drafted tokens of R rollouts; every array is (R, N).
-
-    What is None was not recorded.
+    """What rules read of the drafted tokens of R rollouts; every array is (R, N).
 
     Attributes:
         lengths: (R,) positions of each rollout, at least 1.
         q: the draft's probability of its token.
         q_max: the largest probability of the distribution that the token was drawn from.
-        entropy: of that distribution, in nats.
-        margin: log of its largest minus log of its second largest probability, at most `BOUND`.
-        log_mass_above: log of the mass of all tokens that are more probable than the drafted one,
-            at least -`BOUND`.
-        head: an acceptance head's outputs; None without a head.
+        entropy: of that distribution, in nats; None if it was not recorded.
+        head: what an acceptance head says; None without a head.
     """
 
     lengths: Lengths
     q: Reals
     q_max: Reals
     entropy: Reals | None = None
-    margin: Reals | None = None
-    log_mass_above: Reals | None = None
     head: RecordedHead | None = None
 
     @property
@@ -89,10 +90,15 @@ class RecordedTokens:
         """(R, N): False in the padding."""
         return np.asarray(np.arange(self.q.shape[1]) < self.lengths[:, None])
 
-    def select(self, chosen: NDArray[np.bool_]) -> RecordedTokens:
-        """Those of some rollouts; `chosen` is (R,)."""
-        head = None if self.head is None else self.head.select(chosen)
-        return replace(self, **_selected(self, chosen), head=head)
+    def select(self, rows: NDArray[np.bool_]) -> RecordedTokens:
+        """Those of some rollouts; `rows` is (R,)."""
+        return RecordedTokens(
+            lengths=self.lengths[rows],
+            q=self.q[rows],
+            q_max=self.q_max[rows],
+            entropy=None if self.entropy is None else self.entropy[rows],
+            head=None if self.head is None else self.head.select(rows),
+        )
 
     def most(self) -> Lengths:
         """Tokens that may be drafted from a position; a round ends with a token of the target."""
@@ -100,100 +106,66 @@ class RecordedTokens:
         return np.asarray(ahead.clip(min=0))
 
 
-def _selected(recorded: RecordedHead | RecordedTokens, chosen: NDArray[np.bool_]) -> dict[str, Any]:
-    """The rows of every array that was recorded."""
-    values = {field.name: getattr(recorded, field.name) for field in fields(recorded)}
-    return {name: v[chosen] for name, v in values.items() if isinstance(v, np.ndarray)}
+class NotRecordedError(Exception):
+    """A rule asks for what was not recorded."""
 
 
-def constant_length(tokens: RecordedTokens, length: int) -> Lengths:
-    """Draft `length` tokens in every round that is long enough."""
-    return np.minimum(length, tokens.most())
-
-
-def until_marked(tokens: RecordedTokens, stops: NDArray[np.bool_], *, limit: int) -> Lengths:
-    """Draft up to the first token that is marked, at most `limit`.
+class RecordedToken:
+    """As `DraftedToken`, but of drafts from every position at once: numbers are arrays (R, N).
 
     Args:
         tokens: the rollouts.
-        stops: (R, N) whether the token at a position ends a draft.
-        limit: most tokens drafted.
+        position: the token's place in these drafts, from 0.
     """
-    return until_product_below(tokens, np.where(stops, 0.0, 1.0), 0.5, limit=limit)
+
+    numbers = None
+
+    def __init__(self, tokens: RecordedTokens, position: int) -> None:
+        self.tokens = tokens
+        self.position = position
+
+    def at(self, values: Reals) -> Reals:
+        """Those of this token; what stands behind the end of a row means nothing."""
+        return np.roll(values, -self.position, axis=1)
+
+    def read(self, numbers: Numbers) -> tuple[Reals]:
+        """The numbers that a rule reads."""
+        recorded: dict[Numbers, Reals | None]
+        recorded = {chance: self.tokens.q, largest: self.tokens.q_max, nats: self.tokens.entropy}
+        if (values := recorded.get(numbers)) is None:
+            raise NotRecordedError(f"{numbers} of drafted tokens")
+        return (self.at(values),)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotRecordedError(f"{name} of drafted tokens")
 
 
-def until_product_below(
-    tokens: RecordedTokens,
-    estimates: Reals,
-    least: float,
-    *,
-    limit: int,
-    lag: int = 0,
-    newest: Reals | None = None,
-) -> Lengths:
-    """Draft until the product of the estimates of a round's tokens is below `least`.
+def recorded_lengths(rule: StoppingRule, tokens: RecordedTokens) -> Lengths | None:
+    """The number of tokens that a rule would draft from each position: (R, N).
 
-    Args:
-        tokens: the rollouts.
-        estimates: (R, N) for the token at each position, such as its acceptance probability; or
-            (K, R, N), for that token as the first, second, ... of a draft, the last for all
-            further places.
-        least: stop once the product is below it; 1 - h for a threshold h on the probability of a
-            rejection, t_d / (lambda abar) for the cost rule.
-        limit: most tokens drafted.
-        lag: 1 if there is no estimate of the newest token yet, as with SpecDec++'s head.
-        newest: (R, N) estimates that stand in for the missing one; none by default.
-    """
-    width, most = tokens.q.shape[1], np.minimum(limit, tokens.most())
-    lengths, product, going = most.copy(), np.ones_like(tokens.q), most > 0
-    longest = int(most.max(initial=0))
-    padding = ((0, 0), (0, longest))
-    by_place = estimates if estimates.ndim == 3 else estimates[None]
-    ahead = np.pad(by_place, ((0, 0), *padding), constant_values=1.0)
-    latest = None if newest is None else np.pad(newest, padding, constant_values=1.0)
-    for k in range(longest):  # once the token at position + k is drafted
-        if k >= lag:
-            place = min(k - lag, len(ahead) - 1)
-            product = product * ahead[place, :, k - lag : k - lag + width]
-        judged = product if latest is None else product * latest[:, k : k + width]
-        ends = going & (judged < least)
-        lengths[ends] = k + 1
-        going &= ~ends & (k + 1 < most)
-    return lengths
-
-
-def until_head_prefix_acceptance_below(
-    tokens: RecordedTokens,
-    least: float,
-    *,
-    limit: int,
-    calibrated: bool,
-    newest: Reals | None = None,
-) -> Lengths | None:
-    """Draft until the prefix acceptance by the head's newest estimates is below `least`.
-
-    The estimate of a token is the one after the draft consumed it where the head has that decision
-    point, else the one when it was drawn. The newest token, which was not consumed yet, is judged
-    as drawn; by a head that cannot, it is not judged, as in SpecDec++.
+    The rule's own object is at work, as in decoding, on the drafts of all positions at once.
 
     Args:
+        rule: the rule; one that learns while it decodes is asked as it is at first.
         tokens: the rollouts.
-        least: stop once the product is below it.
-        limit: most tokens drafted.
-        calibrated: whether the bias of the head's loss is undone.
-        newest: (R, N) estimates of the newest token that stand in for those of a head that cannot
-            judge it.
 
     Returns:
-        None if no head was recorded that judges drawn tokens.
+        None if it asks for what was not recorded.
     """
-    head = tokens.head
-    if head is None or (head.drawn is None and head.consumed is None):
+    if rule.reads_head and tokens.head is None:
         return None
-    if head.drawn is not None:
-        newest = head.probabilities(head.drawn, calibrated=calibrated)
-    if head.consumed is None:
-        assert newest is not None
-        return until_product_below(tokens, newest, least, limit=limit)
-    consumed = head.probabilities(head.consumed, calibrated=calibrated)
-    return until_product_below(tokens, consumed, least, limit=limit, lag=1, newest=newest)
+    active = rule.start(cast(Any, tokens.head))
+    most = np.minimum(active.longest, tokens.most())
+    lengths, going = most.copy(), most > 0
+    active.begin()
+    try:
+        for position in range(int(most.max(initial=0))):
+            if not going.any():
+                break
+            drafted = cast(DraftedToken, RecordedToken(tokens, position))
+            ends = going & active.should_stop(drafted)
+            lengths[ends] = position + 1
+            going &= ~ends & (position + 1 < most)
+    except NotRecordedError:
+        return None
+    return lengths

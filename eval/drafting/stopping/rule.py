@@ -23,7 +23,7 @@ from specdata.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
+    from eval.drafting.stopping.recorded import Reals, RecordedTokens
     from eval.rounds import Round
     from heads import BaseHead
 
@@ -104,36 +104,19 @@ def largest(known: UpcomingToken | DraftedToken, _token: Tensor | int) -> Tensor
     return known.distribution.max().view(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
-    """Head features that are numbers of the token and its distribution, by name (`Numbers`)."""
+def nats(known: UpcomingToken | DraftedToken, _token: Tensor | int) -> Tensor:
+    """(1,) the entropy of the distribution."""
+    from specdata.probability import entropy
 
-    names: tuple[str, ...]
-
-    def __call__(self, known: UpcomingToken | DraftedToken, token: Tensor | int) -> Tensor:
-        """The numbers (m,), in the order of the names."""
-        import torch
-
-        from heads.inputs import DecisionPoint, DraftedTokens, HeadInputs
-
-        distribution = known.distribution
-        id_ = torch.tensor([token]) if isinstance(token, int) else token
-        drafted = DraftedTokens(
-            tokens=id_.to(distribution.device),
-            before=_unknown,
-            after=_unknown,
-            distributions=lambda: distribution.unsqueeze(0),
-        )
-        inputs = HeadInputs.of(self.names, drafted, DecisionPoint.DRAWN)
-        return torch.cat([inputs[name] for name in self.names])
-
-
-def _unknown() -> Tensor:
-    raise AssertionError("these features need no state")
+    return entropy(known.distribution).view(1)
 
 
 class ActiveRule:
     """A rule at work in one slot, on one sequence after another; this one never stops.
+
+    Replay asks the same object about the drafts from every position of recorded rollouts at once:
+    numbers that it reads are then arrays, and so is its answer. So a rule adds, multiplies and
+    compares them, and decides nothing by `if` or `not`.
 
     Args:
         longest: most tokens drafted in a round.
@@ -167,43 +150,16 @@ class ActiveRule:
         """Take note of a finished round."""
 
 
-class PrefixAcceptanceRule(ActiveRule):
-    """Ends a draft once a rejection in it is more probable than a threshold.
-
-    Args:
-        longest: as in `ActiveRule`.
-        reads: as in `ActiveRule`.
-        threshold: largest probability of a rejection with which a draft goes on.
-
-    Attributes:
-        prefix_acceptance: estimated probability that all tokens of the round so far are accepted.
-    """
-
-    def __init__(self, longest: int, reads: Numbers | None, threshold: float) -> None:
-        super().__init__(longest, reads)
-        self.threshold = threshold
-        self.prefix_acceptance = 1.0
-
-    def begin(self) -> None:
-        """Start a round."""
-        self.prefix_acceptance = 1.0
-
-    def should_stop(self, drafted: DraftedToken) -> bool:
-        """True if a rejection is too probable by now."""
-        assert self.reads is not None
-        self.prefix_acceptance *= self.accept(drafted.read(self.reads))
-        return 1.0 - self.prefix_acceptance > self.threshold
-
-    def accept(self, numbers: tuple[float, ...]) -> float:
-        """Estimated probability that the newest token is accepted, by what was read of it."""
-        raise NotImplementedError
-
-
 class StoppingRule(Config):
     """The parameters of a rule, checked and frozen; `start` puts it to work.
 
     Attributes:
         name: what configuration and results call it.
+        varies: the parameter whose best value is looked for on held-out rollouts; "" for none.
+        grid: its values that are tried there, in its own unit.
+        symbol: what stands before the value where a setting is named, as in "K=4".
+        examples: parameters that tests try it with, on drafts of at most three tokens over three:
+            each must end drafts of several lengths there, unless it is not adaptive.
         adaptive: whether the length depends on the tokens drafted. If so, it ends chains only, and
             no verifier whose residual persists over rounds takes it.
         needs_head: whether it cannot work without an acceptance head.
@@ -214,6 +170,10 @@ class StoppingRule(Config):
     """
 
     name: ClassVar[str]
+    varies: ClassVar[str] = ""
+    grid: ClassVar[tuple[float, ...]] = ()
+    symbol: ClassVar[str] = ""
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
     fitted: ClassVar[tuple[str, ...]] = ()
@@ -223,6 +183,21 @@ class StoppingRule(Config):
     @abstractmethod
     def longest(self) -> int:
         """Most tokens drafted in a round."""
+
+    @classmethod
+    def settings(cls) -> list[StoppingRule]:
+        """The rule at every setting that is tried, each with its own `label` under its `title`."""
+        return [cls.model_validate({cls.varies: value}) for value in cls.grid] or [cls()]
+
+    @property
+    def title(self) -> str:
+        """What its settings are compared under: its name, and whether it reads a head at will."""
+        return self.name + (" with head" if self.reads_head and not self.needs_head else "")
+
+    @property
+    def label(self) -> str:
+        """What its setting is called, as in "K=4"."""
+        return f"{self.symbol}{getattr(self, self.varies):g}" if self.varies else ""
 
     @property
     def reads_head(self) -> bool:
@@ -249,32 +224,27 @@ class StoppingRule(Config):
         Args:
             tokens: held-out rollouts, which the draft was not distilled on.
             accept: (R, N) min(1, p/q) of their drafted tokens.
-
-        Raises:
-            ValueError: if what it reads was not recorded.
         """
         return {}
 
     def with_fit(self, values: Mapping[str, Any]) -> Self:
         """The same rule with these values where it was given none; it ignores other names."""
-        mine = {name: values[name] for name in self.fitted if name in values}
-        missing = {name: value for name, value in mine.items() if getattr(self, name) is None}
+        missing = {
+            name: values[name]
+            for name in self.fitted
+            if name in values and getattr(self, name) is None
+        }
         return type(self).model_validate({**self.model_dump(), **missing})
 
     def reported(self) -> dict[str, Any]:
         """Name -> value of the parameters that results keep beside the rule's name."""
         return self.model_dump(mode="json")
 
-    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
-        """The number of tokens that it would draft from each position of recorded rollouts: (R, N).
-
-        For replay, and for choosing a setting on held-out rollouts. None, the default, if what is
-        recorded does not tell, which leaves the rule out there.
-
-        Args:
-            tokens: the recorded tokens.
-        """
-        return None
+    def with_costs(
+        self, *, draft_seconds: float, token_seconds: float, mean_acceptance: float
+    ) -> StoppingRule:
+        """The same rule as if it had measured these; itself if it measures nothing."""
+        return self
 
     @abstractmethod
     def start(self, head: BaseHead | None) -> ActiveRule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -12,15 +12,15 @@ from eval.drafting.stopping.rule import (
     DraftedToken,
     Family,
     StoppingRule,
-    UpcomingToken,
     chance,
+    nats,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from heads import BaseHead
+
+CHANCES = (1e-5, 1e-4, 3e-4, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
+"""Tried of rules that compare the draft's probabilities; those of a product are small."""
 
 
 class Fixed(StoppingRule):
@@ -31,6 +31,10 @@ class Fixed(StoppingRule):
     """
 
     name: ClassVar[str] = "fixed"
+    varies: ClassVar[str] = "length"
+    grid: ClassVar[tuple[float, ...]] = tuple(range(1, 21))
+    symbol: ClassVar[str] = "K="
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"length": 2},)
     adaptive: ClassVar[bool] = False
     family: ClassVar[Family] = "fixed"
 
@@ -40,12 +44,6 @@ class Fixed(StoppingRule):
     def longest(self) -> int:
         """The length itself."""
         return self.length
-
-    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths:
-        """The length, or what is left."""
-        from eval.drafting.stopping.recorded import constant_length
-
-        return constant_length(tokens, self.length)
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Nothing is asked of the tokens."""
@@ -62,6 +60,9 @@ class Confidence(AdaptiveRule):
     """
 
     name: ClassVar[str] = "confidence"
+    varies: ClassVar[str] = "threshold"
+    grid: ClassVar[tuple[float, ...]] = CHANCES
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 0.5},)
 
     threshold: float = Field(
         default=0.4,
@@ -69,12 +70,6 @@ class Confidence(AdaptiveRule):
         le=1.0,
         description="stop after the first token drafted with less probability",
     )
-
-    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths:
-        """Up to the first improbable token."""
-        from eval.drafting.stopping.recorded import until_marked
-
-        return until_marked(tokens, tokens.q < self.threshold, limit=self.limit)
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare each token's own probability."""
@@ -100,20 +95,15 @@ class Entropy(AdaptiveRule):
     """
 
     name: ClassVar[str] = "entropy"
+    varies: ClassVar[str] = "threshold"
+    grid: ClassVar[tuple[float, ...]] = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 1.02},)
 
     threshold: float = Field(
         default=1.5,
         ge=0.0,
         description="stop after the first token drawn with more entropy, in nats",
     )
-
-    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
-        """Up to the first uncertain token, if entropies were recorded."""
-        from eval.drafting.stopping.recorded import until_marked
-
-        if tokens.entropy is None:
-            return None
-        return until_marked(tokens, tokens.entropy > self.threshold, limit=self.limit)
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare the entropy of each token's distribution."""
@@ -122,18 +112,11 @@ class Entropy(AdaptiveRule):
 
 class _Uncertain(ActiveRule):
     def __init__(self, longest: int, threshold: float) -> None:
-        super().__init__(longest, _nats)
+        super().__init__(longest, nats)
         self.threshold = threshold
 
     def should_stop(self, drafted: DraftedToken) -> bool:
-        return drafted.read(_nats)[0] > self.threshold
-
-
-def _nats(known: UpcomingToken | DraftedToken, _token: Tensor | int) -> Tensor:
-    """(1,) the entropy of the distribution."""
-    from specdata.probability import entropy
-
-    return entropy(known.distribution).view(1)
+        return drafted.read(nats)[0] > self.threshold
 
 
 class Cumulative(AdaptiveRule):
@@ -146,6 +129,9 @@ class Cumulative(AdaptiveRule):
     """
 
     name: ClassVar[str] = "cumulative"
+    varies: ClassVar[str] = "threshold"
+    grid: ClassVar[tuple[float, ...]] = CHANCES
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 0.25},)
 
     threshold: float = Field(
         default=0.3,
@@ -153,12 +139,6 @@ class Cumulative(AdaptiveRule):
         le=1.0,
         description="stop once the product of the tokens' probabilities is less",
     )
-
-    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths:
-        """Until the product of the probabilities is too small."""
-        from eval.drafting.stopping.recorded import until_product_below
-
-        return until_product_below(tokens, tokens.q, self.threshold, limit=self.limit)
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the probabilities of a round's tokens."""
