@@ -127,16 +127,18 @@ class FinetuneConfig(Config):
         lt=1.0,
         description="share of the steps over which the learning rate rises",
     )
-    save_steps: int = Field(
-        default=100, ge=1, description="steps between checkpoints, from which a killed run goes on"
-    )
 
 
 class LoraConfig(Config):
     """Low-rank adapters in place of full weights, merged when the draft is saved."""
 
-    rank: int = Field(default=16, ge=1, description="rank of the adapters")
-    alpha: float = Field(default=32.0, gt=0.0, description="adapters are scaled by alpha / rank")
+    rank: int = Field(
+        default=16, ge=1, description="rank of the adapters, which are scaled by two (alpha / rank)"
+    )
+    bits: Literal[4, 8] | None = Field(
+        default=None,
+        description="load the frozen weights in so many bits (QLoRA; needs bitsandbytes)",
+    )
 
 
 class OnPolicyConfig(Config):
@@ -154,14 +156,6 @@ class OnPolicyConfig(Config):
         "decoding, or a whole completion of the prompt",
     )
     length: int = Field(default=8, ge=1, description="tokens of a block")
-    # Measured on the embedded pair at share .5: with 4, expected tokens a round rise (by .013 for
-    # token verification at K = 4, interval .004 to .022). With 1 nothing is gained: the drafted
-    # tokens are few beside the target's that a cut leaves out.
-    cuts: int = Field(
-        default=4,
-        ge=1,
-        description="blocks of a rollout, each after another part of it, which is read again",
-    )
 
 
 class DistilConfig(Config):

@@ -19,7 +19,7 @@ from datasets import Dataset, load_from_disk
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from distill.adapters import (
     base_of,
@@ -76,7 +76,8 @@ class Rows:
     """The training data.
 
     Attributes:
-        dataset: one row each: `input_ids` (T,) and `labels` (T,).
+        dataset: one row each: `input_ids` (T,), `labels` (T,), and `seq_lengths`, the lengths of
+            the texts that lie one after the other in it.
         account: what they were made of, as JSON values: `texts` (conversations or rollouts), how
             many were `read`, `used` and `split` (longer than a row), what was `left_out` (in
             words), and the numbers of `rows`, `tokens` and `assistant_tokens`, which are learnt.
@@ -132,6 +133,7 @@ def make_rows(
     """Make the rows of a training.
 
     A text that is longer than a row becomes several; parts in which nothing is learnt are dropped.
+    Several texts share a row: TRL's best-fit decreasing, which cuts none.
 
     Raises:
         ConfigError: as `stored_rows`.
@@ -160,6 +162,7 @@ def make_rows(
             "token; give conversations (draft.finetune.conversations) or other rollouts"
         )
     dataset = Dataset.from_dict({"input_ids": ids, "labels": labels})
+    dataset = pack_dataset(dataset, config.max_length, "bfd")
     account = {
         "texts": "conversations" if config.conversations else "rollouts",
         "read": read + sum(sum(account.left_out.values()) for account in accounts),
@@ -234,7 +237,12 @@ def collate_texts(
     process: int = 0,
     processes: int = 1,
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]]:
-    """Return the collator of rows: (B, T) `input_ids`, `labels` and `attention_mask`.
+    """Return the collator of rows: (B, T) `input_ids`, `labels` and `position_ids`.
+
+    Positions begin with 0 in every text (and in the padding), and there is no mask: from positions
+    transformers makes one by which no text sees another. TRL's own collator flattens the rows of a
+    batch into one instead, which needs FlashAttention: other attention would compare every two
+    tokens of the batch.
 
     Args:
         pad_id: fills up `input_ids`.
@@ -254,19 +262,20 @@ def collate_texts(
 
     def batch(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         nothing = {"input_ids": rows[0]["input_ids"][:2], "labels": [IGNORED] * 2}
-        rows = rows[process::processes] or [nothing]
+        rows = rows[process::processes] or [{**nothing, "seq_lengths": [2]}]
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
-        attention = torch.zeros(shape, dtype=torch.long)
+        positions = torch.zeros(shape, dtype=torch.long)
         for index, row in enumerate(rows):
             end = len(row["input_ids"])
             ids[index, :end] = torch.tensor(row["input_ids"])
             labels[index, :end] = torch.tensor(row["labels"])
-            attention[index, :end] = 1
+            lengths = [*row["seq_lengths"], shape[1] - end]
+            positions[index] = torch.cat([torch.arange(length) for length in lengths])
         is_readable = ids < vocab_size
         ids = torch.where(is_readable, ids, 0)
         labels = torch.where(is_readable & (labels != IGNORED), of_label[ids], IGNORED)
-        return {"input_ids": ids, "labels": labels, "attention_mask": attention}
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
     return batch
 
@@ -280,6 +289,7 @@ def finetune(
     config: FinetuneConfig,
     lora: LoraConfig | None,
     seed: int,
+    save_steps: int = 100,
 ) -> dict[str, Any]:
     """Train a copy of the draft to predict what the assistant says, and save it as a model folder.
 
@@ -295,6 +305,7 @@ def finetune(
         config: texts and schedule.
         lora: adapters, if not all weights are trained.
         seed: decides the order of the texts.
+        save_steps: steps between checkpoints, from which a killed run goes on.
 
     Returns:
         What was done, as JSON values: `Rows.account`, `steps`, and the mean loss
@@ -303,7 +314,7 @@ def finetune(
 
     Raises:
         ConfigError: if a model cannot be loaded or has fewer positions than `config.max_length`,
-            texts cannot be used or none is left.
+            texts cannot be used or none is left, or packed texts would see each other.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
@@ -331,7 +342,8 @@ def finetune(
     rows = stored_rows(_rows(out), settings, tokenizer, rollouts, config, seed)
     student = load_student(str(draft), lora, seed=seed)
     plain = load_plain(str(draft), lora)
-    trainer = finetune_trainer(student, tokenizer, rows, _work(out), config, seed)
+    check_packing(base_of(plain), rows.dataset)
+    trainer = finetune_trainer(student, tokenizer, rows, _work(out), config, seed, save_steps)
     train_resumably(trainer, _work(out), settings, label=LABEL)
     weights = trained_weights(trainer)
     if not all(parameter.isfinite().all() for parameter in student.parameters()):
@@ -386,6 +398,7 @@ def finetune_trainer(
     work: Path,
     config: FinetuneConfig,
     seed: int,
+    save_steps: int = 100,
 ) -> FinetuneTrainer:
     """The trainer of a draft on texts: `config.batch_size` rows a batch, checkpoints in `work`."""
     state = join_processes()
@@ -396,7 +409,7 @@ def finetune_trainer(
         accumulation=config.accumulation,
         learning_rate=config.learning_rate,
         warmup_ratio=config.warmup_ratio,
-        save_steps=config.save_steps,
+        save_steps=save_steps,
     )
     arguments = training_arguments(work, schedule, seed=seed, kind=SFTConfig)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # rows are token ids already
@@ -424,6 +437,41 @@ def check_context(draft: str | Path, config: FinetuneConfig) -> None:
         raise ConfigError(
             f"draft.finetune.max_length must be at most {positions(model)}, the positions of "
             f"{draft}, got {config.max_length}: lower it, or take a draft with a longer context"
+        )
+
+
+@torch.inference_mode()
+def check_packing(model: PreTrainedModel, rows: Dataset) -> None:
+    """Try on the first row of several texts whether they see each other.
+
+    transformers reads off the positions where a text begins (`masking_utils`, for eager attention,
+    SDPA and flex; FlashAttention for batches of one row). Models without positions, or with
+    attention of their own, do not, and would learn across texts without a word.
+
+    Raises:
+        ConfigError: if the logits of a text depend on the text before it.
+    """
+    row = next((row for row in rows if len(row["seq_lengths"]) > 1), None)
+    if row is None:
+        return
+    first, second = row["seq_lengths"][:2]
+    length = min(second, 16)
+    vocab_size = model.config.get_text_config().vocab_size
+    # Two rows, because some kernels tell texts apart in batches of one alone.
+    packed = {**row, "input_ids": row["input_ids"][: first + length]}
+    packed |= {"labels": row["labels"][: first + length], "seq_lengths": [first, length]}
+    alone = torch.tensor([row["input_ids"][first : first + length]], device=model.device)
+    batch = collate_texts(0, vocab_size)([packed, packed])
+    batch = {name: values.to(model.device) for name, values in batch.items() if name != "labels"}
+    # With a cache, which training has none of, transformers does not look for texts.
+    together = model(**batch, use_cache=False).logits[1, first:].float()
+    separate = model(input_ids=torch.where(alone < vocab_size, alone, 0)).logits[0].float()
+    # Random weights attend little, so differences are held against those between the logits.
+    spread = separate[separate.isfinite()].std().item()
+    if not torch.allclose(together, separate, rtol=0.0, atol=1e-4 * spread):
+        raise ConfigError(
+            f"texts that share a row would see each other in {model.config.model_type} with "
+            f"{model.config._attn_implementation} attention: take another draft"
         )
 
 

@@ -36,7 +36,7 @@ from recipes.run import Stage, say
 from recipes.sizes import described, draft_size, draft_width, sizes_of, source_model
 from recipes.steps import CommandLine, Step, load_draft, steps_to_head
 from specdata.errors import ConfigError
-from specdata.loading import Loading, check_shardable
+from specdata.loading import Loading, check_bits, check_shardable
 from specdata.prompts.conversations import check_conversations, conversation_inputs
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class Finetuned(_OfDraft):
             config=tuning,
             lora=self.draft.lora,
             seed=config.seed,
+            save_steps=self.draft.save_steps,
         )
 
     def show(self, results: dict[str, Any]) -> None:
@@ -327,6 +328,8 @@ def check_lora(config: PipelineConfig) -> None:
             "draft.lora trains adapters beside frozen weights, and those of draft.init.kind fresh "
             "are random: leave out draft.lora, or start from a model or from layers of the target"
         )
+    given = config.models.draft if config.draft.init.kind == "model" else None
+    check_bits(lora.bits, "draft.lora.bits", given)
     width = draft_width(config)
     if width is not None and lora.rank > width:
         raise ConfigError(

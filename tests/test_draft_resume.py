@@ -80,11 +80,10 @@ def tuned(pair: Path, out: Path, changes: dict[str, Any]) -> None:
         draft=pair / "draft",
         rollouts=texts_of(pair, 48, seed=1),
         out=out,
-        config=FinetuneConfig(
-            epochs=8, max_length=256, batch_size=3, save_steps=4, learning_rate=5e-3
-        ),
+        config=FinetuneConfig(epochs=8, max_length=256, batch_size=3, learning_rate=5e-3),
         lora=None if lora is None else LoraConfig(**lora),
         seed=0,
+        save_steps=4,
     )
 
 

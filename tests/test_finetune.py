@@ -1,4 +1,4 @@
-"""Fine-tuning on texts: what is learnt, what is refused, what survives."""
+"""Fine-tuning on texts: what is learnt, how texts are packed, what is refused, what survives."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from distill.config import FinetuneConfig
 from distill.finetune import (
     Rows,
+    check_packing,
     collate_texts,
     finetune,
     finetune_trainer,
@@ -55,7 +57,6 @@ def config(*conversations: Path, **changes: Any) -> FinetuneConfig:
             "max_length": 512,
             "batch_size": 4,
             "learning_rate": 3e-3,
-            "save_steps": 4,
             **changes,
         }
     )
@@ -154,16 +155,33 @@ def test_only_what_the_assistant_says_is_learnt(family: str, tmp_path: Path) -> 
 def test_of_rollouts_only_the_completion_is_learnt() -> None:
     rows = made(config())
     assert rows.account["texts"] == "rollouts"
-    for row, rollout in zip(rows.dataset, rollouts(30), strict=True):
-        assert row["input_ids"] == rollout["prompt_ids"] + rollout["completion_ids"]
-        assert row["labels"] == [IGNORED] * len(rollout["prompt_ids"]) + rollout["completion_ids"]
+    expected = [
+        (prompt + completion, [IGNORED] * len(prompt) + completion)
+        for prompt, completion in ((r["prompt_ids"], r["completion_ids"]) for r in rollouts(30))
+    ]
+    texts = [(text["input_ids"], text["labels"]) for text in texts_in(rows)]
+    assert sorted(texts) == sorted(expected)
 
 
-def step_gradients(pair: Path, work: Path, config: FinetuneConfig) -> dict[str, Tensor]:
+def texts_in(rows: Rows) -> list[dict[str, list[int]]]:
+    """The texts that are packed into rows, each as a row of its own."""
+    texts = []
+    for row in rows.dataset:
+        end = 0
+        for length in row["seq_lengths"]:
+            begin, end = end, end + length
+            text = {name: row[name][begin:end] for name in ("input_ids", "labels")}
+            texts.append({**text, "seq_lengths": [length]})
+    return texts
+
+
+def step_gradients(
+    pair: Path, work: Path, config: FinetuneConfig, rows: Rows | None = None
+) -> dict[str, Tensor]:
     """Gradients of a step on all texts, through the trainer that `finetune` uses."""
     student, recorder = load_model(str(pair / "draft")), GradientRecorder()
     tokenizer = load_tokenizer(str(pair / "target"))
-    trainer = finetune_trainer(student, tokenizer, made(config), work, config, seed=0)
+    trainer = finetune_trainer(student, tokenizer, rows or made(config), work, config, seed=0)
     trainer.add_callback(recorder)
     trainer.train()
     assert trainer.state.global_step == 1
@@ -179,13 +197,25 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
         assert difference <= 2000 * torch.finfo(torch.float32).eps, (name, float(difference))
 
 
-def test_accumulated_texts_give_the_gradient_of_one_batch(
+def test_packed_and_accumulated_texts_give_the_gradient_of_separate_ones(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
-    whole = config(file, epochs=1, batch_size=64)
-    parts = config(file, epochs=1, batch_size=1, accumulation=made(whole).account["rows"])
-    gradients = step_gradients(pair, tmp_path / "whole", whole)
-    assert_same_gradients(gradients, step_gradients(pair, tmp_path / "parts", parts))
+    packed = config(file, epochs=1, batch_size=64)
+    rows = made(packed)
+    assert rows.account["rows"] < 0.6 * rows.account["used"]
+    apart = Rows(Dataset.from_list(texts_in(rows)), rows.account)
+    alone = step_gradients(pair, tmp_path / "apart", packed, apart)
+    assert_same_gradients(alone, step_gradients(pair, tmp_path / "packed", packed))
+    parts = config(file, epochs=1, batch_size=1, accumulation=rows.account["rows"])
+    assert_same_gradients(alone, step_gradients(pair, tmp_path / "parts", parts))
+
+
+def test_models_in_which_packed_texts_see_each_other_are_refused(file: Path) -> None:
+    rows = made(config(file)).dataset
+    size = {"vocab_size": 450, "n_layer": 1, "n_head": 2}
+    check_packing(GPT2LMHeadModel(GPT2Config(**size, n_embd=16)).eval(), rows)
+    with pytest.raises(ConfigError, match=r"see each other in bloom .*take another draft"):
+        check_packing(BloomForCausalLM(BloomConfig(**size, hidden_size=16)).eval(), rows)
 
 
 def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
@@ -196,8 +226,9 @@ def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
     rows = made(config(path, max_length=length))
     assert rows.account["split"] == 1
     assert rows.account["rows"] == -(-len(whole["input_ids"]) // length) > 2
-    assert [*chain.from_iterable(rows.dataset["input_ids"])] == whole["input_ids"]
-    for index, row in enumerate(rows.dataset):
+    parts = [*rows.dataset]
+    assert [*chain.from_iterable(part["input_ids"] for part in parts)] == whole["input_ids"]
+    for index, row in enumerate(parts):
         # All is learnt as it was, but for a token that nothing stands before.
         part = slice(index * length + 1, (index + 1) * length)
         assert row["labels"] == [IGNORED, *whole["labels"][part]]
@@ -207,15 +238,16 @@ def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
     assert short < len(whole["input_ids"])
 
 
-def test_the_collator_pads_rows_and_learns_nothing_beyond_the_vocabulary() -> None:
+def test_the_collator_keeps_texts_apart_and_learns_nothing_beyond_the_vocabulary() -> None:
     rows = [
-        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]},
-        {"input_ids": [5, 6], "labels": [-100, 6]},
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9], "seq_lengths": [2, 3]},
+        {"input_ids": [5, 6], "labels": [-100, 6], "seq_lengths": [2]},
     ]
-    batch = collate_texts(0, 9)(rows)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
-    assert batch["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
-    assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 0, 0, 0]]
+    packed = collate_texts(0, 9)(rows)
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
+    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
+    assert packed["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
+    assert "attention_mask" not in packed  # with one transformers would not look for texts
     shares = [collate_texts(0, 10, process=i, processes=3)(rows) for i in range(3)]
     assert [share["labels"].shape for share in shares] == [(1, 5), (1, 2), (1, 2)]
     assert (shares[2]["labels"] == IGNORED).all()
@@ -324,7 +356,7 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     save_model(reduced, tmp_path / "reduced/draft")
     tokenizer.save_pretrained(tmp_path / "reduced/draft")
     shutil.copytree(pair / "target", tmp_path / "reduced/target")
-    result = tuned(tmp_path / "reduced", tmp_path / "out", config(file))
+    result = tuned(tmp_path / "reduced", tmp_path / "out", config(file, epochs=4))
     assert result["loss_last"] < result["loss_first"]
     tuned_draft = load_model(str(tmp_path / "out"))
     assert torch.equal(draft_vocabulary_ids(tuned_draft), torch.tensor(kept))

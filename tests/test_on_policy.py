@@ -124,7 +124,7 @@ def test_a_completion_is_at_most_as_long_as_the_rollouts_and_ends_with_an_end_to
 def test_a_block_follows_the_targets_text_and_each_token_is_drawn_from_q_after_the_last() -> None:
     draft = tiny_llama(2, vocab=V, layers=2)
     rows = rollouts(12)
-    drawn = texts(OnPolicyConfig(share=1.0, length=4, cuts=1), sampling=WARPED)
+    drawn = texts(OnPolicyConfig(share=1.0, length=4), cuts=1, sampling=WARPED)
     written = drawn.write(draft, rows, range(12), step=7)
     for index, (row, (new,)) in enumerate(zip(rows, written, strict=True)):
         assert new["prompt_ids"] == row["prompt_ids"]
@@ -146,7 +146,7 @@ def test_a_block_follows_the_targets_text_and_each_token_is_drawn_from_q_after_t
 
 def test_of_several_blocks_each_has_its_own_text_before_it_and_no_token_counts_twice() -> None:
     rows = rollouts(20)
-    drawn = texts(OnPolicyConfig(share=1.0, length=3, cuts=4), ends=frozenset())
+    drawn = texts(OnPolicyConfig(share=1.0, length=3), ends=frozenset())
     written = drawn.write(tiny_llama(1, vocab=V), rows, range(20), step=0)
     for row, new in zip(rows, written, strict=True):
         assert len(new) == 4
@@ -169,7 +169,7 @@ def test_rows_without_a_completion_and_prompts_that_fill_the_context_stay() -> N
         {"prompt_ids": [2] * 20, "completion_ids": [3, 4]},
     ]
     for text in ("blocks", "completions"):
-        config = OnPolicyConfig.model_validate({"share": 1.0, "text": text, "cuts": 3})
+        config = OnPolicyConfig.model_validate({"share": 1.0, "text": text})
         written = texts(config, longest=16).write(tiny_gpt2(16), rows, range(3), step=0)
         assert written == [[row] for row in rows]
 
@@ -181,7 +181,7 @@ def test_no_row_is_longer_than_the_context(text: str) -> None:
         {"prompt_ids": [2] * length, "completion_ids": [3] * (16 - length)}
         for length in range(1, 16)
     ]
-    config = OnPolicyConfig.model_validate({"share": 1.0, "text": text, "cuts": 2})
+    config = OnPolicyConfig.model_validate({"share": 1.0, "text": text})
     draft = tiny_gpt2(16)
     written = texts(config, longest=16, ends=frozenset()).write(draft, rows, range(15), step=0)
     lengths = [
@@ -195,7 +195,7 @@ def test_no_row_is_longer_than_the_context(text: str) -> None:
 
 def test_the_draft_draws_ids_of_the_target_only_and_reads_the_targets_others() -> None:
     wide = tiny_llama(1, vocab=V + 30)
-    drawn = texts(OnPolicyConfig(share=1.0, cuts=1), ends=frozenset())
+    drawn = texts(OnPolicyConfig(share=1.0), cuts=1, ends=frozenset())
     (ids,) = zip(*drawn.write(wide, rollouts(30), range(30), step=0), strict=True)
     assert max(token for row in ids for token in row["completion_ids"]) < V
     free = sample_batch(wide, [[2]] * 30, torch.rand(30, 8), SamplingConfig(), ends=[])
@@ -209,7 +209,7 @@ def test_a_draft_with_a_reduced_vocabulary_writes_its_own_tokens() -> None:
     kept = [END, 4, 9, 17, 30]
     draft = tiny_llama(1, vocab=V)
     reduce_vocabulary(draft, kept)
-    drawn = texts(OnPolicyConfig(share=1.0, cuts=1), ends=frozenset(), sampling=WARPED)
+    drawn = texts(OnPolicyConfig(share=1.0), cuts=1, ends=frozenset(), sampling=WARPED)
     rows = [{"prompt_ids": [2], "completion_ids": [3]}] * 30
     written = drawn.write(draft, rows, range(30), step=0)
     assert {token for (row,) in written for token in row["completion_ids"]} == {*kept}
@@ -243,7 +243,7 @@ def step_batches(one: Trainer, batches: int) -> tuple[list[dict[str, Tensor]], T
     return one.get_batch_samples(iter(one.get_train_dataloader()), batches, torch.device("cpu"))
 
 
-BLOCKS = {"share": 0.5, "length": 4, "cuts": 2}
+BLOCKS = {"share": 0.5, "length": 4}
 COMPLETIONS = {"share": 0.5, "text": "completions"}
 
 

@@ -96,7 +96,7 @@ def trained(training: Training, data: Data, *, seed: int) -> Path:
             config=FinetuneConfig(
                 epochs=training.epochs,
                 max_length=TOY_POSITIONS,
-                batch_size=training.batch_size,
+                batch_size=max(1, training.batch_size // 8),  # a row holds some eight texts
                 learning_rate=training.learning_rate,
                 warmup_ratio=DistilConfig.model_validate({}).warmup_ratio,
             ),
