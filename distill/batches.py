@@ -65,16 +65,16 @@ def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
     left_out = len(rollouts) - len(kept)
     if not cut and not left_out:
         return Fitted(rollouts, cut, left_out)
-    chosen = rollouts.select(kept)
-    tokens = tokens_of(chosen)
+    usable = rollouts.select(kept)
+    tokens = tokens_of(usable)
     columns = tokens.to_dict()
     columns["completion_ids"] = [
         ids[: room[index]] for index, ids in zip(kept, columns["completion_ids"], strict=True)
     ]
     shorter = Dataset.from_dict(columns, features=tokens.features)
     # What is stored of the target stays on the disk, and is cut where it is read.
-    if large := [name for name in chosen.column_names if name not in tokens.column_names]:
-        shorter = concatenate_datasets([shorter, chosen.select_columns(large)], axis=1)
+    if large := [name for name in usable.column_names if name not in tokens.column_names]:
+        shorter = concatenate_datasets([shorter, usable.select_columns(large)], axis=1)
     return Fitted(shorter, cut, left_out)
 
 

@@ -72,13 +72,13 @@ def fit_inputs(
         taps: that it reads.
         rollouts: with `prompt_ids` and `completion_ids`, and the taps if they are stored.
     """
-    made, last = states_input(model), len(decoder_layers(target)[1])
-    assert made is not None
+    reads, last = states_input(model), len(decoder_layers(target)[1])
+    assert reads is not None
     texts: list[tuple[Tensor, Tensor, Tensor, int]] = []
     for row in fit_rows(rollouts):
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
         with reading_stored(model, [row], ids.shape[1]):
-            read = made.read_target(ids)
+            read = reads.read_target(ids)
         width = read.shape[-1] // len(taps)
         final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
         read, final = unit(read, len(taps)), unit(final, 1)
@@ -86,21 +86,22 @@ def fit_inputs(
 
     # At the completion's tokens but the last, which a target that samples does not read.
     final = torch.cat([state[first:-1] for _, _, state, first in texts])
-    embedded = torch.cat([made.tokens(ids)[0, first:-1] for ids, _, _, first in texts])
+    embedded = torch.cat([reads.tokens(ids)[0, first:-1] for ids, _, _, first in texts])
     seen = torch.cat([read[0, first - 1 : -2] for _, read, _, first in texts])
-    _set(ridge(torch.cat([embedded, seen], dim=-1), final), made.token, made.states)
-    own = []
+    _set(ridge(torch.cat([embedded, seen], dim=-1), final), reads.token, reads.states)
+    after_own = []
     for ids, read, _, first in texts:
-        with made.reading(read):
-            own.append(hidden_states(model, ids)[0, first - 1 : -2])
-    _set(ridge(torch.cat([embedded, torch.cat(own)], -1), final), made.own_token, made.own_state)
+        with reads.reading(read):
+            after_own.append(hidden_states(model, ids)[0, first - 1 : -2])
+    fitted = ridge(torch.cat([embedded, torch.cat(after_own)], dim=-1), final)
+    _set(fitted, reads.own_token, reads.own_state)
 
 
 def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:
     """The rollouts that maps are fitted on, evenly of all."""
-    wanted = min(FITTED_ROWS, len(rollouts))
-    with progress(wanted, "states to fit the draft to", "row") as bar:
-        for row in rollouts.select([index * len(rollouts) // wanted for index in range(wanted)]):
+    count = min(FITTED_ROWS, len(rollouts))
+    with progress(count, "states to fit the draft to", "row") as bar:
+        for row in rollouts.select([index * len(rollouts) // count for index in range(count)]):
             yield row
             bar.update()
 
@@ -112,8 +113,8 @@ def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
     x = x / scale
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * len(x))
-    found: Tensor = torch.linalg.solve(gram, x.T @ y) / scale[:, None]
-    return found
+    fitted: Tensor = torch.linalg.solve(gram, x.T @ y) / scale[:, None]
+    return fitted
 
 
 def _set(fitted: Tensor, *maps: nn.Linear) -> None:
@@ -123,7 +124,7 @@ def _set(fitted: Tensor, *maps: nn.Linear) -> None:
 
 
 def readings(
-    model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int, wanted: Tensor | None = None
+    model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int, begins: Tensor | None = None
 ) -> Iterator[Tensor]:
     """The draft's last states along texts, after the target's states and then after its own.
 
@@ -135,22 +136,22 @@ def readings(
         ids: (B, T); padding is on the right, where no token sees it.
         taps: (B, T, states) the target's.
         count: how many readings.
-        wanted: (B, T) bool where rounds begin of which later readings are asked, by default
+        begins: (B, T) bool where rounds begin of which later readings are asked, by default
             anywhere; prompts, which nobody drafts, are most of a batch.
 
     Yields:
         (B, T, H) for s = 0, 1, ...; without meaning at t < s, and where no such round is at t - s.
     """
-    made = states_input(model)
-    assert made is not None
+    reads = states_input(model)
+    assert reads is not None
     cache, length = DynamicCache(), ids.shape[1]
     at = torch.arange(length, device=ids.device)
     rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
-    x, visible = made.after_target(ids, before(taps)), (at <= at[:, None]).expand(len(ids), -1, -1)
-    later = places if wanted is None else _window(wanted)  # (B, W) the positions of later readings
+    x, visible = reads.after_target(ids, before(taps)), (at <= at[:, None]).expand(len(ids), -1, -1)
+    later = places if begins is None else _window(begins)  # (B, W) the positions of later readings
     for step in range(count):
         mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
-        seen = visible if made.reads_first else without_first(visible)
+        seen = visible if reads.reads_first else without_first(visible)
         mask.masked_fill_(~seen, torch.finfo(x.dtype).min)
         states: Tensor = model.base_model(
             inputs_embeds=x,
@@ -166,26 +167,26 @@ def readings(
         if step + 1 == count:
             return
         places = later
-        x = made.after_own(ids[rows, places], before(states)[rows, places])
-        own = torch.arange(places.shape[1], device=ids.device)
-        same = [own == own[:, None] - back for back in range(step, -1, -1)]
+        x = reads.after_own(ids[rows, places], before(states)[rows, places])
+        read_at = torch.arange(places.shape[1], device=ids.device)
+        same = [read_at == read_at[:, None] - back for back in range(step, -1, -1)]
         began = at <= places[..., None] - (step + 1)  # up to where the round of each position did
         visible = torch.cat([began, *(each.expand(len(ids), -1, -1) for each in same)], dim=-1)
 
 
-def _window(wanted: Tensor) -> Tensor:
+def _window(begins: Tensor) -> Tensor:
     """(B, T) bool -> (B, W) consecutive positions that hold all that are wanted of each row."""
-    length = wanted.shape[1]
-    at = torch.arange(length, device=wanted.device)
-    first = torch.where(wanted, at, length).amin(dim=1)
-    last = torch.where(wanted, at, -1).amax(dim=1)
+    length = begins.shape[1]
+    at = torch.arange(length, device=begins.device)
+    first = torch.where(begins, at, length).amin(dim=1)
+    last = torch.where(begins, at, -1).amax(dim=1)
     width = max(1, int((last - first).max()) + 1)
     return first.clamp(max=length - width)[:, None] + at[:width]
 
 
-def of_round(chosen: Tensor, step: int) -> Tensor:
+def of_round(learnt: Tensor, step: int) -> Tensor:
     """(B, T) bool positions whose tokens are learnt -> those whose round began at such a one."""
-    return chosen & nn.functional.pad(chosen, (step, 0))[:, : chosen.shape[1]]
+    return learnt & nn.functional.pad(learnt, (step, 0))[:, : learnt.shape[1]]
 
 
 def weights_of(count: int) -> list[float]:

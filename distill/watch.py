@@ -205,7 +205,7 @@ class HeldOut:
 
             def read_only(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
                 source.states(batch, self._stored)
-                return lambda here: {}
+                return lambda chunk: {}
 
             self._along(read_only, watched_only)
         wait_for_main()
@@ -237,15 +237,15 @@ class HeldOut:
         p_at, tokens, sampling = self._source.at(batch, self._stored), batch.tokens, self.sampling
         q_states = self._states(batch, draft)
 
-        def at(here: slice) -> dict[str, Tensor]:
-            q_logits = to_vocabulary(draft.logits(q_states[0][here]), self._source.vocabulary)
-            q, text = probabilities(q_logits, sampling), tokens[here, None].to(q_logits.device)
-            p, p_of_text, decided = p_at(here, q)
+        def at(chunk: slice) -> dict[str, Tensor]:
+            q_logits = to_vocabulary(draft.logits(q_states[0][chunk]), self._source.vocabulary)
+            q, text = probabilities(q_logits, sampling), tokens[chunk, None].to(q_logits.device)
+            p, p_of_text, decided = p_at(chunk, q)
             # Of q before truncation, as in the losses: else it would be infinite nearly everywhere.
             log_q = (q_logits.to(p.dtype) / (sampling.temperature or 1.0)).log_softmax(dim=-1)
             counted = (p > 0) & (log_q > float("-inf"))
             kl = torch.where(counted, p * (p.log() - log_q), 0.0).sum(dim=-1)
-            later = (self._of_text(text, draft, states[here]) for states in q_states[1:])
+            later = (self._of_text(text, draft, states[chunk]) for states in q_states[1:])
             ratios = [log_ratios(p_of_text, each) for each in (q.gather(-1, text), *later)]
             values = {"acceptance": overlap(p, q), "kl": kl, "ratios": torch.cat(ratios, dim=-1)}
             return {name: each.double() for name, each in values.items()} | {"decided": decided}
@@ -304,12 +304,12 @@ def _evenly(sets: Sequence[str], count: int | None) -> list[int]:
     members = {
         name: [i for i, each in enumerate(sets) if each == name] for name in dict.fromkeys(sets)
     }
-    chosen: list[int] = []
+    indices: list[int] = []
     smallest_first = sorted(members.values(), key=len)
     for done, rows in enumerate(smallest_first):
-        share = min(len(rows), (count - len(chosen)) // (len(members) - done))
-        chosen += [rows[place * len(rows) // share] for place in range(share)]
-    return sorted(chosen)
+        share = min(len(rows), (count - len(indices)) // (len(members) - done))
+        indices += [rows[place * len(rows) // share] for place in range(share)]
+    return sorted(indices)
 
 
 def _figures(values: Tensor, counted: Tensor) -> Figures:

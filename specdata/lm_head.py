@@ -205,15 +205,15 @@ def _agrees(
     factor = LARGE / float(bare.abs().amax().clamp(min=1e-6)) if large else 1.0
     hook = embedding.register_forward_hook(lambda _module, _inputs, output: output * factor)
     try:
-        own = model(input_ids=ids, use_cache=False).logits
-        ours = logit_transform(embedding(states)).to(own.device)
+        logits = model(input_ids=ids, use_cache=False).logits
+        remade = logit_transform(embedding(states)).to(logits.device)
     finally:
         hook.remove()
-    if own.shape != ours.shape or not torch.equal(own.isneginf(), ours.isneginf()):
+    if logits.shape != remade.shape or not torch.equal(logits.isneginf(), remade.isneginf()):
         return False
-    accuracy = 1e-2 if own.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    own, ours = _finite(own.float()), _finite(ours.float())
-    return bool((own - ours).abs().amax() <= accuracy * own.abs().amax())
+    accuracy = 1e-2 if logits.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    logits, remade = _finite(logits.float()), _finite(remade.float())
+    return bool((logits - remade).abs().amax() <= accuracy * logits.abs().amax())
 
 
 def _finite(logits: Tensor) -> Tensor:

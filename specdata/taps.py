@@ -34,20 +34,20 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         ConfigError: if there is not one list of as many modules as the configuration says.
     """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    found = [
+    lists = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) == count
         and not any(part.isdigit() for part in name.split("."))  # within a layer
     ]
-    if len(found) != 1:
-        names = ", ".join(name for name, _ in found) or "none"
+    if len(lists) != 1:
+        names = ", ".join(name for name, _ in lists) or "none"
         raise ConfigError(
             f"{type(model).__name__} must have one list of {count} decoder layers to cut a draft "
             f"from, found: {names}. Give draft.init another kind: model or fresh"
         )
-    return found[0]
+    return lists[0]
 
 
 def default_taps(layers: int) -> list[int]:
@@ -135,11 +135,11 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
     """
     record, width = record_of(target, taps), model.config.get_text_config().hidden_size
     size = record["width"] // len(taps)
-    made = StatesInput(model.get_input_embeddings(), width, len(taps), size)
-    model.set_input_embeddings(made)
+    reads = StatesInput(model.get_input_embeddings(), width, len(taps), size)
+    model.set_input_embeddings(reads)
     setattr(model.config, KEY, record)
-    made.read_target = _Reader(target, taps)
-    return made
+    reads.read_target = _Reader(target, taps)
+    return reads
 
 
 def record_of(target: PreTrainedModel, taps: Sequence[int]) -> dict[str, Any]:
@@ -170,8 +170,8 @@ def attach(
         ConfigError: if the target is not the one that the draft was made for, or the draft was
             loaded without what reads them.
     """
-    record, made = getattr(draft.config, KEY), states_input(draft)
-    if made is None:
+    record, reads = getattr(draft.config, KEY), states_input(draft)
+    if reads is None:
         raise ConfigError(
             "the draft's config.json says that it reads its target's states, and it was loaded as "
             "a model that reads none: load it with specdata.models.load_model"
@@ -179,9 +179,9 @@ def attach(
     taps: list[int] = record["taps"]
     if max(taps) <= target.config.get_text_config().num_hidden_layers:
         probe, width = _probe_of(target, taps)
-        found, recorded = torch.tensor(probe), torch.tensor(record["probe"])
-        if width == record["width"] and (found - recorded).norm() <= BOUND * recorded.norm():
-            made.read_target = _Reader(target, taps, store or StateStore())
+        values, recorded = torch.tensor(probe), torch.tensor(record["probe"])
+        if width == record["width"] and (values - recorded).norm() <= BOUND * recorded.norm():
+            reads.read_target = _Reader(target, taps, store or StateStore())
             return taps
     raise ConfigError(
         f"the draft reads states of the target that it was made for, {record['target']} (taps "

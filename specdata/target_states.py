@@ -72,12 +72,12 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
     reads = states_input(draft)
     record = {} if reads is None else getattr(draft.config, KEY)
     # Those stored are of unit size, and EAGLE-3 reads them as they are.
-    wanted = None if "layout" in record else record.get("taps")
-    if reads is None or not rows or not all(TAPPED in row and row[TAPS] == wanted for row in rows):
+    taps = None if "layout" in record else record.get("taps")
+    if reads is None or not rows or not all(TAPPED in row and row[TAPS] == taps for row in rows):
         yield
         return
     width = reads.states.in_features
-    found = torch.zeros(len(rows), length, width, dtype=reads.weight.dtype)
+    states = torch.zeros(len(rows), length, width, dtype=reads.weight.dtype)
     for place, row in enumerate(rows):
         count = len(row["prompt_ids"]) + len(row["completion_ids"]) - 1
         stored = torch.frombuffer(bytearray(row[TAPPED]), dtype=torch.float16)
@@ -87,8 +87,8 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
                 f"tokens of {width} numbers each: they were made with another target, or cut; "
                 "make the rollouts again"
             )
-        found[place, : min(count, length)] = stored.view(-1, width)[: min(count, length)]
-    with reads.reading(found):
+        states[place, : min(count, length)] = stored.view(-1, width)[: min(count, length)]
+    with reads.reading(states):
         yield
 
 
@@ -114,12 +114,12 @@ def stored_states(
         return None
     dtype = dtype or target.model.dtype
     width = target.model.config.get_text_config().hidden_size
-    wanted = len(row["completion_ids"])
-    if len(stored) % (width * dtype.itemsize) or len(stored) < wanted * width * dtype.itemsize:
+    length = len(row["completion_ids"])
+    if len(stored) % (width * dtype.itemsize) or len(stored) < length * width * dtype.itemsize:
         raise ConfigError(
-            f"the rollouts keep {len(stored):,} bytes of states for {wanted} tokens, but the target"
+            f"the rollouts keep {len(stored):,} bytes of states for {length} tokens, but the target"
             f" has {width} numbers of {dtype.itemsize} bytes a token: they were made with another "
             "target or models.dtype; make the rollouts again"
         )
     states = torch.frombuffer(bytearray(stored), dtype=dtype).view(-1, width)
-    return states[:wanted]
+    return states[:length]

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdata.lm_head import LMHead
+from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 from specdata.state_store import StateStore
 from specdata.target_states import reading_stored, stored_states
 from specdata.top_logits import TopLogitDistributions, log_total, top_logit_columns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Tokens of one forward, padding included. Larger batches leave a CPU's caches (at 4096 the toy pair
 # is labelled a third slower), smaller ones leave a GPU waiting.
@@ -190,10 +193,10 @@ class ModelSource:
         """See `Source`."""
         states, tokens = self.states(batch, rows), batch.tokens
 
-        def at(here: slice, q: Tensor) -> Told:
-            logits = self.head.logits(states[here].to(q.device))
+        def at(chunk: slice, q: Tensor) -> Told:
+            logits = self.head.logits(states[chunk].to(q.device))
             p = probabilities(logits, self.sampling)
-            text = tokens[here, None].to(q.device)
+            text = tokens[chunk, None].to(q.device)
             return Told(p, p.gather(-1, text), torch.ones_like(text[:, 0], dtype=torch.bool))
 
         return at
@@ -207,18 +210,18 @@ class TopLogitSource:
         known: what p is made of.
     """
 
-    known: TopLogitDistributions
+    distributions: TopLogitDistributions
 
     @property
     def vocabulary(self) -> int:
         """See `Source`."""
-        return self.known.vocabulary
+        return self.distributions.vocabulary
 
     def columns(self, batch: TextBatch, rows: Rows) -> dict[str, Tensor]:
         """The top logits at a batch's positions, (N, ...)."""
         # A share without a row holds a text without labels, which is no rollout.
         parts = [
-            top_logit_columns(rows[max(0, example)], self.known.count, length)
+            top_logit_columns(rows[max(0, example)], self.distributions.count, length)
             for example, length in zip(batch.examples, batch.lengths, strict=True)
         ]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -227,14 +230,14 @@ class TopLogitSource:
         """See `Source`."""
         columns, tokens = self.columns(batch, rows), batch.tokens
 
-        def at(here: slice, q: Tensor) -> Told:
-            top = {name: values[here].to(q.device) for name, values in columns.items()}
-            p = self.known.distribution(top, q)
-            if self.known.is_exact:
-                of_text = p.gather(-1, tokens[here, None].to(q.device))
+        def at(chunk: slice, q: Tensor) -> Told:
+            top = {name: values[chunk].to(q.device) for name, values in columns.items()}
+            p = self.distributions.distribution(top, q)
+            if self.distributions.is_exact:
+                of_text = p.gather(-1, tokens[chunk, None].to(q.device))
             else:
                 of_text = (top["text_logit"] - log_total(top)).exp()
-            return Told(p, of_text, self.known.decided(top))
+            return Told(p, of_text, self.distributions.decided(top))
 
         return at
 
@@ -290,35 +293,59 @@ def in_chunks(
     """(N, ...) columns on the CPU, made for `step` of `count` = N positions at once."""
     columns: dict[str, Tensor] = {}
     for start in range(0, count, step):
-        here = slice(start, start + step)
-        for name, piece in columns_at(here).items():
+        chunk = slice(start, start + step)
+        for name, piece in columns_at(chunk).items():
             # Small tensors kept one by one would cut up the memory that large ones leave.
             if name not in columns:
                 columns[name] = piece.new_empty(count, *piece.shape[1:])
-            columns[name][here] = piece
+            columns[name][chunk] = piece
     return {name: column.cpu() for name, column in columns.items()}
 
 
-def of_pair(
-    heads: Sequence[LMHead],
-    samplings: Sequence[SamplingConfig],
-    columns: Callable[[Tensor, Tensor, TextBatch, slice], dict[str, Tensor]],
-) -> Look:
-    """What is computed of p and q (C, V) of a target and its draft, in that order."""
+def along_pair(
+    pair: Sequence[PreTrainedModel],
+    rows: Sequence[Row],
+    samplings: SamplingConfig | Sequence[SamplingConfig],
+    columns_at: Callable[[Tensor, Tensor, TextBatch, slice], dict[str, Tensor]],
+    *,
+    places: Sequence[Tensor] | None = None,
+    report: Callable[[int], object] = lambda rows: None,
+) -> list[dict[str, Tensor]]:
+    """As `along`, of p and q (C, V), float64, of a target and its draft.
+
+    Args:
+        pair: target and draft.
+        rows: the texts.
+        samplings: the warp of both, or of each.
+        columns_at: p, q, and the positions of a batch that they are of -> (C, ...) columns.
+        places: as `along`.
+        report: as `along`.
+    """
+    heads = [find_lm_head(model) for model in pair]
+    vocabulary, device = heads[0].vocabulary, heads[0].model.device
+    warps = [samplings] * 2 if isinstance(samplings, SamplingConfig) else samplings
 
     def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
-        both = [batch.states(head) for head in heads]
+        both = [batch.states(head).to(device) for head in heads]
 
-        def at(here: slice) -> dict[str, Tensor]:
+        def at(chunk: slice) -> dict[str, Tensor]:
             p, q = (
-                probabilities(to_vocabulary(head.logits(states[here]), heads[0].vocabulary), warp)
-                for head, states, warp in zip(heads, both, samplings, strict=True)
+                probabilities(to_vocabulary(head.logits(states[chunk]).double(), vocabulary), warp)
+                for head, states, warp in zip(heads, both, warps, strict=True)
             )
-            return columns(p, q.to(p.device), batch, here)
+            return columns_at(p, q, batch, chunk)
 
         return at
 
-    return look
+    return along(
+        rows,
+        look,
+        vocabulary=vocabulary,
+        tokens_at_once=tokens_at_once(*heads),
+        device=device,
+        places=places,
+        report=report,
+    )
 
 
 def tokens_at_once(*heads: LMHead) -> int:

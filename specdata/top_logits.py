@@ -73,8 +73,8 @@ def without_logits(rows: Dataset) -> Dataset:
 
 def logits_of(rows: Dataset) -> Dataset:
     """The top logits of rows alone, read as tensors; see `top_logit_columns`."""
-    here = [name for name in COLUMNS if name in rows.column_names]
-    return rows.select_columns(here).with_format("torch")
+    names = [name for name in COLUMNS if name in rows.column_names]
+    return rows.select_columns(names).with_format("torch")
 
 
 def logits_content(rows: Dataset) -> bytes:
@@ -233,7 +233,7 @@ class TopLogitDistributions:
         return chances.sum(-1) >= self.sampling.top_p
 
 
-def check_decided(rows: Dataset, *known: TopLogitDistributions) -> list[int]:
+def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
     """Count the positions of rows at which they do not decide their target's distributions.
 
     Rows with the columns of `COLUMNS` are read once, without the target or a draft.
@@ -244,25 +244,25 @@ def check_decided(rows: Dataset, *known: TopLogitDistributions) -> list[int]:
     Raises:
         ConfigError: if it is more than the share `MOST_UNDECIDED` of the positions.
     """
-    undecided, positions = [0] * len(known), 0
+    undecided, positions = [0] * len(laws), 0
     for row in _rows_of(logits_of(rows)):
-        top = top_logit_columns(row, known[0].count, row["rest_logit"].numel())
+        top = top_logit_columns(row, laws[0].count, row["rest_logit"].numel())
         positions += len(top["rest_logit"])
-        for place, each in enumerate(known):
+        for place, each in enumerate(laws):
             undecided[place] += int((~each.decided(top)).sum())
-    for each, count in zip(known, undecided, strict=True):
+    for each, count in zip(laws, undecided, strict=True):
         why = "an equal logit is outside" if each.is_inside else "the nucleus reaches outside"
-        said = (
+        issue = (
             f"{each.count} top logits do not decide the target's distribution at {count} of "
             f"{positions} positions ({why})"
         )
         if count > MOST_UNDECIDED * positions:
             raise ConfigError(
-                f"{said}, more than a share of {MOST_UNDECIDED:g}: run the target itself, or keep "
+                f"{issue}, more than a share of {MOST_UNDECIDED:g}: run the target itself, or keep "
                 "more logits"
             )
         if count:
-            logger.warning("%s: they are left out", said)
+            logger.warning("%s: they are left out", issue)
     return undecided
 
 

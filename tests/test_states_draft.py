@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config import DistilConfig, InitConfig
 from distill.initial import cut, make_initial
-from distill.states import DECAY, of_round, readings, ridge, silence, weights_of
+from distill.states import of_round, readings, ridge, silence, weights_of
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
@@ -111,13 +111,17 @@ class Checked:
             begun, since = self.committed[: self.began], self.committed[self.began :]
             state = state_after(self.draft, begun, since + path)
             q = self.draft.lm_head(state).softmax(-1)
+            self.nodes += 1
+            if tree.how == "chosen":  # no distributions, but the draft's most probable tokens
+                siblings = tree.parent_list.count(tree.parent_list[node])
+                assert tree.token_list[node] in q.topk(siblings).indices.tolist()
+                continue
             torch.testing.assert_close(
                 tree.distributions[tree.distribution_index[node]],
                 q,
                 rtol=self.tolerance,
                 atol=self.tolerance,
             )
-            self.nodes += 1
         if len(tree) or self.inner.residual_persists:
             drawn = self.inner.draw(tree, target, generator)
         else:
@@ -263,8 +267,7 @@ def test_a_reading_is_learnt_where_its_round_begins_at_the_prompts_end_or_later(
     assert of_round(chosen, 1)[0].nonzero().flatten().tolist() == [3, 4]
     assert of_round(chosen, 3).sum() == 0
     assert of_round(chosen, 20).shape == chosen.shape  # more readings than the text has tokens
-    assert sum(weights_of(3)) == pytest.approx(1.0)
-    assert weights_of(3)[1] == pytest.approx(DECAY * weights_of(3)[0])
+    assert weights_of(3) == pytest.approx([1 / 2.44, 0.8 / 2.44, 0.64 / 2.44])  # EAGLE-3's decay
 
 
 def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draft_there(

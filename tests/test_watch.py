@@ -22,10 +22,13 @@ from specdata import texts
 from specdata.config import read_config
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.expected_tokens import expected_tokens, log_ratios
+from specdata.lm_head import find_lm_head
+from specdata.logits.make import ModelLogits
 from specdata.models import load_model
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
+from specdata.top_logits import TopLogits
 from tests.test_distill import (
     assert_same_weights,
     changed,
@@ -208,6 +211,24 @@ def test_the_target_is_run_once_and_its_distributions_are_never_whole(
     assert len(bodies) == 3 * runs
     for handle in handles:
         handle.remove()
+
+
+def test_rounds_that_reach_an_undecided_position_are_left_out(
+    models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset
+) -> None:
+    """An equal logit outside the top 8 is planted at one position of the first rollout."""
+    sampling, count, tied = SamplingConfig(top_k=8), 8, 9
+    rows = ModelLogits(find_lm_head(models[0]), count)(dev.to_list())  # type: ignore[arg-type]
+    rows[0]["next_logit"][tied] = rows[0]["top_logits"][(tied + 1) * count - 1]
+    expected = by_hand(models, dev, sampling)  # rollout by rollout
+    assert len(dev[0]["completion_ids"]) > tied + 1
+    source = TopLogits(count, 400).distributions(sampling)
+    figures = HeldOut(source, Dataset.from_list(rows), sampling).measure(models[1]).overall
+    assert figures.positions == len(expected) - 1
+    for name, value in figures.expected_tokens.items():
+        drafted = int(name.rpartition("_")[2])
+        left = [*expected[: tied - drafted + 1], *expected[tied + 1 :]]
+        assert value == pytest.approx(mean([each["tokens"][name] for each in left]), abs=1e-4)
 
 
 def test_a_rollout_longer_than_a_context_is_named(

@@ -29,7 +29,6 @@ from transformers import PreTrainedModel
 from eval.analysis.ties import compare_sequences
 from eval.decode_config import Method
 from eval.drafts import DraftTree, How
-from eval.measuring.bias import distributions
 from eval.measuring.experiment import Experiment
 from eval.measuring.methods import PLAIN, EvalConfig
 from eval.measuring.records import Strict
@@ -37,6 +36,7 @@ from eval.verifiers.rule import Rng, Verifier, outcomes
 from heads.probe import OtherSamplingWarning
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.files import write_json
+from specdata.texts import TextBatch, along_pair
 
 LIKELIEST = 8
 """Tokens with an outcome of their own where a verifier is enumerated; all others share one."""
@@ -99,13 +99,13 @@ class Certified(Strict):
         return self.total_variation <= DEVIATION and self.p_value >= LEVEL and not self.bugs
 
 
-def sentence(found: Sequence[Certified]) -> str:
+def sentence(methods: Sequence[Certified]) -> str:
     """The finding, for a card."""
-    said = []
-    if exact := [each for each in found if each.lossless and each.is_exact]:
+    sentences = []
+    if exact := [each for each in methods if each.lossless and each.is_exact]:
         names = dict.fromkeys(f"{each.verifier} ({each.drafts})" for each in exact)
         texts, ties = sum(each.texts for each in exact), sum(each.ties for each in exact)
-        said.append(
+        sentences.append(
             f"Exact: {', '.join(names)}. Followed through every draft at positions of this pair, "
             f"outputs are the target's to {max(each.total_variation for each in exact):.0e}; "
             f"decoded texts do not differ from plain sampling's (least p "
@@ -113,20 +113,19 @@ def sentence(found: Sequence[Certified]) -> str:
             f"{max(each.visible_bias for each in exact):.2g} would have been seen with power "
             f"{POWER:g}); {texts - ties} of {texts} greedy texts are identical, {ties} tied"
         )
-    said += [
+    sentences += [
         f"{'NOT EXACT' if each.lossless else 'Biased'}: {each.method} (total variation "
         f"{each.total_variation:.3g} over {DEPTH + 1} tokens, p {each.p_value:.2g} against plain "
         f"sampling, {each.bugs} of {each.texts} greedy texts wrong)"
-        for each in found
+        for each in methods
         if each not in exact
     ]
-    return ". ".join(said) + "."
+    return ". ".join(sentences) + "."
 
 
 # --- enumeration --------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def laws_after(
     pair: Sequence[PreTrainedModel], context: list[int], sampling: SamplingConfig, likeliest: int
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -137,22 +136,18 @@ def laws_after(
     model `DEPTH` + 1 laws.
     """
     vocabulary = pair[0].config.get_text_config().vocab_size
-    count, last = min(likeliest + 1, vocabulary), torch.tensor([-1])
+    count = min(likeliest + 1, vocabulary)
     prefixes: list[Prefix] = [()]
     laws: tuple[list[Tensor], list[Tensor]] = ([], [])
     for depth in range(DEPTH + 1):
-        texts = [torch.tensor([*context, *prefix]) for prefix in prefixes]
-        p, q = (
-            torch.cat([distributions(model, ids, last, sampling, vocabulary) for ids in texts])
-            .double()
-            .cpu()
-            for model in pair
-        )
+        texts = [{"prompt_ids": [*context, *prefix], "completion_ids": [0]} for prefix in prefixes]
+        laws_of = along_pair(pair, texts, sampling, lambda p, q, *_: {"p": p, "q": q})
+        p, q = (torch.cat([each[name] for each in laws_of]) for name in ("p", "q"))
         shown = (p + q).topk(count, dim=-1).indices  # (prefixes, count)
         for law, row in zip(laws, (p, q), strict=True):
-            own = row.gather(-1, shown[:, :-1])
+            of_shown = row.gather(-1, shown[:, :-1])
             rest = row.scatter(-1, shown[:, :-1], 0.0).sum(-1, keepdim=True)
-            shares = torch.cat([own, rest], dim=-1)
+            shares = torch.cat([of_shown, rest], dim=-1)
             law.append((shares / shares.sum(-1, keepdim=True)).view((count,) * (depth + 1)))
         prefixes = [
             (*prefix, token)
@@ -207,7 +202,7 @@ def _drawn(p: Laws, q: Laws, kind: str, rng: Rng) -> tuple[DraftTree, list[Prefi
     Where paths are drawn from different laws, the second's is halfway between both models'.
     """
     shape, _, how = kind.partition(", ")
-    laws = [q, [(ours + theirs) / 2 for ours, theirs in zip(p, q, strict=True)]]
+    laws = [q, [(p_law + q_law) / 2 for p_law, q_law in zip(p, q, strict=True)]]
     prefixes: list[Prefix] = [()]
     parents: list[int] = []
     drawn_from: list[tuple[int, Prefix]] = []
@@ -244,7 +239,6 @@ def _drawn(p: Laws, q: Laws, kind: str, rng: Rng) -> tuple[DraftTree, list[Prefi
 # --- sampling -----------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def count_cells(
     pair: Sequence[PreTrainedModel],
     texts: Sequence[tuple[Tensor, Tensor]],
@@ -259,18 +253,21 @@ def count_cells(
     likely and pairs of tokens independent samples. Texts are prompts (T,) with what was decoded
     after them (n,); the generator breaks ties. Returns (BINS^2,).
     """
-    vocabulary = pair[0].config.get_text_config().vocab_size
-    counts = np.zeros(BINS**2, dtype=np.int64)
-    for prompt, new in texts:
-        ids = torch.cat([prompt, new])[:-1]
-        at = torch.arange(len(prompt) - 1, len(ids))
-        p, q = (distributions(each, ids, at, sampling, vocabulary).double().cpu() for each in pair)
+    rows = [{"prompt_ids": each[0].tolist(), "completion_ids": each[1].tolist()} for each in texts]
+    ties = [torch.rand(len(new), generator=generator, dtype=torch.float64) for _, new in texts]
+
+    def place(p: Tensor, q: Tensor, batch: TextBatch, chunk: slice) -> dict[str, Tensor]:
         ratio = torch.where(p > 0, q / p, torch.inf)
-        own = ratio.gather(-1, new.unsqueeze(-1))
-        below, equal = (p * (ratio < own)).sum(-1), (p * (ratio == own)).sum(-1)
-        place = below + equal * torch.rand(len(new), generator=generator, dtype=torch.float64)
-        quarter = (BINS * place).long().clamp(max=BINS - 1)[: len(new) // 2 * 2].view(-1, 2)
-        cells = (quarter[:, 0] * BINS + quarter[:, 1]).numpy()
+        of_text = ratio.gather(-1, batch.tokens[chunk, None])
+        below, equal = (p * (ratio < of_text)).sum(-1), (p * (ratio == of_text)).sum(-1)
+        tie = torch.cat([ties[each] for each in batch.examples])[chunk].to(p.device)
+        return {"place": below + equal * tie}
+
+    counts = np.zeros(BINS**2, dtype=np.int64)
+    for columns in along_pair(pair, rows, sampling, place):
+        quarter = (BINS * columns["place"]).long().clamp(max=BINS - 1)
+        pairs = quarter[: len(quarter) // 2 * 2].view(-1, 2)
+        cells = (pairs[:, 0] * BINS + pairs[:, 1]).numpy()
         counts += np.bincount(cells, minlength=BINS**2)
     return counts
 
@@ -285,12 +282,12 @@ def two_sample_test(
     the statistic, its p-value, and the d that is seen at `LEVEL` with power `POWER`.
     """
     both = np.stack([decoded, plain])
-    found = chi2_contingency(both[:, both.sum(0) > 0], correction=False)
+    test = chi2_contingency(both[:, both.sum(0) > 0], correction=False)
     n, m = both.sum(1).tolist()
     freedom = len(decoded) - 1
     seen = chndtrinc(chi2.isf(LEVEL, freedom), freedom, 1 - POWER)
     visible = min(1.0, math.sqrt(seen * (n + m) / (4 * n * m)))
-    return float(found.statistic), float(found.pvalue), visible
+    return float(test.statistic), float(test.pvalue), visible
 
 
 # --- the certificate ----------------------------------------------------------------------------
@@ -298,13 +295,13 @@ def two_sample_test(
 
 def ways(config: EvalConfig, sampling: SamplingConfig) -> list[Method]:
     """Of an evaluation's methods the first of each form of draft, verifier and stopping rule."""
-    found: dict[tuple[str, ...], Method] = {}
+    methods: dict[tuple[str, ...], Method] = {}
     for method in config.methods:
         if method.decoder == "speculative":
             kind = method.decoding(sampling).kind
             key = (method.drafter, kind, method.verifier, str(method.verifier_args))
-            found.setdefault((*key, method.stop.name), method)
-    return list(found.values())
+            methods.setdefault((*key, method.stop.name), method)
+    return list(methods.values())
 
 
 def certify(
@@ -327,7 +324,7 @@ def certify(
     sampling, prompts = experiment.sampling, [torch.tensor(each.ids) for each in experiment.prompts]
     pair = (experiment.models.target, experiment.models.draft)
     # Of all sets: prompts come set by set.
-    chosen = [prompts[number * len(prompts) // texts] for number in range(texts)]
+    drawn_from = [prompts[number * len(prompts) // texts] for number in range(texts)]
 
     def sampled(method: Method) -> tuple[list[tuple[Tensor, Tensor]], NDArray[np.int64]]:
         decoder = experiment.decoder(method)
@@ -335,15 +332,15 @@ def certify(
         if method.stop.measured:  # it needs times, which batches have not
             outs = [
                 decoder.generate(prompt, max_new_tokens=max_new_tokens, generator=generator)
-                for prompt, generator in zip(chosen, each, strict=True)
+                for prompt, generator in zip(drawn_from, each, strict=True)
             ]
         else:
             outs = decoder.generate_batch(
-                chosen, max_new_tokens=max_new_tokens, generators=each, size=BATCH
+                drawn_from, max_new_tokens=max_new_tokens, generators=each, size=BATCH
             )
-        made = [(prompt, out.tokens.cpu()) for prompt, out in zip(chosen, outs, strict=True)]
+        decoded = [(prompt, out.tokens.cpu()) for prompt, out in zip(drawn_from, outs, strict=True)]
         ties = generator_for(experiment.seed, "certificate", "cells", method.name)
-        return made, count_cells(pair, made, sampling, ties)
+        return decoded, count_cells(pair, decoded, sampling, ties)
 
     def certified(method: Method) -> Certified:
         config = method.decoding(sampling)
@@ -392,11 +389,11 @@ def certify(
         for text in alone[:: -(-texts // POSITIONS)]
     ]
     report(1)
-    found = []
+    certified_methods = []
     for number, method in enumerate(ways(experiment.config, sampling)):
         part = parts / f"{number}.json"
         if not part.exists():
             write_json(part, certified(method).model_dump(mode="json"))
-        found.append(Certified.model_validate_json(part.read_bytes()))
+        certified_methods.append(Certified.model_validate_json(part.read_bytes()))
         report(1)
-    return found
+    return certified_methods

@@ -65,9 +65,9 @@ class Acceptance:
         reached = np.ones_like(self.of[1])
         prefix_acceptance = []  # v_d of a round that starts at each position
         for depth, width in enumerate(widths):
-            here = np.zeros_like(reached)
-            here[:, : max(0, here.shape[1] - depth)] = self.of[width][:, depth:]
-            reached = reached * here
+            later = np.zeros_like(reached)
+            later[:, : max(0, later.shape[1] - depth)] = self.of[width][:, depth:]
+            reached = reached * later
             prefix_acceptance.append(reached)
         return expected_rounds(np.stack(prefix_acceptance), self.lengths)
 
@@ -131,8 +131,8 @@ def expected_rounds(prefix_acceptance: Reals, lengths: NDArray[np.int64]) -> Rea
     starts[:, 0] = 1.0
     for position in range(width):
         starts[:, position] *= position < lengths
-        here = starts[:, position]
-        starts[:, position + 1 : position + depth + 2] += here[:, None] * ends[:, :, position].T
+        begins = starts[:, position]
+        starts[:, position + 1 : position + depth + 2] += begins[:, None] * ends[:, :, position].T
     return np.asarray(starts[:, :width].sum(axis=1))
 
 
@@ -152,19 +152,19 @@ def scales(p: Tensor, q: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
     import torch
 
     remaining, t = q.clone(), torch.zeros_like(q[:, :1])
-    found = []
+    scales_of = []
     for k in range(most):
         residual = (p - t * q).clamp(min=0.0)
         mass, left = (each.sum(dim=-1, keepdim=True) for each in (residual, remaining))
         can = (mass > NOTHING) & (left > NOTHING)
         t = torch.where(can, t + mass / left.clamp(min=NOTHING), t)
-        found.append(t)
+        scales_of.append(t)
         if uniforms is not None and k + 1 < most:
             rejected = (mass * remaining - left * residual).clamp(min=0.0).cumsum(dim=-1)
             point = uniforms[:, k, None] * rejected[:, -1:]
             drawn = torch.searchsorted(rejected, point, right=True).clamp(max=q.shape[-1] - 1)
             remaining.scatter_(-1, drawn, 0.0)
-    return torch.cat(found, dim=-1)
+    return torch.cat(scales_of, dim=-1)
 
 
 def accepted(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
@@ -208,12 +208,10 @@ def acceptance_along(
     """
     import torch
 
-    from specdata.lm_head import find_lm_head
     from specdata.sampling import generator_for
     from specdata.terminal import progress
-    from specdata.texts import TextBatch, along, of_pair, tokens_at_once
+    from specdata.texts import TextBatch, along_pair
 
-    heads = find_lm_head(target), find_lm_head(draft)
     texts = rows.to_list()
 
     def uniforms(row: Mapping[str, Any]) -> Tensor:
@@ -223,25 +221,18 @@ def acceptance_along(
 
     drawn_of = [uniforms(row) for row in texts] if siblings == "distinct" else []
 
-    def columns(p: Tensor, q: Tensor, batch: TextBatch, here: slice) -> dict[str, Tensor]:
+    def columns(p: Tensor, q: Tensor, batch: TextBatch, chunk: slice) -> dict[str, Tensor]:
         drawn = None
         if drawn_of:
-            drawn = torch.cat([drawn_of[each] for each in batch.examples])[here].to(p.device)
-        return {"accepted": accepted(p, q, batch.tokens[here].to(p.device), drawn, most)}
+            drawn = torch.cat([drawn_of[each] for each in batch.examples])[chunk].to(p.device)
+        return {"accepted": accepted(p, q, batch.tokens[chunk].to(p.device), drawn, most)}
 
     with progress(len(texts), "held-out rollouts", "rollout") as bar:
-        columns_of = along(
-            texts,
-            of_pair(heads, [sampling] * 2, columns),
-            vocabulary=heads[0].vocabulary,
-            tokens_at_once=tokens_at_once(*heads),
-            device=heads[0].model.device,
-            report=bar.update,
-        )
+        columns_of = along_pair((target, draft), texts, sampling, columns, report=bar.update)
     lengths = np.array([len(row["completion_ids"]) for row in texts], dtype=np.int64)
     of_most = np.zeros((len(texts), int(lengths.max()), most))
-    for row, own in zip(of_most, columns_of, strict=True):
-        row[: len(own["accepted"])] = own["accepted"].numpy()
+    for row, values in zip(of_most, columns_of, strict=True):
+        row[: len(values["accepted"])] = values["accepted"].numpy()
     of = {k: of_most[..., k - 1] for k in WIDTHS if k <= most}
     return Acceptance([row["example_id"] for row in texts], lengths, of)
 
@@ -258,8 +249,8 @@ def search(acceptance: Acceptance, budget: int, ratio: float) -> list[Candidate]
     _, group = np.unique(acceptance.prompts, return_inverse=True)
     weights = resamples(int(group.max()) + 1)
     emitted = weights @ np.bincount(group, acceptance.lengths)
-    found = []
+    candidates = []
     for widths in k_configurations(budget):
         tokens = Interval.of(emitted / (weights @ np.bincount(group, acceptance.rounds(widths))))
-        found.append(Candidate(widths, tokens, tokens.value / (1.0 + ratio * len(widths))))
-    return sorted(found, key=lambda each: -each.speedup)
+        candidates.append(Candidate(widths, tokens, tokens.value / (1.0 + ratio * len(widths))))
+    return sorted(candidates, key=lambda each: -each.speedup)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from eval.drafts import DraftTree
-from specdata.probability import probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
+from specdata.texts import along_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +86,6 @@ def drafted_positions(rounds: Sequence[Round]) -> list[bool]:
     return [place < record.drafted for record in rounds for place in range(record.emitted)]
 
 
-@torch.inference_mode()
 def measure_bias(
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -110,23 +109,18 @@ def measure_bias(
     """
     drafted = drafted_positions(out.rounds)
     count = min(POSITIONS, len(drafted))
-    chosen = [index * len(drafted) // count for index in range(count)]
-    ids = torch.cat([prompt_ids, out.tokens])[:-1]
-    places = torch.tensor([len(prompt_ids) - 1 + index for index in chosen])
-    vocabulary = target.config.get_text_config().vocab_size
-    p = distributions(target, ids, places, sampling, vocabulary)
-    q = distributions(draft, ids, places, sampling, vocabulary).to(p.device)
+    places = [index * len(drafted) // count for index in range(count)]
+    text = {"prompt_ids": prompt_ids.tolist(), "completion_ids": out.tokens.tolist()}
+    (laws,) = along_pair(
+        (target, draft),
+        [text],
+        sampling,
+        lambda p, q, *_: {"p": p, "q": q},
+        places=[torch.tensor(places)],
+    )
     total = sum(
-        variation(verifier, p[row], q[row], tail=TAIL)
-        for row, index in enumerate(chosen)
-        if drafted[index]
+        variation(verifier, p, q, tail=TAIL)
+        for place, p, q in zip(places, laws["p"], laws["q"], strict=True)
+        if drafted[place]
     )
     return total, count
-
-
-def distributions(
-    model: PreTrainedModel, ids: Tensor, places: Tensor, sampling: SamplingConfig, vocabulary: int
-) -> Tensor:
-    """(n, vocabulary) distributions after the given places of a sequence."""
-    logits = model(input_ids=ids.unsqueeze(0).to(model.device)).logits[0]
-    return probabilities(to_vocabulary(logits[places.to(logits.device)], vocabulary), sampling)

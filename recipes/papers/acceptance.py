@@ -7,7 +7,7 @@ positions of the target's own text is what papers print as the acceptance rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,9 @@ from eval.verifiers.kseq import any_accepted, discount
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.selection.groups import largest
 from eval.verifiers.selection.solvers import Solver, selector
-from specdata.probability import nucleus, overlap, probabilities, to_vocabulary
+from specdata.probability import nucleus, overlap
 from specdata.sampling import SamplingConfig, generator_for
+from specdata.texts import Row, along_pair
 
 if TYPE_CHECKING:
     from specdata.prompts.loading import Prompt
@@ -145,36 +146,40 @@ def target_texts(
     ]
 
 
-@torch.inference_mode()
 def values_along(
-    row: Mapping[str, Any],
+    rows: Sequence[Row],
     functions: Sequence[Callable[[Tensor, Tensor], float | list[float]]],
     *,
     models: tuple[PreTrainedModel, PreTrainedModel],
     samplings: tuple[SamplingConfig, SamplingConfig],
     positions: int,
-) -> NDArray[np.float64]:
-    """Functions of p and q, both (V,), at positions of a text.
+    report: Callable[[int], object],
+) -> list[NDArray[np.float64]]:
+    """Functions of p and q, both (V,), at positions of texts.
 
     Args:
-        row: `prompt_ids` and `completion_ids`.
+        rows: the texts.
         functions: each gives a number, or several; F in all.
         models: of p and q.
         samplings: how p is made of logits, and how q.
-        positions: how many, evenly over the completion; all, if it has fewer.
+        positions: how many of a text, evenly over the completion; all, if it has fewer.
+        report: called with the number of texts that were read.
 
     Returns:
-        (positions, F).
+        (positions, F) of each text.
     """
-    prompt, completion = row["prompt_ids"], row["completion_ids"]
-    count = min(positions, len(completion))
-    at = torch.linspace(0, len(completion) - 1, count).round().long() + len(prompt) - 1
-    ids = torch.tensor([[*prompt, *completion][:-1]])
-    both = [model(ids.to(model.device)).logits[0].cpu()[at] for model in models]
-    p = probabilities(both[0].double(), samplings[0])
-    q = probabilities(to_vocabulary(both[1].double(), p.shape[-1]), samplings[1])
-    pairs = zip(p, q, strict=True)
-    return np.array([np.hstack([function(*pair) for function in functions]) for pair in pairs])
+    lengths = [len(row["completion_ids"]) for row in rows]
+    places = [
+        torch.linspace(0, length - 1, min(positions, length)).round().long() for length in lengths
+    ]
+
+    def columns(p: Tensor, q: Tensor, *_: object) -> dict[str, Tensor]:
+        pairs = zip(p.cpu(), q.cpu(), strict=True)
+        values = [np.hstack([function(*pair) for function in functions]) for pair in pairs]
+        return {"values": torch.tensor(np.array(values))}
+
+    along = along_pair(models, rows, samplings, columns, places=places, report=report)
+    return [each["values"].numpy() for each in along]
 
 
 def two_drafts(

@@ -347,18 +347,15 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         path = folder / f"{name}.json"
         if not path.is_file():
             with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
-                counted = []
-                for row in rows:
-                    values = values_along(
-                        row,
-                        [function for _, function in columns],
-                        models=(pair.target, pair.draft),
-                        samplings=(sampling, drafts),
-                        positions=spec["positions"],
-                    )
-                    counted.append([len(values), *values.sum(axis=0).tolist()])
-                    bar.update(1)
-            write_json(path, counted)
+                along = values_along(
+                    rows,
+                    [function for _, function in columns],
+                    models=(pair.target, pair.draft),
+                    samplings=(sampling, drafts),
+                    positions=spec["positions"],
+                    report=bar.update,
+                )
+            write_json(path, [[len(each), *each.sum(axis=0).tolist()] for each in along])
         sums[name] = json.loads(path.read_text(encoding="utf-8"))
     several = {ALL_SETS: [row for rows in sums.values() for row in rows]} if len(sums) > 1 else {}
     shared = {"measurement": folder.name, **asdict(sampling)}

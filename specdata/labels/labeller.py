@@ -64,11 +64,11 @@ class Labeller:
                 [_uniforms(rows[example], self.seed, self.draws) for example in batch.examples]
             ).to(states.device)
 
-            def at(here: slice) -> dict[str, Tensor]:
-                logits = to_vocabulary(self.draft.logits(states[here]), self.source.vocabulary)
+            def at(chunk: slice) -> dict[str, Tensor]:
+                logits = to_vocabulary(self.draft.logits(states[chunk]), self.source.vocabulary)
                 q = probabilities(logits, self.sampling)
-                p, _, decided = p_at(here, q)
-                return {**_compare(p, q, uniforms[here]), DECIDED: decided}
+                p, _, decided = p_at(chunk, q)
+                return {**_compare(p, q, uniforms[chunk]), DECIDED: decided}
 
             return at
 

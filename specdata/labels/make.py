@@ -71,7 +71,7 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     source: Source
     if isinstance(target, TopLogits):
         source, heads = TopLogitSource(target.distributions(sampling, bound=config.bound)), [q]
-        check_decided(rollouts, source.known)
+        check_decided(rollouts, source.distributions)
         settings = settings.extended({"bound": config.bound})
     else:
         heads = [find_lm_head(target), q]

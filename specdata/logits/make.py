@@ -123,9 +123,9 @@ class ModelLogits:
         def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
             states, tokens = source.states(batch, rows), batch.tokens
 
-            def at(here: slice) -> dict[str, Tensor]:
-                logits = self.target.logits(states[here].to(tokens.device)).float()
-                text_logit = logits.gather(-1, tokens[here, None]).squeeze(-1)
+            def at(chunk: slice) -> dict[str, Tensor]:
+                logits = self.target.logits(states[chunk].to(tokens.device)).float()
+                text_logit = logits.gather(-1, tokens[chunk, None]).squeeze(-1)
                 return {**top_logits(logits, self.count), "text_logit": text_logit}
 
             return at
