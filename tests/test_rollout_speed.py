@@ -73,7 +73,8 @@ def test_tokens_are_the_reference_samplers_however_prompts_are_read(
     asked = [[*same, *((2 + 5 * n + i) % 40 for i in range(1 + n % 6))] for n in range(10)]
     generator = torch.Generator().manual_seed(1)
     uniforms = torch.rand(10, 12, generator=generator, dtype=torch.float64)
-    for sampling in (PLAIN, SamplingConfig(temperature=0.5, top_p=0.8)):
+    warped = (SamplingConfig(temperature=each, top_p=0.8) for each in (0.0, 0.5))
+    for sampling in (PLAIN, *warped):
         rows = sample_batch(model, asked, uniforms, sampling, ends=[7])
         expected = [
             reference(model, prompt, row, sampling, 7)

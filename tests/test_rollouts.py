@@ -93,17 +93,6 @@ def test_the_joint_distribution_of_a_batch_is_plain_samplings(sampling: Sampling
     assert p_value(Counter(map(tuple, rows)), distribution) > 1e-6
 
 
-def test_greedy_rollouts_are_those_of_generate() -> None:
-    model = tiny_llama(4, vocab=40, layers=2)
-    rows = sample_batch(model, [[2, 3, 4], [9]], uniforms(2, 15), SamplingConfig(temperature=0.0))
-    for prompt, row in zip(([2, 3, 4], [9]), rows, strict=True):
-        ids = torch.tensor([prompt])
-        plain = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=15
-        )
-        assert row == plain[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("make", [tiny_mistral, tiny_gpt2], ids=["sliding window", "absolute"])
 def test_rows_that_leave_change_nothing_in_models_with_other_caches_and_positions(
     make: Callable[[], PreTrainedModel],

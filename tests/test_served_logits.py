@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -396,42 +395,3 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
         assert train_head.RECIPE.run(given) == 0
     labels = load_labels(bare / "out" / "labels", SamplingConfig(top_k=8))
     assert len(labels) == 40
-
-
-@pytest.mark.exhaustive
-def test_logits_of_two_servers_and_of_the_target_itself_make_the_same_labels(
-    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tree = with_train_and_dev(pair, tmp_path)
-    tree |= {"output": str(tmp_path / "out"), "sampling": {"top_k": 8}}
-    tree |= {"logits": {"top_logits": 10, "shard_size": 4}, "head": {"depth": 1, "epochs": 1}}
-    (tmp_path / "pair.yaml").write_text(yaml.safe_dump(tree))
-    asked = ["--config", str(tmp_path / "pair.yaml")]
-    assert make_rollouts.RECIPE.run(asked) == 0
-    made: dict[str, list[Any]] = {}
-    with serving(load_model(str(pair / "target"))) as server:
-        for kind in ("transformers", *KINDS):
-            out = tmp_path / kind
-            shutil.copytree(tmp_path / "out" / "rollouts", out / "rollouts")
-            given = [*asked, "--output", str(out), "--labels.cache", str(out / "logits")]
-            more = by_server(server, kind)[4:] if kind != "transformers" else []
-            assert make_logits.RECIPE.run([*given, *more]) == 0
-            assert train_head.RECIPE.run([*given, *more]) == 0
-            made[kind] = load_labels(out / "labels", SamplingConfig(top_k=8)).to_list()
-    for kind in KINDS:
-        for ours, theirs in zip(made[kind], made["transformers"], strict=True):
-            assert ours["draft_ids"] == theirs["draft_ids"]
-            assert ours["overlap"] == pytest.approx(theirs["overlap"], abs=1e-4)
-    capsys.readouterr()
-    # Of another sampler than they decide, or of none, they are refused in a plan, too.
-    cache = ["--labels.cache", str(tmp_path / "vllm" / "logits"), "--output", str(tmp_path / "new")]
-    for more, message in (
-        (["--sampling.top_k", "20"], "labels.cache: 10 top logits of 40 do not give"),
-        (["--labels.cache", str(tmp_path / "none")], "make it with draftsmith make-logits"),
-    ):
-        for plan in ([], ["--plan"]):
-            assert train_head.RECIPE.run([*asked, *cache, *more, *plan]) == 2
-            assert message in capsys.readouterr().err
-    draft = partial(train_draft.RECIPE.run, [*asked, *cache, "--draft", "{epochs: 1, cache: x}"])
-    assert draft() == 2
-    assert "draft.cache must be a folder with top target logits" in capsys.readouterr().err

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.make_rollouts import RECIPE
 from specdata.storage.dataset import load_stored
-from tests.test_datasets import small_disk
 from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -147,22 +146,6 @@ def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
 
 
 @pytest.mark.exhaustive
-def test_rollouts_killed_in_two_processes_end_in_one_with_the_same_bytes(
-    pair: Path, tmp_path: Path, alone: dict[str, bytes]
-) -> None:
-    dataset = tmp_path / "out" / "rollouts"
-    processes = start(pair, tmp_path, 2)
-    while not list(dataset.glob(".progress/shard-00006.parquet.json")):
-        assert all(process.poll() is None for process in processes), "too late to kill it"
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-    assert [status for status, _ in end(processes)] == [-signal.SIGKILL] * 2
-    assert not json.loads((dataset / "manifest.json").read_text())["finished"]
-    assert run_here(pair, tmp_path) == 0
-    assert content(tmp_path) == alone
-
-
-@pytest.mark.exhaustive
 def test_when_the_main_process_dies_the_other_finishes_the_shards_and_then_ends_with_a_message(
     pair: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
@@ -184,25 +167,6 @@ def test_when_the_main_process_dies_the_other_finishes_the_shards_and_then_ends_
     assert "run the same command again" in errors
     assert [status for status, _ in end(start(pair, tmp_path, 2))] == [0, 0]
     assert content(tmp_path) == alone
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_named_and_the_same_command_goes_on(
-    pair: Path, tmp_path: Path, alone: dict[str, bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    with small_disk(disk, "96k"):
-        assert run_here(pair, disk) == 1
-        errors = capsys.readouterr().err
-        assert "No space left on device" in errors
-        assert "Nothing finished is lost: mend the cause and run the same command" in errors
-        assert "Traceback" not in errors
-        made = len(list((disk / "out" / "rollouts").glob("*.parquet")))
-        assert 0 < made < PROMPTS / 4
-        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        assert run_here(pair, disk) == 0
-        assert content(disk) == alone
 
 
 @pytest.mark.parametrize(

