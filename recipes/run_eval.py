@@ -42,7 +42,7 @@ from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_u
 from recipes.make_logits import Logits
 from recipes.make_rollouts import Pair, Rollouts
 from recipes.recipe import Recipe
-from recipes.run import RUN, Stage, console, finished, folders_made, say, stage_record
+from recipes.run import RUN, Stage, console, finished, say, stage_record
 from recipes.sizes import reads_states
 from recipes.steps import CommandLine, Step
 from recipes.train_draft import Draft, Finetuned, Initial
@@ -470,11 +470,6 @@ def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | No
         verdict=verdict,
         command=command,
         samples=read_samples(here / SAMPLES),
-        others={
-            each.name: read_results(each / RESULTS)
-            for each in folders_made(config, "eval")
-            if each != here and finished(each)
-        },
     )
 
 

@@ -59,12 +59,13 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith veri
     table = verifiers.markdown(rows)
     console.print(f"{said}\n\n{table}", markup=False)
     if given.out:
-        from eval.reporting.charts import verifier_picture
+        from eval.reporting.charts import write_bars
 
         write_text(given.out / "verifiers.md", f"{said}\n\n{table}")
         stored = [row.model_dump(mode="json") for row in rows]
         write_json(given.out / "verifiers.json", {"answer": said, "verifiers": stored})
-        verifier_picture(verifiers.bars(rows), given.out / "verifiers.png")
+        meaning = "expected tokens a call of the target; line: ceiling"
+        write_bars(given.out / "verifiers.png", verifiers.bars(rows), meaning)
         console.print(f"written: {given.out}/verifiers.md, .json, .png", markup=False)
     return 0
 

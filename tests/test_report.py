@@ -6,11 +6,9 @@ import dataclasses
 import io
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
@@ -18,14 +16,7 @@ from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, fastest, pool
 from eval.measuring.results import Results, build_results, check_metrics
 from eval.measuring.samples import Sample, Samples
-from eval.reporting.charts import (
-    DRAW,
-    LOOKS,
-    drawings,
-    plot,
-    positions_of,
-    write_png,
-)
+from eval.reporting.charts import COLOURS, draw_bars, write_bars
 from eval.reporting.head import sentence
 from eval.reporting.recommendation import answer, best_lengths
 from eval.reporting.report import (
@@ -33,6 +24,7 @@ from eval.reporting.report import (
     Context,
     folds,
     picture,
+    positions_of,
     render_page,
     rows_of,
     terminal,
@@ -146,12 +138,13 @@ def test_every_id_is_unique_and_every_reference_has_one(page: Page) -> None:
         assert not attributes.get("href") or attributes["href"][1:] in ids  # type: ignore[index]
 
 
-def test_tables_have_captions_and_drawings_have_names(page: Page, results: Results) -> None:
+def test_tables_have_captions_and_pictures_have_names(page: Page) -> None:
     tags = [tag for tag, _ in page.tags]
     assert tags.count("table") == tags.count("caption") >= 4
-    drawn = [a for tag, a in page.tags if tag == "svg" and a.get("aria-hidden") != "true"]
-    assert len(drawn) == len(results.datasets())
-    assert all(a["role"] == "img" and a["aria-label"] for a in drawn)
+    assert all(a.get("aria-hidden") == "true" for tag, a in page.tags if tag == "svg")
+    groups = [a for _, a in page.tags if a.get("class") == "groups"]
+    assert groups
+    assert all(a["role"] == "group" and a["aria-label"] for a in groups)
     assert page.open == []
     assert "lang" in dict(page.tags[0][1])
 
@@ -286,13 +279,12 @@ def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Resu
     only = setup("alpaca", name="only")
     alone = build_results(ENVIRONMENT, [(only, results.runs[2].generations)])
     assert rows_of(alone)[0].figures[0] == "\N{EN DASH}"
-    figure = plot("speedup", alone, ["alpaca"])
-    assert isinstance(figure, Figure)
-    assert figure.axes[0].get_xlabel() == "tokens per second"
+    (bar,) = picture(alone)[1]
+    assert bar.text.endswith(" tokens/s")
     assert render_page(alone, Context())
 
 
-def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> None:
+def test_without_times_tables_say_so_and_pictures_need_none(tmp_path: Path) -> None:
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
     check_metrics(untimed)
     assert fastest(pool(untimed)) is None
@@ -323,57 +315,38 @@ def test_the_terminal_has_the_answer_and_one_table_that_cuts_nothing(results: Re
     assert "[bold red]x[/]" in printed(renamed(results, "[bold red]x[/]"), 200)
 
 
-# --- the pictures ---
-
-DRAWN = {
-    "speedup": {"plain", "fixed", "head", "rule", "tree", "transformers"},
-    "acceptance": {"fixed", "tree"},
-}
+# --- pictures and positions ---
 
 
-@pytest.mark.parametrize("kind", DRAWN)
-def test_png_files_show_every_family_in_one_panel_a_dataset_at_150_dots_an_inch(
-    results: Results, kind: str, tmp_path: Path
+def test_the_picture_keeps_its_words_inside_and_depends_on_the_results_alone(
+    results: Results, tmp_path: Path
 ) -> None:
-    write_png(tmp_path / "picture.png", plot(kind, results, results.datasets()))
-    with Image.open(tmp_path / "picture.png") as image:
-        assert image.format == "PNG"
-        assert image.width == 2 * 5.2 * 150
-        assert image.height >= 600
-        kept = 0.85 if kind == "speedup" else 0.75  # the rest holds the legend
-        box = (0, 0, image.width, int(kept * image.height))
-        colours = image.convert("RGB").crop(box).getcolors(1 << 24)
+    bars = [
+        dataclasses.replace(bar, group=name)
+        for name in results.datasets()
+        for bar in picture(results, (), [name])[1]
+    ]
+    assert {bar.look for bar in bars} == {"", "best", "biased"}
+    figure = draw_bars(bars, "speed-up over the target alone")
+    figure.draw_without_rendering()
+    bounds, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert min(bounds.x0, bounds.y0) >= -0.02
+    assert bounds.x1 <= width + 0.02
+    assert bounds.y1 <= height + 0.02
+    (axes,) = figure.axes
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    assert left <= axes.dataLim.x0 <= axes.dataLim.x1 <= right, "what is drawn is in the picture"
+    assert top <= axes.dataLim.y0 <= axes.dataLim.y1 <= bottom
+    files = [tmp_path / name for name in ("once.png", "again.png")]
+    for file in files:
+        write_bars(file, bars, "speed-up over the target alone")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with Image.open(files[0]) as image:
+        assert (image.format, image.width) == ("PNG", 8 * 150)
+        colours = image.convert("RGB").getcolors(1 << 24)
     assert colours is not None
     drawn = {"#{:02X}{:02X}{:02X}".format(*colour) for _, colour in colours}  # type: ignore[misc]
-    assert drawn >= {LOOKS[key].colour.upper() for key in DRAWN[kind]}
-
-
-def test_pictures_share_their_axes_and_keep_their_words_inside(results: Results) -> None:
-    for kind in DRAW:
-        figure = plot(kind, results, results.datasets())
-        figure.draw_without_rendering()
-        bounds, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-        assert min(bounds.x0, bounds.y0) >= -0.02
-        assert bounds.x1 <= width + 0.02
-        assert bounds.y1 <= height + 0.02
-        assert len(figure.legends) == 1
-        for axes in figure.axes:
-            (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-            data = axes.dataLim
-            assert left <= data.x0 <= data.x1 <= right, "what is drawn is in the picture"
-            assert bottom <= data.y0 <= data.y1 <= top
-        for one, other in pairwise(figure.axes):
-            assert one.get_xlim() == other.get_xlim()
-            assert kind == "speedup" or one.get_ylim() == other.get_ylim()
-
-
-def test_drawings_of_a_page_take_its_colour_and_depend_on_the_results_alone(
-    results: Results,
-) -> None:
-    once, again = (drawings(results) for _ in range(2))
-    assert once == again
-    assert len(once) == 2
-    assert all("currentColor" in svg and "#24292f" not in svg for svg in once)
+    assert drawn >= {COLOURS[bar.look] for bar in bars}
 
 
 def test_the_figures_of_a_position_are_those_of_the_generations(results: Results) -> None:

@@ -56,7 +56,6 @@ class Fold:
         first: heading of the names.
         note: conditions and marks, below the table.
         wins: names of the rows that are green: lossless, and better by an interval above zero.
-        drawings: inline SVG, folded with the table.
         bars: a picture above the fold.
     """
 
@@ -67,7 +66,6 @@ class Fold:
     first: str = "method"
     note: str = ""
     wins: Collection[str] = ()
-    drawings: Sequence[str] = ()
     bars: Sequence[Bar] = ()
 
 

@@ -1,9 +1,9 @@
 """From results.json to a table in the terminal and one HTML page.
 
 The page is the answer on one screen and then folded sections. A section is a `Fold`: a title, one
-sentence, a table (columns with how to read them, rows), and if it has them drawings and `bars`, a
-picture that stands above the fold (`eval/reporting/rendering.py`). To add one, write a function
-that returns a `Fold`, and name it in `folds`; what the results do not know comes with `Context`.
+sentence, a table (columns with how to read them, rows), and perhaps `bars`, a picture that stands
+above the fold (`eval/reporting/rendering.py`). To add one, write a function that returns a `Fold`,
+and name it in `folds`; what the results do not know comes with `Context`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from markupsafe import Markup
+import numpy as np
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from eval.analysis.head_verdict import HeadVerdict
-from eval.measuring.pooled import ALL_SETS, fastest, merit, pool
-from eval.measuring.results import Results
+from eval.measuring.intervals import Interval, resamples
+from eval.measuring.metrics import divide, prompt_ids
+from eval.measuring.pooled import ALL_SETS, fastest, pool
+from eval.measuring.results import Results, Run
 from eval.measuring.samples import Samples
 from eval.reporting import head, verifiers
 from eval.reporting.recommendation import (
@@ -50,6 +52,8 @@ UNTIMED = "not measured"
 """A speed in results without times."""
 MARKS = {"★": "fastest", "≈": "not told apart from it", "~": "wide interval", "†": "biased"}
 """The legend of the table in a terminal."""
+MIN_ROUNDS = 10
+"""Positions drafted in fewer rounds than this are not shown."""
 SHORT, FEW_ROWS = 4, 8
 """Columns of the table in a terminal, and most of its rows: a run's end has 25 lines."""
 
@@ -89,7 +93,6 @@ class Context:
         verdict: how well the head predicts, and whether it pays.
         command: the command line that measured this.
         samples: the texts of a few prompts.
-        others: folder -> results of the run's other evaluations.
     """
 
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -97,7 +100,6 @@ class Context:
     verdict: HeadVerdict | None = None
     command: str = ""
     samples: Samples | None = None
-    others: Mapping[str, Results] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +236,8 @@ def render_page(results: Results, context: Context) -> str:
 def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
     made = [verifiers.fold(results), _all_sets(results), _each_set(results)]
-    made += [head.rivals(context.verdict), _heads(results, context)]
-    made += [head.predictors(context.verdict), _positions(results), lengths_fold(results)]
-    made += [what_if(results), _scores(results), _where(results, context)]
+    made += [head.rivals(context.verdict), head.predictors(context.verdict), _positions(results)]
+    made += [lengths_fold(results), what_if(results), _scores(results), _where(results, context)]
     return [fold for fold in made if fold]
 
 
@@ -248,14 +249,22 @@ PICTURE = {
 """What the bars of the first screen show, the first that there is -> unit, and of what."""
 
 
-def picture(results: Results) -> tuple[str, list[Bar]]:
-    """What the bars of the first screen are of, and the bars: methods that draft, over all sets."""
-    rows = {row.name: row for row in pool(results)}
+def picture(
+    results: Results, methods: Sequence[str] = (), datasets: Sequence[str] = ()
+) -> tuple[str, list[Bar]]:
+    """What the bars of the first screen are of, and the bars: methods that draft.
+
+    Args:
+        results: of one evaluation.
+        methods: which; by default the best setting of each kind.
+        datasets: prompt sets that they are over together; by default all.
+    """
+    rows = {row.name: row for row in pool(results, datasets)}
     shown = next(name for name in PICTURE if any(name in row.rates for row in rows.values()))
     best = best_of(list(rows.values()))
     unit, of_what = PICTURE[shown]
     bars = []
-    for row in (rows[name] for name in shown_methods(results)):
+    for row in (rows[name] for name in shown_methods(results, methods) if name in rows):
         value = row.rate(shown)
         if row.method.decoder == "plain" or value is None:
             continue
@@ -266,22 +275,6 @@ def picture(results: Results) -> tuple[str, list[Bar]]:
         mark = None if shown == "tokens_per_second" else 1.0
         bars.append(Bar(row.name, value, text, mark, look))
     return of_what, bars
-
-
-def _heads(results: Results, context: Context) -> Fold | None:
-    """The best method with each head, where several evaluations of the run measured one."""
-    rows = []
-    for folder, each in {"this page": results, **context.others}.items():
-        asking = {row.name: row for row in pool(each) if row.runs[0].head is not None}
-        if asking:
-            name = max(asking, key=lambda method: merit(asking[method]))
-            (row,) = (row for row in rows_of(each) if row.method == name)
-            head = public_name(str(asking[name].runs[0].head))
-            rows.append((f"{head}, {name} ({folder})", row.figures))
-    if len(rows) < 2:
-        return None
-    sentence = "The best method with each, against the target alone in its own evaluation."
-    return Fold("Heads of this run", sentence, COLUMNS, rows, first="head")
 
 
 def _all_sets(results: Results) -> Fold:
@@ -327,20 +320,53 @@ def _each_set(results: Results) -> Fold | None:
 
 
 def _positions(results: Results) -> Fold | None:
-    if not any(run.method.fixed_length for run in results.runs):
-        return None
-    from eval.reporting.charts import MIN_ROUNDS, drawings  # imports matplotlib
+    """Acceptance by position of the longest run of each kind that drafts every position.
 
+    An adaptive rule goes on where it expects acceptance: the tokens that it drafts far out are the
+    easy ones, and its share lies higher for that alone. So adaptive rules are not shown.
+    """
+    longest: dict[tuple[object, ...], Run] = {}
+    fixed = [run for run in results.runs if run.method.fixed_length]
+    sets = results.datasets()
+    for run in sorted(fixed, key=lambda run: (sets.index(run.dataset), run.method.deepest)):
+        method = run.method
+        kind = (run.draft, method.decoder, method.verifier, str(method.verifier_args))
+        longest[run.dataset, *((method.name,) if method.branches else kind)] = run
+    cells = {f"{run.dataset}, {run.name}": positions_of(run) for run in longest.values()}
+    if not any(cells.values()):
+        return None
+    deepest = max(map(len, cells.values()))
     return Fold(
         "Acceptance by position",
         "The share accepted with all before it.",
+        [(f"{place}", "") for place in range(1, deepest + 1)],
+        [
+            (name, [f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]" for x in shares])
+            for name, shares in cells.items()
+        ],
         note="Fixed lengths and trees, which draft every position in every round; the longest run"
         " of each kind. Of the rounds drafting this deep, at least"
         f" {MIN_ROUNDS}, the share that accepted the position and all before it, with its 95 %"
         " interval.",
-        # Safe: the words of a drawing are drawn as paths or escaped.
-        drawings=[Markup(svg) for svg in drawings(results)],
     )
+
+
+def positions_of(run: Run) -> list[Interval]:
+    """Share of the rounds drafting each position that accepted it and all before it.
+
+    Positions that fewer than MIN_ROUNDS rounds drafted are left out.
+    """
+    prompts = prompt_ids(run.generations)
+    row = {name: index for index, name in enumerate(prompts)}
+    drafted, accepted = np.zeros((2, len(prompts), len(run.acceptance_by_position)))
+    for each in run.generations:
+        depth = len(each.drafted_by_position)
+        drafted[row[each.prompt_id], :depth] += each.drafted_by_position
+        accepted[row[each.prompt_id], :depth] += each.accepted_by_position
+    enough = int((drafted.sum(axis=0) >= MIN_ROUNDS).sum())  # deeper ones are drafted less often
+    weights = resamples(len(prompts))
+    shares = divide(weights @ accepted, weights @ drafted)
+    return [Interval.of(shares[:, place]) for place in range(enough)]
 
 
 def _scores(results: Results) -> Fold | None:

@@ -9,9 +9,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from eval.measuring.results import Results, check_metrics, read_results
+from eval.reporting.report import picture
 from eval.reporting.table import readme_table, shown_methods
 from eval.reporting.vllm_metrics import vllm_metrics
 from recipes.layout import RESULTS
@@ -30,7 +32,7 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
         out: folder, created if missing.
         methods: those of the picture.
     """
-    from eval.reporting.charts import plot, write_png  # imports matplotlib
+    from eval.reporting.charts import write_bars  # imports matplotlib
 
     values = results.model_dump(mode="json")
     for run in values["runs"]:
@@ -38,9 +40,12 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
         run["generations"] = {name: [row[name] for row in rows] for name in rows[0]}
     text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_text(out / RESULTS, text + "\n")
-    shown = [run for run in results.runs if run.name in methods]
-    picture = plot("speedup", results.model_copy(update={"runs": shown}), results.datasets())
-    write_png(out / PICTURE, picture)
+    bars = [
+        replace(bar, group=dataset)
+        for dataset in results.datasets()
+        for bar in picture(results, methods, [dataset])[1]
+    ]
+    write_bars(out / PICTURE, bars, "speed-up over the target alone")
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:

@@ -18,7 +18,6 @@ from eval.drafting.stopping.logistic import CalibratedRule, OnlineLogistic, odds
 from eval.drafting.stopping.rule import (
     ActiveRule,
     DraftedToken,
-    Family,
     StoppingRule,
     UpcomingToken,
     largest,
@@ -60,7 +59,6 @@ class Cost(CalibratedRule):
     """
 
     name: ClassVar[str] = "cost"
-    family: ClassVar[Family] = "cost"
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"draft_seconds": 0.25, "token_seconds": 1.0},
         {"draft_seconds": 0.3, "target_seconds": 1.0},

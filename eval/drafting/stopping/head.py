@@ -11,7 +11,6 @@ from eval.drafting.stopping.rule import (
     ActiveRule,
     AdaptiveRule,
     DraftedToken,
-    Family,
     UpcomingToken,
 )
 from specdata.errors import ConfigError
@@ -38,7 +37,6 @@ class Head(AdaptiveRule):
     symbol: ClassVar[str] = "h="
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 0.6},)
     needs_head: ClassVar[bool] = True
-    family: ClassVar[Family] = "head"
 
     threshold: float = Field(
         default=0.7,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Reals, RecordedTokens
     from eval.rounds import Round
     from heads import BaseHead
-
-Family = Literal["fixed", "rule", "head", "cost"]
-
 
 Embed = Callable[["Tensor"], "Tensor | None"]
 
@@ -165,8 +162,6 @@ class StoppingRule(Config):
         needs_head: whether it cannot work without an acceptance head.
         fitted: parameters that an evaluation fits on labels where they are None, by `fit`. Two
             rules may name the same one if they fit it alike.
-        family: which methods plots draw alike: "fixed" lengths, training-free "rule"s, rules that
-            threshold a "head", or "cost" rules without a threshold.
     """
 
     name: ClassVar[str]
@@ -177,7 +172,6 @@ class StoppingRule(Config):
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
     fitted: ClassVar[tuple[str, ...]] = ()
-    family: ClassVar[Family] = "rule"
 
     @property
     @abstractmethod

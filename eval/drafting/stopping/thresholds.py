@@ -10,7 +10,6 @@ from eval.drafting.stopping.rule import (
     ActiveRule,
     AdaptiveRule,
     DraftedToken,
-    Family,
     StoppingRule,
     chance,
     nats,
@@ -36,7 +35,6 @@ class Fixed(StoppingRule):
     symbol: ClassVar[str] = "K="
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"length": 2},)
     adaptive: ClassVar[bool] = False
-    family: ClassVar[Family] = "fixed"
 
     length: int = Field(default=4, ge=1, description="tokens drafted a round, on each path")
 
