@@ -50,7 +50,7 @@ MODULES = {
         "Run a paper's experiments on a pair, and print its tables.",
     ),
     "verifiers": (
-        "recipes.verifiers",
+        "recipes.tools.verifiers",
         "Find the best verifier and draft for a pair, and whether speculation pays.",
     ),
     "trees": (

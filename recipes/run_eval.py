@@ -357,7 +357,8 @@ def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
         return []
     import torch
 
-    from eval.analysis.verifier_table import Measured, Times, decoded_only, verifier_table
+    from eval.analysis.round_times import Times
+    from eval.analysis.verifier_table import Measured, verifier_table
 
     plain, chains, branching = (
         [each for run in some for each in run.generations]
@@ -381,13 +382,12 @@ def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
         experiment.seed,
         evaluation.max_new_tokens,
     )
-    rows = verifier_table(
+    return verifier_table(
         measured,
         seconds=seconds,
         folder=experiment.folder / PROGRESS / "verifiers",
         report=lambda kind: say(f"  verifiers on {kind}"),
     )
-    return [*rows, *decoded_only(results)]
 
 
 def _is_measuring(config: PipelineConfig) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+from eval.analysis.draft_kinds import KINDS
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.drafters import BranchingDrafter, DraftPath
 from eval.runtime.model import CachedModel
@@ -21,34 +22,25 @@ from tests.test_decoder import PROMPT, head
 from tests.tiny import END, joint_distribution, tiny_llama
 
 DRAWS = 200
-CASES = {
-    "token": DecodeConfig(verifier="token", stop="head", threshold=0.6),
-    "block": DecodeConfig(verifier="block", stop="confidence", threshold=0.5),
-    "greedy_block": DecodeConfig(verifier="greedy_block", length=3),
-    "naive": DecodeConfig(verifier="naive", drafter="tree", widths=(2, 2), siblings="greedy"),
-    "rrs": DecodeConfig(verifier="rrs", drafter="tree", widths=(2, 1, 1)),
-    "rrs_wor": DecodeConfig(verifier="rrs_wor", drafter="tree", widths=(2, 2)),
-    "kseq": DecodeConfig(verifier="kseq", drafter="paths", paths=3, length=2),
-    "importance": DecodeConfig(
-        verifier="importance",
-        verifier_args={"solver": "luce"},
-        drafter="paths",
-        paths=2,
-        length=2,
-        path_temperatures=(1.0, 1.6),
+# The first of these kinds that a verifier takes shows its caches and rows.
+SMALL = ("tree 2x2x1", "tree 2x2x1, distinct", "tree 4x2x2, greedy", "2 paths of 4", "chain of 4")
+
+
+def decoded_with(name: str) -> DecodeConfig:
+    spec, sampling = VERIFIERS[name], SamplingConfig()
+    kind = next(KINDS[kind] for kind in SMALL if KINDS[kind].config(sampling).kind in spec.takes)
+    return kind.config(sampling, name, **spec.grid[0])
+
+
+# A case of each lossless verifier, ends that depend on tokens, and paths of two distributions.
+CASES = {name: decoded_with(name) for name, spec in VERIFIERS.items() if spec.lossless} | {
+    "token, ended by a head": DecodeConfig("token", stop="head", threshold=0.6),
+    "block, ended by confidence": DecodeConfig("block", stop="confidence", threshold=0.5),
+    "independent paths": DecodeConfig(
+        "importance", drafter="paths", paths=2, length=2, path_temperatures=(1.0, 1.6)
     ),
-    "greedy_draft": DecodeConfig(verifier="greedy_draft", drafter="tree", widths=(3, 2)),
-    "multipath_block": DecodeConfig(verifier="multipath_block", drafter="paths", paths=2, length=3),
-    "traversal": DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2)),
-    "batch": DecodeConfig(verifier="batch", drafter="paths", paths=2, length=3),
 }
-
-
-def test_every_lossless_verifier_is_decoded_with() -> None:
-    assert set(CASES) == {name for name, entry in VERIFIERS.items() if entry.lossless}
-
-
-# Beside one case a lossless verifier: no draft, a warped sampler, a tree that draws nothing.
+# Beside them no draft, a warped sampler, trees that draw nothing.
 SAMPLED = CASES | {
     "plain": DecodeConfig(),
     "warped": DecodeConfig(length=3, temperature=0.7, top_k=3, top_p=0.9),

@@ -27,8 +27,7 @@ READS = frozenset(
 )
 VOCABULARY = 24
 # A rejection's residual is made of what one read gave, and no read follows but the token's.
-CHAINS = ["token", "block", "greedy_block", "biased_uno", "biased_opt"]
-PARAMETERS: dict[str, Any] = {"biased_uno": {"epsilon": 0.1}, "biased_opt": {"epsilon": 0.1}}
+CHAINS = [name for name, spec in VERIFIERS.items() if not spec.branching]
 
 
 class Reads(TorchFunctionMode):
@@ -70,7 +69,7 @@ def reads_of(work: Callable[[], object]) -> int:
 def test_a_chain_is_verified_with_as_many_reads_whatever_its_length(
     name: str, device: None
 ) -> None:
-    verifier = VERIFIERS[name].make(**PARAMETERS.get(name, {}))
+    verifier = VERIFIERS[name].make(**VERIFIERS[name].grid[0])
 
     def most(length: int) -> int:
         counts = []

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from eval.analysis.verifier_table import KINDS, rows_of
+from eval.analysis.draft_kinds import KINDS
 from eval.measuring.intervals import Interval
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.results import VerifierRow
 from eval.reporting.report import Context, write_report
-from specdata.probability import SamplingConfig
 from tests.browser import CHROMIUM, Browser
 from tests.synthetic_results import synthetic_results
 from tests.synthetic_verdict import synthetic_verdict
@@ -42,7 +41,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             dataset=ALL_SETS,
             verifier=name,
             parameters=parameters,
-            draft_kind=kind,
+            draft_kind=kind.name,
             lossless=True,
             expected_tokens=Interval(3.2, 3.0, 3.4),
             gain=Interval(0.03, 0.01, 0.05),
@@ -54,8 +53,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             speedup=2.1,
             decoded="fixed-4",
         )
-        for kind in KINDS
-        for name, parameters in rows_of(kind, SamplingConfig())
+        for kind in KINDS.values()
+        for name, parameters in kind.rows()
     ]
     results = synthetic_results().model_copy(update={"verifiers": verifiers})
     return write_report(results, tmp_path_factory.mktemp("layout"), context)

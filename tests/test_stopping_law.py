@@ -155,7 +155,8 @@ def drafts(rule: ActiveRule, *, drop: bool = False) -> Iterator[tuple[Path, floa
 
 def emitted(rule: ActiveRule, verifier: str, *, drop: bool = False) -> tuple[Law, set[int]]:
     """The law of the first `DEEPEST` + 1 tokens, and the lengths of the drafts."""
-    law, lengths, verify = dict[Path, float](), set[int](), VERIFIERS[verifier].make()
+    law, lengths, spec = dict[Path, float](), set[int](), VERIFIERS[verifier]
+    verify = spec.make(**spec.grid[0])
     for path, weight in drafts(rule, drop=drop):
         lengths.add(len(path))
         rows = torch.stack([Q[path[:depth]] for depth in range(len(path))])

@@ -9,26 +9,29 @@ import numpy as np
 import pytest
 import torch
 
+from eval.analysis import verifier_table as verifier_table_module
+from eval.analysis.draft_kinds import KINDS
+from eval.analysis.round_times import Times
 from eval.analysis.verifier_table import (
-    KINDS,
     Enumerated,
     Expected,
     Measured,
-    Times,
+    Scored,
     drafted,
     expected,
-    rows_of,
+    reduced,
     verifier_rows,
     verifier_table,
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.records import PromptRecord
 from eval.measuring.results import ENOUGH
 from eval.reporting.verifiers import answer, best, fold, of_all
 from eval.verifiers import VERIFIERS
-from recipes.verifiers import main
+from recipes.tools.verifiers import main
 from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
@@ -69,7 +72,8 @@ def table_at(
         size=64,
     )
     asked = [own[name] for name in references]
-    return {name: expected(own[name], asked, starts) for name in names}, own, starts
+    texts = range(len(prompts))
+    return {name: expected(own[name], asked, starts, texts) for name in names}, own, starts
 
 
 def test_a_place_counts_by_how_a_round_ends_there_and_a_call_emits_what_its_verdict_says() -> None:
@@ -103,16 +107,14 @@ def test_a_place_counts_by_how_a_round_ends_there_and_a_call_emits_what_its_verd
 
 
 def test_of_a_draft_on_states_a_text_begins_with_a_round_without_a_draft() -> None:
-    """Of the places that are shown, no later one is taken for a text's first."""
     places = drafted(
         *states_pair(12),
         tiny_prompts(8),
         DecodeConfig(length=2),
         max_new_tokens=24,
-        keep=0.3,
     )
     first = [place for place in places if place.before is None]
-    assert 0 < len(first) < len(places) / 4
+    assert len(first) == 8 < len(places) / 4
     assert not any(len(place.here.tree) for place in first)
 
 
@@ -128,31 +130,28 @@ def test_a_large_vocabulary_is_enumerated_over_a_smaller_one_with_the_same_count
         for weights, size in ((target.lm_head.weight, 0.8), (draft.lm_head.weight, 0.2)):
             weights += size * torch.randn(weights.shape, generator=generator)
         draft.lm_head.weight += target.lm_head.weight - draft.lm_head.weight.mean()
-    settings, references = KINDS[kind]
     own = [
-        Enumerated(VERIFIERS[name].make(**given), end_ids(target))
-        for name, given in rows_of(kind, SamplingConfig())
-        if "alphabet" not in given
+        Enumerated(VERIFIERS[name].make(**parameters), end_ids(target))
+        for name, parameters in KINDS[kind].rows()
+        if "alphabet" not in parameters
     ]
-    config = DecodeConfig(verifier=references[0], **settings)
-    used = [each.verifier for each in own[: len(references)]]
-    starts = drafted(
-        target, draft, tiny_prompts(2), config, references=used, max_new_tokens=6, size=2
-    )
-    rounds = [place.here for place in starts if len(place.here.tree)]
+    timed: list[tuple[DraftTree, torch.Tensor]] = []
+    config = KINDS[kind].config(SamplingConfig())
+    places = drafted(target, draft, tiny_prompts(2), config, max_new_tokens=6, timed=timed)
+    assert len(timed) > len(places) / 2 or len(timed) > 12
     most = 0.0
-    for here in rounds:
-        assert here.compact.target.shape[-1] < 1200
+    for tree, scores in timed:
+        node = len(tree) // 2
+        paths = [
+            tuple(tree.token_list[n - 1] for n in tree.path_to(m)) for m in range(1 + len(tree))
+        ]
+        token = int(scores[node].argmax())
+        whole = Scored(tree, scores, token, node, paths)
+        small = Scored(*reduced(tree, scores, token), node, paths)
+        assert small.target.shape[-1] < 1200
         for each in own:
-            _, accepted, chance = each(here)
-            whole = [0.0, 0.0]
-            for weight, end in each.verifier.outcomes(here.tree, here.target):
-                path = here.paths[end.node]
-                whole[0] += weight * len(path)
-                if path == here.paths[here.node]:
-                    whole[1] += weight * float(end.distribution[here.token])
-            assert (accepted, chance) == pytest.approx(whole, abs=2e-3), each.verifier.name
-            most = max(most, accepted)
+            assert each(small) == pytest.approx(each(whole), abs=2e-3), each.verifier.name
+            most = max(most, each(small)[1])
     assert most > 0.4, "drafts that are never accepted would show nothing"
 
 
@@ -210,31 +209,32 @@ def test_tokens_a_call_are_those_of_decoding(
 
 
 def test_every_verifier_has_a_row_on_every_kind_that_it_takes() -> None:
-    sampling = SamplingConfig()
-    for kind, (settings, references) in KINDS.items():
-        form = DecodeConfig(verifier=references[0], **settings).kind
-        takes = {name for name, spec in VERIFIERS.items() if form in spec.takes}
-        assert {name for name, _ in rows_of(kind, sampling)} == takes - {"greedy_block"}
-    known = {name for kind in KINDS for name, _ in rows_of(kind, sampling)}
-    assert known == set(VERIFIERS) - {"greedy_block"}
+    one_round = {name for name, spec in VERIFIERS.items() if not spec.residual_persists}
+    for kind in KINDS.values():
+        form = kind.config(SamplingConfig()).kind
+        takes = {name for name in one_round if form in VERIFIERS[name].takes}
+        assert {name for name, _ in kind.rows()} == takes
+    assert {name for kind in KINDS.values() for name, _ in kind.rows()} == one_round
 
 
 def test_rows_of_one_law_are_one_figure_because_they_are_at_the_same_places() -> None:
     prompts = [("a", prompt) for prompt in tiny_prompts(6)]
     measured = Measured(*TINY, prompts, SamplingConfig(), max_new_tokens=16)
-    rows = {row.verifier: row for row in verifier_rows("chain of 8", measured, 5.0)}
+    rows = {row.verifier: row for row in verifier_rows(KINDS["chain of 8"], measured, 5.0)}
     for one, other in (("block", "traversal"), ("token", "rrs")):
         assert rows[one].positions == rows[other].positions >= ENOUGH
         tokens = rows[other].expected_tokens.value
         assert rows[one].expected_tokens.value == pytest.approx(tokens, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_where_no_place_of_a_set_weighs_there_is_no_ceiling() -> None:
+def test_where_no_place_of_a_set_weighs_there_is_no_ceiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Set b is one prompt, whose places among the few that have an optimum weigh nothing."""
+    monkeypatch.setattr(verifier_table_module, "OPTIMA", 4)
     prompts = [("ba"[min(1, n)], prompt) for n, prompt in enumerate(tiny_prompts(6))]
     measured = Measured(*TINY, prompts, SamplingConfig(), seed=9, max_new_tokens=8)
-    rows = [row for row in verifier_rows("4 siblings", measured, 0.0) if row.dataset == "b"]
+    rows = [row for row in verifier_rows(KINDS["4 siblings"], measured, 0.0) if row.dataset == "b"]
     assert {row.ceiling for row in rows} == {None}
 
 
@@ -305,7 +305,8 @@ def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
     small = ["--seconds", "1", "--max-new-tokens", "6", "--out", str(tmp_path / "out")]
     assert main([*pair, "--prompts", str(prompts), *small]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("A drafted token is accepted with probability 0.")
+    assert said.startswith("Of ")
+    assert "over the target alone here: " in said
     assert "| chain of 4 | block |" in said
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"verifiers.md", "verifiers.json", "verifiers.png"}

@@ -1,13 +1,11 @@
 """Properties of every verifier: each entry of VERIFIERS over each form of draft it takes.
 
-A new verifier needs no new test here: its entry in VERIFIERS (and, if it has parameters, a line in
-PARAMETERS) adds it to every test below.
+A new verifier needs no new test here: its entry in VERIFIERS adds it to every test below.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import re
 from collections import Counter
@@ -21,7 +19,6 @@ from torch import Tensor
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS
 from eval.verifiers.rule import Verifier
-from eval.verifiers.rules import RULES
 from tests.chi_square import p_value, power_of_shift
 from tests.oracles import (
     CASES,
@@ -36,24 +33,10 @@ from tests.oracles import (
     total_variation,
 )
 
-# Parameters that a verifier is tested with; one that is not listed has none.
-PARAMETERS: Mapping[str, list[dict[str, Any]]] = {
-    "biased_uno": [{"epsilon": 0.0}, {"epsilon": 0.1}],
-    "biased_opt": [{"epsilon": 0.0}, {"epsilon": 0.1}],
-    "importance": [
-        {"solver": "lp"},
-        {"solver": "truncated", "s": 2},
-        {"solver": "truncated_nosort", "s": 1},
-        {"solver": "luce"},
-        {"solver": "truncated", "alphabet": 2},
-    ],
-    "multipath_block": [{"solver": "lp"}, {"solver": "truncated", "s": 1}, {"solver": "luce"}],
-}
 
-
-def every_verifier() -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in VERIFIERS:
-        for parameters in PARAMETERS.get(name, [{}]):
+def every_verifier() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, spec in VERIFIERS.items():
+        for parameters in spec.examples or spec.grid:
             yield name, parameters
 
 
@@ -84,8 +67,9 @@ def over_kinds() -> list[Any]:
 EVERY_VERIFIER = [
     pytest.param(VERIFIERS[n].make(**kw), id=label(n, kw)) for n, kw in every_verifier()
 ]
-# Rules for one position read the nodes on their way only; these read a whole path or subtree.
-READS_WHOLE_PATHS = {"block", "greedy_block", "multipath_block", "traversal"}
+# Rules for one position read the nodes on their way only, and `batch` does too; the other rules for
+# a whole draft read a whole path or subtree.
+READS_WHOLE_PATHS = {name for name, spec in VERIFIERS.items() if spec.whole_draft} - {"batch"}
 
 
 def first_drafts(
@@ -330,16 +314,6 @@ def test_float32_agrees_with_float64(verifier: Verifier, vocabulary: int, reques
         assert float(gap.max()) < 4e-5
 
 
-def test_every_rule_has_an_entry_that_names_its_parameters() -> None:
-    """The entries are read without torch, so they repeat what the rules' signatures say."""
-    assert RULES.keys() == VERIFIERS.keys()
-    for name, rule in RULES.items():
-        known = inspect.signature(rule).parameters.values()
-        assert VERIFIERS[name].parameters == tuple(each.name for each in known)
-        needed = tuple(each.name for each in known if each.default is inspect.Parameter.empty)
-        assert VERIFIERS[name].required == needed
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -371,7 +345,7 @@ def test_a_target_that_is_no_distribution_is_refused(row: list[float]) -> None:
 
 @pytest.mark.parametrize(("name", "parameters"), list(every_verifier()))
 def test_declared_properties_are_those_that_enumeration_finds(
-    name: str, parameters: dict[str, Any]
+    name: str, parameters: Mapping[str, Any]
 ) -> None:
     verifier = VERIFIERS[name].make(**parameters)
     assert verifier.name == name

@@ -117,7 +117,7 @@ class VerifierRow(Strict):
         dataset: name of the prompt set, or `eval.measuring.pooled.ALL_SETS`.
         verifier: its name in `VERIFIERS`.
         parameters: its parameters.
-        draft_kind: such as "chain of 4", a key of `verifier_table.KINDS`.
+        draft_kind: such as "chain of 4", a key of `eval.analysis.draft_kinds.KINDS`.
         lossless: whether the output distribution is exactly the target's.
         expected_tokens: that a call of the target emits.
         gain: expected tokens over those of the kind's first verifier in the table, minus 1, at the

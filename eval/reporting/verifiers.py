@@ -88,6 +88,18 @@ def answer(rows: Sequence[VerifierRow]) -> str:
     return f"{said}; over token verification at its best, {token.draft_kind}: {gains}{sure}."
 
 
+def pays(rows: Sequence[VerifierRow]) -> str:
+    """Whether the best row is faster than the target alone, by its times."""
+    row = best(rows)
+    speed, tokens = row.speedup or 0.0, row.expected_tokens
+    verdict = "so few places cannot tell whether it pays"
+    if speed * tokens.low > tokens.value:
+        verdict = "it pays"
+    elif speed * tokens.high < tokens.value:
+        verdict = "it does not pay: drafting costs more than it saves"
+    return f"Expected is {speed:.2f}x over the target alone here: {verdict}."
+
+
 def fold(results: Results) -> Fold | None:
     """The section of a page; None without a table."""
     rows = of_all(results.verifiers)

@@ -1,59 +1,80 @@
-"""Every verifier by name: what it takes, what it promises, where it comes from.
+"""Every verifier by name: one declaration says what it takes and promises, and how it is tried.
 
-To add one, write its rule (a `NodeRule` for one position, wrapped in `walk`, or a `Rule` for the
-whole draft), give it a name in `RULES` (`rules.py`), and add its entry to `VERIFIERS`.
-`tests/test_verifiers.py` tests every entry.
+To add one, write its rule in a file of this folder (a `NodeRule` for one position, or a `Rule` for
+the whole draft), and declare it in `VERIFIERS`. `tests/test_verifiers.py` tests every entry.
 
 This file is imported without torch, so that a configuration is checked, and help and plans are
-shown, at once; `VerifierSpec.make` imports the rules.
+shown, at once; `VerifierSpec.make` imports the rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from eval.verifiers.rule import Verifier
 
 __all__ = ["VERIFIERS", "VerifierSpec"]
 
+Settings = tuple[Mapping[str, Any], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class VerifierSpec:
-    """An entry of `VERIFIERS`.
+    """All that the project knows of a verifier.
 
     Args:
-        name: its key, and that of its rule in `RULES`.
+        name: what it is asked for by; its key in `VERIFIERS`.
+        rule: "module.function" in this folder: the rule, or what makes it of its parameters.
         takes: the `DraftTree.kind`s that it has a proof for.
-        lossless: whether the output distribution is exactly the target's.
         paper: where it comes from.
+        whole_draft: whether it is a `Rule`; if not, it is a `NodeRule`, applied by `walk`.
+        bias: "module.function" of (p (V,), q (V,), **parameters): the total variation between p and
+            the token emitted at one position. Empty: there is none, it is lossless.
         residual_persists: see `Verifier`.
-        parameters: names of what its rule can be given.
-        required: names of what its rule must be given.
+        grid: settings worth trying; one without parameters has none but {}.
+        examples: settings that its tests drive it with, where the grid will not do. What all
+            settings in both have is required; {} says that nothing is.
     """
 
     name: str
+    rule: str
     takes: tuple[str, ...]
-    lossless: bool
     paper: str
+    whole_draft: bool = False
+    bias: str = ""
     residual_persists: bool = False
-    parameters: tuple[str, ...] = ()
-    required: tuple[str, ...] = ()
+    grid: Settings = ({},)
+    examples: Settings = ()
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output distribution is exactly the target's."""
+        return not self.bias
 
     @property
     def branching(self) -> bool:
         """True if it takes drafts with more than one candidate for a position."""
         return self.takes != ("chain",)
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return tuple(dict.fromkeys(n for each in (*self.grid, *self.examples) for n in each))
+
     def check_names(self, given: Mapping[str, object]) -> None:
         """Raise ValueError for a parameter that it does not have or lacks, without torch."""
-        unknown = [name for name in given if name not in self.parameters]
-        missing = [name for name in self.required if name not in given]
+        settings, names = (*self.grid, *self.examples), self.parameters
+        unknown = [name for name in given if name not in names]
+        missing = [n for n in names if n not in given and all(n in each for each in settings)]
         if unknown or missing:
-            known = ", ".join(self.parameters) or "none"
+            known = ", ".join(names) or "none"
             wrong = f"it has no {', '.join(unknown)}" if unknown else f"it needs {missing[0]}"
             raise ValueError(f"unusable parameters {dict(given)}: {wrong} (parameters: {known})")
 
@@ -64,18 +85,28 @@ class VerifierSpec:
             ValueError: for a parameter that it does not have, lacks, or cannot use.
         """
         self.check_names(parameters)
-        from eval.verifiers.rule import Verifier
-        from eval.verifiers.rules import RULES
+        from eval.verifiers.rule import Verifier, walk
 
+        rule = _imported(self.rule)
+        rule = rule(**parameters) if any(self.grid) else rule
         return Verifier(
             self.name,
-            RULES[self.name](**parameters),
+            rule if self.whole_draft else walk(rule),
             self.takes,
             self.residual_persists,
             branching=self.branching,
             lossless=self.lossless,
             paper=self.paper,
         )
+
+    def bias_at(self, p: Tensor, q: Tensor, **parameters: object) -> float:
+        """Total variation between p and the token that a biased verifier emits at one position."""
+        return float(_imported(self.bias)(p, q, **parameters))
+
+
+def _imported(name: str) -> Any:
+    module, function = name.split(".")
+    return getattr(import_module(f"eval.verifiers.{module}"), function)
 
 
 # Kinds of drafts (`DraftTree.kind`) that verifiers have proofs for.
@@ -86,97 +117,119 @@ GREEDY = ("siblings, greedy", "tree, greedy")
 CHOSEN = ("siblings, chosen", "tree, chosen")
 PATHS = ("paths, iid", "paths, independent")
 
+_EPSILONS = ({"epsilon": 0.02}, {"epsilon": 0.1})
+
 _SPECS = (
     VerifierSpec(
         "token",
+        "multi_candidate.token",
         ("chain",),
-        lossless=True,
-        paper="Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318)",
+        "Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318)",
     ),
     VerifierSpec(
         "block",
+        "block.block",
         ("chain",),
-        lossless=True,
-        paper="Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2",
+        "Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2",
+        whole_draft=True,
     ),
     VerifierSpec(
         "greedy_block",
+        "block.greedy_block",
         ("chain",),
-        lossless=True,
-        paper="Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3",
+        "Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3",
+        whole_draft=True,
         residual_persists=True,
     ),
     VerifierSpec(
         "naive",
+        "multi_candidate.naive",
         (*INDEPENDENT, *DISTINCT, *GREEDY, *CHOSEN),
-        lossless=True,
-        paper="Yang et al. 2024 (arXiv:2401.06706), MCNS",
+        "Yang et al. 2024 (arXiv:2401.06706), MCNS",
     ),
     VerifierSpec(
         "rrs",
+        "multi_candidate.rrs",
         INDEPENDENT,
-        lossless=True,
-        paper="Miao et al. 2023 (arXiv:2305.09781); Yang et al. 2024 (arXiv:2401.06706)",
+        "Miao et al. 2023 (arXiv:2305.09781); Yang et al. 2024 (arXiv:2401.06706)",
     ),
     VerifierSpec(
         "rrs_wor",
+        "multi_candidate.rrs_wor",
         DISTINCT,
-        lossless=True,
-        paper="Yang et al. 2024 (arXiv:2401.06706), Algorithm 2",
+        "Yang et al. 2024 (arXiv:2401.06706), Algorithm 2",
     ),
     VerifierSpec(
         "kseq",
+        "kseq.kseq",
         IID,
-        lossless=True,
-        paper="Sun et al. 2023, SpecTr (arXiv:2310.15141), Algorithm 3",
+        "Sun et al. 2023, SpecTr (arXiv:2310.15141), Algorithm 3",
     ),
     VerifierSpec(
         "importance",
+        "importance.importance",
         INDEPENDENT,
-        lossless=True,
-        paper="Khisti et al. 2025 (arXiv:2410.18234); Luce selection is ours",
-        parameters=("solver", "s", "alphabet"),
+        "Khisti et al. 2025 (arXiv:2410.18234); Luce selection is ours",
+        grid=(
+            {"solver": "truncated", "s": 5},
+            {"solver": "truncated", "s": 5, "alphabet": 40},
+            {"solver": "luce"},
+        ),
+        examples=(
+            {"solver": "lp"},
+            {"solver": "truncated", "s": 2},
+            {"solver": "truncated_nosort", "s": 1},
+            {"solver": "luce"},
+            {"solver": "truncated", "alphabet": 2},
+            {},
+        ),
     ),
     VerifierSpec(
         "multipath_block",
+        "multipath_block.multipath_block",
         PATHS,
-        lossless=True,
-        paper="ours: selection (arXiv:2410.18234) and block verification (arXiv:2403.10444)",
-        parameters=("solver", "s"),
+        "ours: selection (arXiv:2410.18234) and block verification (arXiv:2403.10444)",
+        whole_draft=True,
+        grid=({"solver": "truncated", "s": 5}, {"solver": "luce"}),
+        examples=({"solver": "lp"}, {"solver": "truncated", "s": 1}, {"solver": "luce"}, {}),
     ),
     VerifierSpec(
         "greedy_draft",
+        "multi_candidate.greedy_draft",
         GREEDY,
-        lossless=True,
-        paper="Hu et al. 2025 (ICLR), greedy draft sampling",
+        "Hu et al. 2025 (ICLR), greedy draft sampling",
     ),
     VerifierSpec(
         "traversal",
+        "traversal.traversal",
         ("chain", *INDEPENDENT, *DISTINCT),
-        lossless=True,
-        paper="Weng et al. 2025 (arXiv:2505.12398)",
+        "Weng et al. 2025 (arXiv:2505.12398)",
+        whole_draft=True,
     ),
     VerifierSpec(
         "batch",
+        "multi_candidate.batch",
         PATHS,
-        lossless=True,
-        paper="Yin et al. 2024 (arXiv:2411.00841), Algorithm 4",
+        "Yin et al. 2024 (arXiv:2411.00841), Algorithm 4",
+        whole_draft=True,
     ),
     VerifierSpec(
         "biased_uno",
+        "biased.biased_uno",
         ("chain",),
-        lossless=False,
-        paper="Yin et al. 2024 (arXiv:2411.00841), Decoding-UNO",
-        parameters=("epsilon",),
-        required=("epsilon",),
+        "Yin et al. 2024 (arXiv:2411.00841), Decoding-UNO",
+        bias="biased.uno_loss",
+        grid=_EPSILONS,
+        examples=({"epsilon": 0.0}, {"epsilon": 0.1}, {"epsilon": 2.0}),
     ),
     VerifierSpec(
         "biased_opt",
+        "biased.biased_opt",
         ("chain",),
-        lossless=False,
-        paper="Yin et al. 2024 (arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT",
-        parameters=("epsilon",),
-        required=("epsilon",),
+        "Yin et al. 2024 (arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT",
+        bias="biased.opt_loss",
+        grid=_EPSILONS,
+        examples=({"epsilon": 0.0}, {"epsilon": 0.1}, {"epsilon": 2.0}),
     ),
 )
 VERIFIERS: Mapping[str, VerifierSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})

@@ -36,8 +36,8 @@ RANKED = 512
 SINGLE = 512
 # Tokens with shares of their own in `_proportional`; the others are grouped by p/q.
 PROPORTIONAL = 32
-# Selections of vocabularies up to this size are cached: enumeration repeats them.
-CACHED_SIZE, CACHED = 64, 512
+# Selections of vocabularies up to this size are cached, so many: enumeration repeats them.
+CACHED_SIZE, CACHED = 4096, 128
 
 
 @dataclass(frozen=True)

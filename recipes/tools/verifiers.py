@@ -1,0 +1,133 @@
+"""Which verifier and which draft, and whether speculation pays, for any pair: without a run.
+
+    draftsmith verifiers TARGET DRAFT --prompts FILE [--out FOLDER] [--seconds 240]
+
+A few prompts are decoded one at a time for the times from which speeds are predicted; then every
+verifier is enumerated on every kind of draft (`eval.analysis.verifier_table`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from eval.runtime.engines import ENGINES
+from specdata.errors import ConfigError
+from specdata.prompts.catalogue import EMBEDDED
+from specdata.prompts.config import PromptSet
+from specdata.sampling import SamplingConfig
+from specdata.storage.files import write_json, write_text
+from specdata.terminal import accept_any_text, tell
+
+if TYPE_CHECKING:  # help is shown without torch
+    from eval.measuring.results import VerifierRow
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "draftsmith verifiers") -> int:
+    """Run the command line; returns the exit status."""
+    accept_any_text()
+    given = _parser(program).parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        rows = _measured(given, Console(stderr=True, highlight=False, soft_wrap=True))
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
+    from eval.reporting import verifiers
+
+    answer, table = f"{verifiers.answer(rows)} {verifiers.pays(rows)}", verifiers.markdown(rows)
+    console.print(f"{answer}\n\n{table}", markup=False)
+    if given.out:
+        from eval.reporting.charts import write_bars
+
+        write_text(given.out / "verifiers.md", f"{answer}\n\n{table}")
+        stored = [row.model_dump(mode="json") for row in rows]
+        write_json(given.out / "verifiers.json", {"answer": answer, "verifiers": stored})
+        meaning = "expected tokens a call of the target; line: ceiling"
+        write_bars(given.out / "verifiers.png", verifiers.bars(rows), meaning)
+        console.print(f"written: {given.out}/verifiers.md, .json, .png", markup=False)
+    return 0
+
+
+def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
+    """The table of the pair."""
+    if given.seconds <= 0 or given.max_new_tokens < 2 or given.count < 1:
+        raise ConfigError(
+            "--seconds must be above 0, --max-new-tokens at least 2 and --count at least 1; got "
+            f"{given.seconds:g}, {given.max_new_tokens} and {given.count}"
+        )
+    try:
+        sampling = SamplingConfig(given.temperature, given.top_k, given.top_p)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    import torch
+
+    from eval.analysis.round_times import measure_times
+    from eval.analysis.verifier_table import Measured, verifier_table
+    from specdata.models import (
+        check_shared_vocabulary,
+        load_model,
+        load_tokenizer,
+        longest_prompt,
+    )
+    from specdata.prompts.loading import load_prompts
+
+    begun = time.perf_counter()
+    tokenizer = load_tokenizer(given.target)
+    check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
+    room = min(longest_prompt(name, given.max_new_tokens) for name in (given.target, given.draft))
+    # Of a file all are read first: it may hold fewer.
+    sets = [PromptSet(given.prompts, count=given.count if given.prompts in EMBEDDED else 0)]
+    loaded = load_prompts(sets, tokenizer, seed=given.seed, max_tokens=room)
+    ids = [torch.tensor(prompt.ids) for prompt in loaded.prompts[: given.count]]
+    target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
+    log.print(f"{len(ids)} prompts: times, then every verifier on every kind of draft")
+    measured = Measured(
+        target,
+        draft,
+        [("prompts", each) for each in ids],
+        sampling,
+        measure_times(target, draft, ids, sampling, engine=given.engine, seed=given.seed),
+        seed=given.seed,
+        max_new_tokens=given.max_new_tokens,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        rows = verifier_table(
+            measured,
+            seconds=max(1.0, given.seconds - (time.perf_counter() - begun)),
+            folder=Path(folder),
+            report=lambda text: log.print(f"  verifiers on {text}", markup=False),
+        )
+    if not rows:
+        raise ConfigError("no kind of draft could be decoded by this pair: see above")
+    return rows
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("target", help="folder or Hub id of the target")
+    add("draft", help="folder or Hub id of the draft, of the same vocabulary")
+    add("--prompts", required=True, help="a JSONL, JSON or parquet file, or a set by name")
+    add("--out", type=Path, help="folder for verifiers.md, verifiers.json and verifiers.png")
+    add("--seconds", type=float, default=240.0, help="that it may take (default: 240)")
+    add("--count", type=int, default=16, help="most prompts (default: 16)")
+    add("--max-new-tokens", type=int, default=48, help="of each text (default: 48)")
+    add("--temperature", type=float, default=1.0, help="default: 1")
+    add("--top-k", type=int, default=0, help="0: all tokens (default)")
+    add("--top-p", type=float, default=1.0, help="default: 1")
+    add("--dtype", default="float32", help="of both models (default: float32)")
+    add(
+        "--engine", default="captured", choices=ENGINES, help="of what is timed (default: captured)"
+    )
+    add("--seed", type=int, default=0, help="of everything drawn (default: 0)")
+    return parser
