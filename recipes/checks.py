@@ -26,7 +26,7 @@ from recipes.sizes import (
 )
 from specdata.errors import ConfigError
 from specdata.loading import Role, check_bits, check_tp_plan, check_vocabularies
-from specdata.processes import process_count
+from specdata.processes import local_process_count, process_count
 from specdata.storage.files import read_object
 
 # Beside a tokenizer; other versions keep it in tokenizer_config.json.
@@ -131,21 +131,11 @@ def check_loading(
         load = models.loading(role)
         with named(f"models.load.{role}"):
             check_bits(load.bits, "bits", name)
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", process_count()))
-            if load.is_spread and local > 1:
+            if load.is_spread and (local := local_process_count()) > 1:
                 raise ConfigError(
                     f"device_map: {load.device_map} spreads the model over all devices of a "
                     f"machine, and {local} processes on this one would each do so: start one "
                     "process a machine, or share the layers among them with tp_plan: auto"
-                )
-            if (
-                load.attn_implementation
-                and "flash" in load.attn_implementation
-                and load.dtype == "float32"
-            ):
-                raise ConfigError(
-                    f"attn_implementation: {load.attn_implementation} computes in half precision "
-                    "and the model is loaded in float32: add dtype: bfloat16, or take sdpa"
                 )
     if is_shared(config, stage):
         _check_tensor_parallel(config, stage)

@@ -27,7 +27,6 @@ from recipes.steps import CommandLine, Step, steps_to_draft
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import is_remote, prompt_inputs
-from specdata.rollouts.config import check_samples
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -135,7 +134,11 @@ class Rollouts(Stage):
                 f"rollouts.store_taps must be from 0 to {layers}, because {config.models.target} "
                 f"has {layers} layers; got {rollouts.store_taps}"
             )
-        check_samples(rollouts, config.sampling)
+        if rollouts.samples > 1 and config.sampling.temperature == 0:
+            raise ConfigError(
+                f"rollouts.samples is {rollouts.samples}, but at temperature 0 every sample of a "
+                "prompt is the same: set samples to 1, or a temperature above 0"
+            )
         check_loading(config, "rollouts")
         check_room(config, "rollouts", rollouts.max_new_tokens, [config.models.target])
         check_shared(config, given_models(config))

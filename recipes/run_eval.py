@@ -164,20 +164,6 @@ class Eval(Stage):
                     f"eval.engine {config.eval.engine!r} captures products of plain matrices, and "
                     f"models.load.{role}.bits: {load.bits} packs them: set eval.engine to eager"
                 )
-            if "flash" not in (load.attn_implementation or ""):
-                continue
-            flash = f"models.load.{role}.attn_implementation: {load.attn_implementation}"
-            if config.eval.batch > 1:
-                raise ConfigError(
-                    f"{flash} takes no mask, which sequences of a batch need: set eval.batch to "
-                    "1, or take sdpa"
-                )
-            for method in config.eval.methods:
-                if method.drafter != "chain" and (role == "draft" or method.tree_attention):
-                    raise ConfigError(
-                        f"{flash} takes no tree mask, which the method {method.name!r} needs "
-                        f"(drafter: {method.drafter}): take sdpa, or draft chains"
-                    )
         models = [*given_models(config), *path_drafts(config.eval)]
         check_room(config, "eval", config.eval.max_new_tokens, models)
         check_shared(config, models)

@@ -16,14 +16,6 @@ from specdata.sources import base_of_adapters
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["target", "draft"]
-Attention = Literal[
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-]
 # As accelerate reads them; units of bits, which it takes too ("10Gb"), would be slips.
 _SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
 
@@ -39,7 +31,7 @@ class DraftLoading(Config):
         default=None,
         description="store the matrices in 8 bits (LLM.int8) or 4 (NF4); needs bitsandbytes",
     )
-    attn_implementation: Attention | None = Field(
+    attn_implementation: Literal["eager", "sdpa"] | None = Field(
         default=None, description="transformers' attention (default: its own choice)"
     )
 
@@ -47,7 +39,7 @@ class DraftLoading(Config):
 class Loading(DraftLoading):
     """The loading of one model where its weights are only read."""
 
-    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential", "cpu"] | None = Field(
+    device_map: Literal["auto", "cpu"] | None = Field(
         default=None,
         description="spread the layers over the devices, CPU memory and disk that there are, as "
         "transformers does; cpu: stay there (default: all on one device)",
@@ -108,7 +100,7 @@ class Loading(DraftLoading):
     @property
     def is_spread(self) -> bool:
         """True if the layers may lie in several places."""
-        return self.device_map not in (None, "cpu")
+        return self.device_map == "auto"
 
     def decisive(self) -> dict[str, Any]:
         """The settings that change the numbers that the model gives; not where its weights lie.

@@ -77,14 +77,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 def _check_parts(model: PreTrainedModel) -> None:
     """Refuse a model that would be gathered as a whole. Raises ConfigError."""
-    layers = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in _layers(model)]
+    names = set(model._no_split_modules or ())  # the classes of its layers
+    layers = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in names]
     if not layers or not all(isinstance(layer, FSDPModule) for layer in layers):
         raise _undivided(model, "has no plan that divides its layers")
-
-
-def _layers(model: PreTrainedModel) -> set[str]:
-    """The classes of its layers."""
-    return set(model._no_split_modules or ())
 
 
 def _undivided(model: PreTrainedModel, why: str) -> ConfigError:

@@ -183,7 +183,7 @@ def test_a_plan_looks_for_what_a_run_reads_and_writes(
         (["--models.draft=./no"], "from ./no, and there is no such"),
         ([f"--models.draft={other}"], "must share a vocabulary; 2 ids differ"),
         ([f"--rollouts.sets=[{both}]"], "of split dev to train on, and all of them were dropped"),
-        (["--models.load.draft.attn_implementation=x"], "must be 'eager', 'sdpa'"),
+        (["--models.load.draft.attn_implementation=x"], "must be 'eager' or 'sdpa'"),
         ([f"--output={tmp_path}/file/out"], f"{tmp_path}/file is no folder"),
     ):
         refuse(pipeline.RECIPE, [*flags, *more], message, out, capsys)

@@ -189,11 +189,6 @@ CHECKS = {
     "labels": Labels,
     "eval": Eval,
 }
-FLASH = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"}
-TREES = [
-    {"name": "plain", "decoder": "plain"},
-    {"name": "tree", "verifier": "traversal", "drafter": "tree", "widths": [2, 2]},
-]
 
 
 @pytest.mark.parametrize(
@@ -204,9 +199,6 @@ TREES = [
         ("draft", {"target": {"tp_plan": "auto"}}, {"draft": {}}, r"draft\.shard_teacher"),
         ("eval", {"target": {"tp_plan": "auto"}}, {}, "by the clock of one process"),
         ("eval", {"target": ON_DISK}, {"eval": {"engine": "captured"}}, "set eval.engine to eager"),
-        ("eval", {"target": FLASH}, {"eval": {"batch": 2}}, r"set eval\.batch to 1, or take sdpa"),
-        ("eval", {"target": FLASH}, {"eval": {"methods": TREES}}, "the method 'tree' needs"),
-        ("rollouts", {"target": {**FLASH, "dtype": None}}, {}, "computes in half precision"),
     ],
 )
 def test_what_a_stage_cannot_do_with_a_loading_is_refused_with_the_remedy(

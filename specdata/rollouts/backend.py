@@ -112,45 +112,38 @@ class TransformersBackend:
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
-        completions: dict[int, list[int]] = {}
-        states: dict[int, Tensor] = {}
-        taps: dict[int, Tensor] = {}
+        ends, completions = end_ids(self.model), dict[int, Completion]()
         with prepacked(self.model):
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
                 rows = [requests[index] for index in batch]
-                states_of: list[list[Tensor]] | None = (
+                generators = (generator_for(self.seed, "rollout", *row.key) for row in rows)
+                uniforms = torch.stack(
+                    [
+                        torch.rand(self.max_new_tokens, generator=each, dtype=torch.float64)
+                        for each in generators
+                    ]
+                )
+                states: list[list[Tensor]] | None = (
                     [[] for _ in rows] if self.store_states else None
                 )
-                taps_of: list[list[Tensor]] = [[] for _ in rows]
-                uniforms = torch.stack([self._uniforms(row) for row in rows])
-                ids = sample_batch(
+                taps: list[list[Tensor]] = [[] for _ in rows]
+                drawn = sample_batch(
                     self.model,
                     [row.ids for row in rows],
                     uniforms,
                     self.sampling,
-                    states=states_of,
-                    taps=(self.store_taps, taps_of) if self.store_taps else None,
+                    states=states,
+                    taps=(self.store_taps, taps) if self.store_taps else None,
                 )
-                states |= {
-                    i: torch.stack(each) for i, each in zip(batch, states_of or (), strict=False)
-                }
-                taps |= {i: torch.cat(each) for i, each in zip(batch, taps_of, strict=True) if each}
-                completions.update(zip(batch, ids, strict=True))
-        ends = end_ids(self.model)
-        return [
-            Completion(
-                ids,
-                "eos" if ids[-1] in ends else "length",
-                states.get(index),
-                ([*self.store_taps], taps[index]) if index in taps else None,
-            )
-            for index, ids in sorted(completions.items())
-        ]
-
-    def _uniforms(self, request: Request) -> Tensor:
-        generator = generator_for(self.seed, "rollout", *request.key)
-        return torch.rand(self.max_new_tokens, generator=generator, dtype=torch.float64)
+                for row, (index, ids) in enumerate(zip(batch, drawn, strict=True)):
+                    completions[index] = Completion(
+                        ids,
+                        "eos" if ids[-1] in ends else "length",
+                        torch.stack(states[row]) if states else None,
+                        ([*self.store_taps], torch.cat(taps[row])) if self.store_taps else None,
+                    )
+        return [completions[index] for index in range(len(requests))]
 
 
 @torch.inference_mode()

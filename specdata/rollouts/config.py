@@ -7,9 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from specdata.config import MOST_TOKENS, Config
-from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
-from specdata.sampling import SamplingConfig
 from specdata.server.config import ServerConfig
 
 
@@ -63,12 +61,3 @@ class RolloutConfig(Config):
         if self.backend == "vllm":
             del settings["batch_size"]
         return settings
-
-
-def check_samples(config: RolloutConfig, sampling: SamplingConfig) -> None:
-    """Raise ConfigError for several samples of a distribution that always gives the same one."""
-    if config.samples > 1 and sampling.temperature == 0:
-        raise ConfigError(
-            f"rollouts.samples is {config.samples}, but at temperature 0 every sample of a prompt "
-            "is the same: set samples to 1, or a temperature above 0"
-        )
