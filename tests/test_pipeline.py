@@ -164,8 +164,9 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     assert verdict["rollouts"]["dev"] == labels["split"][:].count("dev")
     assert json.loads((out / "eval" / "verdict.json").read_text()) == verdict
     page = (out / "eval" / "report.html").read_text()
-    said = sentence(HeadVerdict.model_validate(verdict))
-    assert html.escape(said, quote=False) in page
+    stored = HeadVerdict.read(out / "eval" / "verdict.json")
+    assert stored is not None
+    assert html.escape(sentence(stored), quote=False) in page
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 

@@ -263,60 +263,68 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
         bounds,
         check_labelling_draft,
         replay_rules,
+        replayed,
         result_rows,
         rows_of_split,
     )
     from eval.analysis.traces import acceptance_traces
+    from eval.drafting.stopping.head import Head
     from heads import BaseHead
     from heads.config import HeadConfig
-    from recipes.papers.sweep import sweep
+    from heads.train import train_head
     from specdata.labels import make
     from specdata.storage.dataset import stream_stored
 
     prepare_libraries()
     labels = stage_folder(pair.config, "labels")
+    times = Times(spec["draft_seconds"], spec["target_seconds"])
     check_labelling_draft(labels, draft_in_use(pair.config))
     stored, sampling = stream_stored(labels), make.sampling_of(labels)
     train, rows = (
         rows_of_split(stored, labels, split, spec[most])
         for split, most in (("train", "rows"), ("dev", "judged_rows"))
     )
-    times = Times(spec["draft_seconds"], spec["target_seconds"])
-    grid = [
-        HeadConfig.model_validate(
-            {"depth": depth, "rejection_weight": weight, "epochs": spec["epochs"]}
-        )
-        for depth, weight in itertools.product(spec["depths"], spec["weights"])
-    ]
-    heads = sweep(
-        grid,
-        spec["thresholds"],
-        draft=pair.draft,
-        train=train,
-        dev=rows,
-        sampling=sampling,
-        out=folder / "heads",
-        times=times,
-        seed=pair.config.seed,
-    )
+    in_set = {name: np.array(rows["dataset"]) == name for name in dict.fromkeys(rows["dataset"])}
+    in_set[ALL_SETS] = np.ones(len(rows), dtype=bool)
     records: list[Record] = []
-    for config, kl, points_of in heads:
-        shared = {"grid": True, "depth": config.depth, "weight": config.rejection_weight, "kl": kl}
-        for name, points in points_of.items():
-            fastest = max(points, key=lambda each: each["speedup"])
-            records += [
-                {"set": name or ALL_SETS, **shared, **each, "best": each is fastest}
-                for each in points
-            ]
+    for depth, weight in itertools.product(spec["depths"], spec["weights"]):
+        out = folder / "heads" / f"depth-{depth}-weight-{weight:g}"
+        trained = train_head(  # one that is finished is kept
+            draft=pair.draft,
+            train=train,
+            dev=rows,
+            out=out,
+            config=HeadConfig.model_validate(
+                {"depth": depth, "rejection_weight": weight, "epochs": spec["epochs"]}
+            ),
+            seed=pair.config.seed,
+            sampling=sampling,
+        )
+        head = BaseHead.from_pretrained(out)
+        traces = acceptance_traces(rows, draft=pair.draft, sampling=sampling, head=head)
+        shared = {"grid": True, "depth": depth, "weight": weight, "kl": trained.after.kl_raw}
+        for name, these in in_set.items():
+            tried = []
+            for threshold in spec["thresholds"]:
+                counts = replayed(Head(threshold=threshold), traces.select(these), times)
+                assert counts is not None
+                figures = {
+                    "threshold": threshold,
+                    "speedup": times.target_seconds / counts.seconds_per_token(times),
+                    "discard_rate": counts.discard_rate,
+                    "verification_rate": counts.verification_rate,
+                }
+                tried.append({"set": name, **shared, **figures})
+            best = max(tried, key=lambda each: each["speedup"])
+            records += [{**each, "best": each is best} for each in tried]
     head = BaseHead.from_pretrained(pair.folder / spec["head"])
     traces = acceptance_traces(rows, draft=pair.draft, sampling=sampling, head=head)
-    sets = list(dict.fromkeys(rows["dataset"]))
-    for name in [*sets, *([ALL_SETS] * (len(sets) > 1))]:
-        in_set = np.array([name in (ALL_SETS, each) for each in rows["dataset"]])
-        of_set, prompts = traces.select(in_set), np.array(rows["example_id"])[in_set].tolist()
+    if len(in_set) == 2:  # all are those of the one set
+        del in_set[ALL_SETS]
+    for name, these in in_set.items():
+        of_set, prompts = traces.select(these), np.array(rows["example_id"])[these].tolist()
         results = bounds(of_set, times) + replay_rules(of_set, {}, times)
-        rows_of_set = result_rows(results, times, prompts)
-        every = [row for row in rows_of_set if row["rule"] in spec["rules"]]
+        every = [r for r in result_rows(results, times, prompts) if r["rule"] in spec["rules"]]
         for row in every:
             seconds, rule = row["seconds_per_token"], row["rule"]
             least = min(each["seconds_per_token"] for each in every if each["rule"] == rule)
