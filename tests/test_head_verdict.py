@@ -33,7 +33,7 @@ from eval.drafting.stopping.recorded import recorded_lengths
 from eval.drafting.stopping.thresholds import Fixed
 from eval.measuring.intervals import Interval
 from eval.measuring.results import Results, Run
-from eval.reporting import head as words
+from eval.reporting import recommendation as words
 from heads import AcceptanceHead, ImmediateHead
 from heads.loss import head_metrics
 from specdata.errors import ManifestError
@@ -122,7 +122,7 @@ def test_without_times_nothing_is_replayed_and_why_is_said() -> None:
     )
     assert one(made, "head").scores.mean_accept > 0.5
     assert (made.status, made.replay, made.clock) == ("not measured", [], [])
-    assert words.sentence(made).endswith("was not measured: speeds were not measured.")
+    assert words.head_sentence(made).endswith("was not measured: speeds were not measured.")
 
 
 def test_a_head_that_knows_more_is_found_better_and_saves_more() -> None:
@@ -149,7 +149,7 @@ def test_a_head_that_costs_more_to_ask_saves_less() -> None:
     ]
     free, dear = (each.replay[0].saved.value for each in made)
     assert dear < free - 0.05, "as much as a draft step"
-    assert "2000 of head microseconds" in words.basis(made[1])
+    assert "2000 of head microseconds" in words.head_basis(made[1])
     assert (made[0].pays_from, made[1].pays_from) == (0.02, None)
 
 
@@ -157,10 +157,10 @@ def test_without_dev_nothing_is_judged_and_without_test_it_is_said(labels: Datas
     head = AcceptanceHead(hidden_size=16, depth=0).eval()
     made = judged(labels.filter(lambda row: row["split"] == "test"), head)
     assert made.status == "not measured"
-    assert "no held-out labels to choose the threshold on" in words.sentence(made)
+    assert "no held-out labels to choose the threshold on" in words.head_sentence(made)
     made = judged(labels.filter(lambda row: row["split"] == "dev"), head)
     assert (made.judged_on, made.rollouts) == ("dev", {"dev": 6})
-    assert "look better than they are" in words.basis(made)
+    assert "look better than they are" in words.head_basis(made)
 
 
 def test_a_stored_verdict_is_read_again_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_one_sentence_says_whether_the_head_pays_or_why_not(
     verdict = HeadVerdict(
         status=status, reason="" if clock else "no labels", replay=replay, clock=clock
     )
-    sentence = words.sentence(verdict)
+    sentence = words.head_sentence(verdict)
     assert sentence.startswith(begins)
     assert (status == "pays") == sentence.startswith("The head pays")
     assert ("negative means that it takes longer" in sentence) == (
@@ -433,7 +433,7 @@ def test_one_table_has_both_judgements_of_every_rule_positive_where_the_head_is_
     made = synthetic_verdict().model_copy(
         update={"replay": on_rollouts(SAVES, SAVES), "clock": clocked(SAVES, LOSES)[:1]}
     )
-    table, quality = words.rivals(made), words.predictors(made)
+    table, quality = words.head_rivals(made), words.head_predictors(made)
     assert table is not None
     assert quality is not None
     columns = [name for name, _ in table.columns]

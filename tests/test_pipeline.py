@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from eval.analysis.head_verdict import HeadVerdict
 from eval.measuring.results import check_metrics, read_results
-from eval.reporting.head import sentence
+from eval.reporting.recommendation import head_sentence
 from heads.probe import OtherSamplingWarning
 from recipes.command import RECIPES
 from recipes.config import parse
@@ -166,7 +166,7 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     page = (out / "eval" / "report.html").read_text()
     stored = HeadVerdict.read(out / "eval" / "verdict.json")
     assert stored is not None
-    assert html.escape(sentence(stored), quote=False) in page
+    assert html.escape(head_sentence(stored), quote=False) in page
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 

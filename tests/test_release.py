@@ -27,7 +27,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.publishing.metadata import About, check_repository, loadable, metadata
 from eval.publishing.release import head_run, release_draft, release_head
-from eval.reporting import head as words
+from eval.reporting import recommendation as words
 from eval.reporting.recommendation import best_lengths
 from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.table import shown_methods
@@ -316,10 +316,10 @@ def test_the_head_card_and_its_json_give_the_verdict(
     out = release_head(pair.head, tmp_path / "out", pair.results, trained=trained, verdict=verdict)
     card = ModelCard.load(out / "README.md").text
     assert HeadVerdict.read(out / "verdict.json") == verdict
-    assert f"**{escape_markdown(words.sentence(verdict))}**" in card
+    assert f"**{escape_markdown(words.head_sentence(verdict))}**" in card
     assert f"threshold={verdict.threshold},  # chosen on held-out rollouts" in card
-    assert escape_markdown(words.basis(verdict)) in card
-    table, quality = words.rivals(verdict), words.predictors(verdict)
+    assert escape_markdown(words.head_basis(verdict)) in card
+    table, quality = words.head_rivals(verdict), words.head_predictors(verdict)
     assert table is not None
     assert quality is not None
     for rule, cells in table.rows:

@@ -17,8 +17,7 @@ from eval.measuring.pooled import PooledRow, fastest, pool
 from eval.measuring.results import Results, build_results, check_metrics
 from eval.measuring.samples import Sample, Samples
 from eval.reporting.charts import COLOURS, draw_bars, write_bars
-from eval.reporting.head import sentence
-from eval.reporting.recommendation import answer, best_lengths
+from eval.reporting.recommendation import answer, best_lengths, head_sentence
 from eval.reporting.report import (
     COLUMNS,
     Context,
@@ -308,7 +307,7 @@ def test_the_terminal_has_the_answer_and_one_table_that_cuts_nothing(results: Re
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "is fastest: " in text
-    assert sentence(synthetic_verdict()) in " ".join(text.split())
+    assert head_sentence(synthetic_verdict()) in " ".join(text.split())
     assert len(text.splitlines()) <= 18, "a run's end has 25 lines, its own seven among them"
     for name in (PLAIN, "fixed-4", "tree-4x2x1", "biased-0.05 †", "† biased"):
         assert name in text

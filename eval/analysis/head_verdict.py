@@ -5,7 +5,7 @@ loop. They are fitted on dev rollouts, and every rule's setting is chosen there 
 of a token. Then the head is judged twice: on test rollouts, by exact expectation over all outcomes
 of acceptance with every setting of a grid, and by the clock, on the evaluation's prompts with the
 settings that were measured. Savings are shares of a rival's time; positive means that the head
-takes less. `eval.reporting.head` says it in words.
+takes less. `eval.reporting.recommendation` says it in words.
 """
 
 from __future__ import annotations

@@ -35,8 +35,13 @@ from eval.publishing.serving import (
     synthetic_acceptance,
 )
 from eval.reporting import verifiers
-from eval.reporting.head import predictors, rivals, sentence
-from eval.reporting.recommendation import best_lengths, longest_measured
+from eval.reporting.recommendation import (
+    best_lengths,
+    head_predictors,
+    head_rivals,
+    head_sentence,
+    longest_measured,
+)
 from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
 from heads import BaseHead
@@ -239,9 +244,9 @@ def release_head(
         lag=head.decision_points[0] is DecisionPoint.CONSUMED,
         trained=trained,
         verdict=verdict,
-        pays=sentence(verdict),
-        rivals=rivals(verdict),
-        predictors=predictors(verdict),
+        pays=head_sentence(verdict),
+        rivals=head_rivals(verdict),
+        predictors=head_predictors(verdict),
         best=used.method,
     )
 

@@ -24,11 +24,13 @@ from eval.measuring.metrics import divide, prompt_ids
 from eval.measuring.pooled import ALL_SETS, fastest, pool
 from eval.measuring.results import Results, Run
 from eval.measuring.samples import Samples
-from eval.reporting import head, verifiers
+from eval.reporting import verifiers
 from eval.reporting.recommendation import (
     WIDE,
     answer,
     best_of,
+    head_predictors,
+    head_rivals,
     is_wide,
     lengths_fold,
     what_if,
@@ -197,9 +199,8 @@ def terminal(results: Results, context: Context) -> Group:
         name = f"{row.method} {row.mark or row.note[:1]}"
         table.add_row(*(Text(each, style=style) for each in (name, *cells)))
         marks += row.title + first
-    sentences = [answer(results).finding]
-    if context.verdict:
-        sentences.append(head.sentence(context.verdict))
+    first_lines = answer(results, context.verdict)
+    sentences = filter(None, (first_lines.finding, first_lines.head))
     legend = ", ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in marks)
     return Group(*(Text(words, style="bold") for words in sentences), "", table, legend, "")
 
@@ -225,8 +226,7 @@ def render_page(results: Results, context: Context) -> str:
         "report.html.jinja",
         title=" with ".join(filter(None, (public_name(target), ", ".join(drafts)))),
         context=context,
-        verdict=head.sentence(context.verdict) if context.verdict else "",
-        answer=answer(results),
+        answer=answer(results, context.verdict),
         picture=picture(results),
         folds=folds(results, context),
         texts=_texts(context.samples, results) if context.samples else [],
@@ -236,7 +236,7 @@ def render_page(results: Results, context: Context) -> str:
 def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
     made = [verifiers.fold(results), _all_sets(results), _each_set(results)]
-    made += [head.rivals(context.verdict), head.predictors(context.verdict), _positions(results)]
+    made += [head_rivals(context.verdict), head_predictors(context.verdict), _positions(results)]
     made += [lengths_fold(results), what_if(results), _scores(results), _where(results, context)]
     return [fold for fold in made if fold]
 
