@@ -103,8 +103,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         main, step = state.is_world_process_zero, state.global_step
         if step and main:
             set_weights(self.plain, weights)
-        mine = self.held_out.measure_on_main(base_of(self.plain), step=step, watched_only=True)
-        (measured,) = broadcast_object_list([mine])
+        draft = base_of(self.plain)
+        measured = self.held_out.measure_on_main(draft, step=step, watched_only=True)
+        (measured,) = broadcast_object_list([measured])
         assert measured is not None
         if not math.isfinite(score(measured)):
             raise TrainingDivergedError(
@@ -123,17 +124,17 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
 def _needed(args: TrainingArguments, state: TrainerState) -> set[int]:
     """Steps of best weights that this training or a checkpoint of it would go on with."""
-    known = measurements(state)
+    measured = measurements(state)
     ends = [*complete_steps(Path(args.output_dir)), state.global_step]
     # Checkpoints beyond this step are of a training that was killed and goes on from before them.
-    by_end = ([m for m in known if m.step <= end] for end in ends)
+    by_end = ([m for m in measured if m.step <= end] for end in ends)
     return {best_step(before) for before in by_end if before}
 
 
 def measurements(state: TrainerState) -> list[Measurement]:
     """The measurements in a Trainer's log, in order."""
-    found = [entry[MEASURED] for entry in state.log_history if MEASURED in entry]
-    return TypeAdapter(list[Measurement]).validate_python(found)
+    entries = [entry[MEASURED] for entry in state.log_history if MEASURED in entry]
+    return TypeAdapter(list[Measurement]).validate_python(entries)
 
 
 def best_step(measured: Sequence[Measurement]) -> int:
@@ -195,11 +196,11 @@ def history_of(state: TrainerState) -> History:
     return History(tuple(steps), tuple(measurements(state)))
 
 
-def reporters(wanted: Sequence[Reporter] | None, folder: Path) -> list[TrainerCallback]:
+def reporters(names: Sequence[Reporter] | None, folder: Path) -> list[TrainerCallback]:
     """The Trainer's callbacks that report losses and measurements, besides `history.json`.
 
     Args:
-        wanted: where; None is TensorBoard if it is installed, else nowhere.
+        names: where; None is TensorBoard if it is installed, else nowhere.
         folder: where TensorBoard's files go, if its own environment variable names no other. By
             default they would lie among the checkpoints, and go with them.
 
@@ -207,17 +208,17 @@ def reporters(wanted: Sequence[Reporter] | None, folder: Path) -> list[TrainerCa
         ConfigError: if one is not installed.
     """
     installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
-    if wanted is None:
-        wanted = ["tensorboard"] if installed["tensorboard"] else []
-    if missing := [name for name in wanted if not installed[name]]:
+    if names is None:
+        names = ["tensorboard"] if installed["tensorboard"] else []
+    if missing := [name for name in names if not installed[name]]:
         raise ConfigError(
             f"draft.report_to names {', '.join(map(repr, missing))}, which is not installed here: "
             "install it, or take it out; [] reports nowhere"
         )
     callbacks: list[TrainerCallback] = []
-    if "tensorboard" in wanted:
+    if "tensorboard" in names:
         callbacks.append(TensorBoardCallback())
         callbacks[-1].logging_dir = callbacks[-1].logging_dir or str(folder)
-    if "wandb" in wanted:
+    if "wandb" in names:
         callbacks.append(WandbCallback())
     return callbacks

@@ -24,7 +24,7 @@ from transformers import (
 from distill.batches import content_of
 from distill.config import ARCHITECTURES, InitConfig
 from distill.eagle3 import first_eagle3
-from distill.states import fit_inputs, silence
+from distill.states import fit_inputs, fit_rows, silence
 from distill.toy import language_model
 from distill.training import save_model, special_ids
 from specdata.draft_vocabulary import reduce_vocabulary, replace_output
@@ -45,12 +45,9 @@ from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, read_record
 from specdata.taps import decoder_layers, default_taps, install
 from specdata.target_states import stored_states
-from specdata.terminal import progress
 
 SETTINGS_FILE = "initial_settings.json"
 RESULT_FILE = "initial.json"
-# Rollouts that an output matrix is fitted on: some ten thousand positions.
-ALIGNED_ROWS = 128
 # Added to the diagonal of the least squares, as a share of its mean.
 RIDGE = 1e-2
 # The context of a fresh draft whose target has no limit, unless the rollouts are longer.
@@ -115,7 +112,7 @@ def make_initial(
     if out.exists():
         settings.check_file(out / SETTINGS_FILE)
     elif state.is_main_process:
-        made: dict[str, Any] = {"kind": config.kind}
+        record: dict[str, Any] = {"kind": config.kind}
         if config.kind == "model":
             if draft is None:
                 raise ConfigError(
@@ -124,7 +121,7 @@ def make_initial(
             check_shared_vocabulary(load_tokenizer(str(target)), load_tokenizer(str(draft)))
             model = load_model(str(draft))
         elif config.kind == "fresh":
-            made["architecture"] = config.architecture
+            record["architecture"] = config.architecture
             model = _fresh(str(target), rollouts, config, seed)
         else:
             whole = load_model(str(target), load=target_load)
@@ -132,16 +129,16 @@ def make_initial(
             if isinstance(layers, int):
                 first = count - layers if config.kind == "states" else 0
                 layers = [*range(first, first + layers)]
-            made["layers"] = layers
+            record["layers"] = layers
             if config.layout is None:
                 model = cut(whole, layers)
             else:
-                made["taps"] = taps = config.taps or default_taps(count)[:-1]
+                record["taps"] = taps = config.taps or default_taps(count)[:-1]
                 model = first_eagle3(whole, taps, rollouts, seed)
             if config.align:
                 align_output(model, whole, rollouts, getattr(torch, states_dtype))
             if config.kind == "states" and config.layout is None:
-                made["taps"] = taps = config.taps or default_taps(count)
+                record["taps"] = taps = config.taps or default_taps(count)
                 silence(model)
                 replace_output(model, copy.deepcopy(model.get_output_embeddings()))  # was tied
                 install(model, whole, taps)
@@ -152,11 +149,11 @@ def make_initial(
             _, ends = load_generation(str(target))
             vocabulary_ids = frequent_tokens(rollouts, config.vocabulary, vocabulary, ends)
             reduce_vocabulary(model, vocabulary_ids)
-            made |= {
+            record |= {
                 "vocabulary": config.vocabulary,
                 "coverage": coverage(rollouts, vocabulary_ids),
             }
-        made["parameters"] = sum(weight.numel() for weight in model.parameters())
+        record["parameters"] = sum(weight.numel() for weight in model.parameters())
         ids = (torch.arange(PROBE, device=model.device) * 7919 % vocabulary).unsqueeze(0)
         with torch.inference_mode():
             logits = model(input_ids=ids, use_cache=False).logits
@@ -170,17 +167,17 @@ def make_initial(
             save_model(model, temporary)
             copy_tokenizer(str(target), temporary)
             with torch.inference_mode():
-                found = load_model(str(temporary), target=str(target))(
+                reloaded_logits = load_model(str(temporary), target=str(target))(
                     input_ids=ids, use_cache=False
                 ).logits
-            if not torch.equal(logits, found):
+            if not torch.equal(logits, reloaded_logits):
                 raise ConfigError(
                     f"{type(model).__name__} gives other logits once it is saved and loaded again, "
                     "so no draft can be made of it: give draft.init another kind, or leave its "
                     "vocabulary whole"
                 )
             settings.write(temporary / SETTINGS_FILE)
-            write_json(temporary / RESULT_FILE, made)
+            write_json(temporary / RESULT_FILE, record)
     wait_for_main()
     return read_record(out / RESULT_FILE, (), f"remove {out} and run the same command again")
 
@@ -209,26 +206,26 @@ def frequent_tokens(
             f"draft.init.vocabulary must be from {max(1, len(ends))} to {vocabulary}, the tokens "
             f"that the draft has, got {count}"
         )
-    chosen = dict.fromkeys(ends)
+    tokens = dict.fromkeys(ends)
     for column in ("completion_ids", "prompt_ids"):
         counts = Counter(chain.from_iterable(rollouts[column]))
         ranked = sorted(counts, key=lambda token: (-counts[token], token))
-        chosen |= dict.fromkeys(token for token in ranked if token < vocabulary)
-    return list(chosen | dict.fromkeys(range(vocabulary)))[:count]
+        tokens |= dict.fromkeys(token for token in ranked if token < vocabulary)
+    return list(tokens | dict.fromkeys(range(vocabulary)))[:count]
 
 
 def coverage(rollouts: Dataset, vocabulary_ids: Iterable[int]) -> float:
     """The share of the completions' tokens that are among some."""
-    counts, known = Counter(chain.from_iterable(rollouts["completion_ids"])), {*vocabulary_ids}
-    return sum(count for token, count in counts.items() if token in known) / counts.total()
+    counts, kept_ids = Counter(chain.from_iterable(rollouts["completion_ids"])), {*vocabulary_ids}
+    return sum(count for token, count in counts.items() if token in kept_ids) / counts.total()
 
 
-def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:
+def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
     """A model of some of the layers of another, all other weights as they are there.
 
     Args:
         model: the model to cut. Its weights are shared, not copied.
-        chosen: numbers of the layers, in order.
+        numbers: numbers of the layers, in order.
 
     Returns:
         A model of the same class, in eval mode.
@@ -237,7 +234,7 @@ def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:
         ConfigError: if a layer does not exist, or would be another one in its new place.
     """
     name, layers = decoder_layers(model)
-    if outside := [index for index in chosen if not 0 <= index < len(layers)]:
+    if outside := [index for index in numbers if not 0 <= index < len(layers)]:
         raise ConfigError(
             f"draft.init.layers names layer {outside[0]}, but the target has {len(layers)} layers, "
             f"0 to {len(layers) - 1}"
@@ -247,28 +244,28 @@ def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:
     for key, value in list(vars(text).items()):  # lists with an entry a layer are cut alike
         is_of_layers = isinstance(value, list | tuple) and len(value) == len(layers)
         if is_of_layers and "token" not in key and key != "architectures":
-            setattr(text, key, type(value)(value[index] for index in chosen))
-    text.num_hidden_layers = len(chosen)
+            setattr(text, key, type(value)(value[index] for index in numbers))
+    text.num_hidden_layers = len(numbers)
     config.name_or_path = ""
     with torch.device("meta"):
-        made: PreTrainedModel = type(model)(config)
-    for here, module in made.named_modules():
+        shorter: PreTrainedModel = type(model)(config)
+    for place, module in shorter.named_modules():
         new = old = None  # numbers of the layer that the module is in
-        there = here
-        if here.startswith(f"{name}."):
-            new = int(here[len(name) + 1 :].split(".")[0])
-            old = chosen[new]
-            there = f"{name}.{old}{here.removeprefix(f'{name}.{new}')}"
+        there = place
+        if place.startswith(f"{name}."):
+            new = int(place[len(name) + 1 :].split(".")[0])
+            old = numbers[new]
+            there = f"{name}.{old}{place.removeprefix(f'{name}.{new}')}"
         try:
             source = model.get_submodule(there)
-            _share(source, module, {(old, new), (len(layers), len(chosen))})
+            _share(source, module, {(old, new), (len(layers), len(numbers))})
         except (AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{type(model).__name__} cannot be cut: {there} depends on its place ({error}). "
                 "Choose other layers, or give draft.init another kind: model or fresh"
             ) from error
-    made.generation_config = special_ids(model.generation_config)
-    return made.eval()
+    shorter.generation_config = special_ids(model.generation_config)
+    return shorter.eval()
 
 
 @torch.no_grad()
@@ -281,7 +278,7 @@ def align_output(
     """Give a cut model an output matrix that reads its states as the target's reads its own.
 
     With A the (H, H) matrix for which `states A` is nearest to the target's last hidden states
-    (least squares, at the completion positions of `ALIGNED_ROWS` rollouts), and W the target's
+    (least squares, at the completion positions of `fit_rows` of the rollouts), and W the target's
     output matrix, the new one is W A^T: linear shortcuts (Din et al. 2023, arXiv:2303.09435), put
     into the weights. The input embedding stays, so tied matrices are untied.
 
@@ -300,18 +297,16 @@ def align_output(
             f"{type(target).__name__} makes its logits in a way that is not known, so a draft's "
             "output matrix cannot be fitted to them: leave draft.init.align out"
         )
-    wanted = min(ALIGNED_ROWS, len(rollouts))
     gram = cross = torch.zeros((), dtype=torch.float64)
-    with progress(wanted, "aligning the output matrix", "row") as bar:
-        for row in rollouts.select([index * len(rollouts) // wanted for index in range(wanted)]):
-            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
-            first = len(row["prompt_ids"]) - 1
-            theirs = stored_states(row, head, states_dtype)
-            if theirs is None:
-                theirs = hidden_states(target, ids)[0, first:-1]
-            ours = hidden_states(model, ids)[0, first:-1].double()
-            gram, cross = gram + ours.T @ ours, cross + ours.T @ theirs.to(ours)
-            bar.update()
+    for row in fit_rows(rollouts):
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
+        first = len(row["prompt_ids"]) - 1
+        target_states = stored_states(row, head, states_dtype)
+        if target_states is None:
+            target_states = hidden_states(target, ids)[0, first:-1]
+        draft_states = hidden_states(model, ids)[0, first:-1].double()
+        gram = gram + draft_states.T @ draft_states
+        cross = cross + draft_states.T @ target_states.to(draft_states)
     # States of few rollouts may not span the space; this keeps the map small where they do not.
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())
     shortcut = torch.linalg.solve(gram, cross)
@@ -326,8 +321,8 @@ def align_output(
 
 def _fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> PreTrainedModel:
     """A Llama with random weights, for the target's vocabulary and context."""
-    theirs, generation = load_configs(target)
-    vocabulary, context = theirs.get_text_config().vocab_size, positions(theirs)
+    target_config, generation = load_configs(target)
+    vocabulary, context = target_config.get_text_config().vocab_size, positions(target_config)
     if context == sys.maxsize:
         texts = zip(rollouts["prompt_ids"], rollouts["completion_ids"], strict=True)
         context = max(LEAST_POSITIONS, *(len(prompt) + len(text) for prompt, text in texts))
@@ -366,14 +361,14 @@ def _share(
     `places` are numbers, there and here, that may differ. Raises ValueError if more does.
     """
     for kind in ("_parameters", "_buffers"):
-        theirs, ours = getattr(source, kind), getattr(module, kind)
+        source_weights, weights = getattr(source, kind), getattr(module, kind)
         shapes = (
             {key: None if value is None else value.shape for key, value in values.items()}
-            for values in (theirs, ours)
+            for values in (source_weights, weights)
         )
         if next(shapes) != next(shapes):
             raise ValueError("its weights have other shapes")
-        ours.update(theirs)
+        weights.update(source_weights)
     # GPT-2 may scale attention by the number of the layer.
     if getattr(module, "scale_attn_by_inverse_layer_idx", False) and (
         module.layer_idx != source.layer_idx

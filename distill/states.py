@@ -27,7 +27,7 @@ from specdata.target_states import reading_stored
 from specdata.terminal import progress
 
 FITTED_ROWS = 128
-"""Rollouts that the maps are fitted on: some ten thousand positions."""
+"""Rollouts that maps and output matrices are fitted on: some ten thousand positions."""
 RIDGE = 1e-3
 """Added to the diagonal, of columns scaled to unit mean square."""
 SILENCED = ("o_proj", "down_proj")

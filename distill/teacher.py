@@ -220,15 +220,15 @@ class TopLogitsTeacher:
     top logits do not decide p add nothing.
     """
 
-    def __init__(self, rollouts: Dataset, known: TopLogitDistributions) -> None:
+    def __init__(self, rollouts: Dataset, distributions: TopLogitDistributions) -> None:
         """Read from rollouts.
 
         Args:
             rollouts: what the draft trains on, with columns of `TOP_LOGITS`.
-            known: what p is made of, at the warp at which it is compared.
+            distributions: what p is made of, at the warp at which it is compared.
         """
-        self.known = known
-        self._source = TopLogitSource(known)
+        self.distributions = distributions
+        self._source = TopLogitSource(distributions)
         self._rows = logits_of(rollouts)
 
     def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -243,12 +243,12 @@ class TopLogitsTeacher:
 
     def divergence(self, objective: Loss, q_logits: Tensor, top: Mapping[str, Tensor]) -> Tensor:
         """The sum of a loss over positions: (n, V') logits and the top logits there -> scalar."""
-        q_logits = to_vocabulary(q_logits, self.known.vocabulary)
-        q_logits = q_logits / (self.known.sampling.temperature or 1.0)
-        if self.known.is_exact:
+        q_logits = to_vocabulary(q_logits, self.distributions.vocabulary)
+        q_logits = q_logits / (self.distributions.sampling.temperature or 1.0)
+        if self.distributions.is_exact:
             # Truncation applies to p alone, as it does with the target.
-            p_logits = self.known.distribution(top, q_logits.detach().float()).log()
+            p_logits = self.distributions.distribution(top, q_logits.detach().float()).log()
         else:
             q_logits, p_logits = bucketed(q_logits, top)
-        decided = self.known.decided(top).float()
+        decided = self.distributions.decided(top).float()
         return objective(q_logits, p_logits, decided) * decided.sum()

@@ -281,10 +281,10 @@ def check_initial(config: PipelineConfig) -> None:
         return
     init, target = config.draft.init, config.models.target
     if init.kind in ("target", "states"):
-        known = sizes_of(config, target)
-        layers = known.get("num_hidden_layers", known.get("n_layer"))
-        wanted = init.layers if isinstance(init.layers, int) else init.layers[-1] + 1
-        if layers is not None and wanted > layers:
+        sizes = sizes_of(config, target)
+        layers = sizes.get("num_hidden_layers", sizes.get("n_layer"))
+        needed = init.layers if isinstance(init.layers, int) else init.layers[-1] + 1
+        if layers is not None and needed > layers:
             numbers = f"0 to {layers - 1}" if isinstance(init.layers, list) else f"1 to {layers}"
             raise ConfigError(
                 f"draft.init.layers must be {numbers}, because {target} has {layers} layers; got "
@@ -305,13 +305,13 @@ def check_initial(config: PipelineConfig) -> None:
     if init.vocabulary is None:
         return
     source = config.models.draft if init.kind == "model" else target
-    known = sizes_of(config, str(source))
-    if (had := known.get("draft_vocab_size")) is not None:
+    sizes = sizes_of(config, str(source))
+    if (had := sizes.get("draft_vocab_size")) is not None:
         raise ConfigError(
             f"{source} can propose {had} tokens already: leave draft.init.vocabulary out, or give "
             "the draft that it was made of"
         )
-    size = known.get("vocab_size")
+    size = sizes.get("vocab_size")
     if size is not None and init.vocabulary > size:
         raise ConfigError(
             f"draft.init.vocabulary must be at most {size}, the vocabulary of {source}, got "

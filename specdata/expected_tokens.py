@@ -60,8 +60,8 @@ def expected_tokens(
     width, places = ratios.shape[1:]
     position = torch.arange(width, device=ratios.device)
     left = lengths.unsqueeze(1) - position  # tokens from a start to the end of its text
-    known = ratios.masked_fill((left <= 0).unsqueeze(-1), 0.0)
-    after = torch.nn.functional.pad(known, (0, 0, 0, drafted - 1))
+    of_texts = ratios.masked_fill((left <= 0).unsqueeze(-1), 0.0)
+    after = torch.nn.functional.pad(of_texts, (0, 0, 0, drafted - 1))
     windows = torch.stack(
         [after[:, i : i + width, min(i, places - 1)] for i in range(drafted)], dim=-1
     )  # (B, T, K)

@@ -112,8 +112,8 @@ def before(states: Tensor) -> Tensor:
 
 def states_input(model: Any) -> StatesInput | None:
     """The input embedding of a draft that reads its target's states; None of any other model."""
-    found = model.get_input_embeddings()
-    return found if isinstance(found, StatesInput) else None
+    embedding = model.get_input_embeddings()
+    return embedding if isinstance(embedding, StatesInput) else None
 
 
 def without_first(visible: Tensor) -> Tensor:
@@ -126,8 +126,8 @@ def without_first(visible: Tensor) -> Tensor:
 
 def token_embedding(model: Any) -> nn.Module:
     """A model's embedding of tokens alone, whatever else it reads."""
-    found: nn.Module = model.get_input_embeddings()
-    return found.tokens if isinstance(found, StatesInput) else found
+    embedding: nn.Module = model.get_input_embeddings()
+    return embedding.tokens if isinstance(embedding, StatesInput) else embedding
 
 
 def reads_states(config: PreTrainedConfig) -> bool:
@@ -147,8 +147,8 @@ def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             width = config.get_text_config().hidden_size
             tokens, record = self.get_input_embeddings(), getattr(config, KEY)
             taps = len(record["taps"])
-            made = StatesInput(tokens, width, taps, record["width"] // taps)
-            self.set_input_embeddings(made)
+            reads = StatesInput(tokens, width, taps, record["width"] // taps)
+            self.set_input_embeddings(reads)
 
     ReadsStates.__name__, ReadsStates.__module__ = architecture.__name__, architecture.__module__
     return ReadsStates
