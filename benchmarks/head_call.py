@@ -38,15 +38,8 @@ def heads_for(draft: Any) -> dict[str, BaseHead | None]:
     return {
         "no head": None,
         "specdec++, depth 3": AcceptanceHead(hidden_size=hidden, depth=3),
-        "immediate, drawn": ImmediateHead(**sizes, decision_points=("drawn",)),
-        "immediate, drawn and consumed": ImmediateHead(
-            **sizes,
-            reads=("hidden_before", "embedding", "hidden", "log_q"),
-            decision_points=("drawn", "consumed"),
-        ),
-        "immediate, drawn, width 128, depth 2": ImmediateHead(
-            **sizes, decision_points=("drawn",), width=128, depth=2
-        ),
+        "immediate": ImmediateHead(**sizes),
+        "immediate, width 128, depth 2": ImmediateHead(**sizes, width=128, depth=2),
     }
 
 

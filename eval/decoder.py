@@ -403,8 +403,7 @@ def make_drafters(
         Slot number -> drafter; the number is the slot's row in a batch.
 
     Raises:
-        ConfigError: if the rule needs a head, or paths more drafts, than there are, or the head
-            cannot answer what the rule asks.
+        ConfigError: if the rule needs a head, or paths more drafts, than there are.
     """
     if len(models) != len(config.drafts):
         raise ConfigError(
@@ -413,7 +412,6 @@ def make_drafters(
         )
     if config.stop.needs_head and head is None:
         raise ConfigError(f"stop={config.stop.name!r} needs an acceptance head: pass head=...")
-    config.stop.check_head(head)
     return partial(_make_drafter, config, models, head, ends)
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from specdata import __version__
 
 if TYPE_CHECKING:
-    from heads.immediate import ImmediateHead
-    from heads.model import AcceptanceHead, BaseHead
+    from heads.model import AcceptanceHead, BaseHead, ImmediateHead
 
 __all__ = ["AcceptanceHead", "BaseHead", "ImmediateHead", "__version__"]
 
@@ -17,6 +16,6 @@ def __getattr__(name: str) -> Any:
     """Import a head when it is first asked for: `heads.config` must not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from heads import immediate, model
+    from heads import model
 
-    return immediate.ImmediateHead if name == "ImmediateHead" else getattr(model, name)
+    return getattr(model, name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,59 +13,59 @@ from specdata.config import Config
 
 Kind = Literal["specdec++", "immediate"]
 Tracker = Literal["none", "tensorboard", "wandb"]
-DecisionPointName = Literal["before", "drawn", "consumed"]
 FeatureName = Literal[
     "hidden_before",
     "embedding",
-    "hidden",
     "log_q",
     "log_q_max",
     "margin",
     "entropy",
     "log_mass_above",
-    "position",
-    "since_rejection",
 ]
 
 # What pays for being asked (`benchmarks/head_figures`, `benchmarks/head_call.py`): of the numbers
-# one, the cheapest; the decision point `consumed`, for which `hidden` is, costs a second question.
+# one, the cheapest.
 DEFAULT_FEATURES: tuple[FeatureName, ...] = (
     "hidden_before",
     "embedding",
     "log_q",
 )
-# Features that are not known before the token is drawn, and the decision point from which they are;
-# those of `heads.inputs.FEATURES`, which imports torch.
-KNOWN_FROM: dict[FeatureName, DecisionPointName] = {
-    "embedding": "drawn",
-    "hidden": "consumed",
-    "log_q": "drawn",
-    "log_mass_above": "drawn",
-}
 
-_OURS: dict[str, Any] = {
-    "mixing": None,
-    "rejection_weight": 1.0,
-    "batch_size": 12,
-    "micro_batch_size": 12,
-    "weight_decay": 0.01,
-    "warmup_ratio": 0.05,
-}
-# What differs from the defaults of specdec++, which the fields have.
-DEFAULTS: dict[Kind, dict[str, Any]] = {
-    "specdec++": {},
-    "immediate": {"depth": 0, **_OURS},
-}
-UNREAD: dict[Kind, tuple[str, ...]] = {
-    "specdec++": ("width", "features", "decision_points", "draws", "cache"),
-    "immediate": ("rejection_weight",),
-}
-# Without head.epochs: as many passes as make so many steps, but at least and at most so many. An
-# immediate head learns few rows by heart: after 107 passes over 162 rows it was worse than chance.
-STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1500}
-PASSES: dict[Kind, tuple[int, float]] = {
-    "specdec++": (3, math.inf),
-    "immediate": (12, 24),
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a kind is trained, and where its defaults differ from those of the fields.
+
+    Attributes:
+        steps: without `head.epochs` as many passes as make so many steps,
+        passes: but at least and at most so many. An immediate head learns few rows by heart: after
+            107 passes over 162 rows it was worse than chance.
+        weight_decay: AdamW's.
+        warmup_ratio: share of the steps in which the rate rises.
+        defaults: name -> value.
+        unread: settings that do nothing.
+    """
+
+    steps: int
+    passes: tuple[int, float]
+    weight_decay: float
+    warmup_ratio: float
+    defaults: Mapping[str, Any]
+    unread: tuple[str, ...]
+
+
+TRAINING: dict[Kind, Training] = {
+    "specdec++": Training(
+        400, (3, math.inf), 0.0, 0.03, {}, ("width", "features", "draws", "cache")
+    ),
+    "immediate": Training(
+        1500,
+        (12, 24),
+        0.01,
+        0.05,
+        {"depth": 0, "rejection_weight": 1.0, "batch_size": 12, "micro_batch_size": 12},
+        ("mixing", "rejection_weight"),
+    ),
 }
 
 
@@ -78,7 +79,7 @@ class HeadConfig(Config):
     kind: Kind = Field(
         "specdec++",
         description="specdec++: the published head, on the state after the token; immediate: ours, "
-        "on all that is known once the token is drawn, and better",
+        "on what is known once the token is drawn, and better",
     )
     depth: int = Field(
         3,
@@ -92,18 +93,12 @@ class HeadConfig(Config):
         min_length=1,
         description="what the head reads of a drafted token [immediate alone]",
     )
-    decision_points: tuple[DecisionPointName, ...] = Field(
-        ("drawn",),
-        min_length=1,
-        description="when it can be asked: before the token is drawn, when it is, and when the "
-        "draft has read it [immediate alone]",
-    )
-    mixing: float | None = Field(
+    mixing: float = Field(
         0.15,
         ge=0.0,
         lt=1.0,
-        description="share of positions that keep the target's token; null: no mixing, each token "
-        "is judged after the target's own text [immediate: null]",
+        description="share of positions that keep the target's token [specdec++ alone: ours judges "
+        "each token after the target's own text]",
     )
     draws: int = Field(
         1,
@@ -119,9 +114,8 @@ class HeadConfig(Config):
     epochs: int | None = Field(
         None,
         ge=1,
-        description=f"passes over the training rows; null: as many as make {STEPS['specdec++']} "
-        f"steps, at least {PASSES['specdec++'][0]} [immediate: {STEPS['immediate']} steps, "
-        f"{PASSES['immediate'][0]} to {PASSES['immediate'][1]} passes]",
+        description="passes over the training rows; null: as many as make 400 steps, at least 3 "
+        "[immediate: 1500 steps, 12 to 24 passes]",
     )
     batch_size: int = Field(32, ge=1, description="rows a step, over all processes [immediate: 12]")
     micro_batch_size: int = Field(
@@ -135,26 +129,10 @@ class HeadConfig(Config):
         description="Adam's peak rate, then cosine; null: the paper's 5e-5 for states of width "
         "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3]",
     )
-    weight_decay: float = Field(
-        0.0, ge=0.0, description="AdamW's decay of the weights [immediate: 0.01]"
-    )
-    warmup_ratio: float = Field(
-        0.03,
-        ge=0.0,
-        lt=1.0,
-        description="share of the steps in which the rate rises [immediate: 0.05]",
-    )
-    max_grad_norm: float = Field(1.0, gt=0.0, description="clip gradients to this norm")
-    max_length: int | None = Field(
-        None,
-        ge=1,
-        description="prompt + completion tokens, what is longer is cut; null: whole rows, as far "
-        "as the draft has positions",
-    )
     cache: Literal["none", "disk"] = Field(
         "none",
         description="what the draft says of the tokens: none computes it at every step; disk once, "
-        "and keeps it, states in bfloat16, until the head is done [not of specdec++]",
+        "and keeps it, states in bfloat16, until the head is done [immediate alone]",
     )
     save_steps: int = Field(200, ge=1, description="steps between checkpoints")
     report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")
@@ -168,77 +146,44 @@ class HeadConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_its_kind(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            of_kind: Mapping[str, Any] = next(
-                (own for kind, own in DEFAULTS.items() if kind == given.get("kind")), {}
-            )
-            return {**of_kind, **given}
+        if isinstance(given, Mapping) and given.get("kind") == "immediate":
+            return {**TRAINING["immediate"].defaults, **given}
         return given
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
+        training = TRAINING[self.kind]
+        default = {n: field.get_default() for n, field in HeadConfig.model_fields.items()}
+        default |= training.defaults
         unread = [
             f"{name} (got {getattr(self, name)!r})"
-            for name in UNREAD[self.kind]
-            if getattr(self, name) != _default(self.kind, name)
+            for name in training.unread
+            if getattr(self, name) != default[name]
         ]
         if unread:
             raise ValueError(
                 f"kind {self.kind} does not read {', '.join(unread)}: leave that out, or choose "
                 "another kind"
             )
-        if self.kind == "specdec++" and self.mixing is None:
-            raise ValueError(
-                "kind specdec++ reads a mixed context: mixing must be a number, got null; 0.15 is "
-                "the paper's"
-            )
-        for name in ("features", "decision_points"):
-            values = getattr(self, name)
-            if len({*values}) < len(values):
-                raise ValueError(f"{name} must name each once, got {list(values)}")
-        if self.kind == "immediate":
-            order: tuple[DecisionPointName, ...] = get_args(DecisionPointName)
-            first = min(self.decision_points, key=order.index)
-            known = [KNOWN_FROM.get(name, "before") for name in self.features]
-            if not any(order.index(point) <= order.index(first) for point in known):
-                raise ValueError(
-                    f"of the features {', '.join(self.features)} none is known at the decision "
-                    f"point {first}: name one that is, or leave that point out"
-                )
-            # Nothing of these is there without the target's own text.
-            needs: list[str] = [
-                name for name in ("position", "since_rejection") if name in self.features
-            ]
-            needs += ["before"] if "before" in self.decision_points else []
-            needs += [f"draws {self.draws}"] if self.draws > 1 else []
-            needs += [f"cache {self.cache}"] if self.cache != "none" else []
-            if needs and self.mixing is not None:
-                raise ValueError(
-                    f"mixing {self.mixing} cannot be with {', '.join(needs)}, which need the "
-                    "target's own text: leave them out, or set mixing to null"
-                )
+        if len({*self.features}) < len(self.features):
+            raise ValueError(f"features must name each once, got {list(self.features)}")
         return self
 
     def passes(self, rows: int) -> int:
         """Passes over so many training rows."""
         if self.epochs is not None:
             return self.epochs
-        least, most = PASSES[self.kind]
-        wanted = math.ceil(STEPS[self.kind] / math.ceil(rows / self.batch_size))
-        return int(min(most, max(least, wanted)))
+        training = TRAINING[self.kind]
+        least, most = training.passes
+        enough = math.ceil(training.steps / math.ceil(rows / self.batch_size))
+        return int(min(most, max(least, enough)))
 
     def peak_rate(self, hidden_size: int) -> float:
         """The largest learning rate, for a draft whose states have this width."""
         if self.learning_rate is not None:
             return self.learning_rate
-        if self.kind != "specdec++":
-            return 2e-3
-        return min(1e-3, 5e-5 * 4096 / hidden_size)
+        return 2e-3 if self.kind == "immediate" else min(1e-3, 5e-5 * 4096 / hidden_size)
 
     def decisive(self) -> dict[str, Any]:
         """The settings that decide the head, as JSON values."""
         return self.model_dump(mode="json", exclude={"report_to", "folder"})
-
-
-def _default(kind: Kind, name: str) -> Any:
-    return DEFAULTS[kind].get(name, HeadConfig.model_fields[name].get_default())

@@ -14,9 +14,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from heads.immediate import ImmediateHead
-from heads.inputs import LEAST_CHANCE, DecisionPoint, DrawnToken, HeadInputs, NextToken
-from heads.model import AcceptanceHead, BaseHead, ResidualBlock
+from heads.inputs import FEATURES, LEAST_CHANCE, DrawnToken, captured_state, under_way
+from heads.model import AcceptanceHead, BaseHead, ImmediateHead, ResidualBlock
 
 ROWS = 4096
 """Of an embedding that are read at a time."""
@@ -25,14 +24,8 @@ ROWS = 4096
 class Judge(Protocol):
     """Asks a head about the tokens of a draft under way, for raw acceptance logits."""
 
-    def upcoming(self, token: NextToken) -> float:
-        """Of the token that is about to be drawn, at `DecisionPoint.BEFORE`."""
-
-    def drawn(self, token: DrawnToken) -> float:
-        """Of the token that was drawn last, at `DecisionPoint.DRAWN`."""
-
-    def consumed(self, token: DrawnToken, following: NextToken) -> float:
-        """Of the token before `following`, whose state is the draft's after consuming it."""
+    def logit(self, drawn: DrawnToken) -> float:
+        """Of the newest token that the head can judge once `drawn` is: itself, or one before it."""
 
 
 def judge_of(head: BaseHead) -> Judge:
@@ -55,28 +48,18 @@ class TorchJudge:
     def __init__(self, head: BaseHead) -> None:
         self._head = head
 
-    def upcoming(self, token: NextToken) -> float:
-        """See `Judge.upcoming`."""
-        with torch.inference_mode():
-            return float(self._head.logits(HeadInputs.from_next(self._head.reads, token)))
-
-    def drawn(self, token: DrawnToken) -> float:
-        """See `Judge.drawn`."""
-        return float(self.drawn_logit(token))
-
-    def consumed(self, token: DrawnToken, following: NextToken) -> float:
-        """See `Judge.consumed`."""
-        return float(self.consumed_logit(token, following))
+    def logit(self, drawn: DrawnToken) -> float:
+        """See `Judge.logit`."""
+        return float(self.logit_on_device(drawn))
 
     @torch.inference_mode()
-    def drawn_logit(self, token: DrawnToken) -> Tensor:
+    def logit_on_device(self, drawn: DrawnToken) -> Tensor:
         """The same, (), still on the device."""
-        return self._head.logits(HeadInputs.from_drawn(self._head.reads, token))
-
-    @torch.inference_mode()
-    def consumed_logit(self, token: DrawnToken, following: NextToken) -> Tensor:
-        """The same, (), still on the device."""
-        return self._head.logits(HeadInputs.from_drawn(self._head.reads, token, following))
+        if not self._head.lag:
+            return self._head.logits(under_way(drawn))
+        # What a token is drawn from is the state after the one before it.
+        logit: Tensor = self._head(captured_state(drawn))
+        return logit
 
 
 class ImmediateJudge:
@@ -96,73 +79,46 @@ class ImmediateJudge:
             for name, layer in head.vectors.items()
         }
         self._before = self._vectors.get("hidden_before")
-        weights = head.point.weight.new_zeros(head.width, 0)
+        weights = head.bias.new_zeros(head.width, 0)
         if head.numbers:
             weights = head.number_weights.weight / head.number_deviations
         self._numbers = dict(zip(head.numbers, weights.T.contiguous(), strict=True))
-        self._means = {name: head.scales[name][0] for name in head.numbers}
-        self._base = head.point.weight - weights @ head.number_means.to(weights)
+        self._base = head.bias - weights @ head.number_means.to(weights)
         self._table: Tensor | None = None
         self._layers = [_weights(cast(nn.Linear, layer)) for layer in head.layers]
         self._output, self._bias = head.output.weight[0].clone(), float(head.output.bias)
-        self._newest: tuple[DrawnToken | None, Tensor] = (None, self._base)
 
-    def upcoming(self, token: NextToken) -> float:
-        """See `Judge.upcoming`."""
-        x = self._base[DecisionPoint.BEFORE].clone()
-        known = HeadInputs.from_next([*self._numbers], token).features
-        for name, weights in self._numbers.items():  # one that is not known adds nothing: its mean
-            x += weights * known.get(name, self._means[name])
-        if self._before is not None:
-            x += self._before.mv(_state(token, x))
-        return self._logit(x)
-
-    def drawn(self, token: DrawnToken) -> float:
-        """See `Judge.drawn`."""
-        return self._logit(self._drawn(token))
-
-    def consumed(self, token: DrawnToken, following: NextToken) -> float:
-        """See `Judge.consumed`."""
-        x = self._newest[1] if self._newest[0] is token else self._drawn(token)
-        x = x + self._base[DecisionPoint.CONSUMED] - self._base[DecisionPoint.DRAWN]
-        if "hidden" in self._vectors:
-            x += self._vectors["hidden"].mv(_state(following, x))
-        return self._logit(x)
-
-    def _drawn(self, token: DrawnToken) -> Tensor:
-        """(W,) the sum of what is known when a token is drawn, at that point."""
+    def logit(self, drawn: DrawnToken) -> float:
+        """See `Judge.logit`."""
         if self._table is None:
-            self._table = self._tabled(token)
-        x = self._table[token.token]
-        before = self._before
-        x = x.clone() if before is None else torch.addmv(x, before, _state(token, x))
+            self._table = self._tabled(drawn)
+        x = self._table[drawn.token]
+        if self._before is None:
+            x = x.clone()
+        else:
+            x = torch.addmv(x, self._before, captured_state(drawn).to(x.dtype))
         for name, weights in self._numbers.items():
             if name == "log_q":  # the one that costs next to nothing
-                value = log(max(float(token.distribution[token.token]), LEAST_CHANCE))
+                value = log(max(float(drawn.distribution[drawn.token]), LEAST_CHANCE))
             else:
-                value = float(HeadInputs.from_drawn([name], token)[name])
+                value = float(FEATURES[name].compute(under_way(drawn)))
             x.add_(weights, alpha=value)
-        self._newest = token, x
-        return x
-
-    def _tabled(self, token: DrawnToken) -> Tensor:
-        """(V, W) what each token adds when it is drawn."""
-        rows = self._base[DecisionPoint.DRAWN].repeat(len(token.distribution), 1)
-        if "embedding" in self._vectors:
-            for start in range(0, len(rows), ROWS):
-                ids = torch.arange(start, min(start + ROWS, len(rows)))
-                if (embedded := token.embed(ids)) is None:
-                    raise ValueError("the draft's input embeddings are needed and not captured")
-                vectors = self._vectors["embedding"]
-                rows[start : start + ROWS] += embedded.detach().to(vectors.dtype) @ vectors.T
-        return rows
-
-    def _logit(self, x: Tensor) -> float:
-        """The layers on (W,)."""
         x = x.relu()
         for weight, bias in self._layers:
             x = torch.addmv(bias, weight, x).relu_()
         return float(x.dot(self._output)) + self._bias
+
+    def _tabled(self, drawn: DrawnToken) -> Tensor:
+        """(V, W) what each token adds when it is drawn."""
+        rows = self._base.repeat(len(drawn.distribution), 1)
+        if "embedding" in self._vectors:
+            for start in range(0, len(rows), ROWS):
+                ids = torch.arange(start, min(start + ROWS, len(rows)))
+                if (embedded := drawn.embed(ids)) is None:
+                    raise ValueError("the draft's input embeddings are needed and not captured")
+                vectors = self._vectors["embedding"]
+                rows[start : start + ROWS] += embedded.detach().to(vectors.dtype) @ vectors.T
+        return rows
 
 
 class ResidualJudge:
@@ -177,27 +133,12 @@ class ResidualJudge:
         self._blocks = [_weights(cast(ResidualBlock, block).linear) for block in head.blocks]
         self._output, self._bias = head.output.weight[0].clone(), float(head.output.bias)
 
-    def consumed(self, _token: DrawnToken, following: NextToken) -> float:
-        """See `Judge.consumed`."""
-        x = _state(following, self._output)
+    def logit(self, drawn: DrawnToken) -> float:
+        """See `Judge.logit`: of the token before this one, by the state that this is drawn from."""
+        x = captured_state(drawn).to(self._output.dtype)
         for weight, bias in self._blocks:
             x = nn.functional.silu(torch.addmv(bias, weight, x)).add_(x)
         return float(x.dot(self._output)) + self._bias
-
-    def drawn(self, token: DrawnToken) -> float:
-        """Never asked."""
-        raise AssertionError("SpecDec++'s head judges a token once the draft has consumed it")
-
-    def upcoming(self, token: NextToken) -> float:
-        """Never asked."""
-        raise AssertionError("SpecDec++'s head judges a token once the draft has consumed it")
-
-
-def _state(token: NextToken, weights: Tensor) -> Tensor:
-    """(H,) the state that a token is drawn from, of the type that the weights are of."""
-    if token.state is None:
-        raise ValueError("the draft's states are needed and were not captured")
-    return token.state.to(weights.dtype)
 
 
 def _weights(layer: nn.Linear) -> tuple[Tensor, Tensor]:

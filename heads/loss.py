@@ -12,22 +12,21 @@ from torch.nn.functional import softplus
 CALIBRATION_BINS = 15
 
 
-def loss_mass(accept: Tensor, mask: Tensor, rejection_weight: float) -> Tensor:
-    """Return sum a + w(1 - a) over the mask: what the loss of a whole batch is divided by.
+def loss_mass(accept: Tensor, rejection_weight: float) -> Tensor:
+    """Return sum a + w(1 - a): what the loss of a whole batch is divided by.
 
     It depends on the labels alone, so the mass of a global batch is known before any forward pass
     and the loss does not change with accumulation or with the number of processes.
 
     Args:
         accept: labels a in [0, 1], any shape.
-        mask: bool, same shape; False positions do not count.
         rejection_weight: w > 0.
 
     Returns:
         float64 scalar.
     """
-    weight = accept + rejection_weight * (1.0 - accept)
-    return weight.double().masked_fill(~mask, 0.0).sum()
+    accept = accept.double()
+    return (accept + rejection_weight * (1.0 - accept)).sum()
 
 
 def weighted_bce(logits: Tensor, accept: Tensor, mask: Tensor, rejection_weight: float) -> Tensor:

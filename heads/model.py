@@ -1,9 +1,9 @@
-"""Acceptance heads: what every kind shares, and SpecDec++'s, published as it is."""
+"""Acceptance heads: what both kinds share, SpecDec++'s as published, and ours, without its lag."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from heads.inputs import DecisionPoint, HeadInputs
+from heads.config import DEFAULT_FEATURES
+from heads.inputs import FEATURES, DraftedTokens
 from heads.remote import auto_config, write_custom_generate, write_modeling
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_write, read_object, write_json
@@ -38,8 +39,8 @@ class BaseHead(
 
     Attributes:
         kind: what configuration and `config.json` call this kind of head.
-        reads: names of the features in `heads.inputs.FEATURES` that it reads.
-        decision_points: what may be known of a token when the head is asked about it, in order.
+        lag: tokens that must be drawn after a token before the head can judge it.
+        reads: names of what it reads of a token.
         hidden_size: H, the width of the draft's hidden state.
         depth: number of residual blocks.
         rejection_weight: weight of rejections in the training loss; 1 means no bias.
@@ -50,8 +51,8 @@ class BaseHead(
     """
 
     kind: ClassVar[str]
+    lag: ClassVar[int]
     reads: tuple[str, ...]
-    decision_points: tuple[DecisionPoint, ...]
     hidden_size: int
     depth: int
     rejection_weight: float
@@ -64,32 +65,19 @@ class BaseHead(
         """The distribution under which its labels were made; the default one if not recorded."""
         return SamplingConfig(**(self.sampling or {}))
 
-    def logits(self, inputs: HeadInputs) -> Tensor:
-        """Return the raw acceptance logits of drafted tokens.
+    def logits(self, drafted: DraftedTokens) -> Tensor:
+        """Return the raw acceptance logits of drafted tokens (...).
 
         Their sigmoid, which SpecDec++ compares with its threshold, is biased by a weighted loss.
-
-        Args:
-            inputs: the features in `reads` that are known at `inputs.point`, which is one of
-                `decision_points`; leading shape (...).
-
-        Returns:
-            (...) logits.
         """
         raise NotImplementedError
 
-    def probability(self, inputs: HeadInputs) -> Tensor:
+    def probability(self, drafted: DraftedTokens) -> Tensor:
         """Return the calibrated acceptance probability, the bias of the weighted loss undone.
 
         With phat = sigmoid(logit), this is w phat / (1 - phat + w phat) = sigmoid(logit + log w).
-
-        Args:
-            inputs: as for `logits`.
-
-        Returns:
-            (...) probabilities.
         """
-        return torch.sigmoid(self.logits(inputs) + math.log(self.rejection_weight))
+        return torch.sigmoid(self.logits(drafted) + math.log(self.rejection_weight))
 
     def _save_pretrained(self, save_directory: Path) -> None:
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
@@ -133,13 +121,12 @@ class BaseHead(
                 hub = {name: options[name] for name in HUB_OPTIONS if name in options}
                 path = Path(hf_hub_download(str(source), CONFIG_NAME, **hub))
             kind = read_object(path).get("kind")
-            kinds = _kinds()
-            if not isinstance(kind, str) or kind not in kinds:
+            if not isinstance(kind, str) or kind not in KINDS:
                 raise ValueError(
                     f"{source} is not an acceptance head that is known here: the kind in its "
-                    f"{CONFIG_NAME} must be one of {', '.join(kinds)}, got {kind!r}"
+                    f"{CONFIG_NAME} must be one of {', '.join(KINDS)}, got {kind!r}"
                 )
-            actual = cls if issubclass(cls, kinds[kind]) else kinds[kind]
+            actual = cls if issubclass(cls, KINDS[kind]) else KINDS[kind]
             head: BaseHead = super(BaseHead, actual).from_pretrained(source, **options)
         except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError) as error:
             raise ValueError(
@@ -214,9 +201,6 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
     at the position of the drafted token after the draft consumed it. The blocks do not share
     weights.
 
-    Attributes:
-        reads: names of the features in `heads.inputs.FEATURES` that `forward` takes, in its order.
-
     Args:
         hidden_size: H, the width of the draft's hidden state.
         depth: number of residual blocks before the linear layer; 0 is a linear head.
@@ -231,8 +215,8 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
     """
 
     kind: ClassVar[str] = "specdec++"
+    lag: ClassVar[int] = 1
     reads = ("hidden",)
-    decision_points = (DecisionPoint.CONSUMED,)
 
     def __init__(
         self,
@@ -285,14 +269,142 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
             logits: Tensor = self.output(state)
         return logits.squeeze(-1)
 
-    def logits(self, inputs: HeadInputs) -> Tensor:
+    def logits(self, drafted: DraftedTokens) -> Tensor:
         """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`."""
-        logits: Tensor = self(*(inputs[name] for name in self.reads))
+        logits: Tensor = self(drafted.after())
         return logits
 
 
-def _kinds() -> dict[str, type[BaseHead]]:
-    """Every kind of head by its name in config.json."""
-    from heads.immediate import ImmediateHead  # which imports this file
+class ImmediateHead(BaseHead):
+    """Predict whether the target accepts a drafted token, from what is known once it is drawn.
 
-    return {head.kind: head for head in (AcceptanceHead, ImmediateHead)}
+    So it costs no forward of the draft and, unlike SpecDec++'s head, has no lag. Each vector
+    feature goes through its own linear map, the standardised numbers through one; ReLU layers
+    follow their sum. So what a token adds is a row of a table, and one small matrix reads the rest:
+    `heads.judge` asks in microseconds. A norm, or a further layer, costs more than it predicts.
+
+    Args:
+        hidden_size: H, the width of the draft's hidden state.
+        embedding_size: E, the width of the draft's input embedding; 0 means H.
+        reads: names of features in `heads.inputs.FEATURES`.
+        width: W of the network.
+        depth: number of layers between the sum and the output.
+        scales: number feature -> (mean, standard deviation) by which it is standardised; vector ->
+            (0, root mean square of its values); (0, 1) for those that are missing.
+        draft: name or path of the draft whose hidden states the head reads.
+        sampling: temperature, top_k and top_p under which its labels were made.
+        probe: values of that draft's hidden states; see `heads.probe`.
+
+    Raises:
+        ValueError: if a size is out of range, or a name is unknown.
+    """
+
+    kind: ClassVar[str] = "immediate"
+    lag: ClassVar[int] = 0
+    rejection_weight = 1.0
+    number_means: Tensor
+    number_deviations: Tensor
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        embedding_size: int = 0,
+        reads: Sequence[str] = DEFAULT_FEATURES,
+        width: int = 64,
+        depth: int = 0,
+        scales: Mapping[str, Sequence[float]] | None = None,
+        draft: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        probe: Sequence[float] | None = None,
+    ) -> None:
+        if hidden_size < 1 or embedding_size < 0 or width < 1 or depth < 0:
+            raise ValueError(
+                "a head needs hidden_size >= 1, embedding_size >= 0, width >= 1 and depth >= 0, "
+                f"got {hidden_size}, {embedding_size}, {width} and {depth}"
+            )
+        if unknown := [name for name in reads if name not in FEATURES]:
+            raise ValueError(f"unknown features {', '.join(unknown)}: known are {[*FEATURES]}")
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.embedding_size = embedding_size or hidden_size
+        self.reads = tuple(reads)
+        self.width = width
+        self.depth = depth
+        self.draft = draft
+        self.sampling = sampling
+        self.probe = probe
+        self.scales = self._checked(scales or {})
+        widths = {"hidden": self.hidden_size, "embedding": self.embedding_size}
+        self.sizes = {
+            name: widths[FEATURES[name].shape]
+            for name in self.reads
+            if FEATURES[name].shape in widths
+        }
+        self.numbers = tuple(name for name in self.reads if name not in self.sizes)
+        self.vectors = nn.ModuleDict(
+            {name: nn.Linear(size, width, bias=False) for name, size in self.sizes.items()}
+        )
+        if self.numbers:  # weights that nothing reads would never get a gradient
+            self.number_weights = nn.Linear(len(self.numbers), width, bias=False)
+        for buffer, place in (("number_means", 0), ("number_deviations", 1)):
+            values = torch.tensor([self.scales[name][place] for name in self.numbers])
+            self.register_buffer(buffer, values, persistent=False)
+        # One row of three: a seed goes on giving the head that the published figures are of.
+        self.bias = nn.Parameter(torch.randn(3, width)[1].clone())
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.output = nn.Linear(width, 1)
+
+    def _checked(self, scales: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+        checked = {}
+        for name in self.reads:
+            mean, deviation = scales.get(name, (0.0, 1.0))
+            if not (math.isfinite(mean) and 0.0 < deviation < math.inf):
+                raise ValueError(
+                    f"scales must give a finite mean and a positive standard deviation of {name}, "
+                    f"got {mean} and {deviation}"
+                )
+            checked[name] = (float(mean), float(deviation))
+        return checked
+
+    def forward(self, *features: Tensor) -> Tensor:
+        """Return raw acceptance logits.
+
+        Args:
+            *features: in the order of `reads`, each (...) or (..., size).
+
+        Returns:
+            (...) logits.
+
+        Raises:
+            ValueError: if a vector has another width than the draft's.
+        """
+        given = dict(zip(self.reads, features, strict=True))
+        # Autocast would quietly run the layers in half precision.
+        with torch.autocast(features[0].device.type, enabled=False):
+            x: Tensor = self.bias
+            for name, layer in self.vectors.items():
+                if given[name].shape[-1] != self.sizes[name]:
+                    raise ValueError(
+                        f"this head reads {name} of width {self.sizes[name]}, got "
+                        f"{given[name].shape[-1]}; it was trained for the draft "
+                        f"{self.draft or '(not recorded)'}"
+                    )
+                x = x + layer(given[name].to(x.dtype) / self.scales[name][1])
+            if self.numbers:
+                numbers = torch.stack([given[name].to(x.dtype) for name in self.numbers], dim=-1)
+                standardised = (numbers - self.number_means) / self.number_deviations
+                x = x + self.number_weights(standardised)
+            for layer in self.layers:
+                x = layer(x.relu())
+            logits: Tensor = self.output(x.relu())
+        return logits.squeeze(-1)
+
+    def logits(self, drafted: DraftedTokens) -> Tensor:
+        """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`."""
+        logits: Tensor = self(*(FEATURES[name].compute(drafted) for name in self.reads))
+        return logits
+
+
+KINDS: dict[str, type[BaseHead]] = {head.kind: head for head in (AcceptanceHead, ImmediateHead)}
+"""Every kind of head by its name in config.json."""

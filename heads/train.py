@@ -1,7 +1,8 @@
 """Train an acceptance head on a frozen draft: as a script, under accelerate or under DeepSpeed.
 
-The draft runs at every step, or once if what it says is stored (`heads.contexts.FeatureCache`),
-outside DDP and DeepSpeed, and gets no gradient.
+The draft runs at every step, or once if what it says is stored (`heads.questions.FeatureCache`),
+outside DDP and DeepSpeed, and gets no gradient. All randomness derives from (seed, epoch, example),
+and the learning rate from the step.
 """
 
 from __future__ import annotations
@@ -10,44 +11,39 @@ import hashlib
 import logging
 import math
 import shutil
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
-from heads.batches import LabelRows, micro_batch_count
-from heads.config import HeadConfig
-from heads.contexts import Context, FeatureCache, MixedContext, TargetContext, feature_scales
-from heads.immediate import ImmediateHead
-from heads.inputs import logits_of_states
-from heads.loop import (
+from heads.config import TRAINING, HeadConfig
+from heads.engine import (
+    MOMENTS,
     Checkpoint,
-    Training,
+    Engine,
     deprecations_of_deepspeed_hidden,
-    main_point,
-    prepare,
     start_accelerator,
 )
-from heads.loss import HeadMetrics
-from heads.mixing import COLUMNS
-from heads.model import AcceptanceHead, BaseHead
+from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
+from heads.model import AcceptanceHead, BaseHead, ImmediateHead
 from heads.probe import probe_of
-from heads.target_context import TargetBatch, check_tree_states, draws_of
+from heads.questions import DrawnQuestions, MixedQuestions, Questions, cached, feature_scales
+from heads.rows import Batch, LabelRows, Row, micro_batch_count, micro_batches
+from specdata.errors import TrainingDivergedError
+from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
 from specdata.lm_head import check_hidden_states
 from specdata.models import positions
 from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
-from specdata.storage.checkpoints import checkpoint_to_resume
+from specdata.storage.checkpoints import checkpoint_to_resume, newest_complete
 from specdata.storage.files import write_json
 from specdata.storage.resume import Settings, read_record
-from specdata.storage.schema import MORE_DRAWS
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,9 +55,6 @@ CHECKPOINTS_NAME = "checkpoints"
 STATES_NAME = "states"
 LOGS_NAME = "logs"
 RUN_ALONE = ("micro_batch_size", "save_steps")
-Scales = Mapping[str, tuple[float, float]]
-# Rows by which what a head reads is scaled.
-SCALED_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +62,16 @@ class HeadResult:
     """The measurements of a training run; written to `metrics.json` beside the head.
 
     Attributes:
-        before: the untrained head on the dev rows, when tokens are drawn if it can be asked then.
+        before: the untrained head on the dev rows.
         after: the trained head on the same tokens.
         losses: training loss of every step.
         steps: updates done.
         train_rows: rows trained on.
-        skipped_rows: train and dev rows whose prompt alone fills max_length.
+        skipped_rows: train and dev rows whose prompt alone fills the draft's context.
         processes: how many trained.
         engine: "single", "ddp" or "deepspeed-zeroN", as observed.
-        by_decision_point: the trained head at each of its decision points, "before" the token is
-            drawn, when it is "drawn" and when the draft has "consumed" it.
         labels: positions with a label, in train and dev rows.
-        cut_labels: those of them beyond max_length or the draft's context.
+        cut_labels: those of them beyond the draft's context.
         epochs: passes over the training rows.
         learning_rate: the largest.
     """
@@ -93,7 +84,6 @@ class HeadResult:
     skipped_rows: int
     processes: int
     engine: str
-    by_decision_point: Mapping[str, HeadMetrics]
     labels: int
     cut_labels: int
     epochs: int
@@ -119,13 +109,11 @@ def train_head(
 
     Args:
         draft: the frozen draft; its weights and its precision are left alone.
-        train: labelled rows, the columns of `heads.mixing.LabelRow`: of kind immediate with
-            `overlap`, and with more draws a position if they hold any.
+        train: labelled rows, the columns of `heads.rows.LabelRow`.
         dev: held-out labelled rows.
         out: folder for the head and `metrics.json` (written last), of checkpoints until then.
         config: settings.
-        seed: of initial weights, order and mixing, or simulated rounds. How dev rows are read never
-            changes.
+        seed: of initial weights, order and mixing. How dev rows are read never changes.
         sampling: the distribution under which the labels were made; recorded with the head.
 
     Returns:
@@ -137,85 +125,107 @@ def train_head(
             are damaged.
         TrainingDivergedError: on every process, if a loss, weight or metric is not finite, or the
             trained head predicts worse than the untrained one and than chance.
+        Interrupted: on every process, if one was asked to stop, after a checkpoint.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
-    required, optional = COLUMNS, ()
-    if config.kind == "immediate":
-        required, optional = (*COLUMNS, "overlap"), MORE_DRAWS.names
-    longest = longest_text(draft, config)
-    data = (
-        LabelRows.read("train", train, longest, required=required, optional=optional),
-        LabelRows.read("dev", dev, longest, required=required, optional=optional),
+    longest, is_ours = positions(draft.config), config.kind == "immediate"
+    train_rows = LabelRows.read("train", train, longest, with_draws=is_ours)
+    dev_rows = LabelRows.read("dev", dev, longest, with_draws=is_ours)
+    settings = Settings(
+        {
+            # How it is run does not decide what is learned.
+            "config": {k: v for k, v in config.decisive().items() if k not in RUN_ALONE},
+            "seed": seed,
+            "draft": weights_fingerprint(draft),
+            "train": train_rows.fingerprint,
+            "dev": dev_rows.fingerprint,
+        },
+        f"delete {out} or choose another output folder",
     )
-    settings = head_settings(config, seed, draft, data, out)
-    finished = finished_head(out, settings)
-    if finished is not None:
+    if (finished := finished_head(out, settings)) is not None:
         if is_main():
             _remove_leftovers(out)  # of a run killed right before its end
         return finished
-    if is_main():
-        _tell_of_cut(data, longest, config)
+    if (cut := train_rows.cut + dev_rows.cut) and is_main():
+        labels = train_rows.labels + dev_rows.labels
+        logger.warning(
+            "the draft's context of %d tokens cuts off %d of %d labels", longest, cut, labels
+        )
     was_training = draft.training
     try:
         with deprecations_of_deepspeed_hidden():
-            return _train(draft.eval(), data, out, config, seed, sampling, settings)
+            return _train(draft.eval(), train_rows, dev_rows, out, config, seed, sampling, settings)
     finally:
         draft.train(was_training)
 
 
 def _train(
     draft: PreTrainedModel,
-    data: tuple[LabelRows, LabelRows],
+    train_rows: LabelRows,
+    dev_rows: LabelRows,
     out: Path,
     config: HeadConfig,
     seed: int,
     sampling: SamplingConfig | None,
     settings: Settings,
 ) -> HeadResult:
-    """Train on the first rows, measure on the second, save."""
     joined = torch.distributed.is_initialized()  # then leaving is up to whoever joined
-    training, checkpoint, scales = _start(draft, data, config, seed, sampling, out, settings)
-    engine, head = training.engine, training.engine.head
-    before, losses = training.start(checkpoint, data[1])
-    losses = training.train(data[0], before, losses)
-    by_decision_point = training.evaluate(data[1])
+    training = _begun(draft, train_rows, dev_rows, out, config, seed, sampling, settings)
+    engine, losses, rows_a_step = training.engine, training.losses, config.batch_size
+    is_main_process = engine.accelerator.is_main_process
+    per_epoch, epochs = math.ceil(len(train_rows) / rows_a_step), config.passes(len(train_rows))
+    steps, warmup_ratio = epochs * per_epoch, TRAINING[config.kind].warmup_ratio
+
+    # The order of rows and their mixing follow from (seed, epoch) and the rate from the step, so a
+    # resumed run does what an uninterrupted one does.
+    with (
+        until_checkpoint(),
+        progress(
+            steps, "acceptance head", "step", done=len(losses), is_shown=is_main_process
+        ) as bar,
+    ):
+        for epoch in range(len(losses) // per_epoch, epochs):
+            order = train_rows.order(seed, epoch)
+            done = (len(losses) - epoch * per_epoch) * rows_a_step
+            for start in range(done, len(order), rows_a_step):
+                rate = learning_rate(len(losses), steps, training.peak, warmup_ratio)
+                engine.set_learning_rate(rate)
+                batch = order[start : start + rows_a_step]
+                loss = training.step(
+                    [training.questions.row(train_rows[i], i, epoch) for i in batch]
+                )
+                if not math.isfinite(loss):
+                    raise training.diverged(f"the loss is {loss} in step {len(losses) + 1}")
+                losses.append(loss)
+                training.log({"loss": loss, "learning_rate": rate})
+                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                bar.update()
+                stop = asked_of_any()
+                if stop or len(losses) % config.save_steps == 0:
+                    training.save()
+                if stop:
+                    engine.accelerator.wait_for_everyone()  # until it is written
+                    raise Interrupted(stop)
+
+    after, weights = training.evaluate(dev_rows), training.finite_weights()
+    training.log_metrics(after)
+    training.check(after, rows=len(train_rows), epochs=epochs)
     result = HeadResult(
-        before=before,
-        after=by_decision_point[main_point(head.decision_points)],
+        before=training.before,
+        after=after,
         losses=tuple(losses),
         steps=len(losses),
-        train_rows=len(data[0]),
-        skipped_rows=data[0].skipped + data[1].skipped,
+        train_rows=len(train_rows),
+        skipped_rows=train_rows.skipped + dev_rows.skipped,
         processes=engine.accelerator.num_processes,
         engine=engine.name,
-        by_decision_point={
-            point.name.lower(): metrics for point, metrics in by_decision_point.items()
-        },
-        labels=data[0].labels + data[1].labels,
-        cut_labels=data[0].cut + data[1].cut,
-        epochs=config.passes(len(data[0])),
-        learning_rate=training.learning_rate,
+        labels=train_rows.labels + dev_rows.labels,
+        cut_labels=train_rows.cut + dev_rows.cut,
+        epochs=epochs,
+        learning_rate=training.peak,
     )
-    training.log_metrics(by_decision_point, len(losses))
-    weights = training.whole_weights()
-    if not all(
-        math.isfinite(value) for value in asdict(result.after).values() if value is not None
-    ):
-        raise training.diverged("what it predicts after the last step is not finite")
-    # Chance, which predicts one half, has a KL of at most ln 2.
-    if result.after.kl > max(math.log(2.0), before.kl):
-        error = training.diverged(
-            "its predictions are worse than chance after the last step (KL "
-            f"{result.after.kl:.3g} on held-out tokens, {before.kl:.3g} untrained)"
-        )
-        last = fmean(losses[-max(1, len(losses) // 10) :])
-        if result.epochs > 1 and last < min(losses[0], result.after.kl / 2):
-            error.by_heart = (
-                f"give it more than {len(data[0]):,} rows, or a head.epochs below {result.epochs}"
-            )
-        raise error
-    if engine.accelerator.is_main_process:
-        final = new_head(draft, config, seed, sampling, scales)
+    if is_main_process:
+        final = new_head(draft, config, seed, sampling, getattr(engine.head, "scales", None))
         final.load_state_dict(weights)
         final.save_pretrained(out)
         write_json(out / METRICS_NAME, {"settings": settings.values, **asdict(result)})
@@ -224,139 +234,203 @@ def _train(
     return result
 
 
-def _remove_leftovers(out: Path) -> None:
-    for name in (CHECKPOINTS_NAME, STATES_NAME):
-        shutil.rmtree(out / name, ignore_errors=True)
-
-
-def _tell_of_cut(data: tuple[LabelRows, LabelRows], longest: int, config: HeadConfig) -> None:
-    """Say how many labels are lost to a maximum length."""
-    labels, cut = sum(rows.labels for rows in data), sum(rows.cut for rows in data)
-    if cut:
-        given = longest == config.max_length
-        logger.warning(
-            "%s of %d tokens cuts off %d of %d labels%s",
-            "head.max_length" if given else "the draft's context",
-            longest,
-            cut,
-            labels,
-            ": leave it out to learn from whole rows" if given else "",
-        )
-
-
-def _start(
+def _begun(
     draft: PreTrainedModel,
-    data: tuple[LabelRows, LabelRows],
+    train_rows: LabelRows,
+    dev_rows: LabelRows,
+    out: Path,
     config: HeadConfig,
     seed: int,
     sampling: SamplingConfig | None,
-    out: Path,
     settings: Settings,
-) -> tuple[Training, Checkpoint | None, Scales | None]:
-    """Join the other processes and wrap the head, with the last checkpoint's weights if any."""
+) -> Training:
+    """Join the other processes and wrap the head, as new or with what the last checkpoint holds."""
     accelerator = start_accelerator(config.report_to, out / LOGS_NAME)
-    folder = out / CHECKPOINTS_NAME
+    folder, size = out / CHECKPOINTS_NAME, config.micro_batch_size
     newest = checkpoint_to_resume(folder, settings)
     checkpoint = None if newest is None else Checkpoint.read(newest)
     accelerator.wait_for_everyone()  # no process writes before all have looked
     if draft.device != accelerator.device:  # which packed weights refuse even where they are there
         draft.to(accelerator.device)
     check_hidden_states(draft)
-    head = new_head(draft, config, seed, sampling)
-    scales = None
+    head, longest = new_head(draft, config, seed, sampling), positions(draft.config)
+    questions: MixedQuestions | DrawnQuestions
     if isinstance(head, ImmediateHead):
-        if config.mixing is None and "hidden" in head.reads:
-            check_tree_states(draft, max(rows.longest for rows in data))
-        scales = scales_of(draft, head, data[0], config, seed)
+        questions = DrawnQuestions(draft, head.reads, head.sampling_config, config.draws, longest)
+        scales = feature_scales(questions, train_rows, size)
         head = new_head(draft, config, seed, sampling, scales)
-    context: Context
-    if config.mixing is None:
-        context = target_context(draft, head, config, seed)
         if config.cache == "disk":
-            cache = _cached(accelerator, context, data[0], config, out / STATES_NAME)
-            context = replace(context, cache=cache)
+            cache = cached(accelerator, questions, train_rows, size, out / STATES_NAME)
+            questions = replace(questions, cache=cache)
     else:
-        to_logits, longest = logits_of_states(draft), longest_text(draft, config)
-        context = MixedContext(head, draft, to_logits, config.mixing, longest, seed)
+        questions = MixedQuestions(draft, config.mixing, longest, seed)
     if checkpoint is not None:
         head.load_state_dict(checkpoint.weights)
     if config.report_to != "none":
-        shown = {
-            name: value if isinstance(value, int | float | str) else str(value)
-            for name, value in settings.values["config"].items()
-        }
+        shown = {name: str(value) for name, value in settings.values["config"].items()}
         accelerator.init_trackers("acceptance-head", config=shown)
-    engine = prepare(
+    engine = Engine.of(
         accelerator,
         head,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=size,
         accumulation=micro_batch_count(
-            config.batch_size, size=config.micro_batch_size, processes=accelerator.num_processes
+            config.batch_size, size=size, processes=accelerator.num_processes
         ),
-        max_norm=config.max_grad_norm,
-        weight_decay=config.weight_decay,
+        weight_decay=TRAINING[config.kind].weight_decay,
     )
-    config = config.model_copy(update={"learning_rate": config.peak_rate(head.hidden_size)})
-    return Training(engine, context, config, seed, settings, folder), checkpoint, scales
+    peak = config.peak_rate(head.hidden_size)
+    training = Training(engine, questions, size, peak, settings, folder)
+    if checkpoint is None:
+        training.before = training.evaluate(dev_rows)
+        training.log_metrics(training.before)
+    else:
+        some = Batch.of([questions.row(dev_rows[0], 0, None)], accelerator.device)
+        engine.restore_moments(checkpoint, questions.arguments(some))
+        training.before, training.losses = checkpoint.before, checkpoint.losses
+    return training
 
 
-def longest_text(draft: PreTrainedModel, config: HeadConfig) -> int:
-    """Tokens of prompt and completion that are kept of a row."""
-    return min(config.max_length or sys.maxsize, positions(draft.config))
+def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
+    """The rate of an update, from 0: linear from peak / warm-up to the peak, then a cosine to 0."""
+    if step < (warmup := math.ceil(warmup_ratio * steps)):
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def target_context(
-    draft: PreTrainedModel, head: BaseHead, config: HeadConfig, seed: int
-) -> TargetContext:
-    """The target's own text as the context in which tokens are judged."""
-    longest = longest_text(draft, config)
-    return TargetContext(head, draft, logits_of_states(draft), config.draws, longest, seed)
+@dataclass(slots=True)
+class Training:
+    """One training at work.
 
+    Attributes:
+        engine: the head, ready to train.
+        questions: turns label rows into arguments of the head.
+        micro_batch_size: rows a micro-batch, per process.
+        peak: the largest learning rate.
+        settings: all that the weights depend on; its remedy is what an error advises.
+        folder: where checkpoints go.
+        before: what the untrained head was worth.
+        losses: of the steps done.
+    """
 
-def scales_of(
-    draft: PreTrainedModel, head: ImmediateHead, rows: LabelRows, config: HeadConfig, seed: int
-) -> Scales:
-    """The scales of what it reads: by some of the rows, the same ones in every process."""
-    reader = ImmediateHead(
-        hidden_size=head.hidden_size,
-        embedding_size=head.embedding_size,
-        reads=["hidden_before", *(name for name in head.reads if name != "hidden_before")],
-        decision_points=["drawn"],
-        sampling=head.sampling,
-    )
-    context = target_context(draft, reader, config, seed)
-    step = max(1, len(rows) // SCALED_ROWS)
-    some = [context.row(rows[index], -1, 0) for index in range(0, len(rows), step)]
-    size = config.micro_batch_size
-    parts = [some[start : start + size] for start in range(0, len(some), size)]
-    scales = feature_scales(
-        [context.inputs(TargetBatch.of(part).to(context.draft.device)) for part in parts]
-    )
-    return {"hidden": scales["hidden_before"], **scales}
+    engine: Engine
+    questions: Questions
+    micro_batch_size: int
+    peak: float
+    settings: Settings
+    folder: Path
+    before: HeadMetrics = field(init=False)
+    losses: list[float] = field(default_factory=list)
 
+    def step(self, rows: Sequence[Row]) -> float:
+        """Update the head once on a global batch; return the batch's loss.
 
-def _cached(
-    accelerator: Accelerator,
-    context: TargetContext,
-    rows: LabelRows,
-    config: HeadConfig,
-    folder: Path,
-) -> FeatureCache:
-    """The draft's states along the training rows, on the disk; made here if they are not there."""
-    device = context.draft.device
+        The loss is a sum over drafted tokens divided by the mass of the whole batch, which every
+        process knows from the labels, so neither accumulation nor the number of processes changes
+        it.
+        """
+        engine, accelerator = self.engine, self.engine.accelerator
+        weight, count = engine.head.rejection_weight, accelerator.gradient_accumulation_steps
+        mass = sum(float(loss_mass(row.accept, weight)) for row in rows)
+        mass = mass or 1.0  # a batch without drafted tokens has loss 0
+        # The engines average over processes and over micro-batches; this makes it a sum again.
+        scale = accelerator.num_processes * count / mass
+        total = torch.zeros((), device=accelerator.device)
+        for batch in self.parts(rows, count):
+            with accelerator.accumulate(engine.model):
+                # Tensors only: DDP and DeepSpeed look for them in arguments.
+                logits = engine.model(*self.questions.arguments(batch))
+                numerator = weighted_bce(logits, batch.accept, batch.mask, weight)
+                engine.backward(numerator * scale)
+            total += numerator.detach()
+        return float(accelerator.reduce(total, "sum")) / mass
 
-    def features(here: range) -> dict[str, Tensor]:
-        pieces = []
-        for start in range(here.start, here.stop, config.micro_batch_size):
-            part = range(start, min(start + config.micro_batch_size, here.stop))
-            held = [rows[index] for index in part]
-            batch = TargetBatch.of([context.all_of(row, range(draws_of(row))) for row in held])
-            pieces.append(context.of_draft(batch.to(device)))
-        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    def parts(self, rows: Sequence[Row], count: int) -> list[Batch]:
+        """This process's part of a global batch, in so many micro-batches."""
+        accelerator = self.engine.accelerator
+        parts = micro_batches(
+            rows,
+            size=self.micro_batch_size,
+            count=count,
+            process=accelerator.process_index,
+            processes=accelerator.num_processes,
+        )
+        return [Batch.of(part, accelerator.device) for part in parts]
 
-    cache = FeatureCache.of(folder, rows.sizes)
-    cache.fill(accelerator, features)
-    return cache
+    @torch.no_grad()
+    def evaluate(self, rows: LabelRows) -> HeadMetrics:
+        """Judge the head on all rows, which are always read the same."""
+        accelerator = self.engine.accelerator
+        read = [self.questions.row(rows[index], index, None) for index in range(len(rows))]
+        count = micro_batch_count(
+            len(read), size=self.micro_batch_size, processes=accelerator.num_processes
+        )
+        pairs = []  # (n, 2): logit, label
+        for batch in self.parts(read, count):
+            logits = self.engine.model(*self.questions.arguments(batch))
+            pairs.append(torch.stack([logits, batch.accept], dim=-1)[batch.mask])
+        local = torch.cat(pairs)
+        counts = accelerator.gather(torch.tensor([len(local)], device=local.device)).tolist()
+        padded = accelerator.gather(accelerator.pad_across_processes(local))
+        padded = padded.view(len(counts), -1, 2)
+        seen = torch.cat([padded[i, :count] for i, count in enumerate(counts)])
+        return head_metrics(seen[:, 0], seen[:, 1], self.engine.head.rejection_weight)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Report to the tracker, if there is one."""
+        if self.engine.accelerator.trackers:
+            self.engine.accelerator.log(dict(values), step=len(self.losses))
+
+    def log_metrics(self, metrics: HeadMetrics) -> None:
+        """Report what dev rows say of the head."""
+        self.log({f"dev/{name}": v for name, v in asdict(metrics).items() if v is not None})
+
+    def finite_weights(self) -> dict[str, Tensor]:
+        """The head's parameters by name; every process must call this.
+
+        Raises:
+            TrainingDivergedError: on every process, if one is not finite.
+        """
+        weights = self.engine.whole()
+        self._check_finite("weights", weights)
+        return weights
+
+    def save(self) -> None:
+        """Write a checkpoint; every process takes part in gathering it, one writes."""
+        weights = self.finite_weights()
+        moments = {moment: self.engine.whole(moment) for moment in MOMENTS}
+        for values in moments.values():
+            self._check_finite("optimizer's moments", values)
+        if self.engine.accelerator.is_main_process:
+            Checkpoint(self.before, weights, moments, self.losses).write(self.folder)
+
+    def _check_finite(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
+            raise self.diverged(f"its {name} are not finite")
+
+    def check(self, after: HeadMetrics, *, rows: int, epochs: int) -> None:
+        """Raise TrainingDivergedError if the trained head is not finite, or worse than chance."""
+        if not all(math.isfinite(value) for value in asdict(after).values() if value is not None):
+            raise self.diverged("what it predicts after the last step is not finite")
+        # Chance, which predicts one half, has a KL of at most ln 2.
+        if after.kl <= max(math.log(2.0), self.before.kl):
+            return
+        error = self.diverged(
+            "its predictions are worse than chance after the last step (KL "
+            f"{after.kl:.3g} on held-out tokens, {self.before.kl:.3g} untrained)"
+        )
+        last = fmean(self.losses[-max(1, len(self.losses) // 10) :])
+        if epochs > 1 and last < min(self.losses[0], after.kl / 2):
+            error.by_heart = f"give it more than {rows:,} rows, or a head.epochs below {epochs}"
+        raise error
+
+    def diverged(self, what: str) -> TrainingDivergedError:
+        """The error about a training that cannot go on; `what` is not finite, and when."""
+        return TrainingDivergedError(
+            f"acceptance head: {what}",
+            last_good=newest_complete(self.folder),
+            learning_rate=self.peak,
+            remedy=self.settings.remedy,
+        )
 
 
 def new_head(
@@ -364,10 +438,9 @@ def new_head(
     config: HeadConfig,
     seed: int,
     sampling: SamplingConfig | None,
-    scales: Scales | None = None,
+    scales: Mapping[str, tuple[float, float]] | None = None,
 ) -> BaseHead:
     """An untrained head of the kind that is asked for, the same one for the same seed."""
-    embedding_size = int(draft.get_input_embeddings().weight.shape[-1])
     hidden_size = int(draft.get_output_embeddings().weight.shape[-1])
     provenance: dict[str, Any] = {
         "draft": draft.name_or_path or None,
@@ -385,36 +458,13 @@ def new_head(
             )
         return ImmediateHead(
             hidden_size=hidden_size,
-            embedding_size=embedding_size,
+            embedding_size=int(draft.get_input_embeddings().weight.shape[-1]),
             reads=config.features,
-            decision_points=config.decision_points,
             width=config.width,
             depth=config.depth,
             scales=scales,
             **provenance,
         )
-
-
-def head_settings(
-    config: HeadConfig,
-    seed: int,
-    draft: PreTrainedModel,
-    data: tuple[LabelRows, LabelRows],
-    out: Path,
-) -> Settings:
-    """All that decides the result: a folder belongs to one such value."""
-    decisive = config.decisive()
-    return Settings(
-        {
-            # How it is run does not decide what is learned.
-            "config": {k: v for k, v in decisive.items() if k not in RUN_ALONE},
-            "seed": seed,
-            "draft": weights_fingerprint(draft),
-            "train": data[0].fingerprint,
-            "dev": data[1].fingerprint,
-        },
-        f"delete {out} or choose another output folder",
-    )
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
@@ -439,7 +489,9 @@ def finished_head(out: Path, settings: Settings) -> HeadResult | None:
     settings.check(stored.pop("settings"), out)
     stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
     stored["losses"] = tuple(stored["losses"])
-    stored["by_decision_point"] = {
-        name: HeadMetrics(**m) for name, m in stored["by_decision_point"].items()
-    }
     return HeadResult(**stored)
+
+
+def _remove_leftovers(out: Path) -> None:
+    for name in (CHECKPOINTS_NAME, STATES_NAME):
+        shutil.rmtree(out / name, ignore_errors=True)

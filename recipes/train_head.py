@@ -181,10 +181,9 @@ class Head(Stage):
         if self.config.head.cache != "disk" or width is None or None in counts:
             return "the head"
         tokens = sum(filter(None, counts)) * rollouts.samples * rollouts.max_new_tokens
-        states = 1 + self.config.labels.draws * ("consumed" in self.config.head.decision_points)
         return (
             "the head; until it is done, the draft's states along the training rollouts, "
-            + in_bytes(2 * tokens * states * width)  # in bfloat16
+            + in_bytes(2 * tokens * width)  # in bfloat16
         )
 
     def check(self) -> None:
@@ -231,14 +230,6 @@ class Head(Stage):
             if after[name] is not None  # AUROC needs accepted and rejected tokens
         )
         say(f"  on {after['tokens']} held-out labels: {shown}")
-        by_decision_point = results["by_decision_point"]
-        if len(by_decision_point) > 1:
-            areas = ", ".join(
-                f"{name} {metrics['auroc']:.3f}"
-                for name, metrics in by_decision_point.items()
-                if metrics["auroc"] is not None
-            )
-            say(f"  AUROC by what is known of the token: {areas}")
         if note := _precision(after):
             say(f"  note: {note}")
 

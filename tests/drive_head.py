@@ -22,7 +22,7 @@ VOCABULARY = 48
 LEVELS = np.array([0.0, 0.3, 0.8, 1.0], dtype=np.float32)
 
 
-def tiny_draft(seed: int = 0) -> LlamaForCausalLM:
+def tiny_draft(seed: int = 0, context: int = 128) -> LlamaForCausalLM:
     """A random Llama of 2 layers x 32."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -30,7 +30,7 @@ def tiny_draft(seed: int = 0) -> LlamaForCausalLM:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=128,
+        max_position_embeddings=context,
         pad_token_id=0,
     )
     with torch.random.fork_rng(devices=[]):
@@ -69,11 +69,16 @@ def synthetic_rows(count: int, seed: int, split: str = "train", draws: int = 1) 
 
 
 def drive(
-    out: Path, config: HeadConfig, rows: int = 50, seed: int = 7, draws: int = 1
+    out: Path,
+    config: HeadConfig,
+    rows: int = 50,
+    seed: int = 7,
+    draws: int = 1,
+    context: int = 128,
 ) -> HeadResult:
     """Train on the synthetic task."""
     return train_head(
-        draft=tiny_draft(),
+        draft=tiny_draft(context=context),
         train=synthetic_rows(rows, seed=1, draws=draws),
         dev=synthetic_rows(30, seed=2, split="dev"),
         out=out,

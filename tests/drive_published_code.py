@@ -100,20 +100,6 @@ def decode(orders: dict[str, Any], models: dict[str, Any], case: dict[str, Any])
     return output[0, prompt.shape[1] :].tolist()
 
 
-def judged(head: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The answers about tokens of a head that judges at every decision point."""
-    features = {name: torch.tensor(values) for name, values in given["features"].items()}
-    known = {
-        "before": ("distribution", "hidden_before"),
-        "drawn": ("distribution", "hidden_before", "token", "embedding"),
-        "consumed": ("distribution", "hidden_before", "token", "embedding", "hidden"),
-    }
-    return {
-        point: head(**{name: features[name] for name in names}, **given["places"]).tolist()
-        for point, names in known.items()
-    }
-
-
 def main() -> None:
     warnings.simplefilter("error")
     orders = json.loads(Path(sys.argv[1]).read_text())
@@ -131,7 +117,10 @@ def main() -> None:
         "tokens": [decode(orders, models, case) for case in orders["cases"]],
     }
     if "judged" in orders:
-        answers["judged"] = judged(models[orders["judged"]["head"]], orders["judged"])
+        features = orders["judged"]["features"].items()
+        head = models[orders["judged"]["head"]]
+        judged = head(**{name: torch.tensor(values) for name, values in features})
+        answers["judged"] = judged.tolist()
     for code in orders.get("examples", ()):
         exec(compile(code, "a card", "exec"), {})
     if "whole" in orders:

@@ -28,7 +28,7 @@ def traces(seed: int, rollouts: int = 24, width: int = 24, *, skill: float = 4.0
         q=q_max * generator.uniform(0.5, 1.0, shape),
         q_max=q_max,
         entropy=-np.log(q_max),
-        head=RecordedHead({"drawn": drawn}),
+        head=RecordedHead(drawn),
     )
     return Traces(tokens, accept)
 

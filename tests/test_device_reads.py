@@ -99,8 +99,7 @@ SIZE = 16
 torch.manual_seed(0)  # a head that expects nothing would have `cost` stop
 HEADS: dict[str, BaseHead] = {
     "specdec++": AcceptanceHead(hidden_size=SIZE, depth=1),
-    "drawn": ImmediateHead(hidden_size=SIZE, reads=[*FEATURES], decision_points=["drawn"]),
-    "consumed, too": ImmediateHead(hidden_size=SIZE, reads=[*FEATURES]),
+    "immediate": ImmediateHead(hidden_size=SIZE, reads=[*FEATURES]),
 }
 
 

@@ -21,7 +21,7 @@ from distill.distillation import distil
 from distill.eagle3 import read_eagle3, settings_of
 from distill.initial import make_initial
 from distill.states import readings
-from heads.target_context import tree_states
+from eval.analysis.tree_states import tree_states
 from recipes.tools.eagle3 import export, main
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states

@@ -91,7 +91,7 @@ def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on
     rows = {s: labels.filter(lambda row, s=s: row["split"] == s) for s in ("dev", "test")}
     test = acceptance_traces(rows["test"], draft=draft, sampling=SAMPLING, head=head)
     assert test.tokens.head is not None
-    raw = test.tokens.head.logits["consumed"]
+    raw = test.tokens.head.logits
     known = head_metrics(
         torch.from_numpy(raw[test.inside]), torch.from_numpy(test.accept[test.inside]), 6.0
     )

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from heads import AcceptanceHead
-from heads.batches import micro_batch_count, micro_batches
-from heads.inputs import HeadInputs
+from heads.inputs import DraftedTokens
 from heads.loss import (
     auroc_width,
     binary_kl,
@@ -25,7 +24,7 @@ from heads.loss import (
     soft_auroc,
     weighted_bce,
 )
-from heads.mixing import LabelRow, MixedBatch, mix
+from heads.rows import Batch, LabelRow, micro_batch_count, micro_batches, mixed_row
 from heads.train import weights_fingerprint
 from tests.drive_head import tiny_draft
 
@@ -77,8 +76,8 @@ def test_probability_undoes_the_bias_of_the_weighted_loss() -> None:
         optimum = accept / (accept + 6.0 * (1.0 - accept))
         assert optimum == pytest.approx(biased, abs=5e-5)
         torch.nn.init.constant_(head.output.bias, math.log(optimum / (1.0 - optimum)))
-        inputs = HeadInputs({"hidden": torch.zeros(HIDDEN)})
-        assert float(head.probability(inputs).detach()) == pytest.approx(accept, abs=1e-6)
+        drafted = DraftedTokens(tokens=torch.tensor(0), after=lambda: torch.zeros(HIDDEN))
+        assert float(head.probability(drafted).detach()) == pytest.approx(accept, abs=1e-6)
 
 
 def test_a_saved_head_loads_offline_with_equal_outputs_and_all_its_settings(
@@ -163,33 +162,34 @@ def test_the_weights_fingerprint_changes_with_any_parameter() -> None:
 
 def test_each_position_is_the_targets_token_without_label_or_the_drafts_with_its_label() -> None:
     row = make_row()
-    mixed = mix(row, rate=0.15, max_length=1000, key=("train", 0, 0))
-    tokens, mask = mixed.input_ids[3:], mixed.mask[3:]
+    mixed = mixed_row(row, rate=0.15, max_length=1000, key=("train", 0, 0))
+    tokens, places = mixed.input_ids[3:], mixed.columns - 3
     assert mixed.input_ids[:3].tolist() == [0, 1, 2]
-    assert not mixed.mask[:3].any()
-    assert torch.equal(tokens == 200, mask)
-    assert torch.equal(tokens == 100, ~mask)
-    assert torch.equal(mixed.accept[3:], torch.tensor(row["accept_prob"], dtype=torch.float32))
-    assert mix(row, rate=0.0, max_length=1000, key=()).mask[3:].all()
-    assert 0.85 - 0.06 < mask.float().mean() < 0.85 + 0.06  # 3.4 standard deviations of 400 draws
+    assert torch.equal((tokens == 200).nonzero().flatten(), places)
+    assert bool(((tokens == 100) | (tokens == 200)).all())
+    assert mixed.tokens.tolist() == [[200]] * len(places)
+    accept = torch.tensor(row["accept_prob"], dtype=torch.float32)
+    assert torch.equal(mixed.accept[:, 0], accept[places])
+    assert len(mixed_row(row, rate=0.0, max_length=1000, key=()).columns) == 400
+    assert 0.85 - 0.06 < len(places) / 400 < 0.85 + 0.06  # 3.4 standard deviations of 400 draws
 
 
 def test_mixing_depends_on_key_and_example_only() -> None:
-    def mask(row: LabelRow, *key: str | int) -> list[bool]:
-        return list(mix(row, rate=0.5, max_length=1000, key=key).mask.tolist())
+    def places(row: LabelRow, *key: str | int) -> list[int]:
+        return list(mixed_row(row, rate=0.5, max_length=1000, key=key).columns.tolist())
 
-    assert mask(make_row(), 0, 0) == mask(make_row(), 0, 0)
+    assert places(make_row(), 0, 0) == places(make_row(), 0, 0)
     others = [
-        mask(make_row(), 0, 1),
-        mask(make_row(), 1, 0),
-        mask(make_row(example_id="b"), 0, 0),
-        mask(LabelRow(**{**make_row(), "sample": 1}), 0, 0),
+        places(make_row(), 0, 1),
+        places(make_row(), 1, 0),
+        places(make_row(example_id="b"), 0, 0),
+        places(LabelRow(**{**make_row(), "sample": 1}), 0, 0),
     ]
-    assert all(other != mask(make_row(), 0, 0) for other in others)
+    assert all(other != places(make_row(), 0, 0) for other in others)
     # A cut does not draw anew.
-    cut = mix(make_row(), rate=0.5, max_length=50, key=(0, 0))
-    assert cut.mask.tolist() == mask(make_row(), 0, 0)[:50]
-    assert cut.input_ids.shape == cut.accept.shape == cut.mask.shape == (50,)
+    cut = mixed_row(make_row(), rate=0.5, max_length=50, key=(0, 0))
+    assert cut.columns.tolist() == [place for place in places(make_row(), 0, 0) if place < 50]
+    assert cut.input_ids.shape == (50,)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_row_whose_columns_do_not_fit_is_refused(
     change: dict[str, list[float]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        mix(LabelRow(**{**make_row(), **change}), rate=0.1, max_length=9, key=())  # type: ignore[typeddict-item]
+        mixed_row(LabelRow(**{**make_row(), **change}), rate=0.1, max_length=9, key=())  # type: ignore[typeddict-item]
 
 
 @settings(deadline=None, max_examples=60)
@@ -218,23 +218,22 @@ def test_every_token_is_computed_exactly_once_whatever_the_split(
     lengths: list[int], size: int, processes: int, spare: int
 ) -> None:
     rows = [
-        mix(make_row(n, example_id=str(i)), rate=0.3, max_length=99, key=())
+        mixed_row(make_row(n, example_id=str(i)), rate=0.3, max_length=99, key=())
         for i, n in enumerate(lengths)
     ]
     count = micro_batch_count(len(rows), size=size, processes=processes) + spare
     parts = [
-        MixedBatch.of(part)
+        Batch.of(part, torch.device("cpu"))
         for process in range(processes)
         for part in micro_batches(
             rows, size=size, count=count, process=process, processes=processes
         )
     ]
     assert all(len(part.input_ids) == size for part in parts)
-    assert sum(int(part.mask.sum()) for part in parts) == sum(int(r.mask.sum()) for r in rows)
-    whole = sorted(float(x) for row in rows for x in row.accept[row.mask])
+    whole = sorted(float(x) for row in rows for x in row.accept)
     assert sorted(float(x) for part in parts for x in part.accept[part.mask]) == whole
     for part in parts:
-        assert not (part.mask & (part.attention_mask == 0)).any()
+        assert bool((part.input_ids[part.row, part.column] == 200).all())
 
 
 # --- loss
@@ -245,7 +244,7 @@ def test_weighted_bce_by_hand() -> None:
     accept, mask = torch.tensor([1.0, 0.25, 0.5]), torch.tensor([True, True, False])
     numerator = weighted_bce(torch.zeros(3), accept, mask, 6.0)
     assert float(numerator) == pytest.approx((1.0 + 0.25 + 4.5) * math.log(2.0))
-    assert float(loss_mass(accept, mask, 6.0)) == pytest.approx(5.75)
+    assert float(loss_mass(accept[mask], 6.0)) == pytest.approx(5.75)
     # phat = 3/4, a = 1/2, w = 2: -(1/2) log(3/4) - 2 (1/2) log(1/4)
     weighted = weighted_bce(torch.tensor([math.log(3.0)]), torch.tensor([0.5]), mask[:1], 2.0)
     assert float(weighted) == pytest.approx(-0.5 * math.log(0.75) - math.log(0.25))
@@ -278,8 +277,9 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_parts_over_one_mass() -> None:
     logits = torch.randn(7, generator=generator, dtype=torch.float64)
     accept = torch.rand(7, generator=generator, dtype=torch.float64)
     mask = torch.tensor([True, True, False, True, True, True, False])
-    whole = weighted_bce(logits, accept, mask, 6.0) / loss_mass(accept, mask, 6.0)
-    mass = sum(loss_mass(accept[part], mask[part], 6.0) for part in (slice(3), slice(3, 7)))
+    mass = loss_mass(accept[mask], 6.0)
+    whole = weighted_bce(logits, accept, mask, 6.0) / mass
+    assert sum(loss_mass(row, 6.0) for row in accept[mask].split(2)) == pytest.approx(float(mass))
     parts = sum(
         weighted_bce(logits[part], accept[part], mask[part], 6.0) / mass
         for part in (slice(3), slice(3, 7))

@@ -195,10 +195,8 @@ def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
         "draft_seconds": 0.0,
         "token_seconds": 0.0,
         "target_seconds": 0.0,
-        "verify_seconds": 0.0,
         "mean_acceptance": 0.8,
         "refit": True,
-        "before_drawing": False,
     }
     check_methods(fitted, sampling, head=False)
 

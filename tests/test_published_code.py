@@ -21,7 +21,7 @@ from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead, ImmediateHead
-from heads.inputs import FEATURES, DecisionPoint, DraftedTokens, HeadInputs
+from heads.inputs import FEATURES, DraftedTokens
 from heads.remote import write_custom_generate
 from heads.remote.generate import draw, verify
 from specdata.probability import draw_one
@@ -100,16 +100,15 @@ def make_head() -> AcceptanceHead:
     return head.eval()
 
 
-def make_immediate_head(*decision_points: str) -> ImmediateHead:
-    """A head of our own kind that reads everything."""
+def make_immediate_head(*reads: str) -> ImmediateHead:
+    """A head of our own kind."""
     torch.manual_seed(6)
     head = ImmediateHead(
         hidden_size=HIDDEN,
-        reads=[*FEATURES],
-        decision_points=decision_points,
+        reads=reads,
         width=8,
         depth=1,
-        scales={"log_q": (-1.0, 2.0), "since_rejection": (3.0, 5.0)},
+        scales={"log_q": (-1.0, 2.0), "entropy": (3.0, 5.0)},
     )
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
@@ -117,26 +116,22 @@ def make_immediate_head(*decision_points: str) -> ImmediateHead:
     return head.eval()
 
 
-# Each says in its name at which decision points it judges.
 IMMEDIATE = {
-    name: make_immediate_head(*name.split())
-    for name in ("before drawn consumed", "drawn consumed", "drawn", "consumed")
+    "all": make_immediate_head(*FEATURES),
+    "default": make_immediate_head("hidden_before", "embedding", "log_q"),
 }
 
 
 def tokens_to_judge() -> DraftedTokens:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCABULARY, (3, 4), generator=generator)
-    before, after, embedded = torch.randn(3, 3, 4, HIDDEN, generator=generator)
+    before, embedded = torch.randn(2, 3, 4, HIDDEN, generator=generator)
     q = torch.randn(3, 4, VOCABULARY, generator=generator).mul(2).softmax(-1)
     return DraftedTokens(
         tokens=tokens,
         before=lambda: before,
-        after=lambda: after,
         distributions=lambda: q,
         embeddings=lambda: embedded,
-        position=lambda: torch.full((3, 4), 2),
-        since_rejection=lambda: torch.full((3, 4), 5),
     )
 
 
@@ -148,7 +143,6 @@ def case(
     seed: int = 0,
     tokens: int = 24,
     threshold: float | None = None,
-    before_drawing: bool = False,
     longest: int | None = None,
     prompt: tuple[int, ...] = (2, 3, 5),
     **sampling: float,
@@ -160,8 +154,6 @@ def case(
         arguments |= warps
     if threshold is not None:
         arguments["threshold"] = threshold
-    if before_drawing:
-        arguments["before_drawing"] = True
     if longest is not None:
         arguments["num_assistant_tokens"] = longest
     return {
@@ -199,14 +191,10 @@ SAME = [
         for name in IMMEDIATE
         for seed, threshold in enumerate((0.4, 0.8))
     ),
-    case(head="drawn consumed", threshold=0.7, temperature=0.7, top_k=9, top_p=0.8),
-    case(head="drawn consumed", threshold=0.6, temperature=0.0),
-    case(head="drawn consumed", threshold=0.6, longest=3),
-    case("llama", "llama: fewer ids", head="drawn consumed", threshold=0.8),
-    *(
-        case(head="before drawn consumed", threshold=0.7, before_drawing=True, seed=seed)
-        for seed in range(3)
-    ),
+    case(head="all", threshold=0.7, temperature=0.7, top_k=9, top_p=0.8),
+    case(head="default", threshold=0.6, temperature=0.0),
+    case(head="all", threshold=0.6, longest=3),
+    case("llama", "llama: fewer ids", head="default", threshold=0.8),
 ]
 # Our decoder has no windows, transformers' greedy decoding has.
 WINDOWED = case("mistral", temperature=0.0, longest=4, tokens=20, prompt=(11, 4, 7))
@@ -221,7 +209,6 @@ def ours(
     if case["head"]:
         limit = arguments.get("num_assistant_tokens", 20)
         rule = {"stop": "head", "threshold": arguments["threshold"], "limit": limit}
-        rule["before_drawing"] = arguments.get("before_drawing", False)
     config = DecodeConfig(verifier="block", **rule, **case["warps"])
     decoder = SpeculativeDecoder.from_config(
         models[case["target"]], models[case["draft"]], config, IMMEDIATE.get(case["head"], head)
@@ -246,8 +233,7 @@ REFUSED = [
     ({"draft": "mamba"}, "mamba does not keep keys and values of every token"),
     ({"draft": None}, "assistant_model must be the draft model, got None"),
     ({"head": True, "draft": "opt, projected: draft"}, "hidden states of width 16, got 8"),
-    ({"head": "drawn", "draft": "opt, projected: draft"}, "hidden_before of width 16, got 8"),
-    ({"head": "drawn", "arguments": {"before_drawing": True}}, "before they are drawn"),
+    ({"head": "all", "draft": "opt, projected: draft"}, "hidden_before of width 16, got 8"),
 ]
 
 
@@ -276,15 +262,13 @@ class Folders:
             "hidden": HEAD_VALUES.tolist(),
             "heads": {name: str(root / name) for name in IMMEDIATE},
             "judged": {
-                "head": "before drawn consumed",
+                "head": "all",
                 "features": {
                     "distribution": judged.q.tolist(),
                     "hidden_before": judged.before().tolist(),
                     "token": judged.tokens.tolist(),
                     "embedding": judged.embeddings().tolist(),
-                    "hidden": judged.after().tolist(),
                 },
-                "places": {"position": 2, "since_rejection": 5},
             },
             "cases": [*SAME, WINDOWED, *refused],
         }
@@ -314,12 +298,10 @@ def check_logits(folders: Folders) -> None:
     logits = loaded(HEAD_VALUES).detach()
     torch.testing.assert_close(torch.tensor(folders.answers["logits"]), logits)
     assert float(logits.std()) > 0.1
-    head, tokens = IMMEDIATE["before drawn consumed"], tokens_to_judge()
-    for point in DecisionPoint:
-        logits = head.logits(HeadInputs.of(head.reads, tokens, point)).detach()
-        found = torch.tensor(folders.answers["judged"][point.name.lower()])
-        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
-        assert float(logits.std()) > 0.1
+    logits = IMMEDIATE["all"].logits(tokens_to_judge()).detach()
+    found = torch.tensor(folders.answers["judged"])
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    assert float(logits.std()) > 0.1
 
 
 def check_tokens(folders: Folders) -> None:

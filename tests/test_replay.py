@@ -21,9 +21,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens, recorded_lengths
-from heads import AcceptanceHead, BaseHead
-from heads.immediate import ImmediateHead
-from heads.inputs import HeadInputs
+from heads import AcceptanceHead, BaseHead, ImmediateHead
 from recipes.tools.replay import ALL_ROLLOUTS, main
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
@@ -133,28 +131,21 @@ def test_a_rule_drafts_as_far_along_recorded_numbers_as_along_distributions_and_
 
 
 @pytest.mark.parametrize(
-    "decision_points",
-    [("drawn",), ("consumed",), ("drawn", "consumed"), ("before", "drawn", "consumed")],
-)
-@pytest.mark.parametrize(
     "parameters",
     [{"stop": "head", "threshold": 0.5}, {"stop": "cost", **COSTS, "limit": 6}],
     ids=str,
 )
-def test_a_recorded_head_of_any_points_drafts_as_far_as_its_rules_own_object(
-    parameters: dict[str, Any], decision_points: tuple[str, ...], folder: Path
+def test_a_recorded_head_without_lag_drafts_as_far_as_its_rules_own_object(
+    parameters: dict[str, Any], folder: Path
 ) -> None:
-    """Along tokens that are those of the text, so that one state is after one and before another.
-
-    With two decision points the newest token counts as drawn and the older ones as consumed.
-    """
+    """Along tokens that are those of the text, so that one forward has the states of all."""
     draft = tiny_llama(1, vocab=12).float()
     made = load_stored(folder / "labels").select(range(4)).to_list()
     labels = datasets.Dataset.from_list(
         [row | {"draft_ids": row["completion_ids"]} for row in made]
     )
     torch.manual_seed(2)
-    head = ImmediateHead(hidden_size=16, width=8, decision_points=decision_points).eval()
+    head = ImmediateHead(hidden_size=16, width=8).eval()
     torch.nn.init.normal_(head.output.weight, std=1.0)
     torch.nn.init.constant_(head.output.bias, 2.0)
     traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
@@ -203,11 +194,10 @@ def test_greedy_decoding_drafts_as_far_as_replay_of_what_it_decoded(
     with torch.no_grad():  # some tokens are rejected, most are not
         draft.lm_head.weight += 0.25 * noise
     torch.manual_seed(5)
-    reads = ("hidden_before", "embedding", "hidden")
     head: BaseHead = (
         AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0)
         if kind == "specdec++"
-        else ImmediateHead(hidden_size=16, width=16, depth=1, reads=reads)
+        else ImmediateHead(hidden_size=16, width=16, depth=1)
     ).eval()
     torch.nn.init.normal_(head.output.weight, std=1.5)
     config = DecodeConfig(temperature=0.0, **parameters)
@@ -254,10 +244,8 @@ def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(folder: Path) -
                 q = probabilities(draft(input_ids=torch.tensor([known])).logits[0, -1], SAMPLING)
                 ids = torch.tensor([[*known, token]])
                 state = draft.base_model(input_ids=ids).last_hidden_state[0, -1]
-                expected = float(head.logits(HeadInputs({"hidden": state})))
-            assert recorded.logits["consumed"][number, position] == pytest.approx(
-                expected, abs=1e-4
-            )
+                expected = float(head(state))
+            assert recorded.logits[number, position] == pytest.approx(expected, abs=1e-4)
             assert traces.tokens.entropy[number, position] == pytest.approx(
                 float(-(q * q.log()).sum()), abs=1e-5
             )
@@ -294,11 +282,8 @@ def test_a_head_is_recorded_with_one_forward_or_where_a_window_slides_with_one_a
     for number, row in enumerate(rows):
         for position, token in enumerate(row["draft_ids"]):
             ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"][:position], token]])
-            inputs = HeadInputs({"hidden": hidden_states(draft, ids)[0, -1]})
-            expected = float(head.logits(inputs).detach())
-            assert recorded.logits["consumed"][number, position] == pytest.approx(
-                expected, abs=1e-4
-            )
+            expected = float(head(hidden_states(draft, ids)[0, -1]).detach())
+            assert recorded.logits[number, position] == pytest.approx(expected, abs=1e-4)
 
 
 def simulated_traces(generator: torch.Generator) -> Traces:
@@ -327,7 +312,7 @@ def test_replay_compares_a_head_as_the_decoder_does_raw_and_one_token_late() -> 
     logits = np.log(traces.accept / (1 - traces.accept))
 
     def drafted(weight: float) -> dict[tuple[str, str], float]:
-        recorded = RecordedHead({"consumed": logits}, rejection_weight=weight)
+        recorded = RecordedHead(logits, lag=1, rejection_weight=weight)
         tokens = replace(traces.tokens, head=recorded)
         traced = replace(traces, tokens=tokens)
         results = [*bounds(traced, TIMES), *replay_rules(traced, {}, TIMES)]
@@ -348,7 +333,7 @@ def test_a_cost_rule_reads_the_head_without_the_bias_of_its_loss(
         lengths=np.array([6], dtype=np.int64),
         q=accept,
         q_max=np.ones_like(accept),  # the newest token is trusted
-        head=RecordedHead({"consumed": np.array([[3.48, -0.85, 3.48, 3.48, -9.0, -9.0]])}, weight),
+        head=RecordedHead(np.array([[3.48, -0.85, 3.48, 3.48, -9.0, -9.0]]), 1, weight),
     )
     rule = STOPPING_RULES["cost"].model_validate(
         {"draft_seconds": 0.5, "token_seconds": 1.0, "mean_acceptance": 1.0, "limit": 4}

@@ -24,7 +24,7 @@ from distill.finetune import finetune
 from distill.toy import language_model
 from distill.training import save_model
 from distill.watch import HeldOut
-from heads.loop import start_accelerator
+from heads.engine import start_accelerator
 from recipes import train_draft
 from specdata import processes
 from specdata.errors import ConfigError, ManifestError

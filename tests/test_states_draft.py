@@ -19,13 +19,13 @@ from distill.initial import cut, make_initial
 from distill.states import of_round, readings, ridge, silence, weights_of
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
+from eval.analysis.tree_states import check_tree_states, tree_states
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting import drafters
 from eval.drafts import DraftTree
 from eval.verifiers import rule
 from eval.verifiers.persistent_residual import PersistentResiduals
 from eval.verifiers.rule import Drawn, Rng, Verifier, outcomes
-from heads.target_context import check_tree_states, tree_states
 from specdata import probability
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import ClassVar
 
 import pytest
 import torch
@@ -13,17 +12,14 @@ from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import (
     STOPPING_RULES,
-    ActiveRule,
     DraftedToken,
     StoppingRule,
 )
 from eval.drafting.stopping.cost import Cost, CostEstimates, gain
 from eval.drafting.stopping.logistic import Logit
-from eval.drafting.stopping.rule import AdaptiveRule
 from eval.measuring.records import check_identity, record_prompt
 from eval.rounds import Round
-from heads import AcceptanceHead, BaseHead
-from heads.immediate import ImmediateHead
+from heads import AcceptanceHead
 from specdata.config import read_config
 from specdata.errors import ConfigError
 from tests import optimal_stopping
@@ -38,99 +34,6 @@ def head(weight: float = 6.0) -> AcceptanceHead:
     made = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=weight).eval()
     torch.nn.init.normal_(made.output.weight, std=2.0)
     return made
-
-
-def immediate_head() -> ImmediateHead:
-    """Untrained, with estimates that differ from token to token."""
-    torch.manual_seed(5)
-    reads = ("hidden_before", "embedding", "hidden")
-    made = ImmediateHead(hidden_size=16, width=16, depth=1, reads=reads).eval()
-    torch.nn.init.normal_(made.output.weight, std=1.5)
-    torch.nn.init.constant_(made.output.bias, 2.0)
-    return made
-
-
-BEFORE_DRAWING = {
-    "head": DecodeConfig(stop="head", threshold=0.6, before_drawing=True),
-    "cost": DecodeConfig(stop="cost", before_drawing=True, verify_seconds=0.3, **COSTS),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("stop", BEFORE_DRAWING)
-def test_a_forward_whose_token_is_not_drawn_is_counted_and_leaves_the_cache_in_step(
-    stop: str,
-) -> None:
-    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
-    config = BEFORE_DRAWING[stop].replace(temperature=0.0)
-    plain = SpeculativeDecoder.from_config(target, None, DecodeConfig(temperature=0.0))
-    decoder = SpeculativeDecoder.from_config(target, draft, config, immediate_head())
-    surplus = 0
-    for prompt in ([2, 5], [3], [7, 7, 9], [11, 4]):
-        generator = torch.Generator().manual_seed(0)
-        out, expected = (
-            each.generate(torch.tensor(prompt), max_new_tokens=40, generator=generator)
-            for each in (decoder, plain)
-        )
-        assert out.tokens.tolist() == expected.tokens.tolist()
-        for turn in out.rounds[:-1]:
-            assert turn.drafted >= 1
-            assert turn.draft_forwards - turn.drafted in (0, 1)
-            surplus += turn.draft_forwards - turn.drafted
-    assert surplus > 0
-
-
-def test_a_head_that_cannot_judge_a_token_before_it_is_drawn_is_refused() -> None:
-    target, draft = tiny_llama(0), tiny_llama(1)
-    late = ImmediateHead(hidden_size=16, decision_points=("drawn", "consumed"))
-    for config in BEFORE_DRAWING.values():
-        for unable in (head(), late):
-            with pytest.raises(
-                ConfigError, match=r"before_drawing needs a head .* consumed: leave"
-            ):
-                SpeculativeDecoder.from_config(target, draft, config, unable)
-    early = ImmediateHead(hidden_size=16, decision_points=("before",))
-    with pytest.raises(ConfigError, match="only trained to judge tokens before: set before_draw"):
-        SpeculativeDecoder.from_config(target, draft, DecodeConfig(stop="head"), early)
-    with pytest.raises(ConfigError, match="give verify_seconds beside draft_seconds"):
-        DecodeConfig(stop="cost", before_drawing=True, **COSTS)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="before_drawing asks the head"):
-        DecodeConfig(stop="cost", before_drawing=True, head=False)
-
-
-def test_a_rule_is_told_where_a_token_stands_and_how_long_nothing_was_rejected() -> None:
-    """From the rounds themselves: accepted tokens, and the one after a whole accepted draft."""
-    seen: list[list[tuple[int, int]]] = []  # of each round
-
-    class Watching(ActiveRule):
-        def begin(self) -> None:
-            seen.append([])
-
-        def should_stop(self, drafted: DraftedToken) -> bool:
-            seen[-1].append((drafted.position, drafted.since_rejection))
-            return False
-
-    class Watcher(AdaptiveRule):
-        name: ClassVar[str] = "watcher"
-
-        def start(self, head: BaseHead | None) -> ActiveRule:
-            return Watching(self.limit)
-
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(0, vocab=12)
-    with torch.no_grad():  # so that about every fifth token is rejected
-        draft.lm_head.weight *= 0.7
-    config = DecodeConfig(stop=Watcher(limit=3))
-    decoder = SpeculativeDecoder.from_config(target, draft, config)
-    known = set[int]()
-    for seed in range(6):
-        seen.clear()
-        generator = torch.Generator().manual_seed(seed)
-        out = decoder.generate(torch.tensor([2, 5]), max_new_tokens=24, generator=generator)
-        since = 0
-        for turn, shown in zip(out.rounds, seen, strict=True):
-            assert shown == [(place, since + place) for place in range(len(shown))]
-            since = 0 if turn.accepted < turn.drafted else since + turn.emitted
-            known.add(since)
-    assert {0, 4, 8} <= known, "drafts must be rejected and accepted as a whole"
 
 
 @pytest.mark.parametrize("stop", STOPPING_RULES)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from heads.target_context import check_tree_states, tree_states
+from eval.analysis.tree_states import check_tree_states, tree_states
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from tests.drive_head import VOCABULARY, tiny_draft
@@ -71,7 +71,7 @@ def sliding() -> MistralForCausalLM:
 
 def test_a_draft_whose_window_slides_is_refused_where_texts_are_longer_than_the_window() -> None:
     check_tree_states(sliding(), 8)
-    with pytest.raises(ConfigError, match=r"as in \[before, drawn\]"):
+    with pytest.raises(ConfigError, match="cannot read drafted tokens beside a text"):
         check_tree_states(sliding(), 24)
 
 

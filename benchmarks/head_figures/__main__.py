@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from benchmarks.head_figures.clock import clocked
 from benchmarks.head_figures.data import (
@@ -64,7 +63,6 @@ from eval.analysis.expectation import Times
 from eval.analysis.replay import saving
 from eval.measuring.environment import describe_environment
 from heads import BaseHead
-from heads.inputs import DecisionPoint
 from heads.loss import soft_auroc
 from recipes.run import prepare_libraries
 from specdata.storage.files import write_json
@@ -229,29 +227,14 @@ def _domain(
             for name in (*RIVALS, PUBLISHED.name)
         },
         "closes_logit_to_oracle": figures(closes(ours, rules["logit"].counts, oracle, times)),
-        **_aurocs(shipped, test),
+        "auroc": figures(test.auroc(test.logits(shipped))),
         "instructions_alone": figures(saving(rules[ALONE.name].counts, fixed.counts, times)),
         "auroc_of": {
-            **{name: _aurocs(head, test) for name, head in heads.items()},
-            "log q": figures(test.auroc(test.inputs["log_q"])),
-            "margin": figures(test.auroc(test.inputs["margin"])),
+            **{name: figures(test.auroc(test.logits(head))) for name, head in heads.items()},
+            "q": figures(test.auroc(test.line(test.traces.tokens.q))),
         },
         "rules": of_rules(rules, fixed.counts, times),
     }
-
-
-def _aurocs(head: BaseHead, test: Recorded) -> dict[str, Any]:
-    """`auroc` as soon as the token is drawn if the head can tell, and at each later point."""
-    areas = {
-        point: figures(test.auroc(values)) for point, values in _areas_of(test.logits(head)).items()
-    }
-    named = {f"auroc_{point}": area for point, area in areas.items()}
-    return {"auroc": next(iter(areas.values())), **named}
-
-
-def _areas_of(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that judge a token, at each decision point once it is drawn."""
-    return {m: values for m, values in logits.items() if m != DecisionPoint.BEFORE.name.lower()}
 
 
 def _small(
@@ -270,7 +253,7 @@ def _small(
         head = trained(
             variant, data, counts, passes=passes, seed=seed, name=f"{name}, {passes}, seed {seed}"
         )
-        of_seed = _judged(head, judged, times, replayed=variant.replayed)
+        of_seed = _judged(head, judged, times)
         for domain, (rules, areas) in of_seed.items():
             found[domain][0].extend(rules)
             found[domain][1].extend(areas)
@@ -278,14 +261,14 @@ def _small(
 
 
 def _judged(
-    head: BaseHead, judged: Judged, times: Times, *, replayed: bool = True
+    head: BaseHead, judged: Judged, times: Times
 ) -> dict[str, tuple[list[Replayed], list[float]]]:
-    """Domain -> the head's rule replayed, if it can be, and its AUROC once a token is drawn."""
+    """Domain -> the head's rule replayed, and its AUROC."""
     found = {}
     for domain, (dev, test) in judged.items():
-        area = soft_auroc(next(iter(_areas_of(test.logits(head)).values())), test.accept)
+        area = soft_auroc(test.logits(head), test.accept)
         assert area is not None
-        found[domain] = [with_head(head, dev, test, times, FEW)] if replayed else [], [area]
+        found[domain] = [with_head(head, dev, test, times, FEW)], [area]
     return found
 
 
@@ -311,8 +294,7 @@ def _ablation_part(
     about = {
         "rollouts": options.small,
         "seeds": options.seeds,
-        "how": "AUROC: mean of seeds, least and greatest; savings: all seeds, resampled by prompt. "
-        "AUROC is that of the first point after the token is drawn that the head can judge.",
+        "how": "AUROC: mean of seeds, least and greatest; savings: all seeds, resampled by prompt",
     }
     rows: list[dict[str, Any]] = []
     whole = _small(FULL, options.small, options.passes, data, judged, times, options.seeds)
@@ -327,13 +309,12 @@ def _ablation_part(
         domains: dict[str, Any] = {}
         for domain, (replayed, areas) in found.items():
             test = judged[domain][1]
-            domains[domain] = {"auroc": _mean(areas)}
-            if replayed:
-                base = [fixed[domain]] * len(replayed)
-                domains[domain] |= {
-                    "saving_over_best_k": _against(replayed, base, test, times),
-                    "saving_over_shipped": _against(replayed, whole[domain][0], test, times),
-                }
+            base = [fixed[domain]] * len(replayed)
+            domains[domain] = {
+                "auroc": _mean(areas),
+                "saving_over_best_k": _against(replayed, base, test, times),
+                "saving_over_shipped": _against(replayed, whole[domain][0], test, times),
+            }
         rows.append({"variant": variant.name, "domains": domains})
         console.print(f"ablation, {variant.name}: {time.perf_counter() - begun:.0f} s")
         yield {"ablation": {**about, "rows": rows}}
@@ -377,15 +358,13 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
     for row in report.get("ablation", {}).get("rows", ()):
         of_each = (row["domains"][domain] for domain in DOMAINS)
         shown = [
-            f"{each['auroc']['value']:.3f} {_percent(each.get('saving_over_best_k'))}"
+            f"{each['auroc']['value']:.3f} {_percent(each['saving_over_best_k'])}"
             for each in of_each
         ]
         console.print(f"{row['variant']:46}", *shown)
 
 
-def _percent(figure: Mapping[str, float] | None) -> str:
-    if figure is None:
-        return ""
+def _percent(figure: Mapping[str, float]) -> str:
     return f"{100 * figure['value']:.1f} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
 
 

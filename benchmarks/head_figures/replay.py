@@ -12,19 +12,14 @@ from torch import Tensor
 
 from eval.analysis.expectation import Counts, Times, Traces
 from eval.analysis.replay import bounds, fit_all_rules, replay_rules, replayed, saving
-from eval.analysis.traces import acceptance_traces
+from eval.analysis.traces import acceptance_traces, record_head
 from eval.drafting.stopping import StoppingRule
 from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.recorded import Reals, RecordedHead, pad
+from eval.drafting.stopping.recorded import Reals
 from eval.drafting.stopping.thresholds import Fixed
 from eval.measuring.intervals import Interval, resamples
 from heads import BaseHead
-from heads.contexts import TargetContext
-from heads.immediate import ImmediateHead
-from heads.inputs import FEATURES, HeadInputs, logits_of_states
 from heads.loss import soft_auroc
-from heads.target_context import TargetBatch
-from specdata.models import positions
 
 if TYPE_CHECKING:
     import datasets
@@ -33,78 +28,52 @@ if TYPE_CHECKING:
 
 FEW = tuple(h for h in Head.grid if 0.25 < h < 0.75)
 """Thresholds that are tried for the many heads of ablation and curve."""
-ROWS_AT_ONCE = 32
 AUROC_RESAMPLES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Rows of one domain, with every feature that a head may read, computed once for all heads.
+    """Rows of one domain.
 
     Attributes:
+        rows: the labels.
+        data: whose draft is run along them for a head.
         traces: without a head.
-        inputs: of all tokens in one line, (n,).
-        accept: (n,) their labels.
-        prompts: (R,) which prompt each row is of.
     """
 
+    rows: datasets.Dataset
+    data: Data
     traces: Traces
-    inputs: HeadInputs
-    accept: Tensor
-    prompts: Sequence[str]
 
     @classmethod
     def of(cls, data: Data, rows: datasets.Dataset) -> Recorded:
-        """Run the draft along the rows, in batches."""
-        embeddings = data.draft.get_input_embeddings().weight
-        # Never asked: it only says what is read, everything.
-        reader = ImmediateHead(
-            hidden_size=data.draft.get_output_embeddings().weight.shape[-1],
-            embedding_size=embeddings.shape[-1],
-            reads=tuple(FEATURES),
-            sampling=asdict(data.sampling),
-        )
-        context = TargetContext(
-            head=reader,
-            draft=data.draft,
-            draft_logits=logits_of_states(data.draft),
-            draws=1,
-            max_length=positions(data.draft.config),
-            seed=0,
-        )
-        read = [context.row(row, index, None) for index, row in enumerate(rows)]
-        batches = [
-            TargetBatch.of(read[start : start + ROWS_AT_ONCE])
-            for start in range(0, len(read), ROWS_AT_ONCE)
-        ]
-        with torch.inference_mode():
-            pieces = [context.inputs(batch) for batch in batches]
-        features = {
-            name: torch.cat([piece[name] for piece in pieces]).squeeze(1) for name in FEATURES
-        }
-        return cls(
-            acceptance_traces(rows, draft=data.draft, sampling=data.sampling),
-            HeadInputs(features),
-            torch.cat([batch.accept for batch in batches]).squeeze(1),
-            rows["example_id"],
-        )
+        """Read the labels."""
+        return cls(rows, data, acceptance_traces(rows))
 
-    @torch.inference_mode()
-    def logits(self, head: BaseHead) -> dict[str, Tensor]:
-        """Raw logits of a head at each of its decision points: point -> (n,)."""
-        return {
-            point.name.lower(): head.logits(replace(self.inputs, point=point))
-            for point in head.decision_points
-        }
+    @property
+    def prompts(self) -> Sequence[str]:
+        """(R,) which prompt each row is of."""
+        return list(self.rows["example_id"])
+
+    @property
+    def accept(self) -> Tensor:
+        """(n,) the labels of all tokens in one line."""
+        return self.line(self.traces.accept)
+
+    def line(self, values: Reals) -> Tensor:
+        """(R, N) values of tokens in one line, (n,)."""
+        return torch.from_numpy(values[self.traces.inside])
+
+    def logits(self, head: BaseHead) -> Tensor:
+        """(n,) raw logits of a head."""
+        recorded = self.with_head(head).tokens.head
+        assert recorded is not None
+        return self.line(recorded.logits)
 
     def with_head(self, head: BaseHead) -> Traces:
         """The traces with what a head says of their tokens."""
-        sizes = self.traces.tokens.lengths.tolist()
-        logits = {
-            name: pad([row.tolist() for row in values.split(sizes)])
-            for name, values in self.logits(head).items()
-        }
-        recorded = RecordedHead(logits, rejection_weight=head.rejection_weight)
+        draft, sampling = self.data.draft, self.data.sampling
+        recorded = record_head(self.rows, head, draft=draft, sampling=sampling)
         return replace(self.traces, tokens=replace(self.traces.tokens, head=recorded))
 
     def auroc(self, scores: Tensor) -> Interval:

@@ -62,14 +62,11 @@ class Variant:
         name: what tables call it.
         changes: settings that differ from the shipped head's.
         rows: makes its training rows of the common ones.
-        replayed: whether it can be replayed along recorded rollouts. Where a token stands in its
-            draft depends on where the round began, which a recorded rollout leaves open.
     """
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     rows: Rows = all_rows
-    replayed: bool = True
 
     def config(self, passes: int | None) -> HeadConfig:
         """The settings that it is trained with, for so many passes over the rows."""
@@ -93,22 +90,10 @@ ABLATION = (
     Variant("without the token's embedding", _without("embedding")),
     Variant("without the numbers", _without(*NUMBERS)),
     *(Variant(f"without {name}", _without(name)) for name in SHIPPED.features if name in NUMBERS),
-    Variant("with the position in the draft", _with("position"), replayed=False),
-    Variant("with tokens since the last rejection", _with("since_rejection"), replayed=False),
     Variant("with the other numbers", _with("log_q_max", "margin", "entropy", "log_mass_above")),
-    Variant("also asked before drawing", {"decision_points": ("before", "drawn")}),
-    Variant("also as consumed", {"decision_points": ("drawn", "consumed"), **_with("hidden")}),
-    Variant(
-        "one token late: as consumed alone", {"decision_points": ("consumed",), **_with("hidden")}
-    ),
-    Variant(
-        "the state after the token alone, one token late",
-        {"decision_points": ("consumed",), "features": ("hidden",)},
-    ),
     Variant("one draw a position", rows=one_draw),
     Variant("drawn outcomes as labels", rows=drawn_labels),
     ALONE,
-    Variant("mixed context (.15)", {"mixing": 0.15}),
     Variant("a layer more", {"depth": 1}),
     Variant("half the width", {"width": 32}),
     Variant("four times the width", {"width": 256}),

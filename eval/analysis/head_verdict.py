@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from eval.analysis.expectation import Times, Traces
-from eval.analysis.prediction import Reals, Scores, scores
+from eval.analysis.prediction import Scores, scores
 from eval.analysis.replay import (
     RuleResult,
     every_setting,
@@ -67,7 +67,7 @@ class Prediction(Strict):
     """
 
     predictor: str
-    lag: Literal[0, 1] = 0
+    lag: int = 0
     scores: Scores
 
 
@@ -411,14 +411,15 @@ def _predictions(
     assert head is not None
     number = np.unique(prompts, return_inverse=True)[1].astype(np.int64)
     prompt = np.broadcast_to(number[:, None], inside.shape)
-    predicted: list[tuple[str, Literal[0, 1], Reals]] = [
-        ("head", 1 if name == "consumed" else 0, expit(logits + math.log(head.rejection_weight)))
-        for name, logits in head.logits.items()
-        if name != "before"
-    ]
+    of_head = np.asarray(expit(head.logits + math.log(head.rejection_weight)))
     logit = np.asarray(Calibration(*fitted["calibration"]).accept(cast(Any, tokens.q_max)))
     constant = np.full_like(judged.accept, dev.mean_accept())
-    predicted += [("logit", 0, logit), ("cumulative", 0, tokens.q), ("constant", 0, constant)]
+    predicted = [
+        ("head", head.lag, of_head),
+        ("logit", 0, logit),
+        ("cumulative", 0, tokens.q),
+        ("constant", 0, constant),
+    ]
     for name, lag, chances in predicted:
         judged_as = scores(judged.accept[inside], chances[inside], prompt[inside])
         yield Prediction(predictor=name, lag=lag, scores=judged_as)

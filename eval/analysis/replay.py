@@ -142,7 +142,7 @@ def bounds(traces: Traces, times: Times) -> list[RuleResult]:
         RuleResult("plain", "", expected_counts(traces, alone)),
     ]
     odds = logit(traces.accept)
-    late, prompt = RecordedHead({"consumed": odds}), RecordedHead({"drawn": odds})
+    late, prompt = RecordedHead(odds, lag=1), RecordedHead(odds)
     perfect: list[tuple[str, RecordedHead, StoppingRule]]
     perfect = [("perfect head", late, rule) for rule in Head.settings()]
     perfect += [("perfect, no lag", prompt, rule) for rule in Head.settings()]

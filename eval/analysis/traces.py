@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import datasets
@@ -14,15 +13,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.analysis.expectation import Traces
+from eval.analysis.tree_states import check_tree_states, tree_states
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens, pad
 from heads import BaseHead
-from heads.inputs import FEATURES, DraftedTokens, HeadInputs, logits_of_states, token_embeddings
+from heads.inputs import DraftedTokens, logits_of_states, token_embeddings
 from heads.probe import check_head, warn_of_other_sampling
-from heads.target_context import check_tree_states, simulated_rounds, tree_states
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.probability import SamplingConfig, probabilities
-from specdata.sampling import numpy_generator_for
 from specdata.terminal import progress
 from specdata.texts import tokens_at_once
 
@@ -81,38 +79,29 @@ def record_head(
         draft: the draft that made the labels.
         sampling: how its tokens are drawn.
     """
-    made: dict[str, list[list[float]]]
-    made = {point.name.lower(): [[0.0]] * len(rows) for point in head.decision_points}
+    logits: list[list[float]] = [[0.0]] * len(rows)
     # Found out once, not for each batch: it is done by trying.
     to_logits, lm_head = logits_of_states(draft), find_lm_head(draft)
-    lengths = (len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
-    states_of = _states_in_batches
-    try:
-        check_tree_states(draft, max(lengths))
-    except ConfigError:
-        states_of = _states_one_by_one
-    latest = max(head.decision_points)
+    states_of = _states_along
+    if head.lag:
+        lengths = (len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
+        states_of = _states_in_batches
+        try:
+            check_tree_states(draft, max(lengths))
+        except ConfigError:
+            states_of = _states_one_by_one
 
     def distributions(states: Tensor) -> Tensor:
         return probabilities(to_logits(states), sampling)
 
     for indices, batch in batches_by_length(rows, tokens_at_once(lm_head)):
         before, after = (torch.cat(states) for states in states_of(draft, batch))
-        logits: dict[str, list[Tensor]] = {name: [] for name in made}
-        for piece in _drafted(draft, batch, before, after, distributions):
-            # What the head reads is computed once, when all of it is known.
-            features = HeadInputs.of(head.reads, piece, latest).features
-            for point in head.decision_points:
-                known = [name for name in head.reads if FEATURES[name].point <= point]
-                inputs = HeadInputs({name: features[name] for name in known}, point)
-                logits[point.name.lower()].append(head.logits(inputs))
+        pieces = _drafted(draft, batch, before, after, distributions)
+        found = torch.cat([head.logits(piece) for piece in pieces])
         sizes = [len(row["draft_ids"]) for row in batch]
-        for name, values in made.items():
-            found = torch.split(torch.cat(logits[name]), sizes)
-            for index, mine in zip(indices, found, strict=True):
-                values[index] = mine.tolist()
-    padded = {name: pad(values) for name, values in made.items()}
-    return RecordedHead(padded, rejection_weight=head.rejection_weight)
+        for index, of_row in zip(indices, torch.split(found, sizes), strict=True):
+            logits[index] = of_row.tolist()
+    return RecordedHead(logits=pad(logits), lag=head.lag, rejection_weight=head.rejection_weight)
 
 
 def _drafted(
@@ -126,11 +115,6 @@ def _drafted(
     device = draft.device
     tokens = torch.tensor([token for row in rows for token in row["draft_ids"]], device=device)
 
-    @cache
-    def rounds() -> list[Tensor]:
-        pairs = zip(*(_rounds(row) for row in rows), strict=True)
-        return [torch.cat(each).to(device) for each in pairs]
-
     def piece(here: slice) -> DraftedTokens:
         return DraftedTokens(
             tokens=tokens[here],
@@ -138,23 +122,22 @@ def _drafted(
             after=lambda: after[here],
             distributions=lambda: distributions(before[here]),
             embeddings=lambda: token_embeddings(draft, tokens[here]),
-            position=lambda: rounds()[0][here],
-            since_rejection=lambda: rounds()[1][here],
         )
 
     for start in range(0, len(tokens), POSITIONS):
         yield piece(slice(start, start + POSITIONS))
 
 
-def _rounds(row: Row) -> tuple[Tensor, Tensor]:
-    """Where a rollout's tokens stand in their drafts, in the rounds that heads are judged on.
-
-    What a rule would really draft depends on the head, so a head that reads this is replayed
-    approximately.
-    """
-    generator = numpy_generator_for("rounds", "dev", row["example_id"], row["sample"])
-    position, since = simulated_rounds(np.array(row["overlap"]), generator)
-    return torch.from_numpy(position), torch.from_numpy(since)
+def _states_along(draft: PreTrainedModel, rows: Sequence[Row]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each row the states (n, H) that its drafted tokens were drawn from; and nothing more."""
+    texts = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
+    along = hidden_states(draft, pad_sequence(texts, batch_first=True).to(draft.device))
+    first = [len(row["prompt_ids"]) - 1 for row in rows]
+    before = [
+        along[b, at : at + len(row["draft_ids"])]
+        for b, (at, row) in enumerate(zip(first, rows, strict=True))
+    ]
+    return before, before
 
 
 def _states_in_batches(

@@ -15,7 +15,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from eval.drafting.stopping import ActiveRule, DraftedToken, UpcomingToken
+from eval.drafting.stopping import ActiveRule, DraftedToken
+from eval.drafting.stopping.rule import Embed, Numbers
 from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
@@ -104,7 +105,6 @@ class ChainDrafter(Drafter):
         super().__init__([sequence], end_tokens)
         self._sequence = sequence
         self._rule = rule
-        self._since_rejection = 0  # committed tokens
 
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
@@ -120,13 +120,8 @@ class ChainDrafter(Drafter):
             for piece in sequence.pieces(uncached):
                 logits = yield sequence.append(piece, 1)
             distribution, state = sequence.distribution(logits[0]), sequence.hidden
-            place, since = len(tokens), self._since_rejection + len(tokens)
-            # At least one token is drafted.
-            known = distribution, state, sequence.model.embed, place, since
-            upcoming = UpcomingToken(*known)
-            if rule.asks_before and tokens and rule.should_stop_before(upcoming):
-                break
-            reads = None if rule.reads is None else partial(rule.reads, upcoming)
+            known = distribution, state, sequence.model.embed
+            reads = rule.reads and partial(_read, rule.reads, known)
             token, numbers = draw_and_read(distribution, generator, reads)
             tokens.append(token)
             distributions.append(distribution)
@@ -151,14 +146,12 @@ class ChainDrafter(Drafter):
 
     def observe(self, record: Round) -> None:
         """Show the round to the stopping rule."""
-        was_rejected = record.accepted < record.drafted
-        self._since_rejection = 0 if was_rejected else self._since_rejection + record.emitted
         self._rule.observe(record)
 
-    def reset(self) -> None:
-        """Forget the sequence."""
-        super().reset()
-        self._since_rejection = 0
+
+def _read(numbers: Numbers, known: tuple[Tensor, Tensor | None, Embed], token: Tensor) -> Tensor:
+    """The numbers of a token (1,) that is still on the device."""
+    return numbers(DraftedToken(token, *known))
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,6 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
         where, stop = f"method {method.name!r}", method.stop
         try:
             method.decoding(sampling)
-            if not head and not stop.needs_head:
-                stop.check_head(None)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         if stop.needs_head and not head:

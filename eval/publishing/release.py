@@ -45,7 +45,6 @@ from eval.reporting.recommendation import (
 from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
 from heads import BaseHead
-from heads.inputs import DecisionPoint
 from heads.remote import write_custom_generate
 from specdata.draft_vocabulary import draft_vocabulary_ids, restore_vocabulary, substitute_row
 from specdata.errors import ManifestError
@@ -241,7 +240,6 @@ def release_head(
         },
         head=head,
         width=getattr(head, "width", None),
-        lag=head.decision_points[0] is DecisionPoint.CONSUMED,
         trained=trained,
         verdict=verdict,
         pays=head_sentence(verdict),

@@ -59,7 +59,6 @@ def generate(
     model: Any,
     acceptance_head: Any = None,
     threshold: float = 0.7,
-    before_drawing: bool = False,
     num_assistant_tokens: int | None = None,
     generator: torch.Generator | None = None,
     streamer: Any = None,
@@ -73,7 +72,6 @@ def generate(
         acceptance_head: `AutoModel.from_pretrained(HEAD, trust_remote_code=True)`. None drafts a
             fixed number of tokens.
         threshold: a draft ends once the head gives a rejection in it more probability; in [0, 1].
-        before_drawing: also ask the head before a token is drawn, if it was trained for that.
         num_assistant_tokens: most tokens drafted in a round. By default 20 with a head, otherwise
             what the draft's generation configuration says, or 20.
         generator: source of all random numbers; None is torch's default one.
@@ -99,8 +97,6 @@ def generate(
         own = None if acceptance_head is not None else draft.generation_config.num_assistant_tokens
         longest = own or 20
     _check_arguments(arguments, threshold, longest)
-    if before_drawing and "before" not in _decision_points(acceptance_head):
-        raise ValueError("before_drawing needs a head that judges tokens before they are drawn")
 
     # The usual `generate` prepares everything, then calls this in place of its own loop.
     def loop(
@@ -122,7 +118,6 @@ def generate(
             _distributions(logits_processor, generation_config.do_sample),
             None if acceptance_head is None else _PrefixAcceptance(acceptance_head, draft),
             threshold,
-            before_drawing,
             longest,
             frozenset(end if isinstance(end, list) else [end]),
             generator,
@@ -164,7 +159,6 @@ class _Decoder:
         distributions: logits (..., V) -> probabilities (..., V), the same for p and q.
         prefix_acceptance: what an acceptance head says of a draft, if there is one.
         threshold: of the head's stopping rule.
-        before_drawing: whether the head is asked before a token is drawn, too.
         longest: most tokens of a draft.
         ends: token ids after which nothing is drafted.
         generator: source of random numbers.
@@ -175,7 +169,6 @@ class _Decoder:
     distributions: Callable[[Tensor], Tensor]
     prefix_acceptance: _PrefixAcceptance | None
     threshold: float
-    before_drawing: bool
     longest: int
     ends: frozenset[int]
     generator: torch.Generator | None
@@ -190,8 +183,6 @@ class _Decoder:
         accepted, token = verify(tokens, [row.to(p.device) for row in q], p, self.generator)
         self.target.crop(len(committed) + accepted)
         self.draft.crop(len(committed) + accepted)
-        if self.prefix_acceptance is not None:
-            self.prefix_acceptance.observe(len(tokens), accepted)
         return [*tokens[:accepted], token]
 
     def propose(self, committed: list[int], room: int) -> tuple[list[int], list[Tensor]]:
@@ -208,24 +199,14 @@ class _Decoder:
             prefix_acceptance.begin()
         while len(tokens) < room:
             distribution = self.distributions(self.draft.read(unread, 1))[0]
-            if prefix_acceptance is not None:
-                prefix_acceptance.consume(distribution, self.draft.state)
-                # At least one token is drafted.
-                if (
-                    self.before_drawing
-                    and tokens
-                    and 1.0 - prefix_acceptance.before() > self.threshold
-                ):
-                    break
             q.append(distribution)
             tokens.append(draw(distribution, self.generator))
             if tokens[-1] in self.ends:
                 break
-            if (
-                prefix_acceptance is not None
-                and 1.0 - prefix_acceptance.drawn(tokens[-1]) > self.threshold
-            ):
-                break
+            if prefix_acceptance is not None:
+                acceptance = prefix_acceptance.after(tokens[-1], distribution, self.draft.state)
+                if 1.0 - acceptance > self.threshold:
+                    break
             unread = tokens[-1:]
         return tokens, q
 
@@ -233,11 +214,9 @@ class _Decoder:
 class _PrefixAcceptance:
     """The probability, by a head, that all tokens of the draft under way are accepted.
 
-    The product over its tokens of the newest estimate of each. SpecDec++'s head judges a token from
-    the draft's state after it, which exists once the next token can be drawn; until then the newest
-    token counts as accepted. Other heads say in their configuration at which decision points they
-    judge: "before" a token is drawn, when it is "drawn", and again when the draft has "consumed"
-        it.
+    SpecDec++'s head, whose `lag` is 1, judges a token from the draft's state after it, which exists
+    once the next token can be drawn; until then the newest token counts as accepted. Heads of kind
+    immediate judge a token when it is drawn.
 
     Args:
         head: the acceptance head, which is moved to the draft's device.
@@ -245,56 +224,29 @@ class _PrefixAcceptance:
     """
 
     def __init__(self, head: Any, draft: Any) -> None:
-        self.head, self.decision_points = head.to(draft.device), _decision_points(head)
+        self.head = head.to(draft.device)
         self.embeddings = draft.get_input_embeddings()
         self.vocabulary = draft.config.get_text_config().vocab_size
-        self.since_rejection = 0
         self.begin()
 
     def begin(self) -> None:
         """Start a draft."""
-        self.known = 1.0  # the product over the tokens that the draft has consumed
-        self.newest = 1.0  # the estimate of the token after them, if one is drawn
-        self.place = 0
-        self.given: dict[str, Any] = {}
+        self.drafted = 0
+        self.product = 1.0
 
-    def consume(self, distribution: Tensor, state: Tensor) -> None:
-        """The draft has run: the distribution (V,) of the next token, the state (H,) it is from."""
-        if self.place:
-            if not self.decision_points:
-                self.newest = float(torch.sigmoid(self.head(state)))
-            elif "consumed" in self.decision_points:
-                self.newest = self._ask(hidden=state)
-            self.known, self.newest = self.known * self.newest, 1.0
-        self.given = {"distribution": distribution, "hidden_before": state, "position": self.place}
-        self.given["since_rejection"] = self.since_rejection + self.place
-
-    def before(self) -> float:
-        """With the token that is about to be drawn."""
-        return self.known * self._ask()
-
-    def drawn(self, token: int) -> float:
-        """With the token that has been drawn."""
-        self.place += 1
-        if self.decision_points:
-            ids = self.given["distribution"].new_tensor(token, dtype=torch.long)
+    def after(self, token: int, distribution: Tensor, state: Tensor) -> float:
+        """With a token drawn from a distribution (V,), and the state (H,) that gave it."""
+        self.drafted += 1
+        if self.drafted <= self.head.lag:
+            return self.product
+        if self.head.lag:
+            logit = self.head(state)
+        else:
+            ids = distribution.new_tensor(token, dtype=torch.long)
             known = torch.where(ids < self.vocabulary, ids, 0)
-            self.given |= {"token": ids, "embedding": self.embeddings(known)}
-        if "drawn" in self.decision_points:
-            self.newest = self._ask()
-        return self.known * self.newest
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Note the number of drafted tokens that were accepted; one token follows them."""
-        self.since_rejection = 0 if accepted < drafted else self.since_rejection + accepted + 1
-
-    def _ask(self, **more: Tensor) -> float:
-        return float(torch.sigmoid(self.head(**self.given, **more)))
-
-
-def _decision_points(head: Any) -> tuple[str, ...]:
-    """The decision points at which a head judges tokens; none are named for SpecDec++'s."""
-    return tuple(getattr(getattr(head, "config", None), "decision_points", ()))
+            logit = self.head(distribution, state, ids, self.embeddings(known))
+        self.product *= float(torch.sigmoid(logit))
+        return self.product
 
 
 class _CachedModel:

@@ -59,9 +59,14 @@ class ResidualBlock(nn.Module):
 
 
 class AcceptanceHeadModel(PreTrainedModel):  # type: ignore[misc]
-    """A residual network on the draft's last hidden state, the one its output embedding reads."""
+    """A residual network on the draft's last hidden state, the one its output embedding reads.
+
+    Attributes:
+        lag: tokens that must be drawn after a token before the head judges it.
+    """
 
     config_class = AcceptanceHeadConfig
+    lag = 1
 
     def __init__(self, config: AcceptanceHeadConfig) -> None:
         super().__init__(config)

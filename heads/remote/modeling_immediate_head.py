@@ -1,8 +1,7 @@
 """The acceptance head of a draft model, for transformers' AutoModel with trust_remote_code=True.
 
-The head predicts whether the target will accept a drafted token, from what is known of it at a
-decision point: before it is drawn, once it is drawn, or once the draft has consumed it. The file
-needs torch and transformers only.
+The head predicts whether the target will accept a drafted token, from what is known of it once it
+is drawn. The file needs torch and transformers only.
 """
 
 from __future__ import annotations
@@ -14,18 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-# What a head may read, and the decision point from which it is known.
-DECISION_POINTS = {"before": 0, "drawn": 1, "consumed": 2}
-VECTORS = {"hidden_before": 0, "embedding": 1, "hidden": 2}
-NUMBERS = {
-    "log_q": 1,
-    "log_q_max": 0,
-    "margin": 0,
-    "entropy": 0,
-    "log_mass_above": 1,
-    "position": 0,
-    "since_rejection": 0,
-}
+# What a head may read.
+VECTORS = ("hidden_before", "embedding")
+NUMBERS = ("log_q", "log_q_max", "margin", "entropy", "log_mass_above")
 # Bounds that keep logarithms finite.
 LARGEST_MARGIN, LEAST_MASS, LEAST_CHANCE = 30.0, 1e-6, 1e-30
 
@@ -37,7 +27,6 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         hidden_size: H, the width of the draft's hidden state.
         embedding_size: E, the width of the draft's input embedding; 0 means H.
         reads: names of the features it reads.
-        decision_points: names of the decision points it can be asked at.
         width: W of the network.
         depth: number of layers between the sum of what it reads and the output.
         scales: feature -> (mean, standard deviation) by which it is standardised.
@@ -53,7 +42,6 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         hidden_size: int = 1,
         embedding_size: int = 0,
         reads: Sequence[str] = (),
-        decision_points: Sequence[str] = ("drawn",),
         width: int = 1,
         depth: int = 0,
         scales: Mapping[str, Sequence[float]] | None = None,
@@ -64,7 +52,6 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         self.hidden_size = hidden_size
         self.embedding_size = embedding_size
         self.reads = reads
-        self.decision_points = decision_points
         self.width = width
         self.depth = depth
         self.scales = scales
@@ -74,28 +61,32 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
-    """One network for every decision point at which a drafted token can be judged."""
+    """A small network on the draft's state, the token's embedding and numbers of the draft.
+
+    Attributes:
+        lag: tokens that must be drawn after a token before the head judges it.
+    """
 
     config_class = ImmediateHeadConfig
+    lag = 0
 
     def __init__(self, config: ImmediateHeadConfig) -> None:
         super().__init__(config)
-        last = max(DECISION_POINTS[name] for name in config.decision_points)
-        reads = [name for name in config.reads if {**VECTORS, **NUMBERS}[name] <= last]
         sizes = {
-            name: (config.embedding_size or config.hidden_size)
-            if name == "embedding"
-            else config.hidden_size
-            for name in reads
-            if name in VECTORS
+            "hidden_before": config.hidden_size,
+            "embedding": config.embedding_size or config.hidden_size,
         }
-        self.numbers = [name for name in reads if name in NUMBERS]
+        self.numbers = [name for name in config.reads if name in NUMBERS]
         self.vectors = nn.ModuleDict(
-            {name: nn.Linear(size, config.width, bias=False) for name, size in sizes.items()}
+            {
+                name: nn.Linear(sizes[name], config.width, bias=False)
+                for name in config.reads
+                if name in VECTORS
+            }
         )
         if self.numbers:
             self.number_weights = nn.Linear(len(self.numbers), config.width, bias=False)
-        self.point = nn.Embedding(len(DECISION_POINTS), config.width)
+        self.bias = nn.Parameter(torch.zeros(config.width))
         self.layers = nn.ModuleList(
             nn.Linear(config.width, config.width) for _ in range(config.depth)
         )
@@ -103,86 +94,56 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     def forward(
-        self,
-        distribution: Tensor,
-        hidden_before: Tensor,
-        token: Tensor | None = None,
-        embedding: Tensor | None = None,
-        hidden: Tensor | None = None,
-        *,
-        position: int = 0,
-        since_rejection: int = 0,
+        self, distribution: Tensor, hidden_before: Tensor, token: Tensor, embedding: Tensor
     ) -> Tensor:
         """Return raw acceptance logits; their sigmoid is the probability.
 
-        What is given decides the point: without a token it is not drawn yet, without `hidden` the
-        draft has not consumed it.
-
         Args:
-            distribution: (..., V) the distribution that the token is drawn from.
+            distribution: (..., V) the distribution that the token was drawn from.
             hidden_before: (..., H) the last hidden state of the draft that gave it.
             token: (...) its id.
             embedding: (..., E) the draft's input embedding of the token.
-            hidden: (..., H) the draft's last hidden state after it consumed the token.
-            position: place of the token in its draft, from 0.
-            since_rejection: tokens since the last rejection, or since the completion began.
 
         Returns:
             (...) logits.
 
         Raises:
-            ValueError: at a decision point that the head was not trained for, or for another width.
+            ValueError: for a vector of another width.
         """
-        point = "before" if token is None else "drawn" if hidden is None else "consumed"
-        if point not in self.config.decision_points:
-            raise ValueError(
-                f"this head judges tokens {self.config.decision_points}, not {point!r}"
-            )
-        given = {"hidden_before": hidden_before, "embedding": embedding, "hidden": hidden}
+        given = {"hidden_before": hidden_before, "embedding": embedding}
+        scales = self.config.scales or {}
         # Autocast would quietly run the layers in half precision.
         with torch.autocast(distribution.device.type, enabled=False):
-            x = self.point(torch.tensor(DECISION_POINTS[point], device=distribution.device))
+            x: Tensor = self.bias
             for name, layer in self.vectors.items():
-                value = given[name]
-                if VECTORS[name] > DECISION_POINTS[point]:
-                    continue
-                size = layer.in_features
-                if value is None or value.shape[-1] != size:
+                value, size = given[name], layer.in_features
+                if value.shape[-1] != size:
                     raise ValueError(
-                        f"this head reads {name} of width {size}, got "
-                        f"{None if value is None else value.shape[-1]}; it was trained for the "
-                        f"draft {self.config.draft or '(not recorded)'}"
+                        f"this head reads {name} of width {size}, got {value.shape[-1]}; it was "
+                        f"trained for the draft {self.config.draft or '(not recorded)'}"
                     )
-                _, deviation = (self.config.scales or {}).get(name, (0.0, 1.0))
-                x = x + layer(value.to(x.dtype) / deviation)
+                x = x + layer(value.to(x.dtype) / scales.get(name, (0.0, 1.0))[1])
             if self.numbers:
-                places = {"position": position, "since_rejection": since_rejection}
-                x = x + self.number_weights(self._numbers(distribution, token, places, x.dtype))
+                x = x + self.number_weights(self._numbers(distribution, token).to(x.dtype))
             for layer in self.layers:
                 x = layer(x.relu())
             logits: Tensor = self.output(x.relu())
         return logits.squeeze(-1)
 
-    def _numbers(
-        self, q: Tensor, token: Tensor | None, places: dict[str, int], dtype: torch.dtype
-    ) -> Tensor:
-        """(..., numbers) of distributions (..., V), by their scales; 0 where not known."""
+    def _numbers(self, q: Tensor, token: Tensor) -> Tensor:
+        """(..., numbers) of distributions (..., V), by their scales."""
         largest = q.topk(2, dim=-1).values.log()
+        chance = q.gather(-1, token.unsqueeze(-1))
+        above = q.masked_fill(q <= chance, 0.0).sum(dim=-1)
         values = {
+            "log_q": chance.squeeze(-1).clamp(min=LEAST_CHANCE).log(),
             "log_q_max": largest[..., 0],
             "margin": (largest[..., 0] - largest[..., 1]).clamp(max=LARGEST_MARGIN),
             "entropy": torch.special.entr(q).sum(dim=-1),
         }
-        if token is not None:
-            chance = q.gather(-1, token.unsqueeze(-1))
-            above = q.masked_fill(q <= chance, 0.0).sum(dim=-1)
-            values["log_q"] = chance.squeeze(-1).clamp(min=LEAST_CHANCE).log()
-            values["log_mass_above"] = (above + LEAST_MASS).log()
-        values |= {name: torch.full_like(largest[..., 0], place) for name, place in places.items()}
-        nothing = torch.zeros_like(largest[..., 0])
-        scales = self.config.scales or {}
+        values["log_mass_above"] = (above + LEAST_MASS).log()
         standardised = []
         for name in self.numbers:
-            mean, deviation = scales.get(name, (0.0, 1.0))
-            standardised.append((values[name] - mean) / deviation if name in values else nothing)
-        return torch.stack(standardised, dim=-1).to(dtype)
+            mean, deviation = (self.config.scales or {}).get(name, (0.0, 1.0))
+            standardised.append((values[name] - mean) / deviation)
+        return torch.stack(standardised, dim=-1)

@@ -22,7 +22,6 @@ from eval.drafting.stopping.rule import (
     ActiveRule,
     DraftedToken,
     StoppingRule,
-    UpcomingToken,
 )
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
 from specdata.config import nearest
@@ -32,7 +31,6 @@ __all__ = [
     "ActiveRule",
     "DraftedToken",
     "StoppingRule",
-    "UpcomingToken",
     "read_rule",
 ]
 

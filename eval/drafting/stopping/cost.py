@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from eval.drafting.stopping.head import check_asked_before
 from eval.drafting.stopping.logistic import CalibratedRule, OnlineLogistic, odds_of
 from eval.drafting.stopping.rule import (
     ActiveRule,
     DraftedToken,
     StoppingRule,
-    UpcomingToken,
     largest,
 )
 from specdata.errors import ConfigError
@@ -76,12 +74,6 @@ class Cost(CalibratedRule):
         description="time of a forward of the target, in seconds; with draft_seconds it gives "
         "token_seconds from counts alone",
     )
-    verify_seconds: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="the part of draft_seconds that the target takes longer for one more token, "
-        "read only by before_drawing; 0 measures it",
-    )
     mean_acceptance: float = Field(
         default=MEAN_ACCEPTANCE,
         gt=0.0,
@@ -96,11 +88,6 @@ class Cost(CalibratedRule):
         description="go on learning from what was accepted while decoding, where a cost is "
         "measured; false: probabilities stay as the head and the logistic model give them",
     )
-    before_drawing: bool = Field(
-        default=False,
-        description="also ask before a token is drawn, by its distribution; needs a head of kind "
-        "immediate that was trained for that decision point",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -109,13 +96,6 @@ class Cost(CalibratedRule):
                 "target_seconds goes with draft_seconds and without token_seconds, which follows "
                 f"from them; got draft_seconds {self.draft_seconds} and token_seconds "
                 f"{self.token_seconds}"
-            )
-        if self.before_drawing and not self.head:
-            raise ConfigError("before_drawing asks the head: leave out head: false, or it")
-        if self.before_drawing and self.draft_seconds and not self.verify_seconds:
-            raise ConfigError(
-                "before_drawing weighs what the target takes longer for one more token: give "
-                "verify_seconds beside draft_seconds"
             )
         return self
 
@@ -134,11 +114,6 @@ class Cost(CalibratedRule):
         """Both costs, unless lambda is given or follows from what is."""
         given = self.draft_seconds and (self.token_seconds or self.target_seconds)
         return () if given else ("draft_seconds", "token_seconds")
-
-    def check_head(self, head: BaseHead | None) -> None:
-        """Raise ConfigError if it is to be asked before drawing and cannot."""
-        if self.before_drawing:
-            check_asked_before(head)
 
     def reported(self) -> dict[str, Any]:
         """The parameters; whether a head was asked is seen from the head that results name."""
@@ -201,14 +176,12 @@ class CostEstimates(ActiveRule):
 
     def __init__(self, rule: Cost, head: BaseHead | None = None) -> None:
         super().__init__(rule.limit, largest)
-        self.asks_before = rule.before_drawing
         self._rule = rule
         self._learns = not (rule.draft_seconds and rule.token_seconds)
         self.mean_acceptance = rule.mean_acceptance
         first = rule.token_seconds or rule.target_seconds
         self.token_seconds = first or (rule.draft_seconds or 1.0) / DRAFT_SHARE
         self.draft_seconds = rule.draft_seconds or self.token_seconds * DRAFT_SHARE
-        self.verify_seconds = rule.verify_seconds
         model = rule.model
         self.newest = OnlineLogistic((model.intercept, model.slope))
         self._prefix_acceptance: PrefixAcceptance | None = None
@@ -216,7 +189,7 @@ class CostEstimates(ActiveRule):
             from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 
             self._prefix_acceptance = PrefixAcceptance(head, refit=self._learns and rule.refit)
-            self.reads = largest if rule.before_drawing else self._numbers
+            self.reads = self._numbers
         self._round: list[float] = []  # of each token, what the logistic model reads
         self._product = 1.0
         self._rounds: deque[Round] = deque(maxlen=ROUNDS)
@@ -238,7 +211,7 @@ class CostEstimates(ActiveRule):
         prefix_acceptance = self._prefix_acceptance
         alive = self._product
         if prefix_acceptance is not None:
-            was_read = drafted.numbers is not None and not self.asks_before
+            was_read = drafted.numbers is not None
             alive = prefix_acceptance.after(drafted, newest, answers if was_read else None)
         expected = gain(
             alive,
@@ -248,24 +221,12 @@ class CostEstimates(ActiveRule):
         )
         return expected <= 0.0
 
-    def _numbers(self, known: UpcomingToken | DraftedToken, token: Tensor | int) -> Tensor:
+    def _numbers(self, drafted: DraftedToken) -> Tensor:
         """The largest probability, and what is asked of the head."""
         import torch
 
         assert self._prefix_acceptance is not None
-        asked = self._prefix_acceptance.reads(known, token)
-        return torch.cat([largest(known, token), asked])
-
-    def should_stop_before(self, upcoming: UpcomingToken) -> bool:
-        """True if verifying the token costs more: the draft's forward for it is paid already."""
-        assert self._prefix_acceptance is not None
-        expected = gain(
-            self._prefix_acceptance.before(upcoming),
-            mean_acceptance=1.0,  # the token's own acceptance is part of this prefix acceptance
-            token_seconds=self.token_seconds,
-            draft_seconds=self.verify_seconds,
-        )
-        return expected <= 0.0
+        return torch.cat([largest(drafted), self._prefix_acceptance.reads(drafted)])
 
     def observe(self, record: Round) -> None:
         """Take a finished round into account; one without a draft changes nothing."""
@@ -294,19 +255,18 @@ class CostEstimates(ActiveRule):
             spent = rule.target_seconds * len(rounds) + rule.draft_seconds * drafted.sum()
             self.token_seconds = float(spent / emitted)
             return
-        verifying = np.array([r.target_seconds + r.overhead_seconds for r in rounds])
-        seconds = verifying + [r.draft_seconds for r in rounds]
+        seconds = np.array(
+            [r.target_seconds + r.overhead_seconds + r.draft_seconds for r in rounds]
+        )
         # Medians, because some rounds hold a prefill and any may be interrupted.
         forward = float(np.median([r.draft_seconds / r.draft_forwards for r in rounds]))
-        slope, verify = forward, 0.0
+        slope = forward
         if len(rounds) >= 16 and np.ptp(drafted) >= 2:
             slope = max(slope_of(seconds, drafted), 0.5 * forward)
-            verify = max(slope_of(verifying, drafted), 0.0) if rule.before_drawing else 0.0
         rest = max(float(np.median(seconds - slope * drafted)), 0.0)
         token = (rest * len(rounds) + slope * drafted.sum()) / emitted
         if slope > 0.0 and token > 0.0:
             self.draft_seconds = rule.draft_seconds or slope
-            self.verify_seconds = rule.verify_seconds or verify
             self.token_seconds = rule.token_seconds or float(token)
 
 

@@ -7,39 +7,36 @@ along recorded rollouts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
-
-import torch
 
 from eval.drafting.stopping.logistic import OnlineLogistic, sigmoid
 from eval.drafting.stopping.recorded import RecordedHead
 from eval.drafting.stopping.rule import DraftedToken
-from heads.inputs import DecisionPoint
 from heads.judge import Judge, TorchJudge, judge_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.drafting.stopping.rule import UpcomingToken
     from eval.rounds import Round
     from heads import BaseHead
-    from heads.inputs import NextToken
 
 
 class PrefixAcceptance:
-    """The prefix acceptance of a draft in one slot: the product of each token's newest estimate.
+    """The prefix acceptance of a draft in one slot: the product of its tokens' estimates.
 
-    A head that judges tokens as they are drawn and again once the draft has consumed them gives two
-    stages: the newest token counts as drawn, the older ones as consumed. SpecDec++'s head only
-    judges consumed tokens, so the newest one is missing, or stands in from elsewhere.
+    SpecDec++'s head judges a token once the next one is drawn, so the newest one is missing, or
+    stands in from elsewhere.
 
     Args:
         head: the acceptance head, or what one says of recorded tokens.
         calibrated: undo the bias of the loss that the head was trained with. SpecDec++'s own
             threshold is compared with the biased output.
-        refit: recalibrate while decoding: at each decision point two coefficients, first (0, 1),
-            turn the head's logit into odds, and every outcome that becomes known refits them.
+        refit: recalibrate while decoding: two coefficients, first (0, 1), turn the head's logit
+            into odds, and every outcome that becomes known refits them.
+
+    Attributes:
+        model: these coefficients.
     """
 
     def __init__(
@@ -49,38 +46,23 @@ class PrefixAcceptance:
             self._judge = cast(Judge, head)
         else:
             self._judge, self._on_device = judge_of(head), TorchJudge(head)
-        points = head.decision_points
-        self._drawn, self._consumed = (
-            point in points for point in (DecisionPoint.DRAWN, DecisionPoint.CONSUMED)
-        )
+        self._lag = head.lag
         self._bias = math.log(head.rejection_weight) if calibrated else 0.0
         self._refit = refit
-        # Nothing but the newest token is to be known.
-        self._once = points == (DecisionPoint.DRAWN,) and not refit
-        self.models = {point: OnlineLogistic((0.0, 1.0)) for point in head.decision_points}
+        self.model = OnlineLogistic((0.0, 1.0))
         self.begin()
 
     def begin(self) -> None:
         """Start a round."""
-        self._tokens: list[DraftedToken] = []
-        # The product over tokens whose estimate is final, and how many those are.
-        self._known, self._final = 1.0, 0
-        self._expected: float | None = None  # of the next token, if that was asked
-        # What was estimated: the decision point, the token's place in the draft, and the head's
-        # logit.
-        self._estimates: list[tuple[DecisionPoint, int, float]] = []
+        self._drafted = 0
+        self._product = 1.0
+        self._logits: list[float] = []  # of the tokens that were judged, from the first on
 
-    def reads(self, upcoming: UpcomingToken | DraftedToken, token: Tensor | int) -> Tensor:
+    def reads(self, drafted: DraftedToken) -> Tensor:
         """(m,) the logits that `after` asks for, to be read with the token: see `ActiveRule`."""
-        asked = []
-        if self._consumed and self._tokens:
-            asked.append(self._on_device.consumed_logit(self._tokens[-1], upcoming))
-        if self._drawn:
-            id_ = cast(int, torch.as_tensor(token).view(()))  # it stays on the device
-            known = upcoming.state, upcoming.embed, upcoming.position, upcoming.since_rejection
-            drawn = DraftedToken(id_, upcoming.distribution, *known)
-            asked.append(self._on_device.drawn_logit(drawn))
-        return torch.stack(asked) if asked else upcoming.distribution.new_zeros(0)
+        if self._drafted < self._lag:
+            return drafted.distribution.new_zeros(0)
+        return self._on_device.logit_on_device(drafted).view(1)
 
     def after(
         self,
@@ -92,65 +74,20 @@ class PrefixAcceptance:
 
         Args:
             drafted: the token, in order.
-            newest: the probability that it is accepted, if the head cannot judge it yet and was not
-                asked before it was drawn.
+            newest: the probability that it is accepted, if the head cannot judge it yet.
             answers: the logits that `reads` gave, if they were read with the token.
         """
-        if self._once and answers is None:
-            self._known *= sigmoid(self._judge.drawn(drafted) + self._bias)
-            return self._known
-        read = None if answers is None else iter(answers)
-        self._tokens.append(drafted)
-        place = len(self._tokens) - 1
-        if self._consumed and place > self._final:
-            self._consume(drafted, read)
-        if self._drawn:
-            logit = self._judge.drawn(drafted) if read is None else next(read)
-            newest = self._estimate(DecisionPoint.DRAWN, place, logit)
-        elif self._expected is not None:
-            newest = self._expected
-        self._expected = None
-        if not self._consumed:
-            self._known, self._final = self._known * newest, place + 1
-            return self._known
-        return self._known * newest
-
-    def before(self, upcoming: UpcomingToken) -> float:
-        """That they and the token that is about to be drawn are: the ex-ante prefix acceptance.
-
-        Args:
-            upcoming: what is known of the next token.
-        """
-        if self._consumed and self._tokens:
-            self._consume(upcoming)
-        logit = self._judge.upcoming(upcoming)
-        self._expected = self._estimate(DecisionPoint.BEFORE, len(self._tokens), logit)
-        return self._known * self._expected
+        self._drafted += 1
+        if self._drafted > self._lag:
+            raw = self._judge.logit(drafted) if answers is None else answers[0]
+            logit = raw + self._bias
+            self._logits.append(logit)
+            accept = self.model.accept(logit) if self._refit else sigmoid(logit)
+            self._product = self._product * accept
+        return self._product * newest if self._lag else self._product
 
     def observe(self, record: Round) -> None:
         """Learn from the finished round: its accepted tokens, and the first that was not."""
-        if not self._refit:
-            return
-        for point, place, logit in self._estimates:
-            if place < record.drafted and place <= record.accepted:
-                self.models[point].observe(logit, place < record.accepted)
-
-    def _consume(self, newest: NextToken, read: Iterator[float] | None = None) -> None:
-        """Take the final estimate of the last token that the draft has consumed.
-
-        Args:
-            newest: the token after it, whose state is the draft's after consuming it.
-            read: gives the logit, if it was read already.
-        """
-        judged = self._tokens[self._final]
-        logit = self._judge.consumed(judged, newest) if read is None else next(read)
-        self._known *= self._estimate(DecisionPoint.CONSUMED, self._final, logit)
-        self._final += 1
-
-    def _estimate(self, point: DecisionPoint, place: int, raw: float) -> float:
-        """The probability, by a raw logit, that a token is accepted, and note of it."""
-        logit = raw + self._bias
-        if not self._refit:
-            return sigmoid(logit)
-        self._estimates.append((point, place, logit))
-        return self.models[point].accept(logit)
+        if self._refit:
+            for place, logit in enumerate(self._logits[: record.accepted + 1]):
+                self.model.observe(logit, place < record.accepted)

@@ -19,7 +19,6 @@ from eval.drafting.stopping.rule import DraftedToken, chance, largest, nats
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.rule import Numbers, StoppingRule
-    from heads.inputs import DecisionPoint
 
 Reals = NDArray[np.float64]
 Lengths = NDArray[np.int64]
@@ -39,32 +38,22 @@ class RecordedHead:
     """What an acceptance head says of recorded tokens; a judge of them, as in `heads.judge`.
 
     Attributes:
-        logits: raw logits (R, N) by when the head judges: "drawn" with the token, "consumed" once
-            the draft has consumed it, one drafted token later.
+        logits: raw logits (R, N) of the token at each position.
+        lag: tokens that must be drafted after a token before the head judges it.
         rejection_weight: w of the loss that the head was trained with.
     """
 
-    logits: dict[str, Reals]
+    logits: Reals
+    lag: int = 0
     rejection_weight: float = 1.0
-
-    @property
-    def decision_points(self) -> tuple[DecisionPoint, ...]:
-        """When the head judges."""
-        from heads.inputs import DecisionPoint
-
-        return tuple(DecisionPoint[name.upper()] for name in self.logits)
 
     def select(self, rows: NDArray[np.bool_]) -> RecordedHead:
         """What it says of some rollouts; `rows` is (R,)."""
-        return replace(self, logits={name: each[rows] for name, each in self.logits.items()})
+        return replace(self, logits=self.logits[rows])
 
-    def drawn(self, token: RecordedToken) -> Reals:
-        """(R, N) of the token that was drawn last."""
-        return token.at(self.logits["drawn"])
-
-    def consumed(self, token: RecordedToken, _following: RecordedToken) -> Reals:
-        """(R, N) of a token that the draft has consumed."""
-        return token.at(self.logits["consumed"])
+    def logit(self, drawn: RecordedToken) -> Reals:
+        """(R, N) of the newest token that the head can judge once `drawn` is."""
+        return np.roll(self.logits, self.lag - drawn.position, axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

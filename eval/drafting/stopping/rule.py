@@ -1,9 +1,8 @@
 """Stopping rules: parameters as a frozen value, and an object at work on a sequence.
 
 A rule decides after each drafted token whether the draft ends there. The token is kept whatever
-the answer: looking at a token and then dropping it would bias the output. It may also decide before
-a token is drawn, by its distribution and the tokens before it. So every rule is lossless, with
-every verifier whose proof lets the draft's length depend on drafted tokens.
+the answer: looking at a token and then dropping it would bias the output. So every rule is
+lossless, with every verifier whose proof lets the draft's length depend on drafted tokens.
 
 A rule's class declares what it needs (a head, a calibration, times), so that no other code names
 it. How to add one: see `eval.drafting.stopping`.
@@ -35,77 +34,51 @@ def _no_embedding(_ids: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class UpcomingToken:
-    """The next token of a draft before it is drawn.
-
-    Args:
-        distribution: (V,) the distribution q that it will be drawn from.
-        state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
-            token before this one, which for the first drafted token is the last committed token.
-            None if hidden states are not captured, because the rule reads no head.
-        embed: gives the draft's input embeddings (..., E) of tokens (...); None as for `state`.
-        position: its place in the draft, from 0.
-        since_rejection: tokens since the last one that the target replaced, or since the
-            completion began.
-    """
-
-    distribution: Tensor
-    state: Tensor | None
-    embed: Embed = _no_embedding
-    position: int = 0
-    since_rejection: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class DraftedToken:
     """One drafted token, as a stopping rule sees it.
 
     Args:
-        token: its id.
+        token: its id; a tensor (1,) for `Numbers` that are read together with it.
         distribution: (V,) the distribution q that it was drawn from.
-        state: (H,) as in `UpcomingToken`.
-        embed: as in `UpcomingToken`.
-        position: as in `UpcomingToken`.
-        since_rejection: as in `UpcomingToken`.
+        state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
+            token before this one, which for the first drafted token is the last committed token.
+            None if hidden states are not captured, because the rule reads no head.
+        embed: gives the draft's input embeddings (..., E) of tokens (...); None as for `state`.
         numbers: what the rule `reads` of it, where it was read together with the token.
     """
 
-    token: int
+    token: int | Tensor
     distribution: Tensor
     state: Tensor | None
     embed: Embed = _no_embedding
-    position: int = 0
-    since_rejection: int = 0
     numbers: tuple[float, ...] | None = None
 
     def read(self, numbers: Numbers) -> tuple[float, ...]:
         """The numbers that `ActiveRule.reads`, from the device now if the drafter has not."""
-        if self.numbers is not None:
-            return self.numbers
-        return tuple(numbers(self, self.token).tolist())
+        return tuple(numbers(self).tolist()) if self.numbers is None else self.numbers
 
 
-Numbers = Callable[["UpcomingToken | DraftedToken", "Tensor | int"], "Tensor"]
-"""(m,) numbers of a token drawn from what was known before, given as an id or as (1,)."""
+Numbers = Callable[[DraftedToken], "Tensor"]
+"""(m,) numbers of a token that may still be on the device."""
 
 
-def chance(known: UpcomingToken | DraftedToken, token: Tensor | int) -> Tensor:
+def chance(drafted: DraftedToken) -> Tensor:
     """(1,) the probability of the token itself."""
-    if isinstance(token, int):
-        return known.distribution[token : token + 1]
-    return known.distribution.index_select(0, token)
+    if isinstance(drafted.token, int):
+        return drafted.distribution[drafted.token : drafted.token + 1]
+    return drafted.distribution.index_select(0, drafted.token)
 
 
-def largest(known: UpcomingToken | DraftedToken, _token: Tensor | int) -> Tensor:
+def largest(drafted: DraftedToken) -> Tensor:
     """(1,) the probability of the most probable token."""
-    return known.distribution.max().view(1)
+    return drafted.distribution.max().view(1)
 
 
-def nats(known: UpcomingToken | DraftedToken, _token: Tensor | int) -> Tensor:
+def nats(drafted: DraftedToken) -> Tensor:
     """(1,) the entropy of the distribution."""
     from specdata.probability import entropy
 
-    return entropy(known.distribution).view(1)
+    return entropy(drafted.distribution).view(1)
 
 
 class ActiveRule:
@@ -119,28 +92,17 @@ class ActiveRule:
         longest: most tokens drafted in a round.
         reads: numbers that it is asked by, which on a GPU are read together with the token: rules
             that read the distribution themselves wait for the device once more.
-
-    Attributes:
-        asks_before: whether `should_stop_before` is asked, too.
     """
 
     def __init__(self, longest: int, reads: Numbers | None = None) -> None:
         self.longest = longest
         self.reads = reads
-        self.asks_before = False
 
     def begin(self) -> None:
         """Start a round."""
 
     def should_stop(self, drafted: DraftedToken) -> bool:
         """True if the draft ends with this token, which is kept; asked of each token in order."""
-        return False
-
-    def should_stop_before(self, upcoming: UpcomingToken) -> bool:
-        """True if the draft ends without this token, asked before each but the first is drawn.
-
-        The draft's forward for it has run already.
-        """
         return False
 
     def observe(self, record: Round) -> None:
@@ -197,9 +159,6 @@ class StoppingRule(Config):
     def reads_head(self) -> bool:
         """True if it reads an acceptance head, if there is one."""
         return self.needs_head
-
-    def check_head(self, head: BaseHead | None) -> None:
-        """Raise ConfigError if it cannot work with a head, or without one; most can with any."""
 
     @property
     def needs_fit(self) -> bool:

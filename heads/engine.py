@@ -1,0 +1,290 @@
+"""Where a head trains, in one process, under DDP or DeepSpeed, and its checkpoints.
+
+A checkpoint holds weights, Adam's moments and the losses, as whole tensors, so a run may go on with
+another number of processes or another engine.
+
+Drafts train in `transformers.Trainer` (package `distill`). A head does not, because of the
+Trainer's checkpoints: they are pickles, and depend on the engine. A Trainer (transformers 5.23)
+trains the same head, to the bit in one process. But a training that begins under ZeRO-2 and goes on
+in one process finds no optimizer state there, starts Adam anew without a warning, and ends 1.2e-2
+from the weights that it should have, where 1e-5 is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import is_initialized
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    is_tensorboard_available,
+    is_wandb_available,
+)
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from heads.config import Tracker
+from heads.loss import HeadMetrics
+from heads.model import BaseHead
+from specdata.errors import ConfigError
+from specdata.processes import join_processes, refuse_fsdp
+from specdata.storage.checkpoints import checkpoint_folder, complete
+
+STATE = "state.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAX_GRAD_NORM = 1.0
+AVAILABLE: dict[Tracker, Callable[[], bool]] = {
+    "tensorboard": is_tensorboard_available,
+    "wandb": is_wandb_available,
+}
+
+
+def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> Accelerator:
+    """Join the processes that the launcher started.
+
+    Args:
+        report_to: which tracker `Accelerator.log` reports to.
+        logs: the folder for what it writes.
+
+    Raises:
+        ConfigError: if the tracker is not installed, or the launcher asked for FSDP.
+        RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
+    """
+    if report_to != "none" and not AVAILABLE[report_to]():
+        # accelerate would leave it out without a word.
+        raise ConfigError(
+            f"head.report_to is {report_to}, which is not installed here: pip install {report_to}, "
+            "or set it to none"
+        )
+    refuse_fsdp("training a head")
+    join_processes()
+    # The head is float32 and leaves autocast by itself; an accelerator that the process already
+    # has, from a trainer that ran before, cannot be changed and need not be.
+    precision = None if is_initialized() else "no"
+    # Heads are trained without a dataloader. One that a trainer before left at its end (an error in
+    # its last step) would otherwise make every micro-batch a step of its own.
+    alone = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
+    if report_to == "none":
+        return Accelerator(mixed_precision=precision, gradient_accumulation_plugin=alone)
+    return Accelerator(
+        mixed_precision=precision,
+        gradient_accumulation_plugin=alone,
+        log_with=report_to,
+        project_dir=logs,
+    )
+
+
+@contextmanager
+def deprecations_of_deepspeed_hidden() -> Iterator[None]:
+    """Hide warnings about collectives that torch renamed and DeepSpeed calls by their old names."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        yield
+
+
+@dataclass(slots=True)
+class Engine:
+    """A head and a new AdamW, wrapped for a group of processes.
+
+    Attributes:
+        accelerator: the group of processes.
+        head: the head itself, to reach its parameters.
+        model: the head as accelerate wrapped it; call this one.
+        optimizer: accelerate's optimizer.
+        zero_stage: DeepSpeed's ZeRO stage; None without DeepSpeed.
+    """
+
+    accelerator: Accelerator
+    head: BaseHead
+    model: Any
+    optimizer: Any
+    zero_stage: int | None
+
+    @classmethod
+    def of(
+        cls,
+        accelerator: Accelerator,
+        head: BaseHead,
+        *,
+        micro_batch_size: int,
+        accumulation: int,
+        weight_decay: float,
+    ) -> Engine:
+        """Wrap a head; batch sizes are ours, not the launcher's.
+
+        Args:
+            accelerator: from `start_accelerator`.
+            head: weights to start from.
+            micro_batch_size: rows a micro-batch, per process.
+            accumulation: micro-batches a step.
+            weight_decay: share of the learning rate by which weights shrink in a step; 0 is Adam.
+
+        Raises:
+            RuntimeError: under DeepSpeed, if accelerate wrapped the head in something else.
+        """
+        accelerator.gradient_accumulation_steps = accumulation
+        optimizer = torch.optim.AdamW(head.parameters(), weight_decay=weight_decay)
+        if accelerator.distributed_type != DistributedType.DEEPSPEED:
+            model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
+            return cls(accelerator, head, model, optimizer, None)
+        from deepspeed import DeepSpeedEngine  # here, because it is heavy and rarely needed
+
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=micro_batch_size,
+            gradient_accumulation_steps=accumulation,
+            train_batch_size=micro_batch_size * accumulation * accelerator.num_processes,
+            gradient_clipping=MAX_GRAD_NORM,
+            bf16={"enabled": False},
+            fp16={"enabled": False},
+        )
+        model, optimizer = accelerator.prepare(head, optimizer)
+        if not isinstance(model, DeepSpeedEngine):
+            raise RuntimeError(
+                f"accelerate wrapped the head in {type(model).__name__}, not DeepSpeed"
+            )
+        return cls(accelerator, head, model, optimizer, model.zero_optimization_stage())
+
+    @property
+    def name(self) -> str:
+        """The kind that runs, read off the wrapped model: "single", "ddp", "deepspeed-zeroN"."""
+        if self.zero_stage is not None:
+            return f"deepspeed-zero{self.zero_stage}"
+        ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        return "ddp" if ddp else "single"
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate the loss () of a micro-batch; take the step on the last one of a batch."""
+        self.accelerator.backward(loss)
+        if self.accelerator.sync_gradients:
+            # DeepSpeed clips and steps inside backward, and these calls do nothing there.
+            self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the rate of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def whole(self, moment: str | None = None) -> dict[str, Tensor]:
+        """The parameters, or one of Adam's moments, by name, whole, on the CPU.
+
+        Every process must call this; there are moments after the first step.
+        """
+        return {
+            name: self._whole(parameter, moment).detach().cpu().clone().contiguous()
+            for name, parameter in self.head.named_parameters()
+        }
+
+    def _whole(self, parameter: Any, moment: str | None) -> Any:
+        if not self.zero_stage:
+            return parameter if moment is None else self.optimizer.state[parameter][moment]
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if moment is None:
+            return safe_get_full_fp32_param(parameter)
+        return safe_get_full_optimizer_state(parameter, moment)
+
+    def restore_moments(self, checkpoint: Checkpoint, arguments: Sequence[Tensor]) -> None:
+        """Put Adam back where it was; the weights go into the head before it is wrapped.
+
+        Args:
+            checkpoint: holds the moments and the number of updates.
+            arguments: any arguments of the head. Optimizers create their state in the first step,
+                so one step at rate 0 is taken to have it.
+        """
+        self.set_learning_rate(0.0)
+        for _ in range(self.accelerator.gradient_accumulation_steps):
+            with self.accelerator.accumulate(self.model):
+                self.backward(0.0 * self.model(*arguments).sum())
+        for state in self.optimizer.state.values():
+            state["step"].fill_(checkpoint.step)
+        for moment in MOMENTS:
+            for name, parameter in self.head.named_parameters():
+                value = checkpoint.moments[moment][name].to(self.accelerator.device)
+                self._set_moment(parameter, moment, value)
+
+    def _set_moment(self, parameter: Any, moment: str, value: Tensor) -> None:
+        if not self.zero_stage:
+            self.optimizer.state[parameter][moment].copy_(value)
+        elif self.zero_stage < 3:
+            from deepspeed.utils import safe_set_full_optimizer_state
+
+            safe_set_full_optimizer_state(parameter, value, moment)
+        else:
+            from deepspeed.utils import safe_set_local_optimizer_state
+
+            # DeepSpeed's setter for whole tensors runs over the end where the last part is padded.
+            size = parameter.ds_tensor.numel()
+            padded = value.new_zeros(size * self.accelerator.num_processes)
+            padded[: value.numel()] = value.flatten()
+            part = padded.narrow(0, size * self.accelerator.process_index, size)
+            safe_set_local_optimizer_state(parameter, part, moment)
+
+    def close(self, *, leave: bool) -> None:
+        """Free the engine, which cannot be used again; `leave` the group of processes, too."""
+        self.accelerator.wait_for_everyone()
+        self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        if leave:
+            self.accelerator.end_training()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """State after `step` updates; every tensor is whole, float32, on the CPU.
+
+    Attributes:
+        before: what the untrained head was worth.
+        weights: head parameters by name.
+        moments: Adam's moments, `moments["exp_avg"]` and `moments["exp_avg_sq"]` by name.
+        losses: of all steps, float64.
+    """
+
+    before: HeadMetrics
+    weights: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+    losses: list[float]
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return len(self.losses)
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Read what `write` wrote."""
+        with safe_open(folder / STATE, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dict
+            before = HeadMetrics(**json.loads(file.metadata()["before"]))
+        losses = tensors.pop("losses").tolist()
+        groups: dict[str, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            group, _, name = key.partition(".")
+            groups.setdefault(group, {})[name] = value
+        return cls(before, groups.pop("weight"), groups, losses)
+
+    def write(self, folder: Path) -> None:
+        """Write it into a folder of checkpoints."""
+        groups = {"weight": self.weights, **self.moments}
+        tensors = {
+            f"{group}.{name}": value
+            for group, values in groups.items()
+            for name, value in values.items()
+        }
+        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
+        path = checkpoint_folder(folder, self.step)
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path / STATE, metadata={"before": json.dumps(asdict(self.before))})
+        complete(path)
