@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.analysis.head_verdict import VERDICT, HeadVerdict, head_verdict, not_measured
+from eval.drafting.stopping import fit_rules
 from eval.measuring.methods import (
     check_machine,
     check_methods,
-    fit_rules,
     needs_fit,
     path_drafts,
     with_fit,
@@ -411,7 +411,8 @@ def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[
         where = folder(config, "labels")
         labels = of_split(load_labels(where, config.sampling), "dev", where)
         traces = acceptance_traces(labels, draft=draft, sampling=config.sampling)
-        values, rows = fit_rules(config.eval, traces.tokens, traces.accept), len(labels)
+        rules = [method.stop for method in config.eval.methods]
+        values, rows = fit_rules(rules, traces.tokens, traces.accept), len(labels)
         say(f"  {', '.join(values)} of stopping rules fitted on {rows} labelled rollouts")
     else:
         say("  this run has no labels (no head section): stopping rules keep their first guesses")

@@ -23,7 +23,7 @@ from eval.analysis.expectation import (
     expected_counts,
     oracle_counts,
 )
-from eval.drafting.stopping import STOPPING_RULES, StoppingRule
+from eval.drafting.stopping import STOPPING_RULES, StoppingRule, fit_rules
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.recorded import Lengths, RecordedHead, recorded_lengths
@@ -63,11 +63,8 @@ def fit_all_rules(traces: Traces) -> dict[str, Any]:
     Args:
         traces: of held-out rollouts, which the draft was not distilled on.
     """
-    values: dict[str, Any] = {}
-    for rule in STOPPING_RULES.values():
-        if rule.fitted and not values.keys() >= set(rule.fitted):
-            values |= rule.fit(traces.tokens, traces.accept)
-    return values
+    rules = [rule() for rule in STOPPING_RULES.values()]
+    return fit_rules(rules, traces.tokens, traces.accept)
 
 
 def replayed(

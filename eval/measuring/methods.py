@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -16,9 +16,6 @@ from specdata.config import MOST_TOKENS, Config
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
-
-if TYPE_CHECKING:
-    from eval.drafting.stopping.recorded import Reals, RecordedTokens
 
 PLAIN = "plain"
 """Name of the method that all others are compared with: the target alone."""
@@ -154,21 +151,6 @@ def path_drafts(config: EvalConfig) -> list[str]:
 def needs_fit(config: EvalConfig) -> bool:
     """True if a method has parameters that are fitted on labels."""
     return any(method.stop.needs_fit for method in config.methods)
-
-
-def fit_rules(config: EvalConfig, tokens: RecordedTokens, accept: Reals) -> dict[str, Any]:
-    """Values of every parameter that a method needs fitted, each fitted once.
-
-    Args:
-        config: the evaluation.
-        tokens: held-out rollouts, which the draft was not distilled on.
-        accept: (R, N) min(1, p/q) of their drafted tokens.
-    """
-    values: dict[str, Any] = {}
-    for stop in (method.stop for method in config.methods):
-        if stop.needs_fit and not values.keys() >= set(stop.fitted):
-            values |= type(stop).fit(tokens, accept)
-    return values
 
 
 def with_fit(config: EvalConfig, values: Mapping[str, Any]) -> EvalConfig:

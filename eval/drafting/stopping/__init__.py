@@ -2,15 +2,16 @@
 
 To add one: write a frozen class with its own parameters, what it needs, and `start`, which returns
 what is asked after each drafted token (`rule.py` has the contract, `thresholds.py` the shortest
-examples); then add its line to `STOPPING_RULES`. Configuration, decoder, results and report find
-the rest in the class: the name under which it is asked for, its parameters as keys beside `stop:`,
-whether it needs a head, labels or times. `tests/test_stopping.py` drives every entry.
+examples); then add its line to `STOPPING_RULES`. Configuration, decoder, replay, results and report
+find the rest in the class: the name under which it is asked for, its parameters as keys beside
+`stop:`, the settings that are tried, whether it needs a head, labels or times. Tests drive every
+entry by the examples of its class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -26,11 +27,15 @@ from eval.drafting.stopping.rule import (
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
 from specdata.config import nearest
 
+if TYPE_CHECKING:
+    from eval.drafting.stopping.recorded import Reals, RecordedTokens
+
 __all__ = [
     "STOPPING_RULES",
     "ActiveRule",
     "DraftedToken",
     "StoppingRule",
+    "fit_rules",
     "read_rule",
 ]
 
@@ -68,18 +73,35 @@ def read_rule(
     rule = stop if isinstance(stop, StoppingRule) else None
     kind = STOPPING_RULES.get(str(stop)) if rule is None else type(rule)
     if kind is None:
-        known = ", ".join(STOPPING_RULES)
-        raise _mistakes({"stop": f"unknown stop {stop!r}; choose from {known}"}, {"stop": stop})
-    have = {name for each in (*STOPPING_RULES.values(), kind) for name in each.model_fields}
-    if unknown := [name for name in parameters if name not in have]:
-        names = [*others, *sorted(have)]
-        hints = {name: f"unknown key: {nearest(name, names)}" for name in unknown}
+        names = ", ".join(STOPPING_RULES)
+        raise _mistakes({"stop": f"unknown stop {stop!r}; choose from {names}"}, {"stop": stop})
+    of_rules = {name for each in (*STOPPING_RULES.values(), kind) for name in each.model_fields}
+    if unknown := [name for name in parameters if name not in of_rules]:
+        keys = [*others, *sorted(of_rules)]
+        hints = {name: f"unknown key: {nearest(name, keys)}" for name in unknown}
         raise _mistakes(hints, parameters)
-    own = kind.model_fields if rule is None else ()
-    unread = [name for name in parameters if name not in own]
+    fields = kind.model_fields if rule is None else ()
+    unread = [name for name in parameters if name not in fields]
     if strict and unread:
         raise ValueError(f"stop {kind.name} does not use {', '.join(unread)}")
-    return rule or kind.model_validate({n: v for n, v in parameters.items() if n in own})
+    return rule or kind.model_validate({n: v for n, v in parameters.items() if n in fields})
+
+
+def fit_rules(
+    rules: Iterable[StoppingRule], tokens: RecordedTokens, accept: Reals
+) -> dict[str, Any]:
+    """Values of every parameter that a rule needs fitted, each fitted once.
+
+    Args:
+        rules: some of them with parameters that were not given.
+        tokens: held-out rollouts, which the draft was not distilled on.
+        accept: (R, N) min(1, p/q) of their drafted tokens.
+    """
+    values: dict[str, Any] = {}
+    for rule in rules:
+        if rule.needs_fit and not values.keys() >= set(rule.fitted):
+            values |= rule.fit(tokens, accept)
+    return values
 
 
 def _mistakes(messages: Mapping[str, str], values: Mapping[str, Any]) -> ValidationError:
