@@ -18,6 +18,7 @@ from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, tra
 from recipes.steps import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
+from specdata.terminal import accept_any_text, tell
 
 RECIPES = {
     "make-rollouts": make_rollouts.RECIPE,
@@ -30,51 +31,23 @@ RECIPES = {
 }
 
 
-MODULES = {
-    "init": ("recipes.tools.init", "Write a configuration for a target and a file of prompts."),
-    "inspect": ("recipes.tools.inspect", "Show what stored rollouts or labels hold."),
-    "certify": (
-        "recipes.tools.certify",
-        "Certify that what an evaluation decoded is distributed as the target alone.",
-    ),
-    "compare": (
-        "recipes.tools.compare",
-        "Compare greedy decoding with transformers' own: identical, tied, or a bug.",
-    ),
-    "replay": (
-        "recipes.tools.replay",
-        "Replay stopping rules on recorded acceptance, against the oracle.",
-    ),
-    "reproduce": (
-        "recipes.tools.reproduce",
-        "Run a paper's experiments on a pair, and print its tables.",
-    ),
-    "verifiers": (
-        "recipes.tools.verifiers",
-        "Find the best verifier and draft for a pair, and whether speculation pays.",
-    ),
-    "trees": (
-        "recipes.tools.trees",
-        "Search for the best draft tree along held-out text of the target.",
-    ),
-    "import-eagle3": (
-        "recipes.tools.eagle3",
-        "Read a published EAGLE-3 draft, to decode with it here.",
-    ),
-    "export-eagle3": (
-        "recipes.tools.eagle3:export",
-        "Write a draft in EAGLE-3's layout, for engines.",
-    ),
-    "doctor": (
-        "recipes.tools.doctor",
-        "Examine a published EAGLE-3 draft: why it is accepted or not.",
-    ),
-    "table": (
-        "recipes.tools.table",
-        "Print a finished evaluation as a table for a README, and copy what to commit of it.",
-    ),
+DOES = {
+    "init": "Write a configuration for a target and a file of prompts.",
+    "inspect": "Show what stored rollouts or labels hold.",
+    "certify": "Certify that what an evaluation decoded is distributed as the target alone.",
+    "compare": "Compare greedy decoding with transformers' own: identical, tied, or a bug.",
+    "replay": "Replay stopping rules on recorded acceptance, against the oracle.",
+    "reproduce": "Run a paper's experiments on a pair, and print its tables.",
+    "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
+    "trees": "Search for the best draft tree along held-out text of the target.",
+    "import-eagle3": "Read a published EAGLE-3 draft, to decode with it here.",
+    "export-eagle3": "Write a draft in EAGLE-3's layout, for engines.",
+    "doctor": "Examine a published EAGLE-3 draft: why it is accepted or not.",
+    "table": "Print a finished evaluation as a table for a README, and copy what to commit of it.",
 }
-"""Tool -> its module, whose `main` (or what follows the colon) is called, and what it does."""
+"""Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
+CONFIGURED = ("reproduce",)
+"""Tools whose further options are those of a configuration (`given.further`)."""
 # A folder beside the packages, in a checkout as in an installed wheel.
 LAUNCH = Path(__file__).parent.parent / "launch"
 PROFILES = sorted(path.stem for path in LAUNCH.glob("*.yaml"))
@@ -136,7 +109,29 @@ def profile(arguments: Sequence[str]) -> int:
     return 0
 
 
-TOOLS = (*MODULES, "launch", "profile")
+def run_tool(name: str, arguments: Sequence[str]) -> int:
+    """Run one of the tools in `DOES`; returns the exit status, as a recipe's."""
+    tool = import_module(f"recipes.tools.{name.replace('-', '_')}")
+    accept_any_text()
+    parser = argparse.ArgumentParser(
+        f"draftsmith {name}",
+        description=tool.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    tool.add_options(parser)
+    given, further = parser.parse_known_args(arguments)
+    if name in CONFIGURED:
+        given.further = further
+    elif further:
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
+    try:
+        return int(tool.main(given))
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
+
+
+TOOLS = (*DOES, "launch", "profile")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,16 +147,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return RECIPES[name].run(given[1:], f"draftsmith {name}")
     if name not in TOOLS:
         parser.error(f"unknown command {name!r}: {nearest(name, [*RECIPES, *TOOLS])}")
-    if name in MODULES:
-        module, _, function = MODULES[name][0].partition(":")
-        tool = getattr(import_module(module), function or "main")
-        return int(tool(given[1:], f"draftsmith {name}"))
+    if name in DOES:
+        return run_tool(name, given[1:])
     return (launch if name == "launch" else profile)(given[1:])
 
 
 def _parser() -> argparse.ArgumentParser:
     described = {name: recipe.description for name, recipe in RECIPES.items()}
-    described |= {name: does for name, (_, does) in MODULES.items()}
+    described |= DOES
     described |= {tool.__name__: tool.__doc__ or "" for tool in (launch, profile)}
     lines = [f"  {name:<14} {text}" for name, text in described.items()]
     parser = argparse.ArgumentParser(

@@ -53,7 +53,7 @@ class CommandLine:
     def inspect(self, dataset: Path) -> str:
         """The command that shows a stored dataset."""
         is_command = self.program is not None or LAUNCHED in os.environ
-        tool = "draftsmith inspect" if is_command else f"{_python()} -m recipes.tools.inspect"
+        tool = "draftsmith inspect" if is_command else f"{_python()} -m recipes.command inspect"
         return f"{tool} {shlex.quote(str(dataset))}"
 
 

@@ -28,10 +28,10 @@ from eval.decode_config import DecodeConfig, Method
 from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig
 from eval.verifiers.rule import Candidates, Rng, Verifier, walk
+from recipes.command import run_tool
 from recipes.config import build
 from recipes.layout import CERTIFICATE
 from recipes.run_eval import RECIPE
-from recipes.tools.certify import main
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig
@@ -146,7 +146,7 @@ def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
     asked = evaluation_of(trained_pair, tmp_path / "run", sets=sets, methods=methods)
     RECIPE.main(build(asked))
     folder = (tmp_path / "run").rename(tmp_path / "moved") / "eval"
-    assert main([str(folder), "--texts", "16"]) == 0
+    assert run_tool("certify", [str(folder), "--texts", "16"]) == 0
     made = json.loads((folder / CERTIFICATE).read_text())
     (found,) = (Certified.model_validate_json(json.dumps(each)) for each in made["methods"])
     assert found.is_exact
@@ -157,5 +157,5 @@ def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
         ([str(tmp_path)], "the folder of a finished evaluation"),
         ([str(folder), "--texts", "1"], "2 or larger"),
     ):
-        assert main(wrong) == 2
+        assert run_tool("certify", wrong) == 2
         assert said in capsys.readouterr().err

@@ -19,7 +19,7 @@ from eval.analysis.ties import (
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafters
 from eval.runtime.model import CachedModel
-from recipes.tools.compare import main
+from recipes.command import run_tool
 from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import train_tokenizer
 from tests.families import tiny
@@ -192,7 +192,7 @@ def test_the_command_line_compares_and_shows(
 ) -> None:
     asked = ["--target", pair["target"], "--draft", pair["draft"], "--prompts", pair["prompts"]]
     asked += ["--count", "2", "--max-new-tokens", "12"]
-    assert main([*asked, "--method", "{length: 2}", "--engine", "captured"]) == 0
+    assert run_tool("compare", [*asked, "--method", "{length: 2}", "--engine", "captured"]) == 0
     shown = capsys.readouterr().out
     assert "plain" in shown
     assert "{length: 2}" in shown
@@ -220,5 +220,5 @@ def test_what_cannot_be_used_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = ["--target", pair["target"], "--draft", pair["draft"], "--prompts", pair["prompts"]]
-    assert main([*asked, "--count", "2", *changes]) == 2
+    assert run_tool("compare", [*asked, "--count", "2", *changes]) == 2
     assert message in capsys.readouterr().err

@@ -17,8 +17,7 @@ from torch import Tensor
 from distill.config import InitConfig
 from distill.doctor import texts_of
 from distill.initial import make_initial
-from recipes.tools.doctor import main
-from recipes.tools.eagle3 import export
+from recipes.command import run_tool
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
 
@@ -39,7 +38,7 @@ def released(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         config=InitConfig(kind="states", layout="eagle3", layers=1, vocabulary=KEPT),
         seed=0,
     )
-    assert export([str(folder / "draft"), "--out", str(folder / "out")]) == 0
+    assert run_tool("export-eagle3", [str(folder / "draft"), "--out", str(folder / "out")]) == 0
     draws = torch.Generator().manual_seed(0)
 
     def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
@@ -76,14 +75,16 @@ def test_what_cannot_be_asked_is_refused(
     asked: list[str],
     message: str,
 ) -> None:
-    assert main([str(released), "--target", str(trained_pair / "target"), *asked]) == 2
+    assert (
+        run_tool("doctor", [str(released), "--target", str(trained_pair / "target"), *asked]) == 2
+    )
     assert message in capsys.readouterr().err
 
 
 def said_of(folder: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     capsys.readouterr()
     asked = ["--target", str(pair / "target"), "--prompts", "instruct", "--count", "8"]
-    status = main([str(folder), *asked, "--max-new-tokens", "32"])
+    status = run_tool("doctor", [str(folder), *asked, "--max-new-tokens", "32"])
     return status, capsys.readouterr().out
 
 

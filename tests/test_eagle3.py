@@ -22,7 +22,7 @@ from distill.eagle3 import read_eagle3, settings_of
 from distill.initial import make_initial
 from distill.states import readings
 from eval.analysis.tree_states import tree_states
-from recipes.tools.eagle3 import export, main
+from recipes.command import run_tool
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
@@ -181,9 +181,9 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     model = load_model(str(target))
     published(tmp_path / "theirs", model.config.vocab_size, "eagle", "norm_output")
     paths = [str(tmp_path / "theirs"), "--target", str(target), "--out", str(tmp_path / "ours")]
-    assert main(paths) == 0
+    assert run_tool("import-eagle3", paths) == 0
     assert "40 tokens, taps [1, 2, 3]" in capsys.readouterr().out
-    assert main(paths) == 2
+    assert run_tool("import-eagle3", paths) == 2
     assert "exists" in capsys.readouterr().err
     draft = load_model(str(tmp_path / "ours"), target=str(target))
     decoded_as_defined(model, draft, DRAFTED[name], [5, 9, 31], 1e-4)
@@ -219,7 +219,7 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     )
     assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
     paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--layout", layout]
-    assert export(paths) == 0
+    assert run_tool("export-eagle3", paths) == 0
     assert "40 tokens, taps [1, 2]" in capsys.readouterr().out
     model = load_model(str(target))
     mine = load_model(str(tmp_path / "draft"), target=str(target))
@@ -256,9 +256,9 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
         here.mkdir()
         published(here / "theirs", vocabulary, "eagle", *flags)
         paths = [str(here / "theirs"), "--target", str(target), "--out", str(here / "ours")]
-        assert main(paths) == 0
+        assert run_tool("import-eagle3", paths) == 0
         out = ["--out", str(here / "out"), "--layout", "speculators"]
-        assert export([str(here / "ours"), *out]) == 0
+        assert run_tool("export-eagle3", [str(here / "ours"), *out]) == 0
         save_file(
             {"states": taps[:, :-1].contiguous(), "ids": ids[:, 1:].contiguous()}, here / "inputs"
         )
@@ -380,8 +380,8 @@ def test_a_draft_without_weights_is_not_released(
 ) -> None:
     published(tmp_path / "draft", load_model(str(target)).config.vocab_size, "eagle")
     ours = ["--target", str(target), "--out", str(tmp_path / "ours")]
-    assert main([str(tmp_path / "draft"), *ours]) == 0
+    assert run_tool("import-eagle3", [str(tmp_path / "draft"), *ours]) == 0
     (tmp_path / "ours" / "model.safetensors").unlink()
-    assert export([str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
+    assert run_tool("export-eagle3", [str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
     assert "must hold safetensors" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -14,8 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from recipes.command import run_tool
 from recipes.tools import inspect as module
-from recipes.tools.inspect import main, summarise
+from recipes.tools.inspect import summarise
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import make_labels
 from specdata.models import vocabulary_fingerprint
@@ -91,7 +92,7 @@ def test_labels_are_shown_with_their_sampler_and_acceptance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = labels(tmp_path)
-    assert main([str(folder)]) == 0
+    assert run_tool("inspect", [str(folder)]) == 0
     shown = capsys.readouterr().out
     group = summarise(folder).groups["a/train"]
     mean = group.overlap / sum(group.completions)
@@ -110,7 +111,7 @@ def test_texts_are_those_of_the_targets_tokenizer_without_control_characters(
         target={"name": str(tmp_path / "target"), "revision": "x"},
         tokenizer=vocabulary_fingerprint(words),
     )
-    assert main([str(tmp_path / "rollouts"), "--samples", "9"]) == 0
+    assert run_tool("inspect", [str(tmp_path / "rollouts"), "--samples", "9"]) == 0
     shown = capsys.readouterr().out
     assert "word3" in shown
     assert "\\x1b[31m[bold]red" in shown
@@ -128,13 +129,13 @@ def test_an_unfinished_dataset_is_shown_with_a_warning(
     with pytest.raises(KeyboardInterrupt):  # shards are made from the last to the first
         fill_dataset(tmp_path, ROLLOUTS, Settings({}), [stop, lambda: rows[3:]], lambda rows: None)
     assert not read_manifest(tmp_path)["finished"]
-    assert main([str(tmp_path)]) == 0
+    assert run_tool("inspect", [str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "3 rows" in shown
     assert "warning: unfinished" in shown
     with pytest.raises(KeyboardInterrupt):
         fill_dataset(tmp_path / "begun", ROLLOUTS, Settings({}), [stop], lambda rows: None)
-    assert main([str(tmp_path / "begun")]) == 0
+    assert run_tool("inspect", [str(tmp_path / "begun")]) == 0
     assert "no rows" in capsys.readouterr().out
 
 
@@ -170,7 +171,7 @@ def test_what_is_no_dataset_is_refused(
             shard.write_bytes(shard.read_bytes()[:100])
         else:
             pq.write_table(pa.table({"x": [1]}), shard)
-    assert main([str(folder)]) == 2
+    assert run_tool("inspect", [str(folder)]) == 2
     said = capsys.readouterr()
     assert message in said.err
     assert "Traceback" not in said.err

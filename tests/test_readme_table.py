@@ -23,7 +23,7 @@ from eval.measuring.results import (
 from eval.reporting.rendering import NOT_MEASURED
 from eval.reporting.table import ROWS, readme_table, shown_methods
 from eval.rounds import Round
-from recipes.tools.table import main
+from recipes.command import run_tool
 from tests.synthetic_results import synthetic_results
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +79,10 @@ def test_the_command_prints_the_table_and_writes_what_to_commit(
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "docs"
     write_results(run / "results.json", results)
-    assert main([str(run), "--method", "plain", "--method", "fixed-4", "--out", str(out)]) == 0
+    assert (
+        run_tool("table", [str(run), "--method", "plain", "--method", "fixed-4", "--out", str(out)])
+        == 0
+    )
     assert capsys.readouterr().out == readme_table(results, ["plain", "fixed-4"])
     written = out / "results.json"
     assert read_results(written) == results
@@ -107,7 +110,7 @@ def test_acceptance_under_the_names_of_vllm_is_counted_as_vllm_counts_it(
     run = next(run for run in results.runs if run.name == "fixed-4")
     made = build_results(results.environment, [(run, records)])
     write_results(tmp_path / "results.json", made)
-    assert main([str(tmp_path), "--format", "vllm"]) == 0
+    assert run_tool("table", [str(tmp_path), "--format", "vllm"]) == 0
     (pooled,) = json.loads(capsys.readouterr().out)["runs"]
     requests = pooled.pop("requests")
     assert requests[0]["usage"] == {"completion_tokens": 10}
@@ -163,7 +166,7 @@ def test_unusable_input_is_said_on_the_error_stream(
 ) -> None:
     write_results(tmp_path / "results.json", results)
     before = (tmp_path / "results.json").read_bytes()
-    assert main([str(tmp_path) if word == "RUN" else word for word in arguments]) == 2
+    assert run_tool("table", [str(tmp_path) if word == "RUN" else word for word in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert said in printed.err

@@ -22,7 +22,8 @@ from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens, recorded_lengths
 from heads import AcceptanceHead, BaseHead, ImmediateHead
-from recipes.tools.replay import ALL_ROLLOUTS, main
+from recipes.command import run_tool
+from recipes.tools.replay import ALL_ROLLOUTS
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
@@ -350,7 +351,7 @@ def test_the_command_prints_a_table_and_writes_json(
     before = sorted((folder / "labels").rglob("*"))
     flags = [str(folder / "labels"), "--out", str(tmp_path)]
     flags += ["--draft", str(folder / "draft"), "--head", str(folder / "head")]
-    assert main(flags) == 0
+    assert run_tool("replay", flags) == 0
     assert sorted((folder / "labels").rglob("*")) == before, "labels are only read"
     said = capsys.readouterr()
     assert "held-out rollouts:" in said.err
@@ -363,7 +364,7 @@ def test_the_command_prints_a_table_and_writes_json(
         drafted = row["n_draft"] + row["n_target"]
         assert drafted == pytest.approx(row["tokens"] + row["n_discarded"])
     assert "were the head asked for nothing: h=" in printed
-    assert main([*flags, "--question-share", "0.5"]) == 0
+    assert run_tool("replay", [*flags, "--question-share", "0.5"]) == 0
     dear = json.loads((tmp_path / "replay.json").read_text())
     assert dear["question_seconds"]["head"] == 0.05
     # t_d is .1 and t_t 1 where nothing else is said; a question is half a step here.
@@ -391,7 +392,7 @@ def test_the_command_prints_a_table_and_writes_json(
 def test_unusable_arguments_end_with_status_2(
     flags: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(folder / "labels"), *flags]) == 2
+    assert run_tool("replay", [str(folder / "labels"), *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -399,8 +400,8 @@ def test_another_draft_than_that_of_the_labels_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [str(folder / "labels"), "--out", str(tmp_path), "--head", str(folder / "head")]
-    assert main([*flags, "--draft", str(folder / "other")]) == 2
+    assert run_tool("replay", [*flags, "--draft", str(folder / "other")]) == 2
     assert "made with, elsewhere/draft; the one in" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     moved = shutil.copytree(folder / "draft", tmp_path / "moved")
-    assert main([*flags, "--draft", str(moved)]) == 0
+    assert run_tool("replay", [*flags, "--draft", str(moved)]) == 0

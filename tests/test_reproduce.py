@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from recipes.command import run_tool
 from recipes.config import TOY, parse
 from recipes.papers.examples import batches, rejections
 from recipes.papers.measurements import KINDS, ModelPair, evaluated, expanded, formula
 from recipes.papers.reproduce import PAPERS, protocol_of
 from recipes.papers.tables import markdown_table, paper_figures, pivot, selected
-from recipes.tools.reproduce import main
 
 SEEDS = ("seed-0", "seed-1")
 
@@ -96,7 +96,7 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     given += ["--models.draft", str(trained_pair / "draft")]
     given += ["--eval.sets", "[{name: instruct, count: 2}, {name: maths, count: 2}]"]
     given += ["--eval.methods", "[{name: plain, decoder: plain}]", "--eval.max_new_tokens", "12"]
-    assert main(given) == 0, capsys.readouterr().err
+    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     page, stored = tmp_path / "page/README.md", tmp_path / "page/results.json"
     first, measured = page.read_bytes(), tmp_path / "papers/block-quick/measured/decoding"
     assert str(tmp_path) not in stored.read_text() + page.read_text()
@@ -106,10 +106,10 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     before = kept.stat().st_mtime_ns
     records.unlink()  # as after a kill in the second seed, whose prompts are one batch
     lost.unlink()
-    assert main(given) == 0, capsys.readouterr().err
+    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     assert (kept.stat().st_mtime_ns, page.read_bytes()) == (before, first)
     assert json.loads(stored.read_text())["measured"] == counts
-    assert main([*given, "--seed", "1"]) == 2
+    assert run_tool("reproduce", [*given, "--seed", "1"]) == 2
     assert "remove" in capsys.readouterr().err
 
 
@@ -123,14 +123,14 @@ def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
     given += ["--models.draft", str(trained_pair / "draft"), "--eval.max_new_tokens", "6"]
     given += ["--eval.sets", "[{name: instruct, count: 1}, {name: maths, count: 1}]"]
     given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
-    assert main(given) == 0, capsys.readouterr().err
+    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     home = tmp_path / f"papers/{paper}-quick"
     folder = next(home.glob("measured/acceptance*"))
     first, kept = json.loads((home / "results.json").read_text()), folder / "instruct.json"
     before = kept.stat().st_mtime_ns
     (folder / "records.json").unlink()  # as after a kill in the second set
     (folder / "maths.json").unlink()
-    assert main(given) == 0, capsys.readouterr().err
+    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     assert kept.stat().st_mtime_ns == before
     assert json.loads((home / "results.json").read_text()) == first
 
@@ -142,5 +142,5 @@ def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture
         (["block", "--eval.threads", "9999"], "eval.threads must be at most"),
         (["block", "--config", f"{TOY}.old"], "does not exist"),
     ):
-        assert main(given) == 2
+        assert run_tool("reproduce", given) == 2
         assert said in capsys.readouterr().err

@@ -24,7 +24,7 @@ from eval.analysis.trees import (
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.verifiers import VERIFIERS
-from recipes.tools.trees import main
+from recipes.command import run_tool
 from specdata.probability import SamplingConfig
 from specdata.sampling import generator_for
 from specdata.storage.dataset import fill_dataset
@@ -203,11 +203,11 @@ def test_the_command_names_the_best_tree_and_how_to_evaluate_it(
     write_rollouts(tmp_path / "rows", temperature=1.0)
     model = str(tmp_path / "model")
     asked = [str(tmp_path / "rows"), "--target", model, "--draft", model, "--budget", "4"]
-    assert main(asked) == 0
+    assert run_tool("trees", asked) == 0
     said = capsys.readouterr().out
     assert "best of 31: 1x1x1" in said  # it is its own draft: every token is accepted
     assert "siblings: distinct, widths: [1, 1, 1" in said
-    assert main([*asked, "--budget", "0"]) == 2
+    assert run_tool("trees", [*asked, "--budget", "0"]) == 2
     assert "--budget must be at least 1" in capsys.readouterr().err
 
 
@@ -217,5 +217,5 @@ def test_rollouts_that_were_drawn_greedily_have_no_trees(
     tiny_llama(0, vocab=8).save_pretrained(tmp_path / "model")
     write_rollouts(tmp_path / "rows", temperature=0.0)
     model = str(tmp_path / "model")
-    assert main([str(tmp_path / "rows"), "--target", model, "--draft", model]) == 2
+    assert run_tool("trees", [str(tmp_path / "rows"), "--target", model, "--draft", model]) == 2
     assert "sampled at temperature 0" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from eval.measuring.records import PromptRecord
 from eval.measuring.results import ENOUGH
 from eval.reporting.verifiers import answer, best, fold, of_all
 from eval.verifiers import VERIFIERS
-from recipes.tools.verifiers import main
+from recipes.command import run_tool
 from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
@@ -303,18 +303,20 @@ def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
     prompts.write_text('{"prompt": "3 + 4 ="}\n{"prompt": "def add(a, b):"}\n')
     pair = [str(tiny_pair / "target"), str(tiny_pair / "draft")]
     small = ["--seconds", "1", "--max-new-tokens", "6", "--out", str(tmp_path / "out")]
-    assert main([*pair, "--prompts", str(prompts), *small]) == 0
+    assert run_tool("verifiers", [*pair, "--prompts", str(prompts), *small]) == 0
     said = capsys.readouterr().out
     assert said.startswith("Of ")
     assert "over the target alone here: " in said
     assert "| chain of 4 | block |" in said
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"verifiers.md", "verifiers.json", "verifiers.png"}
-    assert main([*pair, "--prompts", "maths", "--count", "1", *small]) == 0, "a set by its name"
-    assert main([*pair, "--prompts", str(tmp_path / "none.jsonl")]) == 2
+    assert run_tool("verifiers", [*pair, "--prompts", "maths", "--count", "1", *small]) == 0, (
+        "a set by its name"
+    )
+    assert run_tool("verifiers", [*pair, "--prompts", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
-    assert main([*pair, "--prompts", "maths", "--temperature", "-1"]) == 2
+    assert run_tool("verifiers", [*pair, "--prompts", "maths", "--temperature", "-1"]) == 2
     assert "temperature must be 0 or larger" in capsys.readouterr().err
     prompts.write_text('{"prompt": "' + "far too long " * 5_000 + '"}\n')
-    assert main([*pair, "--prompts", str(prompts)]) == 2
+    assert run_tool("verifiers", [*pair, "--prompts", str(prompts)]) == 2
     assert "tokens" in capsys.readouterr().err

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,30 +20,23 @@ from recipes.layout import CERTIFICATE, OUTPUT, RESULTS, portable
 from recipes.run import prepare_libraries, say, stage_record
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
-from specdata.terminal import accept_any_text, progress, tell, whole_number
+from specdata.terminal import progress, whole_number
 
 MOST_TOKENS = 64
 """Of a text that is decoded."""
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    accept_any_text()
-    parser = argparse.ArgumentParser(
-        program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
     parser.add_argument("folder", type=Path, help="of a finished evaluation, such as runs/toy/eval")
     parser.add_argument(
         "--texts", type=whole_number, default=64, help="sampled texts of each method (default: 64)"
     )
-    given = parser.parse_args(arguments)
-    try:
-        return _run(given.folder, given.texts)
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error)
 
 
-def _run(folder: Path, texts: int) -> int:
+def main(given: argparse.Namespace) -> int:
+    """Run the command line; returns the exit status."""
+    folder, texts = given.folder, given.texts
     if texts < 2:
         raise ConfigError(f"--texts must be 2 or larger, got {texts}")
     if not (folder / RESULTS).is_file():
@@ -89,7 +80,3 @@ def _run(folder: Path, texts: int) -> int:
     shutil.rmtree(parts)
     say(f"{answer}\nwritten to {folder / CERTIFICATE}")
     return int(any(each.lossless and not each.is_exact for each in certified))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

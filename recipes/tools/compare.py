@@ -10,7 +10,6 @@ told from a bug: see `eval.analysis.ties`.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, get_args
 
@@ -23,7 +22,7 @@ from eval.decode_config import DecodeConfig
 from eval.runtime.engines import Engine
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
-from specdata.terminal import accept_any_text, progress, tell, whole_number
+from specdata.terminal import progress, whole_number
 
 if TYPE_CHECKING:  # help and mistakes are shown without torch: what works imports where it works
     from torch import Tensor
@@ -58,14 +57,8 @@ def read_method(text: str) -> DecodeConfig:
         raise ConfigError(f"method {text!r}: {error}") from error
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    accept_any_text()
-    parser = argparse.ArgumentParser(
-        program,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
     add = parser.add_argument
     add("--target", required=True, help="folder or Hub id")
     add("--draft", required=True, help="folder or Hub id")
@@ -76,13 +69,13 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     add("--dtype", default="float32", help="float32, bfloat16 or float16: of both models")
     add("--max-new-tokens", type=whole_number, default=64, help="longest continuation")
     add("--engine", choices=get_args(Engine), default="eager", help="see eval.runtime.graphs")
-    given = parser.parse_args(arguments)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the command line; returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        configs = {text: read_method(text) for text in given.method or METHODS}
-        comparisons, tokenizer = _run(given, configs)
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error)
+    configs = {text: read_method(text) for text in given.method or METHODS}
+    comparisons, tokenizer = _run(given, configs)
     console.print(table(comparisons))
     for comparison in comparisons:
         for difference in comparison.differences:
@@ -208,7 +201,3 @@ def explain(method: str, difference: Difference, tokenizer: PreTrainedTokenizerB
     if not difference.complete:
         lines.append("  it ends neither at the first end token nor at the budget")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,24 +11,16 @@ Ends with 1 if a problem was found.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
-from specdata.terminal import accept_any_text, tell
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "draftsmith doctor") -> int:
-    """Examine and print; return 1 if there is a problem."""
-    accept_any_text()
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
     add = parser.add_argument
     add("folder", type=Path, help="the draft")
     add("--target", required=True, help="the model that it drafts for")
@@ -36,31 +28,31 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith doct
     add("--count", type=int, default=16, help="most prompts (default: 16)")
     add("--max-new-tokens", type=int, default=64, help="of each text (default: 64)")
     add("--temperature", type=float, default=1.0, help="of target and draft (default: 1)")
-    given = parser.parse_args(arguments)
-    console, problems = Console(highlight=False, soft_wrap=True), 0
-    try:
-        if min(given.count, given.max_new_tokens) < 1:
-            raise ConfigError(
-                "--count and --max-new-tokens must be at least 1, got "
-                f"{given.count} and {given.max_new_tokens}"
-            )
-        try:
-            sampling = SamplingConfig(given.temperature)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        from distill.doctor import examine  # here: it needs torch
 
-        findings = examine(
-            given.folder,
-            given.target,
-            prompts=given.prompts,
-            count=given.count,
-            max_new_tokens=given.max_new_tokens,
-            sampling=sampling,
+
+def main(given: argparse.Namespace) -> int:
+    """Examine and print; return 1 if there is a problem."""
+    console, problems = Console(highlight=False, soft_wrap=True), 0
+    if min(given.count, given.max_new_tokens) < 1:
+        raise ConfigError(
+            "--count and --max-new-tokens must be at least 1, got "
+            f"{given.count} and {given.max_new_tokens}"
         )
-        for each in findings:
-            console.print(f"{each.kind:<8} {each.about}: {each.text}", markup=False)
-            problems += each.kind == "problem"
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error)
+    try:
+        sampling = SamplingConfig(given.temperature)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    from distill.doctor import examine  # here: it needs torch
+
+    findings = examine(
+        given.folder,
+        given.target,
+        prompts=given.prompts,
+        count=given.count,
+        max_new_tokens=given.max_new_tokens,
+        sampling=sampling,
+    )
+    for each in findings:
+        console.print(f"{each.kind:<8} {each.about}: {each.text}", markup=False)
+        problems += each.kind == "problem"
     return 1 if problems else 0

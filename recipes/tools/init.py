@@ -9,14 +9,11 @@ import argparse
 import hashlib
 import json
 import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.config import parse
 from recipes.pipeline import RECIPE
 from specdata.errors import ConfigError
-from specdata.terminal import tell
 
 MINIMAL = """\
 output: {output}
@@ -36,14 +33,17 @@ eval:
 """
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(program, description="Write a configuration.")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
     parser.add_argument("target", metavar="TARGET", help="folder or Hub id of the target")
     parser.add_argument("--prompts", required=True, type=Path, help="JSONL file, split in three")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where it runs")
     parser.add_argument("--out", type=Path, default=Path("my-pair.yaml"), help="file to write")
-    given, written = parser.parse_args(arguments), []
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    written: list[Path] = []
     try:
         lines = {line.strip() for line in given.prompts.read_bytes().split(b"\n")} - {b""}
         if given.prompts.suffix != ".jsonl" or len(lines) < 3:
@@ -69,15 +69,13 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         given.out.write_text(MINIMAL.format(**shown, dtype=dtype), encoding="utf-8")
         # What a plan would refuse is refused here, and leaves nothing.
         RECIPE.check(RECIPE.asked(parse(["--config", str(given.out)]).config))
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+    except Exception as error:
         for path in written:
             path.unlink(missing_ok=True)
-        return tell(error, OSError)
+        if isinstance(error, OSError):
+            raise ConfigError(str(error)) from error
+        raise
     counts = ", ".join(f"{len(lines)} {name}" for name, lines in splits.items())
     print(f"wrote {given.out} and its prompts ({counts})")
     print(f"plan     draftsmith pipeline --config {shlex.quote(str(given.out))} --plan")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,9 +9,8 @@ Counts, lengths, finish reasons, acceptance, sample texts. Reads only; downloads
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from specdata.errors import ManifestError
 from specdata.prompts.loading import dropped
 from specdata.sources import hub_source
 from specdata.storage.manifest import MANIFEST, read_manifest, verify
-from specdata.terminal import accept_any_text, tell, visible, whole_number
+from specdata.terminal import visible, whole_number
 
 if TYPE_CHECKING:  # help is shown without them
     from transformers import PreTrainedTokenizerBase
@@ -115,19 +114,20 @@ def summarise(folder: Path, samples: int = 0) -> Summary:
     return summary
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Show one dataset. Returns the exit status: 0, or 2 for a folder that cannot be shown."""
-    parser = argparse.ArgumentParser(prog=program, description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
     parser.add_argument("folder", type=Path, help="output/rollouts or output/labels of a run")
     parser.add_argument("--samples", type=whole_number, default=3, help="rows whose text is shown")
-    accept_any_text()
-    options = parser.parse_args(arguments)
-    folder: Path = options.folder
+
+
+def main(given: argparse.Namespace) -> int:
+    """Show one dataset. Returns the exit status: 0, or 2 for a folder that cannot be shown."""
+    folder: Path = given.folder
     try:
-        summary = summarise(folder, options.samples)
+        summary = summarise(folder, given.samples)
         # A log file has no width, and a narrower one would cut the tables.
         show(folder, summary, Console(highlight=False, width=max(100, Console().width)))
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+    except (ManifestError, OSError) as error:
         hint = ""
         if isinstance(error, ManifestError) and not (folder / MANIFEST).exists():
             below = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
                 hint = f" ({folder} is not a folder)"
             elif below:
                 hint = f"; datasets are in {', '.join(below)}"
-        return tell(ManifestError(f"{error}{hint}") if hint else error, OSError)
+        raise ManifestError(f"{error}{hint}") from error
     return 0
 
 
@@ -222,7 +222,3 @@ def _tokenizer(settings: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBase | N
     if settings.get("tokenizer") not in (None, vocabulary_fingerprint(tokenizer)):
         return None, f"the tokenizer of {name} is not the one these rows were made with"
     return tokenizer, ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ from eval.drafting.stopping.head import Head
 from eval.measuring.intervals import Interval
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
-from specdata.terminal import accept_any_text, tell, whole_number
+from specdata.terminal import whole_number
 
 if TYPE_CHECKING:
     import datasets
@@ -46,12 +45,8 @@ if TYPE_CHECKING:
 ALL_ROLLOUTS = "all rollouts"
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "draftsmith replay") -> int:
-    """Run the command line; returns the exit status."""
-    accept_any_text()
-    parser = argparse.ArgumentParser(
-        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
     add = parser.add_argument
     add("labels", type=Path, help="folder of a dataset of labels")
     add("--draft-seconds", type=float, default=0.1, help="t_d (default: %(default)s)")
@@ -65,11 +60,14 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith repl
     add("--draft", help="the draft, for the head")
     add("--head", help="an acceptance head of that draft")
     add("--out", type=Path, default=Path("runs/replay"), help="folder for the JSON")
-    given = parser.parse_args(arguments)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the command line; returns the exit status."""
     try:
         shown = _run(given)
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error, ValueError)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     console = Console(highlight=False)
     for name, rows in shown.items():
         view = Table(title=name, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)

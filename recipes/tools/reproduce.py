@@ -12,47 +12,39 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.config import TOY
 from recipes.papers.reproduce import PAPERS, reproduce
 from recipes.run import say
 from specdata.interruption import Interrupted, stopping_on_signals
-from specdata.terminal import accept_any_text, tell, whole_number
+from specdata.terminal import whole_number
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Run the command line; returns the exit status, as a recipe's."""
-    accept_any_text()
-    parser = argparse.ArgumentParser(
-        program,
-        "%(prog)s PAPER [--config FILE] [--quick] [--prompts N] [--out FOLDER] [--KEY VALUE ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line; further options are those of the configuration."""
+    parser.usage = (
+        "%(prog)s PAPER [--config FILE] [--quick] [--prompts N] [--out FOLDER] [--KEY VALUE ...]"
     )
-    parser.add_argument("paper", metavar="PAPER", help=", ".join(PAPERS))
-    parser.add_argument("--config", default=TOY, help="the pair's YAML (default: the demo's pair)")
-    parser.add_argument("--quick", action="store_true", help="fewer prompts and settings: minutes")
-    parser.add_argument(
-        "--prompts", type=whole_number, metavar="N", help="of each set, not its `count`"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder of page and figures (default: OUTPUT/papers/PAPER)"
-    )
-    given, rest = parser.parse_known_args(arguments)
+    add = parser.add_argument
+    add("paper", metavar="PAPER", help=", ".join(PAPERS))
+    add("--config", default=TOY, help="the pair's YAML (default: the demo's pair)")
+    add("--quick", action="store_true", help="fewer prompts and settings: minutes")
+    add("--prompts", type=whole_number, metavar="N", help="of each set, not its `count`")
+    add("--out", type=Path, help="folder of page and figures (default: OUTPUT/papers/PAPER)")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the protocol; returns the exit status, as a recipe's."""
     with stopping_on_signals():
         try:
             written = reproduce(
                 given.paper,
-                ["--config", str(given.config), *rest],
+                ["--config", str(given.config), *given.further],
                 quick=given.quick,
                 prompts=given.prompts,
                 out=given.out,
             )
-        except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-            return tell(error)
         except KeyboardInterrupt as stop:
             print("\ninterrupted: run the same command again to continue", file=sys.stderr)
             return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
@@ -60,7 +52,3 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     say("\n".join(line for line in text.splitlines() if not line.startswith("![")))
     say(f"look     {written}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,7 +19,6 @@ from eval.reporting.vllm_metrics import vllm_metrics
 from recipes.layout import RESULTS
 from specdata.errors import ConfigError
 from specdata.storage.files import write_text
-from specdata.terminal import tell
 
 PICTURE = "speedup.png"
 
@@ -48,12 +47,8 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
     write_bars(out / PICTURE, bars, "speed-up over the target alone")
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Print the table; returns the exit status, 2 for unusable input."""
-    parser = argparse.ArgumentParser(
-        program,
-        description="Print a finished evaluation as a Markdown table, for a README.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
     parser.add_argument("results", type=Path, help="results.json, or the folder that holds it")
     parser.add_argument(
         "--method",
@@ -74,28 +69,24 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         default="markdown",
         help="vllm: JSON with the acceptance of every method and request under vLLM's names",
     )
-    asked = parser.parse_args(arguments)
-    try:
-        path = asked.results / RESULTS if asked.results.is_dir() else asked.results
-        results = read_results(path)
-        check_metrics(results, path)
-        methods = shown_methods(results, asked.method)
-        table = readme_table(results, asked.method)
-        if asked.out is not None:
-            if not results.timed:
-                raise ConfigError(f"{path} holds no speeds to draw: measure with eval.batch 1")
-            if asked.out.resolve() == path.parent.resolve():
-                raise ConfigError(f"--out must be another folder than that of {path}")
-            write_evidence(results, asked.out, methods)
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error)
-    if asked.format == "vllm":
-        runs = [run for run in results.runs if run.name in asked.method or not asked.method]
+
+
+def main(given: argparse.Namespace) -> int:
+    """Print the table; returns the exit status, 2 for unusable input."""
+    path = given.results / RESULTS if given.results.is_dir() else given.results
+    results = read_results(path)
+    check_metrics(results, path)
+    methods = shown_methods(results, given.method)
+    table = readme_table(results, given.method)
+    if given.out is not None:
+        if not results.timed:
+            raise ConfigError(f"{path} holds no speeds to draw: measure with eval.batch 1")
+        if given.out.resolve() == path.parent.resolve():
+            raise ConfigError(f"--out must be another folder than that of {path}")
+        write_evidence(results, given.out, methods)
+    if given.format == "vllm":
+        runs = [run for run in results.runs if run.name in given.method or not given.method]
         drafting = [vllm_metrics(run) for run in runs if run.n_draft]
         table = json.dumps({"format": "vLLM 0.32.0", "runs": drafting}, indent=1) + "\n"
     sys.stdout.write(table)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

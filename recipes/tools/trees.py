@@ -6,8 +6,6 @@ draftsmith trees ROLLOUTS --target TARGET --draft DRAFT [--budget 32] [--ratio 0
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -20,20 +18,14 @@ from eval.analysis.trees import VERIFIER, WIDTHS, Candidate, Siblings, acceptanc
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 from specdata.storage.manifest import read_manifest
-from specdata.terminal import accept_any_text, tell, whole_number
+from specdata.terminal import whole_number
 
 if TYPE_CHECKING:  # help is shown without torch
     from transformers import PreTrainedModel
 
 
-def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    accept_any_text()
-    parser = argparse.ArgumentParser(
-        program,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
     add = parser.add_argument
     add("rollouts", type=Path, help="folder of a dataset of rollouts (or labels) of the target")
     add("--target", required=True, help="the model that wrote them")
@@ -45,11 +37,11 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     add("--rows", type=whole_number, default=32, help="most rollouts of a prompt set (default: 32)")
     add("--dtype", default="float32", help="of both models (default: float32)")
     add("--seed", type=whole_number, default=0, help="of the rejected candidates (default: 0)")
-    given = parser.parse_args(arguments)
-    try:
-        trees = _run(given)
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the command line; returns the exit status."""
+    trees = _run(given)
     best = trees[0]
     # The fastest of each budget, and of chains, which have one path.
     budgets = [budget for budget in WIDTHS if budget <= given.budget]
@@ -130,7 +122,3 @@ def _sampling(given: argparse.Namespace) -> SamplingConfig:
             f"in {given.target} is another (contents {wrote['revision']} -> {revision})"
         )
     return SamplingConfig(**stored["sampling"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

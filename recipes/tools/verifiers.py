@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,21 +22,35 @@ from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json, write_text
-from specdata.terminal import accept_any_text, tell
 
 if TYPE_CHECKING:  # help is shown without torch
     from eval.measuring.results import VerifierRow
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "draftsmith verifiers") -> int:
-    """Run the command line; returns the exit status."""
-    accept_any_text()
-    given = _parser(program).parse_args(arguments)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    add = parser.add_argument
+    add("target", help="folder or Hub id of the target")
+    add("draft", help="folder or Hub id of the draft, of the same vocabulary")
+    add("--prompts", required=True, help="a JSONL, JSON or parquet file, or a set by name")
+    add("--out", type=Path, help="folder for verifiers.md, verifiers.json and verifiers.png")
+    add("--seconds", type=float, default=240.0, help="that it may take (default: 240)")
+    add("--count", type=int, default=16, help="most prompts (default: 16)")
+    add("--max-new-tokens", type=int, default=48, help="of each text (default: 48)")
+    add("--temperature", type=float, default=1.0, help="default: 1")
+    add("--top-k", type=int, default=0, help="0: all tokens (default)")
+    add("--top-p", type=float, default=1.0, help="default: 1")
+    add("--dtype", default="float32", help="of both models (default: float32)")
+    add(
+        "--engine", default="captured", choices=ENGINES, help="of what is timed (default: captured)"
+    )
+    add("--seed", type=int, default=0, help="of everything drawn (default: 0)")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Print the table; returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        rows = _measured(given, Console(stderr=True, highlight=False, soft_wrap=True))
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error)
+    rows = _measured(given, Console(stderr=True, highlight=False, soft_wrap=True))
     from eval.reporting import verifiers
 
     answer, table = f"{verifiers.answer(rows)} {verifiers.pays(rows)}", verifiers.markdown(rows)
@@ -106,28 +119,3 @@ def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
     if not rows:
         raise ConfigError("no kind of draft could be decoded by this pair: see above")
     return rows
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("target", help="folder or Hub id of the target")
-    add("draft", help="folder or Hub id of the draft, of the same vocabulary")
-    add("--prompts", required=True, help="a JSONL, JSON or parquet file, or a set by name")
-    add("--out", type=Path, help="folder for verifiers.md, verifiers.json and verifiers.png")
-    add("--seconds", type=float, default=240.0, help="that it may take (default: 240)")
-    add("--count", type=int, default=16, help="most prompts (default: 16)")
-    add("--max-new-tokens", type=int, default=48, help="of each text (default: 48)")
-    add("--temperature", type=float, default=1.0, help="default: 1")
-    add("--top-k", type=int, default=0, help="0: all tokens (default)")
-    add("--top-p", type=float, default=1.0, help="default: 1")
-    add("--dtype", default="float32", help="of both models (default: float32)")
-    add(
-        "--engine", default="captured", choices=ENGINES, help="of what is timed (default: captured)"
-    )
-    add("--seed", type=int, default=0, help="of everything drawn (default: 0)")
-    return parser
