@@ -83,7 +83,7 @@ class DistilResult:
     acceptance_after: float
     positions: int
     steps: int
-    best_step: int | None
+    best_step: int
     before: Measurement
     after: Measurement
     cut: int
@@ -188,7 +188,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts, store=store)
     before = held_out.measure_on_main(base_of(plain))
 
-    history = History(best_step=0)
+    history, kept_step = History(), 0
     if config.epochs > 0:
         trainer = draft_trainer(
             teacher, student, fit.rollouts, _work(out), config, sampling, seed, store
@@ -199,14 +199,15 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         trainer.add_callback(Watch(trainer, held_out, plain, config, label, settings.remedy))
         train_resumably(trainer, _work(out), settings, label=label)
         weights, history = trained_weights(trainer), history_of(trainer.state)
-        reached = trainer.state.global_step
+        kept_step = trainer.state.global_step
         if config.keep == "best":
-            reached = best_step(history.measurements)
-        history = replace(history, best_step=reached)
+            kept_step = best_step(history.measurements)
         if state.is_main_process:
-            set_weights(plain, weights if config.keep == "last" else load_best(_work(out), reached))
+            set_weights(
+                plain, weights if config.keep == "last" else load_best(_work(out), kept_step)
+            )
     plain = merged(plain)
-    measured_after = held_out.measure_on_main(base_of(plain), step=history.best_step or 0)
+    measured_after = held_out.measure_on_main(base_of(plain), step=kept_step)
     (after,) = broadcast_object_list([measured_after])
     assert after is not None  # the main process has sent it
     if not math.isfinite(after.overall.acceptance):
@@ -223,7 +224,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             acceptance_after=after.overall.acceptance,
             positions=after.overall.positions,
             steps=history.measurements[-1].step if history.measurements else 0,
-            best_step=history.best_step,
+            best_step=kept_step,
             before=before,
             after=after,
             cut=fit.cut,
@@ -236,7 +237,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             copy_tokenizer(str(target), temporary)
             settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, asdict(result))
-            replace(history, before=before, after=after).write(temporary)
+            replace(history, before=before, after=after, best_step=kept_step).write(temporary)
         shutil.rmtree(_work(out), ignore_errors=True)
     wait_for_main()
     return TypeAdapter(DistilResult).validate_json((out / RESULT_FILE).read_bytes())

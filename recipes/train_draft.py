@@ -261,9 +261,7 @@ class Draft(_OfDraft):
         say(f"  acceptance on held-out rollouts: {shown}")
         if results["is_bound"]:
             say("  (upper bounds: all tokens whose logits draft.cache does not keep count as one)")
-        if results["best_step"] is not None:
-            say(f"  best: the weights after step {results['best_step']} of {results['steps']}")
-        return
+        say(f"  best: the weights after step {results['best_step']} of {results['steps']}")
 
     def next(self, line: CommandLine) -> list[Step]:
         """Use the draft as it is, or go on."""
