@@ -108,30 +108,6 @@ def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_tar
         assert len(distribution) == 1 or p_value(counts, distribution) > 1e-6
 
 
-def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: Path) -> None:
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    source = load_stored(stored(tmp_path / "rollouts", rollouts(7, vocab=12)))
-    datasets = []
-    for size in (2, 7):
-        make_labels(
-            target,
-            draft,
-            source,
-            tmp_path / f"labels{size}",
-            LabelsConfig(shard_size=size),
-            sampling=SamplingConfig(),
-            seed=0,
-            settings=Settings({}),
-            report=lambda rows: None,
-        )
-        datasets.append(load_stored(tmp_path / f"labels{size}").to_list())
-    assert datasets[0] == datasets[1]
-    for row, rolled in zip(datasets[0], source, strict=True):
-        assert {key: row[key] for key in rolled} == rolled
-        lengths = {len(row[name]) for name in LABELS.names[len(ROLLOUTS) :]}
-        assert lengths == {len(rolled["completion_ids"])}
-
-
 def test_the_size_of_a_batch_of_a_piece_and_of_a_forward_change_no_label(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,16 +15,13 @@ import torch
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import make_labels
-from specdata.lm_head import find_lm_head
-from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, MORE_DRAWS, ROLLOUTS, Label
-from specdata.top_logits import TopLogits
 from tests.chi_square import p_value
-from tests.test_acceptance import SAMPLERS, close, labeller, rollout, rollouts, stored
+from tests.test_acceptance import SAMPLERS, labeller, rollout, rollouts, stored
 from tests.tiny import tiny_llama
 
 V = 40
@@ -86,8 +83,10 @@ def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: P
         for count, size in ((3, 4), (5, 2))
     }
     trained = 0
-    for rows in zip(one, by_count[3], by_count[5], strict=True):
+    rolled_out = load_stored(tmp_path / "rollouts").to_list()
+    for row, *rows in zip(rolled_out, one, by_count[3], by_count[5], strict=True):
         plain, three, five = rows
+        assert {name: plain[name] for name in row} == row  # type: ignore[literal-required]
         for several in (three, five):
             assert {name: several[name] for name in plain} == plain
         length = len(plain["draft_ids"])
@@ -128,35 +127,6 @@ def test_at_temperature_0_there_is_one_draw_because_all_are_equal(tmp_path: Path
     several = label(tmp_path, "labels", LabelsConfig(draws=4), greedy)
     assert several[0].keys() == {*LABELS.names}
     assert read_manifest(tmp_path / "labels")["settings"]["draws"] == 1
-
-
-def test_labels_from_top_logits_have_the_draws_of_those_made_with_the_target(
-    tmp_path: Path,
-) -> None:
-    sampling = SamplingConfig(top_k=8)
-    with_target = label(tmp_path, "labels", LabelsConfig(draws=3), sampling)
-    target = find_lm_head(tiny_llama(0, vocab=V))
-    rollouts = load_stored(tmp_path / "rollouts").to_list()
-    make_labels(
-        TopLogits(8, V),
-        tiny_llama(1, vocab=V),
-        datasets.Dataset.from_list(ModelLogits(target, 8)(rollouts)),  # type: ignore[arg-type]
-        tmp_path / "again",
-        LabelsConfig(draws=4),
-        sampling=sampling,
-        seed=5,
-        settings=Settings({}),
-        report=lambda rows: None,
-    )
-    again = load_stored(tmp_path / "again").to_list()
-    close(again, with_target)
-    assert again[0].keys() == {*LABELS.names, *MORE_DRAWS.names}
-    for mine, theirs in zip(again, with_target, strict=True):
-        length = len(mine["draft_ids"])
-        for name in MORE_DRAWS.names:
-            four, three = mine[name], theirs[name]
-            assert len(four) == (3 * length if mine["split"] == "train" else 0)
-            assert [value for n, value in enumerate(four) if n % 3 < 2] == pytest.approx(three)
 
 
 def test_rows_of_a_split_can_be_those_of_some_sets() -> None:

@@ -395,3 +395,19 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
         assert train_head.RECIPE.run(given) == 0
     labels = load_labels(bare / "out" / "labels", SamplingConfig(top_k=8))
     assert len(labels) == 40
+    # Of another sampler than they decide, or of none, they are refused in a plan, too.
+    new = [*asked, "--output", str(bare / "new"), "--labels.cache"]
+    for more, message in (
+        (
+            [str(bare / "out" / "logits"), "--sampling.top_k", "20"],
+            "12 top logits of 40 do not give",
+        ),
+        ([str(bare / "none")], "make it with draftsmith make-logits"),
+    ):
+        for plan in ([], ["--plan"]):
+            assert train_head.RECIPE.run([*new, *more, *plan]) == 2
+            assert message in capsys.readouterr().err
+    assert (
+        train_draft.RECIPE.run([*asked, "--output", str(bare / "new"), "--draft.cache", "x"]) == 2
+    )
+    assert "draft.cache must be a folder with top target logits" in capsys.readouterr().err

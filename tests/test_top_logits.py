@@ -17,7 +17,7 @@ from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
-from specdata.storage.schema import Label
+from specdata.storage.schema import MORE_DRAWS, Label
 from specdata.top_logits import TopLogitDistributions, TopLogits, top_logits
 from tests.test_acceptance import close, rollouts
 from tests.tiny import tiny_llama
@@ -54,7 +54,7 @@ def label(
         tiny_llama(2, vocab=V),
         rows,
         out,
-        LabelsConfig(shard_size=4, bound=bound),
+        LabelsConfig(shard_size=4, bound=bound, draws=3),
         sampling=sampling,
         seed=5,
         settings=Settings({}),
@@ -94,6 +94,9 @@ def test_labels_of_another_draft_and_sampler_are_those_made_with_the_target(
     again, with_target = from_logits(tmp_path, sampling, N), full(tmp_path, sampling)
     close(again, with_target)
     assert again[0].keys() == with_target[0].keys()
+    for ours, theirs in zip(again, with_target, strict=True):
+        for name in MORE_DRAWS.names if sampling.temperature else ():
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-5)  # type: ignore[literal-required]
 
 
 @pytest.mark.parametrize("which", ["plain", "another temperature, top-p"])

@@ -14,7 +14,6 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.batches import fitted
 from distill.config import DistilConfig
 from distill.distillation import DistilResult, distil
 from distill.losses import LOSSES, Loss, bucketed
@@ -26,10 +25,9 @@ from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.models import load_model
 from specdata.probability import SamplingConfig
-from specdata.top_logits import TopLogitDistributions, TopLogits, check_decided
+from specdata.top_logits import TopLogitDistributions, TopLogits
 from tests.test_distill import QUICK, changed, rollouts
 from tests.test_losses import gradient, random_logits
-from tests.tiny import tiny_llama
 
 NAMES = sorted(LOSSES)
 PLAIN = SamplingConfig()
@@ -174,18 +172,6 @@ def test_the_trainers_loss_from_top_logits_is_the_targets_wherever_p_is_known(
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_cutting_rollouts_leaves_their_logits_whole(pair: Path) -> None:
-    kept = kept_of(load_model(str(pair / "target")), rollouts(pair, 6, seed=3), 5)
-    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in kept]
-    fit = fitted(kept, sorted(lengths)[3])
-    assert fit.cut > 0
-    whole = {tuple(row["prompt_ids"]): row for row in kept}
-    for row in fit.rollouts:
-        before = whole[tuple(row["prompt_ids"])]
-        assert row["completion_ids"] == before["completion_ids"][: len(row["completion_ids"])]
-        assert row["top_logits"] == before["top_logits"]
-
-
 # --- measurements
 
 
@@ -304,19 +290,6 @@ def test_logits_that_do_not_give_what_serving_draws_from_are_refused_before_a_mo
     with pytest.raises(ConfigError, match=message):
         from_top_logits(tmp_path, pair, models[0], 8, QUICK, sampling)
     assert not (tmp_path / "draft-8").exists()
-
-
-def test_undecided_positions_are_counted_over_all_rows() -> None:
-    target = tiny_llama(3, vocab=40)
-    rows = Dataset.from_list(
-        [{"prompt_ids": [2, 3], "completion_ids": [4 + n, 5, 6]} for n in range(4)]
-    )
-    kept = kept_of(target, rows, 2)
-    known = TopLogits(2, 40).distributions(SamplingConfig(top_p=0.99))
-    with pytest.raises(ConfigError, match="of 12 positions"):
-        check_decided(kept, known)
-    greedy = TopLogits(2, 40).distributions(SamplingConfig(temperature=0.0))
-    assert check_decided(kept, greedy) == [0]
 
 
 TIED = SamplingConfig(top_k=8)

@@ -231,14 +231,6 @@ def test_rounds_that_reach_an_undecided_position_are_left_out(
         assert value == pytest.approx(mean([each["tokens"][name] for each in left]), abs=1e-4)
 
 
-def test_a_rollout_longer_than_a_context_is_named(
-    models: tuple[PreTrainedModel, PreTrainedModel],
-) -> None:
-    long = Dataset.from_list([{"prompt_ids": [5] * 1000, "completion_ids": [6] * 100}])
-    with pytest.raises(ConfigError, match="1099 tokens"):
-        HeldOut(models[0], long, SamplingConfig()).measure(models[1])
-
-
 # --- what is kept
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import datasets
 import numpy as np
@@ -22,12 +21,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.terminal import progress
-from specdata.texts import tokens_at_once
-
-POSITIONS = 512
-"""Distributions that are held at once."""
-
-Row = dict[str, Any]
+from specdata.texts import TextBatch, along, text_length, tokens_at_once
 
 
 def acceptance_traces(
@@ -65,7 +59,6 @@ def acceptance_traces(
     return Traces(tokens, pad(rows["accept_prob"]))
 
 
-@torch.inference_mode()
 def record_head(
     rows: datasets.Dataset, head: BaseHead, *, draft: PreTrainedModel, sampling: SamplingConfig
 ) -> RecordedHead:
@@ -79,121 +72,87 @@ def record_head(
         draft: the draft that made the labels.
         sampling: how its tokens are drawn.
     """
-    logits: list[list[float]] = [[0.0]] * len(rows)
+    texts = rows.select_columns(["prompt_ids", "completion_ids", "draft_ids"]).to_list()
     # Found out once, not for each batch: it is done by trying.
     to_logits, lm_head = logits_of_states(draft), find_lm_head(draft)
-    states_of = _states_along
+    states_of: Callable[..., tuple[Tensor, Tensor]] = _states_along
     if head.lag:
-        lengths = (len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
         states_of = _states_in_batches
         try:
-            check_tree_states(draft, max(lengths))
+            check_tree_states(draft, max(text_length(row) for row in texts))
         except ConfigError:
             states_of = _states_one_by_one
 
-    def distributions(states: Tensor) -> Tensor:
-        return probabilities(to_logits(states), sampling)
+    def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
+        drafted = [
+            torch.tensor(texts[example]["draft_ids"], device=draft.device)
+            for example in batch.examples
+        ]
+        before, after = states_of(draft, batch, drafted)
+        tokens = torch.cat(drafted)
 
-    for indices, batch in batches_by_length(rows, tokens_at_once(lm_head)):
-        before, after = (torch.cat(states) for states in states_of(draft, batch))
-        pieces = _drafted(draft, batch, before, after, distributions)
-        found = torch.cat([head.logits(piece) for piece in pieces])
-        sizes = [len(row["draft_ids"]) for row in batch]
-        for index, of_row in zip(indices, torch.split(found, sizes), strict=True):
-            logits[index] = of_row.tolist()
+        def at(chunk: slice) -> dict[str, Tensor]:
+            judged = DraftedTokens(
+                tokens=tokens[chunk],
+                before=lambda: before[chunk],
+                after=lambda: after[chunk],
+                distributions=lambda: probabilities(to_logits(before[chunk]), sampling),
+                embeddings=lambda: token_embeddings(draft, tokens[chunk]),
+            )
+            return {"logits": head.logits(judged)}
+
+        return at
+
+    with progress(len(texts), "held-out rollouts", "rollout") as bar:
+        columns_of = along(
+            texts,
+            look,
+            vocabulary=lm_head.vocabulary,
+            tokens_at_once=tokens_at_once(lm_head),
+            device=draft.device,
+            report=bar.update,
+        )
+    logits = [columns["logits"].tolist() for columns in columns_of]
     return RecordedHead(logits=pad(logits), lag=head.lag, rejection_weight=head.rejection_weight)
 
 
-def _drafted(
-    draft: PreTrainedModel,
-    rows: Sequence[Row],
-    before: Tensor,
-    after: Tensor,
-    distributions: Callable[[Tensor], Tensor],
-) -> Iterator[DraftedTokens]:
-    """The drafted tokens of rows, some at a time; states are (N, H) for all in one line."""
-    device = draft.device
-    tokens = torch.tensor([token for row in rows for token in row["draft_ids"]], device=device)
-
-    def piece(here: slice) -> DraftedTokens:
-        return DraftedTokens(
-            tokens=tokens[here],
-            before=lambda: before[here],
-            after=lambda: after[here],
-            distributions=lambda: distributions(before[here]),
-            embeddings=lambda: token_embeddings(draft, tokens[here]),
-        )
-
-    for start in range(0, len(tokens), POSITIONS):
-        yield piece(slice(start, start + POSITIONS))
-
-
-def _states_along(draft: PreTrainedModel, rows: Sequence[Row]) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each row the states (n, H) that its drafted tokens were drawn from; and nothing more."""
-    texts = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
-    along = hidden_states(draft, pad_sequence(texts, batch_first=True).to(draft.device))
-    first = [len(row["prompt_ids"]) - 1 for row in rows]
-    before = [
-        along[b, at : at + len(row["draft_ids"])]
-        for b, (at, row) in enumerate(zip(first, rows, strict=True))
-    ]
-    return before, before
+def _states_along(
+    draft: PreTrainedModel, batch: TextBatch, _drafted: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The states (N, H) that drafted tokens were drawn from, twice: there is nothing after them."""
+    states = hidden_states(draft, batch.input_ids[:, :-1])[batch.is_predicted]
+    return states, states
 
 
 def _states_in_batches(
-    draft: PreTrainedModel, rows: Sequence[Row]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each row the states (n, H) that its drafted tokens were drawn from, and those after.
-
-    One forward of text and drafted tokens.
-    """
-    texts = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
-    drafted = [torch.tensor(row["draft_ids"]) for row in rows]
-    places = [torch.arange(len(row["draft_ids"])) + len(row["prompt_ids"]) for row in rows]
-    ids, tokens, positions = (
-        pad_sequence(each, batch_first=True).to(draft.device) for each in (texts, drafted, places)
-    )
-    along, after = tree_states(draft, ids, tokens, positions)
-    return (
-        [along[b, at - 1] for b, at in enumerate(places)],
-        [after[b, : len(at)] for b, at in enumerate(places)],
-    )
+    draft: PreTrainedModel, batch: TextBatch, drafted: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The states (N, H) that drafted tokens were drawn from, and those after, in one forward."""
+    row, column = batch.is_predicted.nonzero(as_tuple=True)
+    lengths = [len(tokens) for tokens in drafted]
+    places = pad_sequence(list(torch.split(column + 1, lengths)), batch_first=True)
+    tokens = pad_sequence(list(drafted), batch_first=True)
+    text, after = tree_states(draft, batch.input_ids[:, :-1], tokens, places)
+    is_token = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
+    return text[row, column], after[is_token.to(after.device)]
 
 
 def _states_one_by_one(
-    draft: PreTrainedModel, rows: Sequence[Row]
-) -> tuple[list[Tensor], list[Tensor]]:
+    draft: PreTrainedModel, batch: TextBatch, drafted: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """The same for drafts that cannot be run so: one forward for each drafted token."""
     before, after = list[Tensor](), list[Tensor]()
-    for row in rows:
-        first, last = len(row["prompt_ids"]), len(row["completion_ids"]) - 1
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"][:last]], device=draft.device)
+    for row, tokens in enumerate(drafted):
+        text = batch.part([row])
         cache = DynamicCache()  # of all tokens, also where a window slides
-        before.append(hidden_states(draft, ids, past_key_values=cache)[0, first - 1 :])
-        drafted = torch.tensor([row["draft_ids"]], device=draft.device)
-        states = []
+        states = hidden_states(draft, text.input_ids[:, :-1], past_key_values=cache)
+        before.append(states[text.is_predicted])
+        first, states_after = text.input_ids.shape[1] - len(tokens), list[Tensor]()
         # From the end, so that cropping the cache is all there is between two positions.
-        for position in reversed(range(drafted.shape[1])):
+        for position in reversed(range(len(tokens))):
             if (surplus := cache.get_seq_length() - first - position) > 0:
                 cache.crop(-surplus)
-            token = drafted[:, position : position + 1]
-            states.append(hidden_states(draft, token, past_key_values=cache)[0])
-        after.append(torch.cat(states[::-1]))
-    return before, after
-
-
-def batches_by_length(
-    rows: datasets.Dataset, tokens_at_once: int
-) -> Iterator[tuple[list[int], list[Row]]]:
-    """Indices and rows of batches of like length, longest first, while a bar counts the rows."""
-    lengths = [
-        len(prompt) + len(rest)
-        for prompt, rest in zip(rows["prompt_ids"], rows["completion_ids"], strict=True)
-    ]
-    order = sorted(range(len(rows)), key=lambda index: -lengths[index])
-    with progress(len(rows), "held-out rollouts", "rollout") as bar:
-        while order:
-            count = max(1, tokens_at_once // lengths[order[0]])
-            indices, order = order[:count], order[count:]
-            yield indices, [rows[index] for index in indices]
-            bar.update(len(indices))
+            token = tokens[None, position : position + 1]
+            states_after.append(hidden_states(draft, token, past_key_values=cache)[0])
+        after += states_after[::-1]
+    return torch.cat(before), torch.cat(after)
