@@ -83,7 +83,7 @@ def test_expected_counts_are_the_mean_over_all_outcomes() -> None:
     rows = [[chance.random() for _ in range(n)] for n in (1, 3, 6, 5)]
     recorded = traces(rows)
     estimates = np.array([[chance.random() for _ in range(6)] for _ in rows])
-    head = RecordedHead({"consumed": np.log(estimates / (1.0 - estimates))})
+    head = RecordedHead(np.log(estimates / (1.0 - estimates)), lag=1)
     tokens = replace(recorded.tokens, q=estimates, q_max=estimates, head=head)
     read = Traces(tokens, recorded.accept)
     rules = [
@@ -177,7 +177,7 @@ def test_the_counts_of_greedy_decoding_are_what_the_decoder_counts() -> None:
 
 def test_lengths_end_where_they_say() -> None:
     estimates = np.array([[0.9, 0.8, 0.5, 0.9, 0.9]])
-    late = RecordedHead({"consumed": np.log(estimates / (1.0 - estimates))})
+    late = RecordedHead(np.log(estimates / (1.0 - estimates)), lag=1)
     tokens = replace(traces(estimates.tolist()).tokens, head=late)
     read = Traces(tokens, estimates)
     # .72 goes on, .36 does not

@@ -203,7 +203,7 @@ def head_verdict(
         rows_of.setdefault(key, []).append(index)
     rows, traces = {}, {}
     for split in ("dev", "test"):
-        first = [i for key, own in rows_of.items() if key[0] == split for i in own[:ROLLOUTS]]
+        first = [i for key, of_set in rows_of.items() if key[0] == split for i in of_set[:ROLLOUTS]]
         if first:
             rows[split] = labels.select(sorted(first))
             traces[split] = acceptance_traces(
@@ -239,7 +239,7 @@ def judge_head(
     """
     judged = dev if test is None else test
     fitted = fit_all_rules(dev)
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "judged_on": "dev" if test is None else "test",
         "rollouts": {"dev": len(dev.accept)} | ({"test": len(test.accept)} if test else {}),
         "predictions": list(_predictions(dev, judged, fitted, prompts)),
@@ -251,17 +251,17 @@ def judge_head(
         on_dev, on_judged = (
             replay_rules(traces, fitted, times, questions) for traces in (dev, judged)
         )
-        made |= {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
-        made |= {"question_seconds": questions, **compare(on_dev, on_judged, prompts, times)}
-        for ratio in RATIOS if made.get("replay") else ():
+        fields |= {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
+        fields |= {"question_seconds": questions, **compare(on_dev, on_judged, prompts, times)}
+        for ratio in RATIOS if fields.get("replay") else ():
             dearer = Times(ratio * fit.t_target, fit.t_target)
             rivals = compare(on_dev, on_judged, prompts, dearer)["replay"]
             if all(rival.saved.low > 0.0 for rival in rivals):
-                made["pays_from"] = ratio
+                fields["pays_from"] = ratio
                 break
-        made |= by_clock(results, expected_seconds(results, dev, times, questions))
-    status = status_of(made.get("replay", ()), made.get("clock", ()))
-    return HeadVerdict(status=status, **made)
+        fields |= by_clock(results, expected_seconds(results, dev, times, questions))
+    status = status_of(fields.get("replay", ()), fields.get("clock", ()))
+    return HeadVerdict(status=status, **fields)
 
 
 def measured_times(results: Results) -> LatencyFit | None:
@@ -316,30 +316,33 @@ def compare(
     for result in dev:
         if (result.family, result.setting) in counts:
             settings.setdefault(result.family, []).append(result)
-    best = {
-        family: min(each, key=lambda result: result.counts.seconds_per_token(times))
-        for family, each in settings.items()
-    }
-    if "head" not in best or "fixed" not in best:
+
+    def seconds(result: RuleResult) -> float:
+        return result.counts.seconds_per_token(times)
+
+    best = {family: min(each, key=seconds) for family, each in settings.items()}
+    # A rule that reads a head if there is one has another title with it.
+    rules = {family: STOPPING_RULES[family] for family in best if family in STOPPING_RULES}
+    heads = [best[family] for family, rule in rules.items() if rule.needs_head]
+    if not heads or "fixed" not in best:
         return {}
-    ours = best["head"]
+    head = min(heads, key=seconds)
     rivals = [
         Rival(
             rule=family,
             setting=f"{'' if family == 'fixed' else family} {best[family].setting}".strip(),
-            candidates=len(each),
+            candidates=len(settings[family]),
             saved=saving(
-                counts["head", ours.setting],
+                counts[head.family, head.setting],
                 counts[family, best[family].setting],
                 times,
                 prompts,
             ),
         )
-        for family, each in settings.items()
-        # A rule that reads a head if there is one has another title with it.
-        if family in STOPPING_RULES and not STOPPING_RULES[family].needs_head
+        for family, rule in rules.items()
+        if not rule.needs_head
     ]
-    return {"replay_setting": ours.setting, "replay": _hardest_first(rivals)}
+    return {"replay_setting": head.setting, "replay": _hardest_first(rivals)}
 
 
 def _hardest_first(rivals: Sequence[Rival]) -> list[Rival]:
@@ -373,14 +376,14 @@ def by_clock(results: Results, expected: Mapping[str, float]) -> dict[str, Any]:
 
     if (name := best(heads)) is None:
         return {"reason": "no threshold was measured that held-out labels can rank"}
-    ours = heads[name].method
+    head = heads[name].method
     rivals, left_out = [], []
     for rule, settings in families.items():
         # Transformers' own loop has no other verifier than its own.
         same = {
             setting: row
             for setting, row in settings.items()
-            if rule == ASSISTED or row.method.verifier == ours.verifier
+            if rule == ASSISTED or row.method.verifier == head.verifier
         }
         if (rival := best(same)) is not None:
             ratio = heads[name].over(same[rival], "tokens_per_second")
@@ -389,13 +392,13 @@ def by_clock(results: Results, expected: Mapping[str, float]) -> dict[str, Any]:
         elif same:
             left_out.append(rule)
     if not any(rival.rule == "fixed" for rival in rivals):
-        return {"reason": f"no fixed length was measured with {ours.verifier} verification"}
+        return {"reason": f"no fixed length was measured with {head.verifier} verification"}
     return {
         "reason": "",
         "method": name,
-        "threshold": ours.columns()["threshold"],
+        "threshold": head.columns()["threshold"],
         "candidates": len(heads),
-        "verifier": ours.verifier,
+        "verifier": head.verifier,
         "clock": _hardest_first(rivals),
         "left_out": left_out,
     }

@@ -244,8 +244,8 @@ class CostEstimates(ActiveRule):
         # It takes a millisecond or three: every 16 rounds that was 1 % of the demo's time.
         if self._observed in (4, 8, 16, 32) or self._observed % 64 == 0:
             self._measure_costs()
-            known = PRIOR_TOKENS * self._rule.mean_acceptance + sum(self._accepted)
-            self.mean_acceptance = known / (PRIOR_TOKENS + len(self._accepted))
+            accepted = PRIOR_TOKENS * self._rule.mean_acceptance + sum(self._accepted)
+            self.mean_acceptance = accepted / (PRIOR_TOKENS + len(self._accepted))
 
     def _measure_costs(self) -> None:
         rounds, rule = self._rounds, self._rule
