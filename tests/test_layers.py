@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,16 +73,43 @@ BELOW = {
 FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def imported(path: Path) -> list[tuple[int, str]]:
-    """Line and module of every import of a file."""
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in FILES
+}
+
+
+@cache
+def imported(path: Path, *, at_work: bool = False) -> list[tuple[int, str]]:
+    """Line and module of every import of a file; `at_work` leaves out those for types alone."""
     modules = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    for node in nodes:  # which grows
+        if at_work and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             modules += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} imports relatively"
-            modules.append((node.lineno, node.module or ""))
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules += [(node.lineno, n if n in MODULES else f"{node.module}") for n in names]
     return modules
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """At the module's level and inside functions, within and across packages."""
+    below = {
+        path: {MODULES[name] for _, name in imported(path, at_work=True) if name in MODULES}
+        for path in FILES
+    }
+    while ready := [path for path, files in below.items() if not files & below.keys()]:
+        below = {path: files for path, files in below.items() if path not in ready}
+    # What is left is in a circle or above one: files that nothing left imports are above.
+    while above := below.keys() - set().union(*below.values()):
+        below = {path: files for path, files in below.items() if path not in above}
+    circle = {path.relative_to(ROOT).as_posix() for path in below}
+    assert not circle, f"a circle among {sorted(circle)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
