@@ -342,8 +342,8 @@ class Method(Config):
         rule = {"threshold": columns["threshold"], "head": head, **parameters}
         if drafter not in ("tree", "dynamic_tree"):  # their length is in their own settings
             rule |= dict.fromkeys(("length", "limit"), columns["length"])
-        known = {name: rule[name] for name in kind.model_fields if rule.get(name) is not None}
-        given["stop"] = kind.model_validate(known)
+        settings = {name: rule[name] for name in kind.model_fields if rule.get(name) is not None}
+        given["stop"] = kind.model_validate(settings)
         if drafter != "transformers":
             verifier = columns["verifier"]
             named = VERIFIERS[verifier].parameters if verifier in VERIFIERS else ()

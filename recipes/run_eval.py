@@ -145,11 +145,11 @@ class Eval(Stage):
         check_machine(config.eval)
         check_methods(config.eval, config.sampling, head=config.head is not None)
         check_loading(config, "eval")
-        theirs = [each.name for each in config.eval.methods if each.decoder == "assisted"]
-        if theirs and reads_states(config):
+        assisted = [each.name for each in config.eval.methods if each.decoder == "assisted"]
+        if assisted and reads_states(config):
             raise ConfigError(
                 "transformers' assisted generation does not hand a draft its target's states, "
-                f"which this one reads: leave the methods {', '.join(theirs)} out of eval.methods"
+                f"which this one reads: leave the methods {', '.join(assisted)} out of eval.methods"
             )
         for role in ("target", "draft"):
             load = config.models.loading(role)
@@ -170,11 +170,11 @@ class Eval(Stage):
         has_template = has_chat_template(config)
         if config.draft or config.head:
             trained = {content_of(each) for each in config.rollouts.sets if each.split == "train"}
-            for wanted in config.eval.sets:
-                if content_of(wanted) in trained:
+            for each in config.eval.sets:
+                if content_of(each) in trained:
                     raise ConfigError(
                         f"eval.sets must hold prompts that nothing was trained on, and "
-                        f"{wanted.name} is in rollouts.sets with split train: name other prompts"
+                        f"{each.name} is in rollouts.sets with split train: name other prompts"
                     )
         check_sets(config.eval.sets, config.seed, here_alone=True, has_template=has_template)
 
@@ -236,9 +236,9 @@ class Eval(Stage):
 
     def show(self, results: dict[str, Any]) -> None:
         """Print the table."""
-        found = read_results(self.folder / RESULTS)
+        measured = read_results(self.folder / RESULTS)
         verdict = HeadVerdict.read(self.folder / VERDICT)
-        console.print(terminal(found, _context(self.config, found, verdict)))
+        console.print(terminal(measured, _context(self.config, measured, verdict)))
 
     def next(self, line: CommandLine) -> list[Step]:
         """Read the report; assemble what was trained, if anything was."""
@@ -266,7 +266,7 @@ def load_experiment(
     )
     from specdata.prompts.loading import load_prompts
 
-    models, evaluation, here = config.models, config.eval, eval_folder(config)
+    models, evaluation, output = config.models, config.eval, eval_folder(config)
     head_name, draft_name = _head_asked(config), draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     names = [draft_name, *path_drafts(evaluation)]
@@ -280,8 +280,8 @@ def load_experiment(
     draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
     head, fitted = _load_head(head_name) if head_name else None, None
     if needs_fit(evaluation):
-        with locked(here / PROGRESS / "calibration.lock"):  # one fits, all read
-            fitted = _fitted(config, draft, here / "calibration.json")
+        with locked(output / PROGRESS / "calibration.lock"):  # one fits, all read
+            fitted = _fitted(config, draft, output / "calibration.json")
         evaluation = with_fit(evaluation, fitted)
     artefacts = Artefacts(
         target,
@@ -298,7 +298,7 @@ def load_experiment(
         )
     sampling, seed = config.sampling, config.seed
     experiment = Experiment(
-        artefacts, loaded.prompts, here, evaluation, sampling, seed, environment
+        artefacts, loaded.prompts, output, evaluation, sampling, seed, environment
     )
     return experiment, loaded, fitted
 
@@ -384,13 +384,13 @@ def _is_measuring(config: PipelineConfig) -> bool:
 
     timed, devices = config.eval.batch == 1, torch.cuda.device_count()
     if process_count() > 1:
-        said = who_measures(
+        who = who_measures(
             timed=timed,
             processes=process_count(),
             local_processes=local_process_count(),
             devices=devices,
         )
-        say(f"  {said}")
+        say(f"  {who}")
     return is_measuring(timed=timed, rank=rank(), local_rank=local_rank(), devices=devices)
 
 
@@ -439,9 +439,9 @@ def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | No
         for stage in (each(config) for each in BEFORE)
         if stage.is_asked and finished(stage.folder)
     }
-    draft, here, command = records.get("draft"), eval_folder(config), ""
-    if (here / RUN).is_file():
-        program, *given = map(without_passwords, stage_record(here)["arguments"])
+    draft, output, command = records.get("draft"), eval_folder(config), ""
+    if (output / RUN).is_file():
+        program, *given = map(without_passwords, stage_record(output)["arguments"])
         command = shlex.join([Path(program).name, *given])
     return Context(
         stages={name: record["wall_seconds"] for name, record in records.items()},
@@ -456,7 +456,7 @@ def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | No
         else {},
         verdict=verdict,
         command=command,
-        samples=read_samples(here / SAMPLES),
+        samples=read_samples(output / SAMPLES),
     )
 
 

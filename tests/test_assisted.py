@@ -90,17 +90,7 @@ def test_a_threshold_means_the_rule_of_confidence_and_transformers_own_limit() -
     made = method(threshold=0.4)
     assert made.stop == Confidence(threshold=0.4, limit=20)
     assert made == method(stop="confidence", threshold=0.4)
-    assert made.columns() == {
-        "method": "theirs",
-        "drafter": "transformers",
-        "verifier": None,
-        "stop": "confidence",
-        "length": 20,
-        "threshold": 0.4,
-        "parameters": {},
-        "lossless": True,
-    }
-    assert method(threshold=0.4, limit=6).columns()["length"] == 6
+    assert method(threshold=0.4, limit=6).deepest == 6
     assert method(length=8).stop == Fixed(length=8)
     assert read_config(Method, made.model_dump(mode="json")) == made
     plain = Method(name="plain", decoder="plain")

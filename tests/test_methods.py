@@ -189,15 +189,6 @@ def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
         "cost": Calibration(1.5, 0.5),
     }
     assert fitted.methods[2].columns()["parameters"] == {"calibration": [1.5, 0.5]}
-    assert fitted.methods[1].columns()["parameters"] == {}
-    assert fitted.methods[4].columns()["parameters"] == {
-        "calibration": [1.5, 0.5],
-        "draft_seconds": 0.0,
-        "token_seconds": 0.0,
-        "target_seconds": 0.0,
-        "mean_acceptance": 0.8,
-        "refit": True,
-    }
     check_methods(fitted, sampling, head=False)
 
 

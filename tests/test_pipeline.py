@@ -245,7 +245,9 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
     results = read_results(tmp_path / "out" / "eval" / "results.json")
     check_metrics(results)
     assert {entry.name for entry in results.runs} == {"plain", "K=3", "head"}
-    assert "over K=" in (tmp_path / "out" / "eval" / "verdict.json").read_text()
+    verdict = HeadVerdict.read(tmp_path / "out" / "eval" / "verdict.json")
+    assert verdict is not None
+    assert [rival.setting for rival in verdict.clock] == ["K=3"]
     moved = tmp_path / "moved"
     (tmp_path / "out").rename(moved)
     shutil.rmtree(moved / "head")

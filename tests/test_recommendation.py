@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -194,13 +193,6 @@ def test_where_transformers_is_fastest_it_is_said_and_ours_is_compared_with_it(
     assert said.finding.startswith("transformers' own transformers is fastest")
     assert "The best of ours, fixed-4, runs at 0." in said.finding
     assert "transformers' own verification" in said.exactness
-
-
-def test_without_times_nothing_is_called_fastest() -> None:
-    said = answer(synthetic_results(datasets=("alpaca",), timed=False))
-    assert "Speeds were not measured" in said.finding
-    assert "is fastest" not in said.finding
-    assert re.search(r"Most tokens a forward of the target: .*95 % interval", said.finding)
 
 
 def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(

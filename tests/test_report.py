@@ -262,18 +262,6 @@ def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
     assert "TV: total variation" not in folds(without, Context())[0].note
 
 
-def test_a_draft_that_makes_decoding_slower_is_reported_as_no_gain(results: Results) -> None:
-    plain = results.plain("alpaca")
-    assert plain is not None
-    slow = [dataclasses.replace(g, seconds=g.seconds * 3) for g in results.runs[2].generations]
-    measured = [
-        (plain, plain.generations),
-        (setup("alpaca", name="slow"), slow),
-    ]
-    said = answer(build_results(ENVIRONMENT, measured)).finding
-    assert said.startswith("Nothing is faster than the target alone: the best method, slow,")
-
-
 def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:
     only = setup("alpaca", name="only")
     alone = build_results(ENVIRONMENT, [(only, results.runs[2].generations)])

@@ -259,17 +259,19 @@ class _Share:
         group, timed = self.groups[index], self.experiment.config.batch == 1
         # Another method goes first each time, so none profits from its place.
         first = index % len(self.methods) if timed else 0
-        made: dict[str, list[Generation]] = {}
+        generations: dict[str, list[Generation]] = {}
         for method in [*self.methods[first:], *self.methods[:first]]:
             stop_if_asked()
             if timed:
                 limit = self.experiment.config.max_new_tokens
-                made[method.name] = [self.generate(method, prompt, limit) for prompt in group]
+                generations[method.name] = [
+                    self.generate(method, prompt, limit) for prompt in group
+                ]
                 self.report(1)
             else:
-                made[method.name] = self.generate_batch(method, group)
+                generations[method.name] = self.generate_batch(method, group)
         for number, prompt in enumerate(group):
-            outs = {method.name: made[method.name][number] for method in self.methods}
+            outs = {method.name: generations[method.name][number] for method in self.methods}
             records = {
                 method.name: self.experiment.record(method, prompt, outs[method.name])
                 for method in self.methods

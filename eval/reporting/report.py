@@ -235,10 +235,19 @@ def render_page(results: Results, context: Context) -> str:
 
 def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
-    made = [verifiers.fold(results), _all_sets(results), _each_set(results)]
-    made += [head_rivals(context.verdict), head_predictors(context.verdict), _positions(results)]
-    made += [lengths_fold(results), what_if(results), _scores(results), _where(results, context)]
-    return [fold for fold in made if fold]
+    sections = [verifiers.fold(results), _all_sets(results), _each_set(results)]
+    sections += [
+        head_rivals(context.verdict),
+        head_predictors(context.verdict),
+        _positions(results),
+    ]
+    sections += [
+        lengths_fold(results),
+        what_if(results),
+        _scores(results),
+        _where(results, context),
+    ]
+    return [fold for fold in sections if fold]
 
 
 PICTURE = {
@@ -302,19 +311,19 @@ def _each_set(results: Results) -> Fold | None:
     marks = ""
     for name in sets:
         columns += [(f"{name}, speed-up", ""), (f"{name}, tokens a forward", "")]
-        own = rows_of(results, [name])
-        for row in own:
+        rows = rows_of(results, [name])
+        for row in rows:
             speedup, _, tokens, *_ = row.figures
             mark = f"{row.mark} " if row.mark else ""
             cells.setdefault(row.method + (" †" if row.note else ""), []).extend(
                 [mark + speedup, tokens]
             )
-        marks = max(marks, _marks(own), key=len)
+        marks = max(marks, _marks(rows), key=len)
     return Fold(
         "Each prompt set",
         "Speed-up, and tokens per forward of the target.",
         columns,
-        [(name, own) for name, own in cells.items() if len(own) == len(columns)],
+        [(name, row) for name, row in cells.items() if len(row) == len(columns)],
         note=marks,
     )
 
@@ -381,9 +390,9 @@ def _scores(results: Results) -> Fold | None:
                 cells[place] = f"{run.scores[name]:.3f} [{low:.3f}, {high:.3f}]"
         if run.scores:
             rows.append((f"{run.dataset}, {run.method}", cells))
-    said = "What the texts are worth; a lossless method has the target's scores but for luck."
+    sentence = "What the texts are worth; a lossless method has the target's scores but for luck."
     columns = [(name.replace("_", " "), SCORES[name]) for name in names]
-    return Fold("Scores of the texts", said, columns, rows) if rows else None
+    return Fold("Scores of the texts", sentence, columns, rows) if rows else None
 
 
 SCORES = {
@@ -401,8 +410,8 @@ def _where(results: Results, context: Context) -> Fold:
     """Machine, models, command and stages."""
     rows = environment_rows(results)
     for measure, (before, after) in context.draft.items():
-        said = f"{format_number(before)} before training, {format_number(after)} after"
-        rows.append((f"draft, {measure}", said))
+        change = f"{format_number(before)} before training, {format_number(after)} after"
+        rows.append((f"draft, {measure}", change))
     for role in ("target", "draft", "head"):
         names = dict.fromkeys(filter(None, (getattr(run, role) for run in results.runs)))
         rows += [(role, name) for name in names]
@@ -411,9 +420,9 @@ def _where(results: Results, context: Context) -> Fold:
     if context.stages:
         took = [f"{name} {seconds:.1f} s" for name, seconds in context.stages.items()]
         rows.append(("stages", ", ".join(took)))
-    said = "Machine, models, command. Every figure can be recomputed from results.json."
+    sentence = "Machine, models, command. Every figure can be recomputed from results.json."
     return Fold(
-        "What was measured, and where", said, rows=[(name, [value]) for name, value in rows]
+        "What was measured, and where", sentence, rows=[(name, [value]) for name, value in rows]
     )
 
 
@@ -424,10 +433,10 @@ def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]
         drafting = [run for run in results.of(dataset) if run.method.lossless and run.draft]
         drafting.sort(key=lambda r: (r.tokens_per_second or 0.0, r.block_efficiency), reverse=True)
         for sample in samples.of(dataset)[:1]:
-            made = [run.name for run in drafting if run.name in sample.methods]
-            if made:
-                text = sample.methods[made[0]]
-                texts.append((dataset, sample.prompt, made[0], text))
+            shown = [run.name for run in drafting if run.name in sample.methods]
+            if shown:
+                text = sample.methods[shown[0]]
+                texts.append((dataset, sample.prompt, shown[0], text))
     return texts
 
 

@@ -350,8 +350,8 @@ class CachedModel:
         logits = []
         for forward, layout in zip(forwards, layouts, strict=True):
             end = packing.ends[forward.sequence.slot]
-            mine = outputs.of(0, slice(end - len(forward.tokens), end))
-            logits.append(self._commit(forward, layout, mine))
+            part = outputs.of(0, slice(end - len(forward.tokens), end))
+            logits.append(self._commit(forward, layout, part))
         return logits
 
     def _run_unrolled(self, forward: Forward, layout: Layout) -> Outputs:

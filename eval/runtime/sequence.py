@@ -301,7 +301,9 @@ class StatesSequence(CachedSequence):
         super().__init__(model, slot, sampling)
         self.target: CachedSequence | None = None
         self._after_target = 0  # committed tokens that were read with the target's states
-        self._own: dict[int, Tensor] = {}  # the draft's states by cache position, of this draft
+        self._draft_states: dict[
+            int, Tensor
+        ] = {}  # the draft's states by cache position, of this draft
         self._held: int | None = None  # tokens whose target states are read, while a residual lasts
         self._embedding = states_input(model.model)
 
@@ -314,7 +316,7 @@ class StatesSequence(CachedSequence):
     def reset(self) -> None:
         """Forget the sequence."""
         super().reset()
-        self._after_target, self._own, self._held = 0, {}, None
+        self._after_target, self._draft_states, self._held = 0, {}, None
 
     def hold(self, persists: bool) -> None:
         """Read later tokens as the last draft would have, as long as a residual of it persists."""
@@ -325,25 +327,25 @@ class StatesSequence(CachedSequence):
 
     def pieces(self, tokens: list[int]) -> list[list[int]]:
         """Tokens to append: each after its predecessor's own state in a forward of its own."""
-        known = max(0, self._read_by_target() + 1 - self.length)
-        return [piece for piece in (tokens[:known], *([each] for each in tokens[known:])) if piece]
+        count = max(0, self._read_by_target() + 1 - self.length)
+        return [piece for piece in (tokens[:count], *([each] for each in tokens[count:])) if piece]
 
     def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
         """(n, H) what the draft reads of a forward's tokens, (n,) ids of its own vocabulary."""
         embedding = self._embedding
         assert embedding is not None
         before, read = self._before(forward), self._read_by_target()
-        known = [place for place in before if place < read]  # they come first
+        after_target = [place for place in before if place < read]  # they come first
         parts: list[Tensor] = []
-        if known:
-            states = embedding.weight.new_zeros(len(known), embedding.states.in_features)
+        if after_target:
+            states = embedding.weight.new_zeros(len(after_target), embedding.states.in_features)
             if self.target is not None and self.target.taps is not None:
-                begin = known[0] < 0  # nothing stands before the first token
-                states[begin:] = self.target.taps[known[begin:]]
-            parts.append(embedding.after_target(ids[: len(known)], states))
-        if len(known) < len(before):
-            own = torch.stack([self._own[place] for place in before[len(known) :]])
-            parts.append(embedding.after_own(ids[len(known) :], own))
+                begin = after_target[0] < 0  # nothing stands before the first token
+                states[begin:] = self.target.taps[after_target[begin:]]
+            parts.append(embedding.after_target(ids[: len(after_target)], states))
+        if len(after_target) < len(before):
+            own_states = [self._draft_states[place] for place in before[len(after_target) :]]
+            parts.append(embedding.after_own(ids[len(after_target) :], torch.stack(own_states)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _before(self, forward: Forward) -> list[int]:
@@ -367,11 +369,11 @@ class StatesSequence(CachedSequence):
         """Take account of a forward that has run, and keep the draft's states."""
         assert states is not None
         committed = len(forward.tokens) - len(forward.parents)
-        known = sum(place < self._read_by_target() for place in self._before(forward)[:committed])
-        if known and self._after_target == self.length:
-            self._after_target += known
+        count = sum(place < self._read_by_target() for place in self._before(forward)[:committed])
+        if count and self._after_target == self.length:
+            self._after_target += count
         end = layout.start + len(forward.tokens)
-        self._own |= dict(zip(range(end - len(states), end), states, strict=True))
+        self._draft_states |= dict(zip(range(end - len(states), end), states, strict=True))
         super().commit(forward, layout, states, taps)
 
     def crop(self, length: int) -> None:
@@ -380,7 +382,7 @@ class StatesSequence(CachedSequence):
             super().crop(length)
             return
         super().crop(min(length, self._after_target))
-        self._after_target, self._own = self.length, {}
+        self._after_target, self._draft_states = self.length, {}
 
     def accept(self, nodes: Sequence[int]) -> None:
         """Drop all nodes: those that were accepted are read again."""
