@@ -1,11 +1,7 @@
-"""A target whose layers two processes share: a run's rollouts and labels, its logits and texts.
-
-Arguments: a run's configuration, and a file for what the main process sees.
-"""
+"""A target whose layers two processes share: a run's rollouts and labels, its logits and texts."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +37,7 @@ def seen(target: Any, draft: Any) -> dict[str, Any]:
 
 
 def main(arguments: list[str], out: Path) -> None:
-    """Make the run, then look at the models."""
+    """Make the run, then write what the main process sees of the models."""
     config = parse(arguments).config
     make_rollouts.RECIPE.main(config)
     train_head.RECIPE.main(config)
@@ -57,7 +53,3 @@ def main(arguments: list[str], out: Path) -> None:
 
 def _divided(model: Any) -> list[Any]:
     return [weight for weight in model.parameters() if hasattr(weight, "to_local")]
-
-
-if __name__ == "__main__":
-    main(sys.argv[2:], Path(sys.argv[1]))

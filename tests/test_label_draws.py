@@ -19,7 +19,7 @@ from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
-from specdata.storage.schema import LABELS, MORE_DRAWS, ROLLOUTS, Label
+from specdata.storage.schema import LABELS, MORE_DRAWS, Label
 from tests.chi_square import p_value
 from tests.test_acceptance import SAMPLERS, labeller, rollout, rollouts, stored
 from tests.tiny import tiny_llama
@@ -129,13 +129,8 @@ def test_at_temperature_0_there_is_one_draw_because_all_are_equal(tmp_path: Path
     assert read_manifest(tmp_path / "labels")["settings"]["draws"] == 1
 
 
-def test_rows_of_a_split_can_be_those_of_some_sets() -> None:
-    rows = [{**rollout(n, [2]), "dataset": name} for n, name in enumerate("abcab")]
-    rows[1]["split"] = "dev"
-    table = datasets.Dataset.from_list(rows)
-    chosen = of_split(table, "train", Path("here"), sets=["b", "a"])
-    assert chosen["example_id"][:] == ["id0", "id3", "id4"]
-    assert len(of_split(table, "train", Path("here"))) == 4
-    with pytest.raises(ConfigError, match="here has no rows of split 'dev' of a or c"):
-        of_split(table, "dev", Path("here"), sets=["a", "c"])
-    assert {*table.column_names} == {*ROLLOUTS.names}
+def test_a_split_without_rows_is_refused() -> None:
+    table = datasets.Dataset.from_list([rollout(n, [2]) for n in range(5)])
+    assert len(of_split(table, "train", Path("here"))) == 5
+    with pytest.raises(ConfigError, match="here has no rows of split 'dev'"):
+        of_split(table, "dev", Path("here"))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +29,11 @@ from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import load_stored
 from specdata.taps import attach
-from tests.drive_tensor_parallel import IDS, seen
-from tests.test_sharding import ROOT, pair, with_train_and_dev
+from tests.drive_tensor_parallel import IDS, main, seen
+from tests.test_sharding import pair, with_train_and_dev
 from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama
+from tests.two_processes import ON_CPU, finish, start_two
 
 __all__ = ["pair"]
 ON_DISK = {"device_map": "auto"}
@@ -272,7 +270,7 @@ def test_few_bits_change_logits_a_little(models: Path, bits: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(pair: Path, server: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run made by a process, another by two that hold half of the target each."""
     folder = tmp_path_factory.mktemp("shared")
     tree = with_train_and_dev(pair, folder)
@@ -282,29 +280,8 @@ def shared(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     asked = [f"--config={folder / 'pair.yaml'}"]
     assert make_rollouts.RECIPE.run([*asked, f"--output={folder / 'one'}"]) == 0
     assert train_head.RECIPE.run([*asked, f"--output={folder / 'one'}"]) == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     asked += [f"--output={folder / 'two'}", "--models.load.target.tp_plan=auto"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "tests/drive_tensor_parallel.py", str(folder / "seen.json"), *asked],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                **group,
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-                "ACCELERATE_USE_CPU": "true",
-                "PYTHONPATH": str(ROOT),
-            },
-        )
-        for rank in range(2)
-    ]
-    ends = [(process.communicate(timeout=240)[1], process.returncode) for process in processes]
-    assert [status for _, status in ends] == [0, 0], ends
+    finish(start_two(server, main, asked, folder / "seen.json", **ON_CPU))
     return folder
 
 

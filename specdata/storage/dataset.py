@@ -278,7 +278,6 @@ def of_split(
     split: str,
     source: Path,
     *,
-    sets: Sequence[str] | None = None,
     held_out_share: float = 0.0,
     wants_held_out: bool = False,
 ) -> datasets.Dataset:
@@ -288,28 +287,26 @@ def of_split(
         dataset: rollouts or labels.
         split: "train", "dev" or "test".
         source: its folder, for the message.
-        sets: only rows of these prompt sets, by the names in column `dataset`; by default of all.
         held_out_share: share of the prompts that are left out (`is_held_out`).
         wants_held_out: only rows of that share instead; all where it is 0.
 
     Raises:
         ConfigError: if there are none.
     """
-    found = zip(dataset["split"], dataset["dataset"], dataset["example_id"], strict=True)
+    keys = zip(dataset["split"], dataset["example_id"], strict=True)
     rows = dataset.select(
         [
             row
-            for row, (name, prompts, example) in enumerate(found)
+            for row, (name, example) in enumerate(keys)
             if name == split
-            and (sets is None or prompts in sets)
             and (not held_out_share or is_held_out(example, held_out_share) == wants_held_out)
         ]
     )
     if len(rows) == 0:
-        of = f" of {' or '.join(sets)}" if sets is not None else ""
+        of = ""
         if held_out_share:
             kind = "are" if wants_held_out else "are not"
-            of += f" that {kind} among the share {held_out_share:g} that is held out from the draft"
+            of = f" that {kind} among the share {held_out_share:g} that is held out from the draft"
         raise ConfigError(
             f"{source} has no rows of split {split!r}{of}: rollouts.sets must hold a prompt set "
             "with that split, not all of whose prompts are dropped as duplicates"
