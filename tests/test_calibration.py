@@ -82,9 +82,7 @@ def rows_of(split: str, seed: int) -> dict[str, object]:
         "log_p": [-1.0] * 6,
         "log_q": [-1.0] * 6,
         "log_q_max": np.log(q_max).tolist(),
-        "log_q_second": (np.log(q_max) - rng.exponential(2.0, 6)).tolist(),
         "entropy": rng.uniform(0.2, 2.0, 6).tolist(),
-        "log_mass_above": [-1.0] * 6,
         "overlap": [0.5] * 6,
     }
 

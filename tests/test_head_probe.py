@@ -48,7 +48,7 @@ def test_a_head_of_another_draft_of_equal_width_is_refused_wherever_it_is_used(
         SpeculativeDecoder.from_config(tiny_draft(2).eval(), other, HEAD_RULE, head)
     rows = synthetic_rows(2, seed=0)
     unread = [[0.0] * len(row["draft_ids"]) for row in rows]
-    for name in ("log_q", "log_q_max", "log_q_second", "entropy", "log_mass_above"):
+    for name in ("log_q", "log_q_max", "entropy"):
         rows = rows.add_column(name, unread)
     acceptance_traces(rows, draft=draft, sampling=SamplingConfig(), head=head)
     with pytest.raises(ConfigError, match=message):

@@ -272,8 +272,8 @@ def test_a_head_is_recorded_with_one_forward_or_where_a_window_slides_with_one_a
         {"prompt_ids": [2] * prompt, "completion_ids": [5, 3, 8, 4, 9, 7, 2][:rest]}
         for prompt, rest in ((3, 7), (1, 4), (6, 6))
     ]
-    numbers = ("log_q", "log_q_max", "log_q_second", "entropy", "log_mass_above")
-    unread = {name: [0.0] * 7 for name in ("accept_prob", "overlap", *numbers)}
+    columns = ("accept_prob", "log_q", "log_q_max", "entropy")
+    unread = {name: [0.0] * 7 for name in columns}
     for row in rows:
         row |= {"draft_ids": [4, 6, 6, 3, 2, 9, 5], **unread}  # type: ignore[dict-item]
         row |= {name: row[name][: len(row["completion_ids"])] for name in ["draft_ids", *unread]}

@@ -117,7 +117,6 @@ def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
     drafted = inverse_cdfs(q, uniforms).clamp(min=0)  # where there is none, log q is NaN
     p_at, q_at = p.gather(-1, drafted), q.gather(-1, drafted)
     accept = accept_probability(p_at, q_at)
-    most, best = q.max(dim=-1, keepdim=True)
     more = (
         {"more_draft_ids": drafted[:, 1:], "more_accept_prob": accept[:, 1:]}
         if uniforms.shape[-1] > 1
@@ -129,10 +128,8 @@ def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
         # A drafted token that the target gives 0 has log p = -inf; parquet stores it as such.
         "log_p": p_at[:, 0].log(),
         "log_q": q_at[:, 0].log(),
-        "log_q_max": most.squeeze(-1).log(),
-        "log_q_second": q.scatter(-1, best, 0.0).amax(dim=-1).log(),
+        "log_q_max": q.amax(dim=-1).log(),
         "entropy": entropy(q),
-        "log_mass_above": q.where(q > q_at[:, :1], 0.0).sum(dim=-1).log(),
         "overlap": overlap(p, q),
         **more,
     }

@@ -57,11 +57,7 @@ class Label(Rollout):
         log_p: log p(Y_i); -inf where the target never emits it.
         log_q: log q(Y_i).
         log_q_max: max_x log q(x).
-        log_q_second: log q of the second most probable token, the same where two are; -inf where q
-            gives everything to one token.
         entropy: of q, in nats; 0 where q gives everything to one token.
-        log_mass_above: log of the sum of q over the tokens that are more probable than Y_i; -inf
-            where none is.
         overlap: sum_x min(p(x), q(x)), the acceptance averaged over Y_i.
     """
 
@@ -70,9 +66,7 @@ class Label(Rollout):
     log_p: list[float]
     log_q: list[float]
     log_q_max: list[float]
-    log_q_second: list[float]
     entropy: list[float]
-    log_mass_above: list[float]
     overlap: list[float]
 
 
@@ -122,9 +116,7 @@ LABELS = pa.schema(
         ("log_q", _REALS),
         ("log_q_max", _REALS),
         ("overlap", _REALS),
-        ("log_q_second", _REALS),
         ("entropy", _REALS),
-        ("log_mass_above", _REALS),
     ]
 )
 # More columns of labels with S > 1 draws: S - 1 more tokens drawn from q at each position, and
