@@ -27,7 +27,8 @@ from specdata.terminal import progress
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from specdata.logits.make import Source
+    from specdata.logits.make import ModelLogits
+    from specdata.logits.served import ServedLogits
     from specdata.top_logits import TopLogits
 
 
@@ -104,7 +105,7 @@ class Logits(Stage):
 
 def _source(
     config: PipelineConfig, rollouts: Dataset, stack: ExitStack
-) -> tuple[Source, dict[str, Any]]:
+) -> tuple[ModelLogits | ServedLogits, dict[str, Any]]:
     """The source of the logits, and what the manifest says of a server."""
     from specdata.lm_head import find_lm_head
     from specdata.logits.make import ModelLogits

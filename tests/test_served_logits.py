@@ -21,7 +21,7 @@ from specdata.errors import ConfigError
 from specdata.labels.make import load_labels
 from specdata.lm_head import find_lm_head
 from specdata.logits.config import LogitsConfig
-from specdata.logits.make import ModelLogits, Source
+from specdata.logits.make import ModelLogits
 from specdata.logits.make import make_logits as make_dataset
 from specdata.logits.served import ServedLogits, check_lengths
 from specdata.models import load_model
@@ -304,7 +304,7 @@ def test_a_text_must_leave_the_server_room_for_a_token() -> None:
         check_lengths(rows, 5)
 
 
-def make(folder: Path, logits: Source) -> int:
+def make(folder: Path, logits: ModelLogits | ServedLogits) -> int:
     rows = Dataset.from_list(rollouts(10, vocab=V))
     config = LogitsConfig(shard_size=3, top_logits=N)
     return make_dataset(

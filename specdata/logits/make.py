@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import datasets
 from torch import Tensor
 
 from specdata.lm_head import LMHead
 from specdata.logits.config import LogitsConfig
+from specdata.logits.served import ServedLogits
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
@@ -39,23 +40,8 @@ QUANTITIES = {
 """Top logits of the target from a dataset, and how exact they are."""
 
 
-class Source(Protocol):
-    """The source of the logits of rollouts: the target in this process, or a server of it."""
-
-    @property
-    def count(self) -> int:
-        """N."""
-
-    @property
-    def vocabulary(self) -> int:
-        """V of the target."""
-
-    def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
-        """Each rollout with its columns of `TOP_LOGITS`, in the order given."""
-
-
 def make_logits(
-    source: Source,
+    source: ModelLogits | ServedLogits,
     rollouts: datasets.Dataset,
     folder: Path,
     config: LogitsConfig,
@@ -67,7 +53,7 @@ def make_logits(
     """Store the target's largest logits along every rollout (see `fill_dataset`).
 
     Args:
-        source: what tells them.
+        source: the target in this process, or a server of it.
         rollouts: the target's completions, columns of `ROLLOUTS`, and its states if they keep them.
         folder: where the dataset goes.
         config: rollouts of a shard.
@@ -99,7 +85,7 @@ def make_logits(
 
 @dataclass(frozen=True, slots=True)
 class ModelLogits:
-    """A `Source`: the target in this process, a forward over each rollout.
+    """The logits of rollouts by the target in this process, a forward over each.
 
     Rollouts that keep the target's states are not read again. Batches depend on the shard alone.
 
@@ -117,7 +103,11 @@ class ModelLogits:
         return self.target.vocabulary
 
     def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
-        """See `Source`. Raises ConfigError if a rollout is longer than the target's context."""
+        """Each rollout with its columns of `TOP_LOGITS`, in the order given.
+
+        Raises:
+            ConfigError: if a rollout is longer than the target's context.
+        """
         source = ModelSource(self.target, SamplingConfig())
 
         def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:

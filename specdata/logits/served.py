@@ -54,7 +54,7 @@ class SglangAnswer(Answer):
 
 @dataclass(frozen=True, slots=True)
 class ServedLogits:
-    """A `specdata.logits.make.Source`: a server that runs the target.
+    """The logits of rollouts by a server that runs the target.
 
     Attributes:
         client: asks it.
@@ -71,7 +71,7 @@ class ServedLogits:
     vocabulary: int
 
     def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
-        """See `Source`; many requests are under way at once.
+        """Each rollout with its columns of `TOP_LOGITS`; many requests are under way at once.
 
         Raises:
             ConfigError: if an answer is refused or unusable.
