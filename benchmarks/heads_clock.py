@@ -47,15 +47,15 @@ def summary(results: Results) -> dict[str, Any]:
     ]
     chains = [row for row in rows if row.method.is_chain and row.method.verifier == "token"]
     fixed = [row for row in chains if row.method.fixed_length]
-    made: dict[str, Any] = {
+    shares: dict[str, Any] = {
         "prompts": len({each.prompt_id for run in rows[0].runs for each in run.generations})
     }
     heads = [row for row in chains if row.runs[0].head]
     rules = [row for row in chains if not row.runs[0].head and row not in fixed]
     for name, rivals in (("over_best_k", fixed), ("over_best_rule", rules)):
-        if heads and (found := saved(max(heads, key=PooledRow.speed), rivals)):
-            made[name] = found
-    made["methods"] = {
+        if heads and (share := saved(max(heads, key=PooledRow.speed), rivals)):
+            shares[name] = share
+    shares["methods"] = {
         row.name: {
             "tokens_per_second": row.speed(),
             "tokens_a_call": row.value("block_efficiency"),
@@ -63,7 +63,7 @@ def summary(results: Results) -> dict[str, Any]:
         }
         for row in rows
     }
-    return {**made, "environment": results.environment.model_dump(mode="json")}
+    return {**shares, "environment": results.environment.model_dump(mode="json")}
 
 
 def main() -> None:

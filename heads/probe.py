@@ -75,13 +75,13 @@ def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
         )
     if head.probe is None:
         return
-    recorded, found = torch.tensor(head.probe), torch.tensor(probe_of(draft))
-    if recorded.shape != found.shape:
+    recorded, values = torch.tensor(head.probe), torch.tensor(probe_of(draft))
+    if recorded.shape != values.shape:
         raise ConfigError(
-            f"the head's config.json must hold a probe of {len(found)} numbers, it holds "
+            f"the head's config.json must hold a probe of {len(values)} numbers, it holds "
             f"{len(recorded)}: restore it"
         )
-    error = float((found - recorded).norm() / recorded.norm())
+    error = float((values - recorded).norm() / recorded.norm())
     if not error <= BOUND:
         raise ConfigError(
             f"the head was trained for another draft ({head.draft or 'its name is not recorded'}): "

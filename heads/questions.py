@@ -121,8 +121,8 @@ class DrawnQuestions:
         step = max(1, VALUES_AT_ONCE // (vocabulary * batch.tokens.shape[1]))
         pieces: dict[str, list[Tensor]] = {name: [] for name in names}
         for start in range(0, len(states), step):
-            here = slice(start, start + step)
-            drafted = self._drafted(states[here], batch.tokens[here], to_logits)
+            at = slice(start, start + step)
+            drafted = self._drafted(states[at], batch.tokens[at], to_logits)
             for name in names:
                 pieces[name].append(FEATURES[name].compute(drafted))
         return {name: torch.cat(piece) for name, piece in pieces.items()}
@@ -193,8 +193,8 @@ class FeatureCache:
         """
         count, shown = len(self.sizes), accelerator.is_main_process
         starts = range(0, count, ROWS_IN_SHARD)
-        own = starts[accelerator.process_index :: accelerator.num_processes]
-        missing = [start for start in own if not self._path(start // ROWS_IN_SHARD).is_file()]
+        share = starts[accelerator.process_index :: accelerator.num_processes]
+        missing = [start for start in share if not self._path(start // ROWS_IN_SHARD).is_file()]
         with progress(len(missing), "draft's states", "shard", is_shown=shown) as bar:
             for start in missing:
                 computed = features(range(start, min(start + ROWS_IN_SHARD, count)))
@@ -221,8 +221,8 @@ class FeatureCache:
         if shard not in self._open:
             self._open[shard] = safe_open(self._path(shard), framework="pt")
         begin = sum(self.sizes[shard * ROWS_IN_SHARD : row.index])
-        file, here = self._open[shard], slice(begin, begin + self.sizes[row.index])
-        stored = {name: file.get_slice(name)[here] for name in file.keys()}  # noqa: SIM118, no dict
+        file, at = self._open[shard], slice(begin, begin + self.sizes[row.index])
+        stored = {name: file.get_slice(name)[at] for name in file.keys()}  # noqa: SIM118, no dict
         return {
             name: values if values.dim() > 2 else values[:, list(row.draws)]
             for name, values in stored.items()
@@ -241,13 +241,13 @@ def cached(
 ) -> FeatureCache:
     """The draft's states along the training rows, on the disk; made here if they are not there."""
 
-    def features(here: range) -> dict[str, Tensor]:
+    def features(indices: range) -> dict[str, Tensor]:
         pieces = []
-        for start in range(here.start, here.stop, micro_batch_size):
-            part = [rows[index] for index in here[start - here.start :][:micro_batch_size]]
+        for start in range(0, len(indices), micro_batch_size):
+            labels = [rows[index] for index in indices[start : start + micro_batch_size]]
             whole = [
                 drawn_row(row, draws=range(draws_of(row)), max_length=questions.max_length)
-                for row in part
+                for row in labels
             ]
             pieces.append(questions.of_draft(Batch.of(whole, questions.draft.device)))
         return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}

@@ -1,11 +1,8 @@
 """Heads in the format that SpecDec++ was released in, read as heads of `kind: specdec++`.
 
-    python -m heads.released FOLDER OUT --draft meta-llama/Llama-2-7b-chat-hf
-
-FOLDER holds the `config.json` and the weights that the official code's `save_pretrained` wrote
+A folder holds the `config.json` and the weights that the official code's `save_pretrained` wrote
 (github.com/Kaffaljidhmah2/SpecDec_pp, commit 55531dc; its head for Llama 2 chat is
-huggingface.co/hacky/acchead-llama2-chat-7bx70b); OUT becomes a folder for
-`AcceptanceHead.from_pretrained`. The formats differ in two things:
+huggingface.co/hacky/acchead-llama2-chat-7bx70b). It differs from ours in two things:
 
 - the released network is `Sequential(*[block] * num_layers, Linear(H, 2))`: one block object,
   applied several times. Ours has as many blocks, and each gets a copy of its weights.
@@ -15,8 +12,6 @@ huggingface.co/hacky/acchead-llama2-chat-7bx70b); OUT becomes a folder for
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,17 +23,13 @@ from torch import Tensor
 
 from heads.model import AcceptanceHead
 from specdata.errors import ConfigError
-from specdata.storage.files import atomic_folder
 from specdata.storage.resume import read_record
-
-# The weight of rejections in the loss of the released head (its README: layer=3, weight=6).
-RELEASED_WEIGHT = 6.0
 
 
 def from_released(
     folder: str | Path,
     *,
-    rejection_weight: float = RELEASED_WEIGHT,
+    rejection_weight: float = 6.0,
     draft: str | None = None,
     sampling: dict[str, Any] | None = None,
 ) -> AcceptanceHead:
@@ -48,7 +39,8 @@ def from_released(
         folder: with `config.json` (hidden_size, num_layers) and model.safetensors, or else
             pytorch_model.bin, of which only tensors are read.
         rejection_weight: the weight of rejections in its training loss, which the format does not
-            record. Only `probability` depends on it, the rule with a threshold does not.
+            record (6 in that of Llama 2 chat). Only `probability` depends on it, the rule with a
+            threshold does not.
         draft: name of the draft whose hidden states it reads, to be recorded.
         sampling: temperature, top_k and top_p of its labels, to be recorded.
 
@@ -128,34 +120,3 @@ def _translated(weights: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
         ours[f"output.{kind}"] = (accepted - rejected).reshape(1, -1).float()
     ours["output.bias"] = ours["output.bias"].reshape(1)
     return ours
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Read a released head and write ours; mistakes end with exit status 2."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m heads.released", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("folder", type=Path, help="of the released head")
-    parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--draft", help="name of the draft whose hidden states it reads")
-    parser.add_argument(
-        "--rejection-weight",
-        type=float,
-        default=RELEASED_WEIGHT,
-        help="weight of rejections in its training loss (default: %(default)s)",
-    )
-    options = parser.parse_args(arguments)
-    try:
-        head = from_released(
-            options.folder, rejection_weight=options.rejection_weight, draft=options.draft
-        )
-        with atomic_folder(options.out) as folder:
-            head.save_pretrained(folder)
-    except (ValueError, FileExistsError) as error:
-        parser.error(str(error))
-    sys.stdout.write(f"{options.out}: head of {head.depth} blocks, width {head.hidden_size}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -42,6 +42,7 @@ DOES = {
     "trees": "Search for the best draft tree along held-out text of the target.",
     "import-eagle3": "Read a published EAGLE-3 draft, to decode with it here.",
     "export-eagle3": "Write a draft in EAGLE-3's layout, for engines.",
+    "import-head": "Read a head in SpecDec++'s released format, to decode with it here.",
     "doctor": "Examine a published EAGLE-3 draft: why it is accepted or not.",
     "table": "Print a finished evaluation as a table for a README, and copy what to commit of it.",
 }

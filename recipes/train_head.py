@@ -175,8 +175,8 @@ class Head(Stage):
     def size(self) -> str:
         """The head, and what its training keeps for a while."""
         rollouts, width = self.config.rollouts, draft_width(self.config)
-        train = [wanted for wanted in rollouts.sets if wanted.split == "train"]
-        counts = [size_of(wanted, self.config.seed) for wanted in train]
+        train = [each for each in rollouts.sets if each.split == "train"]
+        counts = [size_of(each, self.config.seed) for each in train]
         assert self.config.head is not None
         if self.config.head.cache != "disk" or width is None or None in counts:
             return "the head"

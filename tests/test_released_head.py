@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from heads import AcceptanceHead
-from heads.released import from_released, main
+from heads.released import from_released
+from recipes.command import run_tool
 
 HIDDEN = 12
 
@@ -86,15 +87,16 @@ def test_the_command_writes_a_head_and_says_so(
 ) -> None:
     theirs, hidden = released(tmp_path / "theirs", 3), torch.randn(20, HIDDEN)
     out = tmp_path / "ours"
-    main([str(tmp_path / "theirs"), str(out), "--draft", "org/draft", "--rejection-weight", "12"])
+    command = [str(tmp_path / "theirs"), "--out", str(out)]
+    assert not run_tool(
+        "import-head", [*command, "--draft", "org/draft", "--rejection-weight", "12"]
+    )
     assert capsys.readouterr().out == f"{out}: head of 3 blocks, width {HIDDEN}\n"
     head = AcceptanceHead.from_pretrained(out)
     torch.testing.assert_close(torch.sigmoid(head(hidden)).detach(), accepted(theirs, hidden))
     assert (head.draft, head.rejection_weight) == ("org/draft", 12.0)
-    with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path / "theirs"), str(out)])
-    assert stopped.value.code == 2
-    assert "must not exist yet" in capsys.readouterr().err
+    assert run_tool("import-head", command) == 2
+    assert "give another --out" in capsys.readouterr().err
     assert AcceptanceHead.from_pretrained(out).rejection_weight == 12.0  # nothing is lost
 
 

@@ -94,8 +94,8 @@ def generate(
         raise ValueError("assistant_model must be the draft model, got None")
     longest = num_assistant_tokens
     if longest is None:
-        own = None if acceptance_head is not None else draft.generation_config.num_assistant_tokens
-        longest = own or 20
+        asked = draft.generation_config.num_assistant_tokens if acceptance_head is None else None
+        longest = asked or 20
     _check_arguments(arguments, threshold, longest)
 
     # The usual `generate` prepares everything, then calls this in place of its own loop.
@@ -243,8 +243,8 @@ class _PrefixAcceptance:
             logit = self.head(state)
         else:
             ids = distribution.new_tensor(token, dtype=torch.long)
-            known = torch.where(ids < self.vocabulary, ids, 0)
-            logit = self.head(distribution, state, ids, self.embeddings(known))
+            embedding = self.embeddings(torch.where(ids < self.vocabulary, ids, 0))
+            logit = self.head(distribution, state, ids, embedding)
         self.product *= float(torch.sigmoid(logit))
         return self.product
 
@@ -276,10 +276,10 @@ class _CachedModel:
     def read(self, tokens: list[int], count: int) -> Tensor:
         """Append tokens: the logits (count, V) after the last `count` of them."""
         # An id that only the target has is replaced: a worse guess, never another distribution.
-        known = [token if token < self.own_vocabulary else 0 for token in tokens]
+        ids = [token if token < self.own_vocabulary else 0 for token in tokens]
         with self._keeping_state() if self.with_state else nullcontext():
             output = self.model(
-                input_ids=torch.tensor([known], device=self.model.device),
+                input_ids=torch.tensor([ids], device=self.model.device),
                 past_key_values=self.cache,
                 use_cache=True,
                 **({"logits_to_keep": count} if self.takes_count else {}),
