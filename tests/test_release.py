@@ -260,7 +260,8 @@ def test_every_number_of_the_table_is_in_the_results(
     assert pair.results.environment.git_commit[:7] in text  # type: ignore[index]
     if kind == "draft":
         longest = next(r for r in pair.results.of("alpaca") if r.name == "fixed-12")
-        assert ", ".join(f"{share:.3f}" for share in longest.acceptance_by_position) in text
+        shares = ", ".join(f"{share:.3f}" for share in longest.acceptance_by_position)
+        assert f"- alpaca, fixed-12: {shares}\n" in text
     assert "Prompts: alpaca 12, gsm8k 12" in text
     assert "95 %" in text
 

@@ -154,6 +154,7 @@ def test_the_page_shows_every_method_with_its_figures(page: Page, results: Resul
         assert run.name in text
         assert f"{run.block_efficiency:.2f}" in text
         assert f"{run.speedup:.2f}x" in text
+    assert "decoder=" not in text, "a method is called by its name"
     for row in pool(results):
         assert f"{row.value('verification_rate'):.3f}" in text
     for name, meaning in COLUMNS:

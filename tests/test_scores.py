@@ -147,6 +147,7 @@ def test_an_evaluation_scores_what_has_a_reference_and_goes_on_where_it_stopped(
     ]
     page = render_page(results, Context())
     assert "Scores of the texts" in page
+    assert f"{uno.dataset}, uno<" in page
     assert f"{uno.scores['win_rate']:.3f}" in page
 
     # As if it had been killed after two prompts.

@@ -389,7 +389,7 @@ def _scores(results: Results) -> Fold | None:
                 low, high = run.intervals[name]
                 cells[place] = f"{run.scores[name]:.3f} [{low:.3f}, {high:.3f}]"
         if run.scores:
-            rows.append((f"{run.dataset}, {run.method}", cells))
+            rows.append((f"{run.dataset}, {run.name}", cells))
     sentence = "What the texts are worth; a lossless method has the target's scores but for luck."
     columns = [(name.replace("_", " "), SCORES[name]) for name in names]
     return Fold("Scores of the texts", sentence, columns, rows) if rows else None
