@@ -31,14 +31,6 @@ LARGE_V = 32768
 DRAFTS, REPEATS, BUDGET_SECONDS = 12, 5, 2.0
 TINY_V = 200  # small enough for the full linear program, which is compared with the truncated
 
-# Settings of verifiers that have some; "lp" is timed at V = 200 only.
-SETTINGS: Mapping[str, list[dict[str, Any]]] = {
-    "biased_uno": [{"epsilon": 0.1}],
-    "biased_opt": [{"epsilon": 0.1}],
-    "importance": [{"solver": "truncated"}, {"solver": "truncated_nosort"}, {"solver": "luce"}],
-    "multipath_block": [{"solver": "truncated"}, {"solver": "luce"}],
-}
-
 Maker = Callable[[Tensor, torch.Generator], DraftTree]
 
 
@@ -179,8 +171,8 @@ def time_draws(
 def every_verifier() -> Iterator[tuple[str, dict[str, Any], Verifier]]:
     """Every verifier with the settings it is timed with."""
     for name, entry in VERIFIERS.items():
-        for settings in SETTINGS.get(name, [{}]):
-            yield name, settings, entry.make(**settings)
+        for settings in entry.grid:
+            yield name, dict(settings), entry.make(**settings)
 
 
 def measurements(vocabulary: int, generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -234,7 +226,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(options.seed)
-    records = list(selection_at_one_position(generator)) if "importance" in VERIFIERS else []
+    records = list(selection_at_one_position(generator))
     for vocabulary in options.vocabularies:
         records += measurements(vocabulary, generator)
     for record in records:

@@ -42,9 +42,9 @@ def copied(folder: Path, *sections: str) -> Path:
         for name, how, where, block in blocks:
             path = folder / name
             assert path.exists() == bool(how), name
-            known = path.read_text() if how else ""
-            edit = {"before": before, "into": into}.get(how, lambda _known, _where, new: new)
-            path.write_text(edit(known, where, block))
+            source = path.read_text() if how else ""
+            edit = {"before": before, "into": into}.get(how, lambda _source, _where, new: new)
+            path.write_text(edit(source, where, block))
     return folder
 
 
@@ -110,6 +110,12 @@ def test_the_tests_that_a_section_names_pass_once_its_edits_are_made(
         run(tree, *pytest_, "-k", "Survey", "tests/test_stages.py")
 
 
+def test_the_fast_tier_passes_once_all_edits_are_made(tmp_path: Path) -> None:
+    """So that no section leaves out a file. It takes as long as the fast tier of the tree."""
+    tree = copied(tmp_path, *SECTIONS)
+    run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive")
+
+
 def test_one_pipeline_uses_all_that_was_added(tmp_path: Path) -> None:
     """The prompts, the stage, the loss, the feature, the verifier and the rule."""
     tree, config = copied(tmp_path, *SECTIONS), copy.deepcopy(CONFIG)
@@ -121,20 +127,29 @@ def test_one_pipeline_uses_all_that_was_added(tmp_path: Path) -> None:
     config["draft"]["objective"] = "hellinger"
     config["head"] |= {"kind": "immediate", "features": ["hidden_before", "is_best"]}
     config["eval"]["methods"] += [
-        {"name": "hesitant", "verifier": "hesitant", "length": 3},
+        {
+            "name": "hesitant",
+            "verifier": "hesitant",
+            "verifier_args": {"share": 0.5},
+            "length": 3,
+        },
         {"name": "patient", "stop": "patience", "patience": 2},
     ]
     (tree / "all.yaml").write_text(yaml.safe_dump(config))
     run(tree, "recipes/pipeline.py", "--config", "all.yaml")
 
-    def made(path: str) -> Any:
+    def written(path: str) -> Any:
         return json.loads((tree / "out" / path).read_text())
 
-    assert [each["kept"] for each in made("rollouts/run.json")["results"]["prompts"]] == [16, 8, 4]
-    assert made("survey/survey.json")["rows"] == 28
-    assert made("draft/run.json")["settings"]["draft"]["objective"] == "hellinger"
-    assert made("head/model/config.json")["reads"] == ["hidden_before", "is_best"]
-    runs = {each["method"]: each for each in made("eval/results.json")["runs"]}
+    assert [each["kept"] for each in written("rollouts/run.json")["results"]["prompts"]] == [
+        16,
+        8,
+        4,
+    ]
+    assert written("survey/survey.json")["rows"] == 28
+    assert written("draft/run.json")["settings"]["draft"]["objective"] == "hellinger"
+    assert written("head/model/config.json")["reads"] == ["hidden_before", "is_best"]
+    runs = {each["method"]: each for each in written("eval/results.json")["runs"]}
     assert runs["hesitant"]["verifier"] == "hesitant"
     assert runs["patient"]["stop"] == "patience"
     assert all(runs[name]["rounds"] > 0 for name in ("hesitant", "patient", "head"))

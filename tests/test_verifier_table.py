@@ -62,46 +62,50 @@ def table_at(
 ) -> tuple[dict[str, Expected], dict[str, Enumerated], list[Any]]:
     """Verifiers at every round of texts."""
     ends = end_ids(pair[0])
-    own = {name: Enumerated(VERIFIERS[name].make(), ends) for name in {*references, *names}}
+    verifiers = {name: Enumerated(VERIFIERS[name].make(), ends) for name in {*references, *names}}
     starts = drafted(
         *pair,
         prompts,
         DecodeConfig(verifier=references[0], **settings),
-        references=[own[name].verifier for name in references],
+        references=[verifiers[name].verifier for name in references],
         max_new_tokens=tokens,
         size=64,
     )
-    asked = [own[name] for name in references]
+    asked = [verifiers[name] for name in references]
     texts = range(len(prompts))
-    return {name: expected(own[name], asked, starts, texts) for name in names}, own, starts
+    return (
+        {name: expected(verifiers[name], asked, starts, texts) for name in names},
+        verifiers,
+        starts,
+    )
 
 
 def test_a_place_counts_by_how_a_round_ends_there_and_a_call_emits_what_its_verdict_says() -> None:
-    found, own, starts = table_at(TREE, ("rrs", "naive"), ["kseq"], tiny_prompts(6))
+    table, verifiers, starts = table_at(TREE, ("rrs", "naive"), ["kseq"], tiny_prompts(6))
     checked = 0
     for index, place in enumerate(starts):
-        here = place.here
-        if len(here.tree):
-            stop = own["kseq"].verifier(here.tree, here.target).stop
+        scored = place.round
+        if len(scored.tree):
+            stop = verifiers["kseq"].verifier(scored.tree, scored.target).stop
             paths = [
-                [here.tree.token_list[n - 1] for n in here.tree.path_to(node)]
+                [scored.tree.token_list[n - 1] for n in scored.tree.path_to(node)]
                 for node in range(len(stop))
             ]
             emitted = [len(path) + (END not in path) for path in paths]
-            assert found["kseq"].tokens[index] == pytest.approx(
+            assert table["kseq"].tokens[index] == pytest.approx(
                 float(stop @ torch.tensor(emitted, dtype=stop.dtype)), abs=1e-12
             )
         if place.before is None:
-            assert found["kseq"].weight[index] == 1.0
+            assert table["kseq"].weight[index] == 1.0
             continue
         last, chance = place.before, {}
         path = last.paths[last.node]
         for name in ("kseq", "rrs", "naive"):
-            verdict = own[name].verifier(last.tree, last.target)
+            verdict = verifiers[name].verifier(last.tree, last.target)
             ends = verdict.stop * verdict.bonus[:, last.token]
             chance[name] = sum(float(e) for e, p in zip(ends, last.paths, strict=True) if p == path)
-        wanted = min(8.0, 2 * chance["kseq"] / (chance["rrs"] + chance["naive"]))
-        assert found["kseq"].weight[index] == pytest.approx(wanted, abs=1e-9)
+        weight = min(8.0, 2 * chance["kseq"] / (chance["rrs"] + chance["naive"]))
+        assert table["kseq"].weight[index] == pytest.approx(weight, abs=1e-9)
         checked += 1
     assert checked > 10
 
@@ -115,7 +119,7 @@ def test_of_a_draft_on_states_a_text_begins_with_a_round_without_a_draft() -> No
     )
     first = [place for place in places if place.before is None]
     assert len(first) == 8 < len(places) / 4
-    assert not any(len(place.here.tree) for place in first)
+    assert not any(len(place.round.tree) for place in first)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_a_large_vocabulary_is_enumerated_over_a_smaller_one_with_the_same_count
         for weights, size in ((target.lm_head.weight, 0.8), (draft.lm_head.weight, 0.2)):
             weights += size * torch.randn(weights.shape, generator=generator)
         draft.lm_head.weight += target.lm_head.weight - draft.lm_head.weight.mean()
-    own = [
+    verifiers = [
         Enumerated(VERIFIERS[name].make(**parameters), end_ids(target))
         for name, parameters in KINDS[kind].rows()
         if "alphabet" not in parameters
@@ -149,7 +153,7 @@ def test_a_large_vocabulary_is_enumerated_over_a_smaller_one_with_the_same_count
         whole = Scored(tree, scores, token, node, paths)
         small = Scored(*reduced(tree, scores, token), node, paths)
         assert small.target.shape[-1] < 1200
-        for each in own:
+        for each in verifiers:
             assert each(small) == pytest.approx(each(whole), abs=2e-3), each.verifier.name
             most = max(most, each(small)[1])
     assert most > 0.4, "drafts that are never accepted would show nothing"
@@ -189,11 +193,11 @@ def test_tokens_a_call_are_those_of_decoding(
         loaded = load_prompts(sets, load_tokenizer(target), seed=0, max_tokens=room)
         prompts = [torch.tensor(prompt.ids) for prompt in loaded.prompts]
         assert len(prompts) == 192
-    found, _, _ = table_at(settings, references, names, prompts, pair, most)
+    table, _, _ = table_at(settings, references, names, prompts, pair, most)
     weights = resamples(len(prompts))
     for name in names:
         decoder = SpeculativeDecoder.from_config(*pair, DecodeConfig(verifier=name, **settings))
-        made = decoder.generate_batch(
+        generations = decoder.generate_batch(
             prompts,
             max_new_tokens=most,
             generators=[generator_for(7, str(index)) for index in range(len(prompts))],
@@ -201,9 +205,9 @@ def test_tokens_a_call_are_those_of_decoding(
         )
         tokens, calls = (
             weights @ np.array([len(each) for each in column], dtype=np.float64)
-            for column in zip(*((one.tokens, one.rounds) for one in made), strict=True)
+            for column in zip(*((one.tokens, one.rounds) for one in generations), strict=True)
         )
-        gap = found[name].mean(found[name].tokens) - tokens / calls
+        gap = table[name].mean(table[name].tokens) - tokens / calls
         wide = 1.5 * np.nanstd(gap[1:])  # both sides resample the same prompts
         assert abs(gap[0]) < 2 * wide, (name, Interval.of(gap))
 
@@ -251,10 +255,11 @@ def test_speeds_are_predicted_from_the_times_of_drafts_of_the_same_shape() -> No
     chains = [record(9, 36, 36, 0.001, 0.0002), record(5, 40, 40, 0.001, 0.0002)]
     trees = [record(6, 60, 18, 0.002, 0.0005)]
     times = Times.of(plain, chains, trees)
-    for branches, (own, extra) in enumerate(((0.001, 0.0002), (0.002, 0.0005))):
-        mine = times[bool(branches)]
-        made = (mine.plain, mine.round, mine.forward, mine.node)
-        assert made == pytest.approx((0.005, 0.01 + extra, own, 0.0005))
+    for branches, (forward, extra) in enumerate(((0.001, 0.0002), (0.002, 0.0005))):
+        fit = times[bool(branches)]
+        assert (fit.plain, fit.round, fit.forward, fit.node) == pytest.approx(
+            (0.005, 0.01 + extra, forward, 0.0005)
+        )
     assert Times.of(plain, chains, [])[True].forward == times[False].forward
     assert Times.of([], chains, trees) == {}
 
@@ -269,12 +274,12 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path
         {"mine": DecodeConfig("block", length=4)},
         max_new_tokens=8,
     )
-    said: list[str] = []
-    rows = verifier_table(measured, seconds=0.1, folder=tmp_path, report=said.append)
-    assert said == list(KINDS)
+    reported: list[str] = []
+    rows = verifier_table(measured, seconds=0.1, folder=tmp_path, report=reported.append)
+    assert reported == list(KINDS)
     (tmp_path / "tree 4x2x2.json").unlink()
-    again = verifier_table(measured, seconds=0.1, folder=tmp_path, report=said.append)
-    assert said[len(KINDS) :] == ["tree 4x2x2"]
+    again = verifier_table(measured, seconds=0.1, folder=tmp_path, report=reported.append)
+    assert reported[len(KINDS) :] == ["tree 4x2x2"]
     others = [row for row in rows if row.draft_kind != "tree 4x2x2"]
     assert [row for row in again if row.draft_kind != "tree 4x2x2"] == others
     assert {row.dataset for row in rows} == {ALL_SETS, "a", "b"}
@@ -304,10 +309,10 @@ def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
     pair = [str(tiny_pair / "target"), str(tiny_pair / "draft")]
     small = ["--seconds", "1", "--max-new-tokens", "6", "--out", str(tmp_path / "out")]
     assert run_tool("verifiers", [*pair, "--prompts", str(prompts), *small]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Of ")
-    assert "over the target alone here: " in said
-    assert "| chain of 4 | block |" in said
+    reported = capsys.readouterr().out
+    assert reported.startswith("Of ")
+    assert "over the target alone here: " in reported
+    assert "| chain of 4 | block |" in reported
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"verifiers.md", "verifiers.json", "verifiers.png"}
     assert run_tool("verifiers", [*pair, "--prompts", "maths", "--count", "1", *small]) == 0, (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS
-from eval.verifiers.rule import Verifier
+from eval.verifiers.rule import GeneratorRng, Verifier
 from tests.chi_square import p_value, power_of_shift
 from tests.oracles import (
     CASES,
@@ -142,6 +142,21 @@ def test_refuses_a_target_of_another_shape(verifier: Verifier) -> None:
 
 
 # --- sampling ---
+
+
+def test_the_decoders_random_numbers_follow_the_weights() -> None:
+    """Of what samples for every rule: fails by chance once in ten thousand."""
+    rng, draws, weights = (
+        GeneratorRng(torch.Generator().manual_seed(2)),
+        2_000,
+        (1.5, 0.0, 2.0, 0.5),
+    )
+    counts = Counter(rng.categorical(weights) for _ in range(draws))
+    exact = {index: weight / sum(weights) for index, weight in enumerate(weights)}
+    assert power_of_shift(exact, 0.1, draws, 1e-4) > 0.99
+    assert p_value(counts, exact) > 1e-4
+    accepted = Counter(int(rng.bernoulli(0.3)) for _ in range(draws))
+    assert p_value(accepted, {1: 0.3, 0: 0.7}) > 1e-4
 
 
 @pytest.mark.slow

@@ -106,12 +106,12 @@ class Start:
 
     Attributes:
         text: the number of its prompt.
-        here: the round.
+        round: the round.
         before: the round that ended here; None for the first of a text.
     """
 
     text: int
-    here: Scored
+    round: Scored
     before: Scored | None
 
 
@@ -208,12 +208,12 @@ def drafted(
     Raises:
         ConfigError: if the models cannot decode so.
     """
-    own = config.make_verifier()
+    default = config.make_verifier()
     recorder = _Recorder(
         "mixture",
-        own.rule,
-        own.takes,
-        references=tuple(references) or (own,),
+        default.rule,
+        default.takes,
+        references=tuple(references) or (default,),
         timed=[] if timed is None else timed,
     )
     generators = [generator_for(seed, "verifiers", str(index)) for index in range(len(prompts))]
@@ -227,11 +227,11 @@ def drafted(
         rounds = iter(recorder.rounds.get(id(generator), []))
         before: Scored | None = None
         for record in generation.rounds:
-            here = Scored(no_draft, torch.empty(1, 1), 0, 0, [()])  # begins or ends a text
+            scored = Scored(no_draft, torch.empty(1, 1), 0, 0, [()])  # begins or ends a text
             if record.drafted:
-                here = replace(next(rounds), forwards=record.draft_forwards)
-            starts.append(Start(text, here, before))
-            before = here
+                scored = replace(next(rounds), forwards=record.draft_forwards)
+            starts.append(Start(text, scored, before))
+            before = scored
     return starts
 
 
@@ -309,7 +309,7 @@ class Expected:
 
 
 def expected(
-    own: Enumerated,
+    verifier: Enumerated,
     references: Sequence[Enumerated],
     places: Sequence[Start],
     texts: Collection[int],
@@ -317,7 +317,7 @@ def expected(
     """Enumerate a verifier at those places that are in some texts.
 
     Args:
-        own: the verifier.
+        verifier: the verifier.
         references: those that `drafted` was given.
         places: of a kind of draft that it takes.
         texts: the numbers of the texts.
@@ -326,11 +326,11 @@ def expected(
     for place in places:
         if place.text not in number:
             continue
-        tokens, accepted, _ = own(place.here)
+        tokens, accepted, _ = verifier(place.round)
         weight = 1.0
         if place.before is not None:
             met = sum(reference(place.before)[2] for reference in references) / len(references)
-            weight = min(MOST_WEIGHT, own(place.before)[2] / met) if met > 0 else 1.0
+            weight = min(MOST_WEIGHT, verifier(place.before)[2] / met) if met > 0 else 1.0
         rows.append((number[place.text], weight, tokens, accepted))
     text, *others = np.array(rows, dtype=np.float64).reshape(-1, 4).T
     return Expected(len(number), text.astype(np.int64), *others)
@@ -403,22 +403,22 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
     begun = time.thread_time()
     config, rows = kind.config(measured.sampling), kind.rows()
     ends = end_ids(measured.target)
-    own = [Enumerated(VERIFIERS[name].make(**parameters), ends) for name, parameters in rows]
-    references = own[: len(kind.references)]
+    verifiers = [Enumerated(VERIFIERS[name].make(**parameters), ends) for name, parameters in rows]
+    references = verifiers[: len(kind.references)]
     timed: list[tuple[DraftTree, Tensor]] = []
     places, texts = _places(kind, config, measured, references, seconds / 2, timed)
-    micros = [_microseconds(each.verifier, timed) for each in own]
+    micros = [_microseconds(each.verifier, timed) for each in verifiers]
     until = begun + max(seconds, 1.25 * (time.thread_time() - begun))
-    counts = _enumerate(own, references, places, until)
+    counts = _enumerate(verifiers, references, places, until)
     optima = _optima(config, places)
-    forwards = float(np.mean([place.here.forwards for place in places]))
-    nodes = float(np.mean([len(place.here.tree) for place in places]))
+    forwards = float(np.mean([place.round.forwards for place in places]))
+    nodes = float(np.mean([len(place.round.tree) for place in places]))
 
     table = []
     sets = list(dict.fromkeys(texts))
     for dataset in ([ALL_SETS] if len(sets) > 1 else []) + sets:
         inside = [index for index, each in enumerate(texts) if dataset in (ALL_SETS, each)]
-        parts = [expected(each, references, places[: counts[each]], inside) for each in own]
+        parts = [expected(each, references, places[: counts[each]], inside) for each in verifiers]
         best = np.array(
             [a for a, place in zip(optima, places, strict=False) if place.text in inside]
         )
@@ -457,7 +457,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
                     # Where no place of a set has a weight, its means are of nothing.
                     ceiling=None if np.isnan(ceiling) else float(ceiling),
                     share_of_ceiling=None if np.isnan(share) else float(share),
-                    bias=_bias(own[index], parameters, places),
+                    bias=_bias(verifiers[index], parameters, places),
                     microseconds=micros[index],
                     speedup=speedup,
                     decoded=next(
@@ -469,7 +469,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
 
 
 def _enumerate(
-    own: Sequence[Enumerated],
+    verifiers: Sequence[Enumerated],
     references: Sequence[Enumerated],
     places: Sequence[Start],
     until: float,
@@ -478,15 +478,15 @@ def _enumerate(
 
     One that has had its share of the time goes no further; references do, for weights need them.
     """
-    share = max(0.0, until - time.thread_time()) / len(own)
-    going, counts = list(own), dict.fromkeys(own, 0)
+    share = max(0.0, until - time.thread_time()) / len(verifiers)
+    going, counts = list(verifiers), dict.fromkeys(verifiers, 0)
     for index, place in enumerate(places):
         if index >= ENOUGH:
             going = [each for each in going if each in references or each.seconds < share]
             if time.thread_time() > until:
                 break
         for each in going:
-            each(place.here)
+            each(place.round)
             if place.before is not None:
                 each(place.before)
             counts[each] = index + 1
@@ -527,7 +527,7 @@ def _places(
         places += [replace(place, text=len(texts) + place.text) for place in starts]
         texts += [dataset for dataset, _ in batch]
         spent = time.thread_time() - begun
-        if sum(p.here.target.nbytes + p.here.tree.distributions.nbytes for p in places) > BYTES:
+        if sum(p.round.target.nbytes + p.round.tree.distributions.nbytes for p in places) > BYTES:
             break
     mixed = np.random.default_rng(measured.seed).permutation(len(places))
     return [places[index] for index in mixed], texts
@@ -551,28 +551,30 @@ def _optima(config: DecodeConfig, places: Sequence[Start]) -> list[float]:
         return []
     how: Literal["iid", "distinct"] = "iid" if config.how == "iid" else "distinct"
     return [
-        optimal_acceptance(here.target[0], here.tree.distributions[0], len(here.tree), how)
-        if len(here.tree)
+        optimal_acceptance(scored.target[0], scored.tree.distributions[0], len(scored.tree), how)
+        if len(scored.tree)
         else 0.0
-        for here in (place.here for place in places[:OPTIMA])
+        for scored in (place.round for place in places[:OPTIMA])
     ]
 
 
-def _bias(own: Enumerated, parameters: Mapping[str, Any], places: Sequence[Start]) -> float | None:
+def _bias(
+    enumerated: Enumerated, parameters: Mapping[str, Any], places: Sequence[Start]
+) -> float | None:
     """Total variation of an emitted token's distribution from p, on average over tokens of chains.
 
     A token after a whole accepted chain is drawn from p itself. None of a lossless verifier.
     """
-    spec = VERIFIERS[own.verifier.name]
+    spec = VERIFIERS[enumerated.verifier.name]
     if spec.lossless:
         return None
     away = tokens = 0.0
-    for scored in [place.here for place in places if len(place.here.tree)][:TIMED]:
+    for scored in [place.round for place in places if len(place.round.tree)][:TIMED]:
         lost = [
             spec.bias_at(p, q, **parameters)
             for p, q in zip(scored.target[:-1], scored.tree.distributions, strict=True)
         ]
-        tokens += own(scored)[0]
-        for weight, end in own.verifier.outcomes(scored.tree, scored.target):
+        tokens += enumerated(scored)[0]
+        for weight, end in enumerated.verifier.outcomes(scored.tree, scored.target):
             away += weight * sum(lost[: end.node + 1])
     return away / tokens if tokens else 0.0

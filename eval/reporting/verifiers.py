@@ -55,25 +55,25 @@ def of_all(rows: Sequence[VerifierRow]) -> list[VerifierRow]:
 
 def best(rows: Sequence[VerifierRow], verifier: str = "") -> VerifierRow:
     """The lossless row with the highest predicted speed, or tokens a call without times."""
-    found = [
+    lossless = [
         row
         for row in of_all(rows)
         if row.lossless and row.microseconds is not None and verifier in ("", row.verifier)
     ]
-    enough = [row for row in found if row.positions >= ENOUGH]
-    return max(enough or found, key=lambda row: row.speedup or row.expected_tokens.value)
+    enough = [row for row in lossless if row.positions >= ENOUGH]
+    return max(enough or lossless, key=lambda row: row.speedup or row.expected_tokens.value)
 
 
 def answer(rows: Sequence[VerifierRow]) -> str:
     """The winner, and what it gains over token verification."""
     lossless = {row.verifier for row in rows if row.lossless}
     winner, token = best(rows), best(rows, "token")
-    said = (
+    sentence = (
         f"Of {len(lossless)} lossless verifiers {winner.name} on {winner.draft_kind} is best:"
         f" {_tokens(winner.expected_tokens)} tokens a call"
     )
     if winner is token:
-        return said + "; no other is faster than token verification."
+        return sentence + "; no other is faster than token verification."
     pairs = [("tokens a call", winner.expected_tokens.value, token.expected_tokens.value)]
     if winner.speedup and token.speedup:
         pairs.append(("speed (predicted)", winner.speedup, token.speedup))
@@ -85,7 +85,7 @@ def answer(rows: Sequence[VerifierRow]) -> str:
         least = (pairs[-1][1] * slower) / (pairs[-1][2] * faster) - 1.0
     sure = "" if least > 0 else " (so few places do not tell them apart)"
     gains = ", ".join(f"{100 * (ours / its - 1):+.0f} % {what}" for what, ours, its in pairs)
-    return f"{said}; over token verification at its best, {token.draft_kind}: {gains}{sure}."
+    return f"{sentence}; over token verification at its best, {token.draft_kind}: {gains}{sure}."
 
 
 def pays(rows: Sequence[VerifierRow]) -> str:
@@ -144,8 +144,8 @@ def markdown(rows: Sequence[VerifierRow], results: Results | None = None) -> str
     heads = ["draft", "verifier", *(name for name, _ in COLUMNS)]
     lines = [heads, ["---", "---", *["--:"] * len(COLUMNS)]]
     for row in of_all(rows):
-        made = cells(row, measured)
-        lines.append([row.draft_kind, escape_markdown(_name(row)), *map(escape_markdown, made)])
+        names = [row.draft_kind, escape_markdown(_name(row))]
+        lines.append([*names, *map(escape_markdown, cells(row, measured))])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 

@@ -74,9 +74,11 @@ class VerifierSpec:
         unknown = [name for name in given if name not in names]
         missing = [n for n in names if n not in given and all(n in each for each in settings)]
         if unknown or missing:
-            known = ", ".join(names) or "none"
             wrong = f"it has no {', '.join(unknown)}" if unknown else f"it needs {missing[0]}"
-            raise ValueError(f"unusable parameters {dict(given)}: {wrong} (parameters: {known})")
+            raise ValueError(
+                f"unusable parameters {dict(given)}: {wrong}"
+                f" (parameters: {', '.join(names) or 'none'})"
+            )
 
     def make(self, **parameters: object) -> Verifier:
         """Build the verifier.

@@ -76,10 +76,10 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
         inside, weights, target, b = fitted(p, candidates)
         if not inside:
             return follow_if_drafted(p, tokens, rng)
-        chosen = inside[rng.categorical(weights)]
-        x = tokens[chosen]
+        selected = inside[rng.categorical(weights)]
+        x = tokens[selected]
         if rng.bernoulli(float(target[x]) / max(float(b[x]), SMALLEST)):
-            return chosen
+            return selected
         rest = residual(torch.from_numpy(target), torch.from_numpy(b))
         return follow_if_drafted(rest.to(p.device), tokens, rng)
 
@@ -104,13 +104,14 @@ def as_distributions(distributions: Sequence[Tensor]) -> list[Array]:
     distinct: list[tuple[Tensor, Array]] = []
     shared = []
     for distribution in distributions:
-        known = [
+        same = (
             array
             for seen, array in distinct
             if seen.data_ptr() == distribution.data_ptr() or torch.equal(seen, distribution)
-        ]
-        if not known:
-            known = [as_distribution(distribution)]
-            distinct.append((distribution, known[0]))
-        shared.append(known[0])
+        )
+        array = next(same, None)
+        if array is None:
+            array = as_distribution(distribution)
+            distinct.append((distribution, array))
+        shared.append(array)
     return shared

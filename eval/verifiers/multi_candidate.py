@@ -102,12 +102,12 @@ def greedy_draft(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
     residual is accepted if it lies in T. Lossless for any T that was fixed before the last draw.
     Acceptance: P(T) + sum_{x not in T} min(p, q').
     """
-    *chosen, x = candidates.tokens
-    q = _without(candidates.distributions[0], chosen)
+    *best, x = candidates.tokens
+    q = _without(candidates.distributions[0], best)
     if not float(q[x]) > 0:  # nothing was left to draw from: every candidate was chosen
         return follow_if_drafted(p, candidates.tokens, rng)
     if rng.bernoulli(float(p[x]) / float(q[x])):
-        return len(chosen)
+        return len(best)
     return follow_if_drafted(residual(p, q), candidates.tokens, rng)
 
 

@@ -49,13 +49,13 @@ def multipath_block(solver: Solver = "truncated", s: int = 5) -> Rule:
                 drafts = [tree.distribution_of(child) for child in children]
                 p = target[groups[-1][0]]
                 if len(tokens) == 1:
-                    chosen, distribution = 0, drafts[0].double()
+                    index, distribution = 0, drafts[0].double()
                 else:
                     selection = select(as_distribution(p), as_distributions(drafts))
-                    chosen = rng.categorical(selection.weights(tokens))
+                    index = rng.categorical(selection.weights(tokens))
                     distribution = torch.from_numpy(selection.distribution)
                 distributions.append(distribution.clamp(min=SMALLEST).to(p.device))
-                groups.append(tree.follow(children, chosen))
+                groups.append(tree.follow(children, index))
             # 2. Block verification of the selected path.
             nodes = [group[0] for group in groups]
             rows = target[nodes].double()

@@ -163,15 +163,15 @@ def _bounds(
     for order in (range(len(low)), range(len(low))[::-1]):
         slopes = _interpolant(low, high, order)
         gain = target - slopes @ drafts
-        chosen = inside | (open_tokens & (gain < 0))
-        bound = max(bound, float(gain[chosen].sum() + slopes @ low - low.prod()))
-        value = min(value, _value(target, drafts, chosen))
+        members = inside | (open_tokens & (gain < 0))
+        bound = max(bound, float(gain[members].sum() + slopes @ low - low.prod()))
+        value = min(value, _value(target, drafts, members))
     return value, bound, low, high
 
 
-def _value(target: Array, drafts: Array, chosen: NDArray[np.bool_]) -> float:
+def _value(target: Array, drafts: Array, members: NDArray[np.bool_]) -> float:
     """P(H) - prod_k Q_k(H)."""
-    return float(target[chosen].sum() - drafts[:, chosen].sum(axis=1).prod())
+    return float(target[members].sum() - drafts[:, members].sum(axis=1).prod())
 
 
 def _slopes(point: Array) -> Array:

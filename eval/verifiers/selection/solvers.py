@@ -123,16 +123,16 @@ def tournament(rules: PairRules, p: Array, distributions: Sequence[Array]) -> Se
         p: (V,) the target's distribution.
         distributions: (V,) of each draft, in order.
     """
-    distribution, chosen = distributions[0], []
+    distribution, chain = distributions[0], []
     for following in distributions[1:]:
         rule, distribution = best_rule(
             p, distribution, following, rules(p, distribution, following)
         )
-        chosen.append(rule)
+        chain.append(rule)
 
     def weights(tokens: list[int]) -> list[float]:
         chances = [1.0]
-        for rule, following in zip(chosen, tokens[1:], strict=True):
+        for rule, following in zip(chain, tokens[1:], strict=True):
             stays = [rule.prefer(token, following) for token in tokens[: len(chances)]]
             kept = [chance * stay for chance, stay in zip(chances, stays, strict=True)]
             lost = [chance * (1 - stay) for chance, stay in zip(chances, stays, strict=True)]
