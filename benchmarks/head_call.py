@@ -38,8 +38,8 @@ def heads_for(draft: Any) -> dict[str, BaseHead | None]:
     return {
         "no head": None,
         "specdec++, depth 3": AcceptanceHead(hidden_size=hidden, depth=3),
-        "immediate": ImmediateHead(**sizes),
-        "immediate, width 128, depth 2": ImmediateHead(**sizes, width=128, depth=2),
+        "immediate, drawn": ImmediateHead(**sizes),
+        "immediate, drawn, width 128, depth 2": ImmediateHead(**sizes, width=128, depth=2),
     }
 
 

@@ -91,7 +91,7 @@ def main() -> None:
                         f"[{each['low']:.1%}, {each['high']:.1%}] over {each['rival']}"
                     )
             called = json.loads(options.calls.read_text(encoding="utf-8"))["drafts"][name]
-            made[name]["question_share"] = called["captured"]["immediate"]["share"]
+            made[name]["question_share"] = called["captured"]["immediate, drawn"]["share"]
     write_json(options.out, made)
 
 
