@@ -38,7 +38,7 @@ def test_help_and_plan_import_no_heavy_library(name: str, tmp_path: Path) -> Non
     assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, *plan, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["inspect", "compare", "replay", "reproduce"])
+@pytest.mark.parametrize("name", ["inspect", "certify", "replay", "reproduce"])
 def test_help_of_a_tool_imports_no_heavy_library(name: str) -> None:
     assert f"usage: draftsmith {name}" in command(name, "--help")
 

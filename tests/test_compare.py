@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -13,15 +12,12 @@ from torch import Tensor
 
 from eval.analysis.ties import (
     NOISE_FACTOR,
-    compare_sequences,
+    greedy_differences,
     greedy_reference,
     judge_difference,
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafters
 from eval.runtime.model import CachedModel
-from recipes.command import run_tool
-from specdata.toy.corpus import corpus
-from specdata.toy.tokenizer import train_tokenizer
 from tests.families import tiny
 
 BUDGET = 24
@@ -71,16 +67,9 @@ def test_texts_of_a_sound_decoder_are_identical(dtype: torch.dtype) -> None:
         "chain": decode(SpeculativeDecoder.from_config(target, draft, CHAIN)),
         "tree": decode(SpeculativeDecoder.from_config(target, draft, TREE)),
     }
-    done: list[int] = []
-    compared = compare_sequences(
-        target, PROMPTS, methods, max_new_tokens=BUDGET, report=done.append
-    )
-    assert [comparison.method for comparison in compared] == list(methods)
-    for comparison in compared:
-        assert comparison.texts == 6
-        assert comparison.differences == ()
-        assert comparison.tokens > 50
-    assert sum(done) == 6 * 4
+    for method in methods.values():
+        assert greedy_differences(target, PROMPTS, method, max_new_tokens=BUDGET) == {}
+        assert sum(len(method(prompt)) for prompt in PROMPTS) > 50
 
 
 @pytest.mark.parametrize("defect", [Shifted, Leaking])
@@ -89,9 +78,11 @@ def test_a_decoder_with_a_defect_is_called_a_bug(
     defect: type[CachedModel], dtype: torch.dtype
 ) -> None:
     target = tiny("llama", 2, dtype=dtype)
-    methods = {"broken": decode(decoder(defect, target, target, CHAIN))}
-    (comparison,) = compare_sequences(target, PROMPTS, methods, max_new_tokens=BUDGET)
-    assert comparison.count("bug") >= 2
+    broken = decode(decoder(defect, target, target, CHAIN))
+    differences = greedy_differences(target, PROMPTS, broken, max_new_tokens=BUDGET)
+    bugs = [each for each in differences.values() if each.verdict == "bug"]
+    assert len(bugs) >= 2
+    assert str(bugs[0]).startswith(f"bug at new token {bugs[0].position}: plain token ")
 
 
 @pytest.mark.slow
@@ -129,14 +120,15 @@ def test_half_precision_sequences_that_differ_are_ties() -> None:
             "tree": decode(SpeculativeDecoder.from_config(target, draft, TREE)),
             "twins": other_names(target),
         }
-        for comparison in compare_sequences(target, PROMPTS, methods, max_new_tokens=BUDGET):
-            assert comparison.count("bug") == 0
-            for difference in comparison.differences:
-                assert difference.expected is not None
-                assert difference.found is not None
-                assert difference.expected.token != difference.found.token
-                assert difference.found.gap <= NOISE_FACTOR * difference.found.noise
-            ties += comparison.count("tie")
+        for method in methods.values():
+            differences = greedy_differences(target, PROMPTS, method, max_new_tokens=BUDGET)
+            for difference in differences.values():
+                assert difference.verdict == "tie"
+                assert difference.plain is not None
+                assert difference.decoded is not None
+                assert difference.plain.token != difference.decoded.token
+                assert difference.decoded.gap <= NOISE_FACTOR * difference.decoded.noise
+            ties += len(differences)
     assert ties > 0, "no text differed, so nothing was judged"
 
 
@@ -168,57 +160,3 @@ def test_a_defect_after_a_tie_is_still_a_bug() -> None:
     assert judged(head) == "bug", "it ends before the budget without an end token"
     assert judged(expected[:-1]) == "bug", "it ends before the budget without an end token"
     assert judged([*expected, 5]) == "bug", "it goes on after the budget"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Two tiny models on disk that share a tokenizer, and a prompt file."""
-    folder = tmp_path_factory.mktemp("pair")
-    tokenizer = train_tokenizer(
-        corpus(seed=0, examples_per_family=20, library_characters=5000), vocab_size=400
-    )
-    folders = {}
-    for name, seed in (("target", 2), ("draft", 3)):
-        tiny("llama", seed, vocab=400, dtype=torch.float32).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-        folders[name] = str(folder / name)
-    prompts = folder / "mine.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one two", "three")))
-    return folders | {"prompts": str(prompts)}
-
-
-def test_the_command_line_compares_and_shows(
-    pair: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["--target", pair["target"], "--draft", pair["draft"], "--prompts", pair["prompts"]]
-    asked += ["--count", "2", "--max-new-tokens", "12"]
-    assert run_tool("compare", [*asked, "--method", "{length: 2}", "--engine", "captured"]) == 0
-    shown = capsys.readouterr().out
-    assert "plain" in shown
-    assert "{length: 2}" in shown
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--target", "/nowhere"], "cannot load the"),
-        (["--prompts", "nothing.jsonl"], "nothing.jsonl"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be 1"),
-        (["--max-new-tokens", "500"], "positions"),
-        (["--head", "/nowhere"], "/nowhere"),
-        (["--method", "{stop: head}"], "needs an acceptance head"),
-        (
-            ["--method", "{verifier: block, drafter: tree}"],
-            "error: method '{verifier: block, drafter: tree}'",
-        ),
-    ],
-)
-def test_what_cannot_be_used_is_named(
-    pair: dict[str, str],
-    changes: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    asked = ["--target", pair["target"], "--draft", pair["draft"], "--prompts", pair["prompts"]]
-    assert run_tool("compare", [*asked, "--count", "2", *changes]) == 2
-    assert message in capsys.readouterr().err

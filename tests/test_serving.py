@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
-from itertools import pairwise
 
-import pytest
-
-from eval.measuring.results import Run
-from eval.publishing.serving import (
-    DEFAULT_LENGTHS,
-    non_increasing,
-    serving_lines,
-)
-from tests.synthetic_results import synthetic_results
+from eval.publishing.serving import DEFAULT_LENGTHS, serving_lines
 
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
 VLLM_KEYS = {
@@ -23,8 +13,7 @@ VLLM_KEYS = {
     "model": None,
     "num_speculative_tokens": None,
     "draft_sample_method": {"greedy", "probabilistic"},
-    "rejection_sample_method": {"standard", "synthetic", "block"},
-    "synthetic_acceptance_rates": None,
+    "rejection_sample_method": {"standard", "block"},
 }
 VLLM_OPTIONS = {"--speculative-config"}
 # python/sglang/srt/arg_groups/fields/spec.py (7e997c6) and fields/model.py.
@@ -88,23 +77,3 @@ def test_llama_cpp_reads_its_line() -> None:
     given = options(rest)
     assert set(given) == LLAMA_OPTIONS
     assert given["--spec-type"] == "draft-simple"
-
-
-def fixed_chain(drafted: list[int], accepted: list[int]) -> Run:
-    """A run whose one generation drafted and accepted so often at each position."""
-    run = next(r for r in synthetic_results(datasets=("alpaca",)).runs if r.name == "fixed-4")
-    record = run.generations[0]
-    shares = [a / d for a, d in zip(accepted, drafted, strict=True)]
-    counts = replace(record, drafted_by_position=drafted, accepted_by_position=accepted)
-    return run.model_copy(update={"acceptance_by_position": shares, "generations": [counts]})
-
-
-def test_acceptance_for_vllm_never_increases_and_stays_as_near_as_it_can() -> None:
-    # Positions 2 and 3 are pooled: 60 + 10 of 100 + 10 rounds.
-    run = fixed_chain([100, 100, 10, 10], [80, 60, 10, 1])
-    assert run.acceptance_by_position == [0.8, 0.6, 1.0, 0.1]
-    rates = non_increasing(run)
-    assert rates == pytest.approx([0.8, 70 / 110, 70 / 110, 0.1])
-    assert all(later <= earlier for earlier, later in pairwise(rates))
-    falling = fixed_chain([50, 40, 30, 30], [40, 30, 12, 12])
-    assert non_increasing(falling) == falling.acceptance_by_position

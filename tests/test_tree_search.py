@@ -1,16 +1,17 @@
-"""The search for a draft tree along held-out text: its chances, its rounds, its command."""
+"""The search for a draft tree along held-out text: its chances, its rounds."""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
 
-from eval.analysis.trees import (
+from eval.decode_config import DecodeConfig
+from eval.decoder import SpeculativeDecoder
+from eval.verifiers import VERIFIERS
+from recipes.papers.trees import (
     DEEPEST,
     WIDTHS,
     Acceptance,
@@ -21,15 +22,8 @@ from eval.analysis.trees import (
     k_configurations,
     search,
 )
-from eval.decode_config import DecodeConfig
-from eval.decoder import SpeculativeDecoder
-from eval.verifiers import VERIFIERS
-from recipes.command import run_tool
 from specdata.probability import SamplingConfig
 from specdata.sampling import generator_for
-from specdata.storage.dataset import fill_dataset
-from specdata.storage.resume import Settings
-from specdata.storage.schema import ROLLOUTS
 from tests.oracles import (
     TabularModel,
     chain_drafts,
@@ -142,7 +136,7 @@ def test_the_decoder_takes_as_many_rounds_as_are_expected_of_its_text(
         rows.append(row(number, ids, made.tokens.tolist()))
         taken.append(len(made.rounds))
     along = acceptance_along(
-        datasets.Dataset.from_list(rows),
+        rows,
         target=target,
         draft=draft,
         sampling=SamplingConfig(),
@@ -157,9 +151,8 @@ def test_the_decoder_takes_as_many_rounds_as_are_expected_of_its_text(
 
 
 def row(number: int, prompt: list[int], completion: list[int]) -> dict[str, object]:
-    made = {"example_id": f"e{number}", "dataset": f"d{number % 2}", "sample": 0, "turn": 0}
-    made |= {"split": "dev", "finish": "length"}
-    return made | {"prompt_ids": prompt, "completion_ids": completion}
+    key = {"example_id": f"e{number}", "sample": 0, "turn": 0}
+    return key | {"prompt_ids": prompt, "completion_ids": completion}
 
 
 def test_k_configurations_are_those_that_widen_nowhere() -> None:
@@ -188,34 +181,3 @@ def test_a_wider_tree_emits_more_and_a_dearer_draft_favours_a_shorter_one() -> N
     cheap, dear = (search(along, 32, ratio)[0] for ratio in (0.0, 0.5))
     assert len(cheap.widths) == DEEPEST > len(dear.widths)
     assert dear.speedup == pytest.approx(dear.tokens.value / (1 + 0.5 * len(dear.widths)))
-
-
-def write_rollouts(folder: Path, *, temperature: float) -> None:
-    rows = [row(number, [2 + number, 3], [2, 3, 4, 5]) for number in range(4)]
-    settings = Settings({"sampling": {"temperature": temperature}})
-    fill_dataset(folder, ROLLOUTS, settings, [lambda: rows], lambda done: None)
-
-
-def test_the_command_names_the_best_tree_and_how_to_evaluate_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny_llama(0, vocab=8).save_pretrained(tmp_path / "model")
-    write_rollouts(tmp_path / "rows", temperature=1.0)
-    model = str(tmp_path / "model")
-    asked = [str(tmp_path / "rows"), "--target", model, "--draft", model, "--budget", "4"]
-    assert run_tool("trees", asked) == 0
-    said = capsys.readouterr().out
-    assert "best of 31: 1x1x1" in said  # it is its own draft: every token is accepted
-    assert "siblings: distinct, widths: [1, 1, 1" in said
-    assert run_tool("trees", [*asked, "--budget", "0"]) == 2
-    assert "--budget must be at least 1" in capsys.readouterr().err
-
-
-def test_rollouts_that_were_drawn_greedily_have_no_trees(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny_llama(0, vocab=8).save_pretrained(tmp_path / "model")
-    write_rollouts(tmp_path / "rows", temperature=0.0)
-    model = str(tmp_path / "model")
-    assert run_tool("trees", [str(tmp_path / "rows"), "--target", model, "--draft", model]) == 2
-    assert "sampled at temperature 0" in capsys.readouterr().err

@@ -21,12 +21,13 @@ from typing import get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from scipy.special import chndtrinc
 from scipy.stats import chi2, chi2_contingency
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.analysis.ties import compare_sequences
+from eval.analysis.ties import greedy_differences
 from eval.decode_config import Method
 from eval.drafts import DraftTree, How
 from eval.measuring.experiment import Experiment
@@ -77,6 +78,7 @@ class Certified(Strict):
         texts: greedy texts; those that are neither tied nor bugs are `generate`'s.
         ties: of them those that differ by rounding.
         bugs: those that differ otherwise.
+        differences: where they differ, and why it is one or the other.
     """
 
     method: str
@@ -92,6 +94,7 @@ class Certified(Strict):
     texts: int
     ties: int
     bugs: int
+    differences: list[str] = Field(default_factory=list)
 
     @property
     def is_exact(self) -> bool:
@@ -361,12 +364,9 @@ def certify(
                 prompt, max_new_tokens=max_new_tokens, generator=torch.Generator()
             ).tokens
 
-        (compared,) = compare_sequences(
-            pair[0],
-            prompts[:: -(-len(prompts) // GREEDY_TEXTS)],
-            {method.name: decoded},
-            max_new_tokens=max_new_tokens,
-        )
+        compared = prompts[:: -(-len(prompts) // GREEDY_TEXTS)]
+        differences = greedy_differences(pair[0], compared, decoded, max_new_tokens=max_new_tokens)
+        verdicts = [each.verdict for each in differences.values()]
         return Certified(
             method=method.name,
             verifier=method.verifier,
@@ -378,9 +378,10 @@ def certify(
             samples=(int(counts.sum()), int(expected.sum())),
             p_value=p_value,
             visible_bias=visible,
-            texts=compared.texts,
-            ties=compared.count("tie"),
-            bugs=compared.count("bug"),
+            texts=len(compared),
+            ties=verdicts.count("tie"),
+            bugs=verdicts.count("bug"),
+            differences=[f"prompt {number}: {each}" for number, each in differences.items()],
         )
 
     alone, expected = sampled(Method(name=PLAIN, decoder="plain"))

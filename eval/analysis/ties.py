@@ -8,7 +8,7 @@ that a defect of ours cannot raise the noise that would excuse it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,97 +55,74 @@ class Choice:
         """True if rounding explains the choice."""
         return self.gap <= NOISE_FACTOR * self.noise
 
+    def __str__(self) -> str:
+        return (
+            f"token {self.token} ({self.gap:.3g} below {self.best} at {self.position}, rounding "
+            f"noise {self.noise:.3g})"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first difference between a method's output and plain decoding's.
 
     Args:
-        prompt: which prompt, from 0.
         position: new tokens before the first that differs.
-        expected: plain decoding's choice there; None if its output has ended.
-        found: the method's; None if its output has ended.
+        plain: plain decoding's choice there; None if its output has ended.
+        decoded: the method's; None if its output has ended.
         worst: the token of the method's output from there on whose logit is furthest below the
             largest.
         complete: whether the method's output ends at its first end token or at the budget.
-        context: (n,) ids of prompt and new tokens before the difference.
     """
 
-    prompt: int
     position: int
-    expected: Choice | None
-    found: Choice | None
+    plain: Choice | None
+    decoded: Choice | None
     worst: Choice | None
     complete: bool
-    context: tuple[int, ...]
 
     @property
     def verdict(self) -> Literal["tie", "bug"]:
         """A tie if rounding explains both choices and all later ones of the method."""
-        choices = (self.expected, self.found, self.worst)
+        choices = (self.plain, self.decoded, self.worst)
         explained = all(choice is not None and choice.tied for choice in choices)
         return "tie" if explained and self.complete else "bug"
 
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One method against plain decoding.
-
-    Args:
-        method: its name.
-        texts: how many sequences were compared.
-        tokens: new tokens in them.
-        differences: one for each sequence that is not identical.
-    """
-
-    method: str
-    texts: int
-    tokens: int
-    differences: tuple[Difference, ...]
-
-    def count(self, verdict: Literal["tie", "bug"]) -> int:
-        """Sequences with that verdict."""
-        return sum(difference.verdict == verdict for difference in self.differences)
+    def __str__(self) -> str:
+        ends = "" if self.complete else "; it ends neither at the first end token nor at the budget"
+        return (
+            f"{self.verdict} at new token {self.position}: plain {self.plain or 'has ended'}; "
+            f"method {self.decoded or 'has ended'}; worst after that {self.worst or 'none'}{ends}"
+        )
 
 
-def compare_sequences(
+def greedy_differences(
     model: Any,
     prompts: Sequence[Tensor],
-    methods: Mapping[str, Callable[[Tensor], Tensor]],
+    decode: Callable[[Tensor], Tensor],
     *,
     max_new_tokens: int,
-    report: Callable[[int], object] = lambda done: None,
-) -> list[Comparison]:
-    """Decode prompts greedily with every method and judge what differs from `generate`.
+) -> dict[int, Difference]:
+    """Decode prompts greedily and judge what differs from `generate`.
 
     Args:
         model: the target.
         prompts: each (T,) int64.
-        methods: what decodes a prompt greedily: (T,) -> new tokens (n,).
-        max_new_tokens: the budget that the methods have.
-        report: called with 1 when a sequence is done.
+        decode: the method: a prompt (T,) -> new tokens (n,).
+        max_new_tokens: the budget that the method has.
 
     Returns:
-        One comparison a method, in their order.
+        Number of a prompt -> its difference, of those whose texts are not identical.
     """
-    differences: dict[str, list[Difference]] = {name: [] for name in methods}
-    tokens = dict.fromkeys(methods, 0)
+    differences = {}
     for number, prompt in enumerate(prompts):
-        expected = greedy_reference(model, prompt, max_new_tokens).tolist()
-        report(1)
-        for name, decode in methods.items():
-            found = decode(prompt).tolist()
-            tokens[name] += len(found)
-            if found != expected:
-                differences[name].append(
-                    judge_difference(
-                        model, prompt.tolist(), expected, found, max_new_tokens, number
-                    )
-                )
-            report(1)
-    return [
-        Comparison(name, len(prompts), tokens[name], tuple(differences[name])) for name in methods
-    ]
+        plain = greedy_reference(model, prompt, max_new_tokens).tolist()
+        decoded = decode(prompt).tolist()
+        if decoded != plain:
+            differences[number] = judge_difference(
+                model, prompt.tolist(), plain, decoded, max_new_tokens
+            )
+    return differences
 
 
 def greedy_reference(model: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
@@ -167,42 +144,38 @@ def greedy_reference(model: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
 def judge_difference(
     model: Any,
     prompt: Sequence[int],
-    expected: Sequence[int],
-    found: Sequence[int],
+    plain: Sequence[int],
+    decoded: Sequence[int],
     max_new_tokens: int,
-    number: int = 0,
 ) -> Difference:
     """Judge a method's output that is not plain decoding's.
 
     Args:
         model: the target.
         prompt: token ids.
-        expected: new tokens of plain decoding.
-        found: new tokens of the method.
+        plain: new tokens of plain decoding.
+        decoded: new tokens of the method.
         max_new_tokens: the budget of both.
-        number: of the prompt.
     """
-    pairs = zip(expected, found, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+    pairs = zip(plain, decoded, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(decoded)))
     worst = at
-    if at < len(found):
+    if at < len(decoded):
         # The position, from the difference on, whose token's logit is furthest below the largest.
-        ids = torch.tensor([[*prompt, *found[:-1]]], device=model.device)
+        ids = torch.tensor([[*prompt, *decoded[:-1]]], device=model.device)
         rows = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 + at :].float()
-        chosen = torch.tensor(found[at:], device=rows.device)
-        gaps = rows.amax(-1) - rows.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        tokens = torch.tensor(decoded[at:], device=rows.device)
+        gaps = rows.amax(-1) - rows.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         worst = at + int(gaps.argmax())
     ends = end_ids(model)
-    early = any(token in ends for token in found[:-1])
-    ended = bool(found) and (found[-1] in ends or len(found) == max_new_tokens)
+    early = any(token in ends for token in decoded[:-1])
+    ended = bool(decoded) and (decoded[-1] in ends or len(decoded) == max_new_tokens)
     return Difference(
-        number,
         at,
-        _choice(model, prompt, expected, at),
-        _choice(model, prompt, found, at),
-        _choice(model, prompt, found, worst),
+        _choice(model, prompt, plain, at),
+        _choice(model, prompt, decoded, at),
+        _choice(model, prompt, decoded, worst),
         ended and not early,
-        (*prompt, *found[:at]),
     )
 
 

@@ -32,7 +32,6 @@ from eval.publishing.serving import (
     DEFAULT_LENGTHS,
     acceptance_positions,
     serving_lines,
-    synthetic_acceptance,
 )
 from eval.reporting import verifiers
 from eval.reporting.recommendation import (
@@ -62,7 +61,6 @@ from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.files import atomic_folder, write_json, write_text
 
 CARD = "README.md"
-SYNTHETIC = "vllm_synthetic.json"
 UPLOAD = "upload.json"
 """Where an artefact was uploaded to: here alone, beside what was."""
 REDUCED = "reduced"
@@ -168,9 +166,6 @@ def release_draft(
             _make_whole(model)
         model.save_pretrained(folder)
         add_former_names(folder)
-        write_json(
-            folder / SYNTHETIC, synthetic_acceptance(released, acceptance_positions(measured))
-        )
         copy_tokenizer(target, folder)
         write_custom_generate(folder)
     return out

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from eval.measuring.results import Results, Run
 
@@ -63,44 +60,8 @@ def vllm_line(draft: str, target: str, *, sampled: bool = False) -> str:
     return f"vllm serve {shlex.quote(target)} --speculative-config {option}"
 
 
-def synthetic_acceptance(draft: str, runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
-    """For each prompt set a speculative configuration of vLLM that simulates its acceptance.
-
-    vLLM refuses `synthetic_acceptance_rates` that increase with the position. Measured shares do
-    now and then, because rounds near the end of a text draft fewer tokens: each share is counted
-    over the rounds that drafted so deep. So they are replaced by the nearest sequence that does
-    not increase, in least squares weighted by those rounds (pool adjacent violators).
-
-    Args:
-        draft: Hub id or folder.
-        runs: prompt set -> a chain of fixed length.
-    """
-    return {
-        dataset: {
-            "method": "draft_model",
-            "model": draft,
-            "num_speculative_tokens": len(run.acceptance_by_position),
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": non_increasing(run),
-        }
-        for dataset, run in runs.items()
-    }
-
-
-def non_increasing(run: Run) -> list[float]:
-    """Acceptance by position, made non-increasing; see `synthetic_acceptance`."""
-    from scipy.optimize import isotonic_regression  # here: it takes a while, lines do not need it
-
-    rounds = np.zeros(len(run.acceptance_by_position))
-    for record in run.generations:
-        rounds[: len(record.drafted_by_position)] += record.drafted_by_position
-    fitted = isotonic_regression(run.acceptance_by_position, weights=rounds, increasing=False)
-    rates: list[float] = fitted.x.clip(0.0, 1.0).tolist()
-    return rates
-
-
 def acceptance_positions(results: Results) -> dict[str, Run]:
-    """For each data set its longest fixed chain: the acceptance vector that simulators ask for."""
+    """For each data set its longest fixed chain, whose acceptance by position a card gives."""
     positions = {}
     for dataset in results.datasets():
         fixed = [run for run in results.of(dataset) if run.method.fixed_length]

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.analysis.trees import scales
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.verifiers.importance import as_distribution
@@ -26,6 +25,7 @@ from eval.verifiers.kseq import any_accepted, discount
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.selection.groups import largest
 from eval.verifiers.selection.solvers import Solver, selector
+from recipes.papers.trees import scales
 from specdata.probability import nucleus, overlap
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.texts import Row, along_pair

@@ -3,7 +3,7 @@
 A record is a flat mapping: keys (set, method, verifier, k, ...) and figures, each a number or an
 interval. Evaluations decode as run-eval does; acceptance of several candidates is exact, given p
 and q, at positions of the text that the target alone writes, so that rules differ by what they do
-and not by luck; k search expects rounds along such texts without decoding (`draftsmith trees`).
+and not by luck; k search expects rounds along such texts without decoding.
 """
 
 from __future__ import annotations
@@ -386,13 +386,10 @@ def tree_search(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[
     a `ratio` of the draft's forward to the target's, and the one expected to emit most; `siblings`
     are "iid" or "distinct".
     """
-    import datasets
+    from recipes.papers.trees import acceptance_along, search
 
-    from eval.analysis.trees import acceptance_along, search
-
-    rows = [row for _, each in texts(pair, spec) for row in each]
     along = acceptance_along(
-        datasets.Dataset.from_list(rows),
+        [row for _, each in texts(pair, spec) for row in each],
         target=pair.target,
         draft=pair.draft,
         sampling=sampling_of(pair, spec),

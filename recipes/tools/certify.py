@@ -78,5 +78,8 @@ def main(given: argparse.Namespace) -> int:
     }
     write_json(folder / CERTIFICATE, values)
     shutil.rmtree(parts)
+    for each in certified:
+        for difference in each.differences:
+            say(f"  greedy, {each.method}, {difference}")
     say(f"{answer}\nwritten to {folder / CERTIFICATE}")
     return int(any(each.lossless and not each.is_exact for each in certified))

@@ -23,22 +23,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from eval.measuring.intervals import Interval, resamples
-from specdata.sampling import SamplingConfig
-
-if TYPE_CHECKING:  # help is shown without torch
-    import datasets
-    from torch import Tensor
-    from transformers import PreTrainedModel
+from specdata.sampling import SamplingConfig, generator_for
+from specdata.terminal import progress
+from specdata.texts import TextBatch, along_pair
 
 Reals = NDArray[np.float64]
 Siblings = Literal["iid", "distinct"]
-VERIFIER: Mapping[Siblings, str] = {"iid": "rrs", "distinct": "rrs_wor"}
 WIDTHS = (1, 2, 4, 8, 16, 32)
 DEEPEST = 8
 """Most levels of a tree."""
@@ -149,8 +148,6 @@ def scales(p: Tensor, q: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
     Returns:
         (C, most), rising.
     """
-    import torch
-
     remaining, t = q.clone(), torch.zeros_like(q[:, :1])
     scales_of = []
     for k in range(most):
@@ -177,8 +174,6 @@ def accepted(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor | None, most
         uniforms: as for `scales`.
         most: the largest k.
     """
-    import torch
-
     p, q = (each.double() / each.double().sum(dim=-1, keepdim=True) for each in (p, q))
     p_x, q_x = (each.gather(-1, tokens.unsqueeze(-1)) for each in (p, q))
     q_over_p = torch.where(p_x > 0, q_x / p_x, 0.0)  # p is 0 there by rounding only
@@ -186,7 +181,7 @@ def accepted(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor | None, most
 
 
 def acceptance_along(
-    rows: datasets.Dataset,
+    texts: Sequence[Mapping[str, Any]],
     *,
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -198,7 +193,7 @@ def acceptance_along(
     """Run both models over rollouts of the target.
 
     Args:
-        rows: rollouts, at least one.
+        texts: rollouts, at least one.
         target: the model that wrote them.
         draft: the model of q.
         sampling: how they were sampled, and how the draft's candidates are.
@@ -206,13 +201,6 @@ def acceptance_along(
         most: the largest width.
         seed: of the rejected candidates; each rollout's own is made of it.
     """
-    import torch
-
-    from specdata.sampling import generator_for
-    from specdata.terminal import progress
-    from specdata.texts import TextBatch, along_pair
-
-    texts = rows.to_list()
 
     def uniforms(row: Mapping[str, Any]) -> Tensor:
         key = (seed, "trees", row["example_id"], row["sample"], row.get("turn", 0))
