@@ -1,13 +1,8 @@
-"""Low-rank adapters (LoRA, QLoRA) beside frozen weights, through PEFT; merged for the saved draft.
+"""Low-rank adapters (LoRA) beside frozen weights, through PEFT; merged for the saved draft.
 
 A trained matrix is W + (alpha / rank) B A with W frozen (Hu et al. 2021, arXiv:2106.09685), and
-alpha is twice the rank. With `bits`, the frozen W are quantised while training (Dettmers et al.
-2023, arXiv:2305.14314).
-
-Adapters are always merged into the weights as they were before any quantisation: the saved draft
-has no error of quantisation, and where W was exact in training the two differ by rounding alone.
-With `bits` the adapters were trained beside dequantised weights, so the merged draft is another
-function than the trained one; what is measured and saved is the merged one.
+alpha is twice the rank. The merged draft, which is measured and saved, differs from the trained one
+by rounding alone.
 """
 
 from __future__ import annotations
@@ -24,9 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 from distill.config import LoraConfig
 from specdata.errors import ConfigError, NotFiniteError
-from specdata.loading import Loading, check_bits
 from specdata.models import load_model
-from specdata.processes import is_fsdp
 from specdata.sampling import seed_for
 from specdata.sources import base_of_adapters, hub_source
 
@@ -47,24 +40,14 @@ def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrained
         adapters start as no change.
 
     Raises:
-        ConfigError: if the draft cannot be loaded or its weights are not finite, `lora.rank`
-            exceeds its hidden size, or `lora.bits` needs a library that is not installed.
+        ConfigError: if the draft cannot be loaded or its weights are not finite, or `lora.rank`
+            exceeds its hidden size.
     """
+    model = load_model(name)
     if lora is None:
-        model = load_model(name)
         if not all(bool(each.isfinite().all()) for each in model.parameters()):
             raise NotFiniteError(name)  # which a training would take for too high a learning rate
         return model
-    check_bits(lora.bits, "draft.lora.bits", name)
-    if lora.bits and is_fsdp():
-        raise ConfigError(
-            f"draft.lora.bits: {lora.bits} stores weights that FSDP2 cannot divide: launch with "
-            "another profile, or leave bits out"
-        )
-    model = load_model(name, load=Loading(bits=lora.bits))
-    if lora.bits:
-        # Checkpointing of activations is the Trainer's, which needs no help from PEFT.
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     adapted = _with_adapters(model, lora, seed=seed)
     # PEFT looks at the base's config.json in every save, on the Hub unless this is a folder.
     adapted.peft_config["default"].base_model_name_or_path = _local_folder(name)
@@ -81,7 +64,7 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_plain(name: str, lora: LoraConfig | None) -> PreTrainedModel:
-    """Load the draft in full precision, to measure and save it with the weights of a training.
+    """Load the draft once more, to measure and save it with the weights of a training.
 
     No engine ever wraps this one.
 
@@ -99,9 +82,9 @@ def load_plain(name: str, lora: LoraConfig | None) -> PreTrainedModel:
 def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
     """The weights that a trainer trains: all, or those of adapters alone.
 
-    All processes must call this together; under ZeRO-3 and FSDP2 the main process alone gets them.
+    All processes must call this together; under ZeRO-3 the main process alone gets them.
     """
-    # DeepSpeed and FSDP2 gather what is in parts in the main process, and give the others nothing.
+    # DeepSpeed gathers what is in parts in the main process, and gives the others nothing.
     weights: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
     if not isinstance(trainer.accelerator.unwrap_model(trainer.model), peft.PeftModel):
         return weights

@@ -45,7 +45,7 @@ def chunked_loss(
 ) -> Tensor:
     """Return the sum of a loss over positions; its gradient reaches the states and the output.
 
-    Under ZeRO-3, FSDP2 and DDP it must be called inside the forward of the engine's module.
+    Under ZeRO-3 and DDP it must be called inside the forward of the engine's module.
 
     Args:
         states: (n, H) of the draft, or (n, V) logits if `head.embedding` is None.
@@ -72,7 +72,7 @@ def chunked_loss(
         return sum(parts, _zero(states))
 
     def summed(given: Tensor) -> Tensor:
-        # Not before: FSDP2 has the whole parameters only here.
+        # Not before: ZeRO-3 has the whole parameters only here.
         trained = [] if head.embedding is None else _trained(head.embedding, linear)
         if isinstance(linear, ReducedOutput):
             given = linear.before(given)
@@ -81,7 +81,7 @@ def chunked_loss(
 
     if head.embedding is None:
         return summed(states)
-    # ZeRO-3 and FSDP2 have an output matrix at hand in the embedding's forward and backward alone.
+    # ZeRO-3 has an output matrix at hand in the embedding's forward and backward alone.
     return inside_forward(head.embedding, head.embedding, summed, states)
 
 
@@ -90,7 +90,7 @@ def inside_forward(
 ) -> T:
     """Do some work as the forward of a module, so that an engine around it prepares for it.
 
-    DDP, ZeRO-3 and FSDP2 act in the forward of what they wrap, and the loss calls parts of the
+    DDP and ZeRO-3 act in the forward of what they wrap, and the loss calls parts of the
     model alone. TRL's trainers do the same.
 
     Args:
@@ -199,7 +199,7 @@ def _by_autograd(
 def _logits(head: LMHead, states: Tensor) -> Tensor:
     """As `head.logits`, inside the embedding's own forward.
 
-    Its hooks are passed by: those of ZeRO-3 and FSDP2 exchange weights between processes, and each
+    Its hooks are passed by: those of ZeRO-3 exchange weights between processes, and each
     process has its own number of chunks.
     """
     if head.embedding is None:

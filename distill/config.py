@@ -135,27 +135,17 @@ class LoraConfig(Config):
     rank: int = Field(
         default=16, ge=1, description="rank of the adapters, which are scaled by two (alpha / rank)"
     )
-    bits: Literal[4, 8] | None = Field(
-        default=None,
-        description="load the frozen weights in so many bits (QLoRA; needs bitsandbytes)",
-    )
 
 
 class OnPolicyConfig(Config):
-    """Texts that the draft itself writes while it trains."""
+    """Completions that the draft itself writes while it trains."""
 
     share: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="share of the rollouts of a batch with the draft's text",
+        description="share of the rollouts of a batch whose completion the draft writes anew",
     )
-    text: Literal["blocks", "completions"] = Field(
-        default="blocks",
-        description="what the draft writes: a block after a part of the target's completion, as in "
-        "decoding, or a whole completion of the prompt",
-    )
-    length: int = Field(default=8, ge=1, description="tokens of a block")
 
 
 class DistilConfig(Config):
@@ -244,11 +234,6 @@ class DistilConfig(Config):
         description="the weights that become the draft: the best by expected tokens a round, of "
         "those measured, or the last",
     )
-    shard_teacher: bool = Field(
-        False,
-        description="keep a part of the target in each process, not a whole copy, where a launcher "
-        "starts several",
-    )
     report_to: list[Reporter] | None = Field(
         None,
         description="where losses are also reported; [] is nowhere (default: tensorboard if it is "
@@ -284,7 +269,6 @@ class DistilConfig(Config):
             ("on_policy.share", self.on_policy.share, "it learns from its own states in readings"),
             ("finetune", self.finetune, "the target does not read texts there"),
             ("lora", self.lora, "its maps are trained whole"),
-            ("shard_teacher", self.shard_teacher, "each process reads the target's states"),
         ):
             if given:
                 raise ValueError(f"{name} must be left out with init.kind states: {why}")
@@ -292,7 +276,7 @@ class DistilConfig(Config):
 
     def decisive(self) -> dict[str, Any]:
         """The settings that the draft depends on, as JSON values."""
-        return self.model_dump(mode="json", exclude={"report_to", "shard_teacher"})
+        return self.model_dump(mode="json", exclude={"report_to"})
 
 
 class ToyPairConfig(Config):

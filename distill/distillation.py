@@ -6,7 +6,6 @@ only, between the very distributions that serving will compare.
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 from dataclasses import asdict, dataclass, fields, replace
@@ -38,17 +37,16 @@ from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
 from distill.watch import HeldOut, History, Measurement
 from specdata.errors import TrainingDivergedError
-from specdata.loading import ONE_DEVICE, Loading, check_shardable
+from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
     check_shared_vocabulary,
     load_generation,
     load_model,
     load_tokenizer,
 )
-from specdata.processes import join_processes, process_count, wait_for_main
+from specdata.processes import join_processes, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.saving import copy_tokenizer
-from specdata.sharded import load_sharded
 from specdata.state_store import StateStore
 from specdata.states_draft import reads_states
 from specdata.storage.checkpoints import newest_complete
@@ -56,8 +54,6 @@ from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, read_record
 from specdata.taps import attach
 from specdata.top_logits import TopLogitDistributions, TopLogits, check_decided
-
-logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "training.json"
 RESULT_FILE = "distillation.json"
@@ -108,10 +104,9 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     """Train a copy of the draft on rollouts of the target and save it as a model folder.
 
     A killed run goes on from its last checkpoint when called again; a finished one returns its
-    stored result. Works in one process, under `accelerate launch`, under DeepSpeed and under FSDP2.
-    Each step is taken on the same rollouts however many processes there are, so a run may go on in
-    another number of them (not under DeepSpeed, whose checkpoints are in as many parts; under FSDP2
-    not without it).
+    stored result. Works in one process, under `accelerate launch` and under DeepSpeed. Each
+    step is taken on the same rollouts however many processes there are, so a run may go on in
+    another number of them (not under DeepSpeed, whose checkpoints are in as many parts).
 
     Args:
         target: folder or Hub id of the teacher.
@@ -127,7 +122,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             the draft learns from them; then the weights of the target are not read.
 
     Raises:
-        ConfigError: if a model cannot be loaded, in parts if asked for, or has fewer positions than
+        ConfigError: if a model cannot be loaded or has fewer positions than
             a rollout tokens, or if top logits do not decide the target's distributions.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
@@ -149,7 +144,6 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             "train": content_of(train),
             "dev": content_of(dev),
             "teacher_dtype": teacher_load.dtype or "float32",
-            "teacher_bits": teacher_load.bits,
         },
         remedy=f"choose another output folder, or remove {out} and {_work(out)}",
     )
@@ -179,7 +173,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         for rollouts in (fit.rollouts, dev):
             undecided += check_decided(rollouts, teacher, measured)[1]
     else:
-        teacher = measured = _load_teacher(str(target), teacher_load, config)
+        teacher = measured = load_model(str(target), load=teacher_load)
     student, plain = (
         load_student(str(draft), config.lora, seed=seed),
         load_plain(str(draft), config.lora),
@@ -241,20 +235,6 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         shutil.rmtree(_work(out), ignore_errors=True)
     wait_for_main()
     return TypeAdapter(DistilResult).validate_json((out / RESULT_FILE).read_bytes())
-
-
-def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTrainedModel:
-    """The frozen target: a whole copy in this process, or its part of one."""
-    if not config.shard_teacher:
-        return load_model(target, load=load)
-    check_shardable(target, load)
-    if process_count() == 1:
-        logger.warning(
-            "draft.shard_teacher keeps the whole target here, in one process: launch several, such "
-            "as with launch/multi_gpu.yaml, to have it in parts"
-        )
-        return load_model(target, load=load)
-    return load_sharded(target, load)
 
 
 def _let_read(

@@ -1,11 +1,10 @@
-"""Texts that the draft writes while it trains, in place of some of the target's.
+"""Completions that the draft writes while it trains, in place of some of the target's.
 
 A draft that only ever reads the target's texts is not trained on what it reads while decoding: its
-own tokens, a block of them after a text of the target's. So at each optimizer step a share of the
-rows of the batch carries text that the draft, as it is at that step, has just written: whole
-completions of the prompt (GKD, Agarwal et al. 2023, arXiv:2306.13649; DistillSpec, Zhou et al.
-2023, arXiv:2310.08461), or blocks, as decoding drafts them. Tokens are constants: no gradient goes
-through their choice.
+own tokens. So at each optimizer step a share of the rows of the batch carries a completion of the
+prompt that the draft, as it is at that step, has just written (GKD, Agarwal et al. 2023,
+arXiv:2306.13649; DistillSpec, Zhou et al. 2023, arXiv:2310.08461). Tokens are constants: no
+gradient goes through their choice.
 
 What is drawn for a row depends on (seed, step, index of the row in the step) and on nothing else.
 So nothing has to be stored for a killed run to go on, and any number of processes and any split of
@@ -26,17 +25,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.batches import collate
-from distill.config import OnPolicyConfig
-from specdata.processes import is_fsdp
 from specdata.rollouts.backend import sample_batch
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.texts import IGNORED, Row
 
-# Measured on the embedded pair at share .5: with 4, expected tokens a round rise (by .013 for token
-# verification at K = 4, interval .004 to .022). With 1 nothing is gained: the drafted tokens are
-# few beside the target's that a cut leaves out.
-CUTS = 4
-"""Blocks of a rollout, each after another part of it, which is read again."""
 ROWS_AT_ONCE = 64
 """Rows that the draft writes together: their cache is what generation needs memory for."""
 
@@ -46,7 +38,7 @@ class DraftTexts:
     """Which rows of a step carry the draft's text, and what it writes there.
 
     Attributes:
-        config: the share of rows, and what is written.
+        share: of the rows.
         sampling: the sampler of serving.
         seed: the run's seed.
         ends: token ids that end a completion, the target's.
@@ -54,10 +46,9 @@ class DraftTexts:
         longest: tokens of a row: no longer one is made.
         batch_size: rows of a batch, over all processes.
         pad_id: fills up the batches.
-        cuts: blocks of a rollout.
     """
 
-    config: OnPolicyConfig
+    share: float
     sampling: SamplingConfig
     seed: int
     ends: frozenset[int]
@@ -65,7 +56,6 @@ class DraftTexts:
     longest: int
     batch_size: int
     pad_id: int
-    cuts: int = CUTS
 
     def into(
         self, batches: Sequence[dict[str, Tensor]], draft: PreTrainedModel, step: int
@@ -86,9 +76,8 @@ class DraftTexts:
         written = iter(self.write(draft, rows, indices, step))
         filled = []
         for batch in batches:
-            texts = [(index, text) for index in batch["rows"] for text in next(written)]
-            new = collate(self.pad_id)([text for _, text in texts])
-            new["rows"] = torch.stack([texts[at][0] for at in new["rows"].tolist()])
+            new = collate(self.pad_id)([next(written) for _ in batch["rows"]])
+            new["rows"] = batch["rows"][new["rows"].to(batch["rows"].device)]
             filled.append({name: new[name].to(batch[name].device) for name in batch})
         return filled
 
@@ -99,24 +88,15 @@ class DraftTexts:
         rows it is always floor(n share) or ceil(n share).
         """
         offset = torch.rand((), generator=self._generator(step), dtype=torch.float64).item()
-        share = self.config.share
+        share = self.share
         return math.floor((index + 1) * share + offset) > math.floor(index * share + offset)
 
     def write(
         self, draft: PreTrainedModel, rows: Sequence[Row], indices: Sequence[int], step: int
-    ) -> list[list[Row]]:
-        """Rows for the place of each row: the row itself, or rows with the draft's text.
+    ) -> list[Row]:
+        """The rows, some of them with completions that the draft has written.
 
-        A completion is at most as long as the rollout's and may end earlier, by an end token. A
-        block follows a part of the target's completion that is drawn anew at every step, so that
-        each of its tokens is equally likely to be the first that the block stands in for; it has
-        `length` tokens, fewer if it ends or the context does. Of several blocks the one after the
-        longest part keeps the completion tokens before it as such; the others have theirs in the
-        prompt, where no loss is taken, so that none counts twice.
-
-        The loss is taken where a row's completion tokens are predicted. At a block's tokens those
-        are the distributions q that verification compares: each after the target's text and the
-        drafted tokens before. After the last one decoding reads the target only.
+        A completion is at most as long as the rollout's and may end earlier, by an end token.
 
         Args:
             draft: any mode; it writes in eval mode, without gradients, and keeps its mode.
@@ -124,43 +104,19 @@ class DraftTexts:
             indices: of the rows in the step, over all its batches and processes.
             step: optimizer steps taken before.
         """
-        prompts: list[list[int]] = []
-        uniforms: list[Tensor] = []
-        places: list[list[tuple[int, int]]] = []  # (tokens of the completion kept, text) of a row
-        for row, index in zip(rows, indices, strict=True):
-            cuts: list[tuple[int, int]] = []
-            places.append(cuts)
-            if not row["completion_ids"] or not self.carries(step, index):
-                continue
-            for cut, length, drawn in self._blocks(row, self._generator(step, index)):
-                if length > 0:
-                    cuts.append((cut, len(prompts)))
-                    prompts.append(row["prompt_ids"] + row["completion_ids"][:cut])
-                    uniforms.append(drawn[:length])
-        texts = self._texts(draft, prompts, uniforms)
-        return [
-            _with_blocks(row, [(cut, texts[text]) for cut, text in cuts])
-            for row, cuts in zip(rows, places, strict=True)
-        ]
-
-    def _blocks(self, row: Row, generator: torch.Generator) -> list[tuple[int, int, Tensor]]:
-        """For each text: completion tokens before it, tokens at most, and a uniform for each."""
-        prompt, completion = len(row["prompt_ids"]), len(row["completion_ids"])
-
-        def uniforms(count: int) -> Tensor:
-            return torch.rand(count, generator=generator, dtype=torch.float64)
-
-        if self.config.text == "completions":
-            return [(0, min(completion, self.longest - prompt), uniforms(completion))]
-        cuts = (uniforms(self.cuts) * completion).long().tolist()
-        return [
-            (
-                cut,
-                min(self.config.length, self.longest - prompt - cut),
-                uniforms(self.config.length),
-            )
-            for cut in sorted(cuts, reverse=True)
-        ]
+        uniforms: dict[int, Tensor] = {}  # by the place among the rows
+        for place, (row, index) in enumerate(zip(rows, indices, strict=True)):
+            most = min(len(row["completion_ids"]), self.longest - len(row["prompt_ids"]))
+            if most > 0 and self.carries(step, index):
+                generator = self._generator(step, index)
+                uniforms[place] = torch.rand(most, generator=generator, dtype=torch.float64)
+        prompts = [rows[place]["prompt_ids"] for place in uniforms]
+        texts = self._texts(draft, prompts, list(uniforms.values()))
+        written = {
+            place: {"prompt_ids": prompt, "completion_ids": text}
+            for place, prompt, text in zip(uniforms, prompts, texts, strict=True)
+        }
+        return [written.get(place, row) for place, row in enumerate(rows)]
 
     def _texts(
         self, draft: PreTrainedModel, prompts: list[list[int]], uniforms: list[Tensor]
@@ -191,13 +147,13 @@ class DraftTexts:
 
 
 def copy_to_write(draft: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel | None:
-    """A copy of a draft whose weights ZeRO-3 or FSDP2 is about to split; None elsewhere.
+    """A copy of a draft whose weights ZeRO-3 is about to split; None elsewhere.
 
     A draft in parts gathers them at each forward, on all processes together; but one process may
     have more to write than another.
     """
     plugin = accelerator.state.deepspeed_plugin
-    is_split = is_fsdp() or (plugin is not None and plugin.zero_stage == 3)
+    is_split = plugin is not None and plugin.zero_stage == 3
     return copy.deepcopy(draft) if is_split else None
 
 
@@ -212,14 +168,9 @@ def whole_draft(draft: PreTrainedModel, duplicate: PreTrainedModel | None) -> Pr
     """
     if duplicate is None:
         return draft
-    weights = list(draft.parameters())
-    if is_fsdp():
-        with torch.no_grad():
-            for old, new in zip(duplicate.parameters(), weights, strict=True):
-                old.copy_(new.full_tensor())
-        return duplicate
     import deepspeed
 
+    weights = list(draft.parameters())
     with deepspeed.zero.GatheredParameters(weights), torch.no_grad():
         for old, new in zip(duplicate.parameters(), weights, strict=True):
             old.copy_(new)
@@ -241,18 +192,3 @@ def rows_of(batch: Mapping[str, Tensor]) -> list[Row]:
         row = {"prompt_ids": ids[:prompt], "completion_ids": ids[prompt:length]}
         rows.append(row if example < 0 else {**row, "example": example})
     return rows
-
-
-def _with_blocks(row: Row, blocks: Sequence[tuple[int, list[int]]]) -> list[Row]:
-    """Rows with the texts that follow so many tokens of a row's completion, the most first."""
-    prompt, completion = row["prompt_ids"], row["completion_ids"]
-    if not blocks:
-        return [row]
-    (cut, text), *others = blocks
-    return [
-        {"prompt_ids": prompt, "completion_ids": completion[:cut] + text},
-        *(
-            {"prompt_ids": prompt + completion[:before], "completion_ids": block}
-            for before, block in others
-        ),
-    ]

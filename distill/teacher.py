@@ -10,7 +10,7 @@ training, so nothing is to be stored for a killed run to go on. Rollouts that ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,6 @@ from distill.chunked import chunks, positions_at_once
 from distill.losses import Loss, bucketed
 from specdata.lm_head import find_lm_head
 from specdata.probability import to_vocabulary
-from specdata.processes import largest_of_all
-from specdata.sharded import is_sharded
 from specdata.state_store import StateStore
 from specdata.target_states import has_states, stored_states
 from specdata.texts import TextBatch, TopLogitSource, by_length, text_length, tokens_at_once
@@ -107,7 +105,6 @@ class Teacher:
         """
         texts = texts_of(batch)
         device = texts.labels.device
-        idle = self._idle_forwards(texts.examples)
         states = {
             row: self._state_of(example).to(device)
             for row, example in enumerate(texts.examples)
@@ -118,31 +115,11 @@ class Teacher:
             unread = texts.part(others)
             parts = self._read(unread).split_with_sizes(unread.lengths)
             states |= dict(zip(others, parts, strict=True))
-        for _ in range(idle):  # a text that this process reads because others read theirs
-            self._read(TextBatch.of([{"prompt_ids": [0], "completion_ids": []}], [-1]).to(device))
         whole = torch.cat([states[row] for row in range(len(texts.examples))])
         if self.part is None:
             return whole, None
         rests = [self._rest_of(states[row], each) for row, each in enumerate(texts.examples)]
         return whole, torch.cat(rests)
-
-    def _idle_forwards(self, examples: Sequence[int]) -> int:
-        """Forwards that other processes want and this one does not: a model in parts needs all."""
-        if not is_sharded(self.model):
-            return 0
-        unread = {
-            self._places[example][0][0]
-            for example in examples
-            if example in self._places and not self._is_known(example)
-        }
-        forwards = len(unread) + any(example not in self._places for example in examples)
-        return largest_of_all(forwards) - forwards
-
-    def _is_known(self, example: int) -> bool:
-        """True if the states of a rollout take no forward."""
-        assert self._rollouts is not None
-        in_memory = self._places[example][0][0] in self._store
-        return in_memory or stored_states(self._rollouts[example], self.head) is not None
 
     def part_logits(self, states: Tensor, rest: Tensor) -> Tensor:
         """(n, H) states and the (n,) rest of them -> (n, N + 1) logits at the temperature."""

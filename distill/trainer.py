@@ -32,7 +32,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
-from specdata.processes import is_fsdp, join_processes
+from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from specdata.states_draft import KEY, states_input
@@ -283,10 +283,10 @@ def _optimizer(
     """The optimizer that `config.optimizer` names; None: the Trainer makes it (AdamW)."""
     if config.optimizer == "adamw":
         return None
-    if join_processes().distributed_type == DistributedType.DEEPSPEED or is_fsdp():
+    if join_processes().distributed_type == DistributedType.DEEPSPEED:
         raise ConfigError(
-            "draft.optimizer muon needs whole matrices, and DeepSpeed and FSDP2 divide them: "
-            "launch without them, or set draft.optimizer to adamw"
+            "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch without "
+            "it, or set draft.optimizer to adamw"
         )
     inner: list[nn.Module] = [decoder_layers(student)[1]]
     reads = states_input(base_of(student))
@@ -309,7 +309,7 @@ def _draft_texts(
         return None
     longest = min(positions(teacher.config), positions(student.config))
     return DraftTexts(
-        config.on_policy,
+        config.on_policy.share,
         sampling,
         seed,
         ends=end_ids(teacher),

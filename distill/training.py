@@ -36,7 +36,7 @@ from transformers.utils import logging
 
 from specdata.errors import TrainingDivergedError
 from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
-from specdata.processes import is_fsdp, join_processes
+from specdata.processes import join_processes
 from specdata.saving import add_former_names
 from specdata.storage.checkpoints import (
     checkpoint_folder,
@@ -215,8 +215,6 @@ def _no_shard_bars() -> Iterator[None]:
 def _engine() -> str:
     """The kind of run that can read this one's checkpoints: ZeRO's parts need as many processes."""
     state = join_processes()
-    if is_fsdp():
-        return "FSDP2"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"DeepSpeed in {state.num_processes} processes"
     return "PyTorch"

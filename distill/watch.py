@@ -22,7 +22,6 @@ from specdata.models import check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import join_processes, wait_for_main
 from specdata.sampling import SamplingConfig
-from specdata.sharded import is_sharded
 from specdata.state_store import StateStore
 from specdata.states_draft import states_input
 from specdata.storage.files import write_json
@@ -193,21 +192,10 @@ class HeldOut:
     def measure_on_main(
         self, draft: PreTrainedModel, *, step: int = 0, watched_only: bool = False
     ) -> Measurement | None:
-        """Measure a draft on the main process, as `measure`, while the others wait: None there.
-
-        A target in parts is run by all of them.
-        """
+        """Measure a draft on the main process, as `measure`, while the others wait: None there."""
         measured = None
         if join_processes().is_main_process:
             measured = self.measure(draft, step=step, watched_only=watched_only)
-        elif isinstance(self._source, ModelSource) and is_sharded(self._source.head.model):
-            source = self._source
-
-            def read_only(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
-                source.states(batch, self._stored)
-                return lambda chunk: {}
-
-            self._along(read_only, watched_only)
         wait_for_main()
         return measured
 

@@ -37,7 +37,7 @@ from heads.config import Tracker
 from heads.loss import HeadMetrics
 from heads.model import BaseHead
 from specdata.errors import ConfigError
-from specdata.processes import join_processes, refuse_fsdp
+from specdata.processes import join_processes
 from specdata.storage.checkpoints import checkpoint_folder, complete
 
 STATE = "state.safetensors"
@@ -57,7 +57,7 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
         logs: the folder for what it writes.
 
     Raises:
-        ConfigError: if the tracker is not installed, or the launcher asked for FSDP.
+        ConfigError: if the tracker is not installed.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
     if report_to != "none" and not AVAILABLE[report_to]():
@@ -66,7 +66,6 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
             f"head.report_to is {report_to}, which is not installed here: pip install {report_to}, "
             "or set it to none"
         )
-    refuse_fsdp("training a head")
     join_processes()
     # The head is float32 and leaves autocast by itself; an accelerator that the process already
     # has, from a trainer that ran before, cannot be changed and need not be.

@@ -25,7 +25,7 @@ from recipes.sizes import (
     sizes_of,
 )
 from specdata.errors import ConfigError
-from specdata.loading import Role, check_bits, check_tp_plan, check_vocabularies
+from specdata.loading import check_tp_plan, check_vocabularies
 from specdata.processes import local_process_count, process_count
 from specdata.storage.files import read_object
 
@@ -120,23 +120,13 @@ def check_loading(
     Raises:
         ConfigError: with the reason and the remedy, before weights are loaded.
     """
-    models = config.models
-    given = models.draft if config.draft is None else None  # else it is made by this run
-    names: dict[Role, str | None] = {}
-    if _loads_target(config, stage):
-        names["target"] = models.target
-    if stage in ("labels", "eval"):
-        names["draft"] = given
-    for role, name in names.items():
-        load = models.loading(role)
-        with named(f"models.load.{role}"):
-            check_bits(load.bits, "bits", name)
-            if load.is_spread and (local := local_process_count()) > 1:
-                raise ConfigError(
-                    f"device_map: {load.device_map} spreads the model over all devices of a "
-                    f"machine, and {local} processes on this one would each do so: start one "
-                    "process a machine, or share the layers among them with tp_plan: auto"
-                )
+    load = config.models.load.target
+    if _loads_target(config, stage) and load.is_spread and (local := local_process_count()) > 1:
+        raise ConfigError(
+            f"models.load.target: device_map: {load.device_map} spreads the model over all devices "
+            f"of a machine, and {local} processes on this one would each do so: start one process "
+            "a machine, or share the layers among them with tp_plan: auto"
+        )
     if is_shared(config, stage):
         _check_tensor_parallel(config, stage)
 
@@ -147,8 +137,8 @@ def _check_tensor_parallel(config: PipelineConfig, stage: str) -> None:
     if stage == "draft":
         raise ConfigError(
             f"{key}: processes that distil have rollouts of their own, and a target that is split "
-            "in every layer needs them in step: leave it out; draft.shard_teacher divides the "
-            "target among processes that train"
+            "in every layer needs them in step: leave it out, spread the "
+            "target with device_map: auto, or distil on top logits (draft.cache)"
         )
     if stage == "eval":
         raise ConfigError(

@@ -50,7 +50,7 @@ class ModelsConfig(Config):
     )
     dtype: Dtype = Field(default="float32", description="precision that both are loaded in")
     load: PairLoading = Field(
-        default=PairLoading(), description="how each is loaded: devices, bits, attention"
+        default=PairLoading(), description="how each is loaded: precision, devices, attention"
     )
 
     def loading(self, role: Role) -> Loading:

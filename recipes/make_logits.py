@@ -177,7 +177,7 @@ def cached_rows(
     stored = dict(read_manifest(Path(cache))["settings"])
     stored |= stored.get("load", {}).get("target", {})
     load = config.models.loading("target")
-    source = {**source, "dtype": load.dtype, "bits": load.bits}
+    source = {**source, "dtype": load.dtype}
     stored_source = {name: stored.get(name) for name in source}
     if changed := differences(stored_source, source, ("target.name",)):
         raise ConfigError(

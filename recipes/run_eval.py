@@ -159,11 +159,6 @@ class Eval(Stage):
                     f"device, and models.load.{role}.device_map: {load.device_map} spreads it over "
                     "several: set eval.engine to eager, or leave device_map out"
                 )
-            if load.bits and config.eval.engine != "eager":
-                raise ConfigError(
-                    f"eval.engine {config.eval.engine!r} captures products of plain matrices, and "
-                    f"models.load.{role}.bits: {load.bits} packs them: set eval.engine to eager"
-                )
         models = [*given_models(config), *path_drafts(config.eval)]
         check_room(config, "eval", config.eval.max_new_tokens, models)
         check_shared(config, models)

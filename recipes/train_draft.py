@@ -36,7 +36,7 @@ from recipes.run import Stage, say
 from recipes.sizes import described, draft_size, draft_width, sizes_of, source_model
 from recipes.steps import CommandLine, Step, load_draft, steps_to_head
 from specdata.errors import ConfigError
-from specdata.loading import Loading, check_bits, check_shardable
+from specdata.loading import Loading
 from specdata.prompts.conversations import check_conversations, conversation_inputs
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Initial(_OfDraft):
             seed=config.seed,
             states_dtype=config.models.dtype_of("target"),
             # Layers are taken in full precision; where the target does not fit, in memory.
-            target_load=Loading(device_map="cpu" if load.is_spread or load.bits else None),
+            target_load=Loading(device_map="cpu" if load.is_spread else None),
         )
 
 
@@ -207,8 +207,6 @@ class Draft(_OfDraft):
         check_finetuning(config)
         check_initial(config)
         check_lora(config)
-        if draft.shard_teacher and not draft.cache:
-            check_shardable(config.models.target, config.models.load.target)
         if draft.report_to:
             from distill.callbacks import reporters  # here: it needs torch
 
@@ -326,8 +324,6 @@ def check_lora(config: PipelineConfig) -> None:
             "draft.lora trains adapters beside frozen weights, and those of draft.init.kind fresh "
             "are random: leave out draft.lora, or start from a model or from layers of the target"
         )
-    given = config.models.draft if config.draft.init.kind == "model" else None
-    check_bits(lora.bits, "draft.lora.bits", given)
     width = draft_width(config)
     if width is not None and lora.rank > width:
         raise ConfigError(

@@ -29,7 +29,7 @@ from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import PAIR, draft_width, in_bytes, rows_size
 from recipes.steps import CommandLine, Step, load_head
-from specdata.processes import is_main, refuse_fsdp
+from specdata.processes import is_main
 from specdata.prompts.reading import size_of
 from specdata.terminal import progress
 
@@ -185,11 +185,6 @@ class Head(Stage):
             "the head; until it is done, the draft's states along the training rollouts, "
             + in_bytes(2 * tokens * width)  # in bfloat16
         )
-
-    def check(self) -> None:
-        """Refuse a launch that divides the weights."""
-        if not self.is_made:
-            refuse_fsdp("training a head")
 
     def run(self) -> dict[str, Any]:
         """Train it, in every process."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -23,14 +22,10 @@ _SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
 class DraftLoading(Config):
     """The loading of a draft where its weights are only read: whole, on its process's device.
 
-    A draft in training has weights in float32, or as `draft.lora` says.
+    A draft in training has weights in float32.
     """
 
     dtype: Dtype | None = Field(default=None, description="precision (default: models.dtype)")
-    bits: Literal[4, 8] | None = Field(
-        default=None,
-        description="store the matrices in 8 bits (LLM.int8) or 4 (NF4); needs bitsandbytes",
-    )
     attn_implementation: Literal["eager", "sdpa"] | None = Field(
         default=None, description="transformers' attention (default: its own choice)"
     )
@@ -90,11 +85,6 @@ class Loading(DraftLoading):
                 "tp_plan splits every layer over the processes and device_map gives whole layers "
                 "to the devices of one process: leave one of them out"
             )
-        if self.tp_plan and self.bits:
-            raise ValueError(
-                "tp_plan splits matrices, which cannot be done to packed ones: leave bits out, or "
-                "spread the model with device_map: auto"
-            )
         return self
 
     @property
@@ -107,7 +97,7 @@ class Loading(DraftLoading):
 
         Devices, and the way that attention is computed, change them by rounding alone.
         """
-        return self.model_dump(mode="json", include={"dtype", "bits"}, exclude_none=True)
+        return self.model_dump(mode="json", include={"dtype"}, exclude_none=True)
 
 
 ONE_DEVICE = Loading()
@@ -150,29 +140,6 @@ def refuse_adapters(name: str, key: str) -> None:
         )
 
 
-def check_bits(bits: int | None, key: str, name: str | None = None) -> None:
-    """Refuse weights in few bits that cannot be had.
-
-    Args:
-        bits: 8 or 4; None is always fine.
-        key: the dotted key that asks for them.
-        name: the model, if it is known already.
-
-    Raises:
-        ConfigError: for adapters, and without the library for such weights.
-    """
-    if not bits:
-        return
-    if name is not None:
-        refuse_adapters(name, f"{key}: {bits}")
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"{key}: {bits} needs bitsandbytes, which is not installed: pip install "
-            "'draftsmith[qlora]' (CUDA GPUs; on the CPU it works too, slowly), or leave bits out "
-            "to keep the weights in full precision"
-        )
-
-
 def check_tp_plan(tp_plan: str | None, key: str, name: str | None = None) -> None:
     """Refuse tensor parallelism that cannot be had.
 
@@ -194,23 +161,3 @@ def check_tp_plan(tp_plan: str | None, key: str, name: str | None = None) -> Non
             "start several (draftsmith launch multi_gpu ...), or spread the model over the "
             "devices of one with device_map: auto"
         )
-
-
-def check_shardable(name: str, load: Loading) -> None:
-    """Refuse a frozen target that cannot be kept in parts (`draft.shard_teacher`).
-
-    Args:
-        name: the target.
-        load: how it is loaded.
-
-    Raises:
-        ConfigError: for files whose matrices are made as a whole, and for other ways to divide it.
-    """
-    refuse_adapters(name, "draft.shard_teacher")
-    for key in ("device_map", "bits"):
-        if (value := getattr(load, key)) is not None:
-            raise ConfigError(
-                f"draft.shard_teacher divides the target's whole matrices among the processes, and "
-                f"models.load.target.{key} ({value}) puts them elsewhere or packs them: leave one "
-                "of them out"
-            )

@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,7 +31,6 @@ from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import (
     ONE_DEVICE,
     Loading,
-    check_bits,
     check_tp_plan,
     check_vocabularies,
     refuse_adapters,
@@ -59,7 +57,7 @@ def load_model(
         name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION. Adapters in a
             folder (PEFT's) are merged into the base that they name.
         dtype: precision of the weights, one of `DTYPES`, unless `load` has one.
-        load: where they lie, and in how many bits; by default all on `device()`.
+        load: where they lie; by default all on `device()`.
         target: of a draft that reads its target's states, where that is; by default where it was
             when the draft was made. It is loaded when the draft is first asked to read a text.
 
@@ -72,7 +70,6 @@ def load_model(
     """
     dtype = load.dtype or dtype
     check_dtype(dtype)
-    check_bits(load.bits, "bits", name)
     check_tp_plan(load.tp_plan, "tp_plan", name)
     if base := base_of_adapters(name):
         if load.is_spread:
@@ -130,7 +127,7 @@ def read_model(
         source: folder or Hub id.
         revision: on the Hub.
         dtype: of the weights, or "auto".
-        load: where they lie; with one device and whole weights, on the CPU at first.
+        load: where they lie; with one device, on the CPU at first.
 
     Returns:
         The model, and what transformers says of keys that are missing, unexpected or misfit.
@@ -168,17 +165,6 @@ def _options(load: Loading) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if load.attn_implementation:
         options["attn_implementation"] = load.attn_implementation
-    if load.bits == 8:  # LLM.int8 (arXiv:2208.07339)
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    elif load.bits == 4:  # NF4 as QLoRA has it (arXiv:2305.14314, section 3)
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-    if load.bits:
-        options["device_map"] = {"": device()}
     if load.tp_plan:
         join_processes()
         options["distributed_config"] = DistributedConfig(tp_plan=load.tp_plan)
@@ -202,7 +188,7 @@ def _placed(model: Any, name: str, load: Loading) -> Any:
     if load.tp_plan:
         return _in_lockstep(model, name)
     if load.device_map is None:
-        return model if load.bits else model.to(device())
+        return model.to(device())
     if model.device.type == "meta":
         raise ConfigError(
             f"no layer of {name} lies in memory: device_map: {load.device_map} put its first on "

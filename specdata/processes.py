@@ -58,11 +58,10 @@ def join_processes() -> PartialState:
     Every training calls this first, heads and drafts alike. It may be called again.
 
     On the CPU, accelerate must be told two things, or each process trains alone: the backend, and
-    `cpu` exactly without DeepSpeed (with it, DeepSpeed turns into plain DDP). It turns to FSDP on
-    GPUs alone, though torch shards on the CPU, too, so there it is told that as well.
+    `cpu` exactly without DeepSpeed (with it, DeepSpeed turns into plain DDP).
 
     Raises:
-        ConfigError: if the launcher asked for FSDP in a way that drafts are not trained in.
+        ConfigError: if the launcher asked for FSDP.
         RuntimeError: if the launcher asked for DeepSpeed or for several processes and accelerate
             silently left that out.
     """
@@ -73,12 +72,13 @@ def join_processes() -> PartialState:
     wants_deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     launched = get_int_from_env(["LOCAL_RANK"], -1) >= 0
-    if is_fsdp():
-        _check_fsdp()
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ConfigError(
+            "nothing is trained under FSDP here: launch with launch/multi_gpu.yaml, or with "
+            "launch/zero3.yaml where weights do not fit"
+        )
     if launched and not torch.cuda.is_available():
         state = PartialState(cpu=not wants_deepspeed, backend="gloo", timeout=TIMEOUT)
-        if is_fsdp():
-            _shard_on_cpu(state)
     else:
         state = PartialState(timeout=TIMEOUT)
     # Accelerate would drop DeepSpeed later, when it reads ACCELERATE_USE_CPU.
@@ -93,53 +93,6 @@ def join_processes() -> PartialState:
             f"{state.num_processes}; check MASTER_ADDR and MASTER_PORT"
         )
     return state
-
-
-def is_fsdp() -> bool:
-    """True if the launcher asked for FSDP."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-
-
-def refuse_fsdp(what: str) -> None:
-    """Refuse a work that is not done in parts.
-
-    Args:
-        what: the work, a gerund.
-
-    Raises:
-        ConfigError: if the launcher asked for FSDP.
-    """
-    if is_fsdp():
-        raise ConfigError(
-            f"FSDP2 divides drafts and their targets, which {what} does not: launch it with "
-            "launch/multi_gpu.yaml or launch/zero2.yaml"
-        )
-
-
-def _check_fsdp() -> None:
-    """Refuse what `launch/fsdp2.yaml` sets otherwise. Raises ConfigError."""
-    wanted = {
-        "FSDP_VERSION": "2",
-        # The others' checkpoints are in parts, and their weights are not looked at.
-        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-        # Models that are loaded in the main process alone: the frozen target would be random.
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-    }
-    for name, value in wanted.items():
-        if (given := os.environ.get(name, "")).lower() != value.lower():
-            raise ConfigError(
-                f"under FSDP {name.lower()} must be {value}, got {given or 'none'}: launch with "
-                "launch/fsdp2.yaml, or set it as there"
-            )
-
-
-def _shard_on_cpu(state: PartialState) -> None:
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    if state.distributed_type == DistributedType.MULTI_CPU:
-        Accelerator().state.fsdp_plugin = FullyShardedDataParallelPlugin()
-        state.distributed_type = DistributedType.FSDP  # what accelerators made from now on read
 
 
 def largest_of_all(value: int) -> int:

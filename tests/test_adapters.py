@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
-from transformers.utils import is_bitsandbytes_available
 
 from distill.adapters import (
     base_of,
@@ -23,16 +21,13 @@ from distill.adapters import (
 )
 from distill.config import DistilConfig, LoraConfig
 from distill.distillation import DistilResult, distil
-from distill.toy import language_model
 from distill.trainer import draft_trainer
-from distill.training import save_model
 from recipes.config import PipelineConfig, parse
 from recipes.train_draft import check_lora
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_generation, load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
-from specdata.saving import copy_tokenizer
 from tests.random_pair import texts_of
 
 LORA = LoraConfig(rank=4)
@@ -188,46 +183,6 @@ def test_adapters_that_cannot_be_trained_are_refused_by_a_plan(pair: Path, tmp_p
     randomly_adapted(pair / "draft", tmp_path / "adapters")
     with pytest.raises(ConfigError, match="hidden size, 16, got 17"):  # that of their base
         check_lora(asked(pair, "--draft.lora.rank=17", f"--models.draft={tmp_path / 'adapters'}"))
-
-
-# --- bits
-
-
-@pytest.mark.skipif(is_bitsandbytes_available(), reason="bitsandbytes is installed")
-def test_quantised_weights_without_bitsandbytes_are_refused_before_a_model_is_loaded(
-    pair: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"):
-        check_lora(asked(pair, "--draft.lora.bits=4"))
-    with pytest.raises(ConfigError, match=r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"):
-        load_student(str(tmp_path / "no model"), LoraConfig(bits=4), seed=0)
-
-
-@pytest.mark.skipif(
-    not is_bitsandbytes_available(), reason="needs bitsandbytes: pip install 'draftsmith[qlora]'"
-)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_adapters_beside_quantised_weights_are_merged_into_the_full_ones(
-    pair: Path, tmp_path: Path, bits: Literal[4, 8]
-) -> None:
-    wide = language_model(load_tokenizer(str(pair / "draft")), layers=1, width=192, seed=5)
-    save_model(wide, tmp_path / "wide")
-    copy_tokenizer(str(pair / "draft"), tmp_path / "wide")
-    lora = LORA.model_copy(update={"bits": bits})
-    student = base_of(load_student(str(tmp_path / "wide"), lora, seed=0))
-    frozen = student.model.layers[0].mlp.up_proj.base_layer.weight
-    assert frozen.dtype == {4: torch.uint8, 8: torch.int8}[bits]
-    config = QUICK.model_copy(update={"lora": lora})
-    result = distilled(pair, tmp_path / "draft", config, draft=tmp_path / "wide")
-    assert result.acceptance_after > result.acceptance_before
-    before, after = weights(tmp_path / "wide"), weights(tmp_path / "draft")
-    for name, start in before.items():
-        assert after[name].dtype == torch.float32
-        # The change is of the adapters' rank, without an error of quantisation.
-        if name.endswith("_proj.weight"):
-            assert torch.linalg.matrix_rank(after[name] - start, rtol=1e-3) == lora.rank
-        else:
-            assert torch.equal(after[name], start)
 
 
 # --- adapters as a draft

@@ -76,8 +76,8 @@ def test_checkpoints_of_other_settings_another_run_or_another_engine_are_refused
     work = written(tmp_path, 4)
     with pytest.raises(ManifestError, match=r"seed: 0 -> 1"):
         checkpoint_to_resume(work, Settings({"seed": 1}), engine="PyTorch")
-    with pytest.raises(ManifestError, match="written under PyTorch and cannot be read under FSDP2"):
-        checkpoint_to_resume(work, SETTINGS, engine="FSDP2")
+    with pytest.raises(ManifestError, match="written under PyTorch and cannot be read under ZeRO"):
+        checkpoint_to_resume(work, SETTINGS, engine="ZeRO")
     (work / "settings.json").unlink()
     with pytest.raises(ManifestError, match="may belong to another run: remove"):
         checkpoint_to_resume(work, SETTINGS, engine="PyTorch")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from distill.config import DistilConfig, FinetuneConfig, InitConfig, LoraConfig
 from distill.distillation import distil
 from distill.finetune import finetune
 from distill.initial import make_initial
+from distill.watch import HeldOut
+from specdata import processes
 from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.sampling import SamplingConfig
 from tests.random_pair import texts_of
@@ -87,19 +91,18 @@ def tuned(pair: Path, out: Path, changes: dict[str, Any]) -> None:
     )
 
 
-COMPLETIONS = {"on_policy": {"share": 0.4, "text": "completions"}, "epochs": 3}
+ON_POLICY = {"on_policy": {"share": 0.4}, "epochs": 3}
 CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "accumulated": (trained, {"accumulation": 2, "epochs": 10, "save_steps": 4}),
     "adapters": (trained, LORA),
-    "blocks of the draft": (trained, {"on_policy": {"share": 0.5}, "epochs": 3}),
-    "completions of the draft": (trained, COMPLETIONS),
+    "completions of the draft": (trained, ON_POLICY),
     "muon": (trained, {"optimizer": "muon", "epochs": 4}),
     "the last weights": (trained, {"keep": "last"}),
     "the target's states": (trained_on_states, {"optimizer": "muon", "epochs": 4}),
     "fine-tuning": (tuned, {}),
     "fine-tuning of adapters": (tuned, LORA),
 }
-COMBINED = {**LORA, "epochs": 3, "on_policy": {"share": 0.5, "text": "blocks"}, "eval_steps": 3}
+COMBINED = {**LORA, "epochs": 3, "on_policy": {"share": 0.5}, "eval_steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -178,15 +181,21 @@ def test_an_interrupted_and_killed_training_in_two_processes_ends_in_the_same_we
     assert_same_draft(out, tmp_path / "whole")
 
 
+# 24 rollouts in batches of 23: of the last batch of an epoch one process has none. What the target
+# says is kept from 3 epochs on, and what the draft writes, in an unequal number of rows, is read.
+UNEVEN = {**ON_POLICY, "batch_size": 23, "eval_steps": 2}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("train", "draft", "changes", "engine"),
     [
         (trained, "draft", {"lora": {"rank": 4}}, ZERO_3),
+        (trained, "draft", UNEVEN, ZERO_3),
         (trained_on_states, "on-states", {}, ON_CPU),
         (trained_on_states, "on-states", {}, ZERO_3),
     ],
-    ids=["adapters, ZeRO-3", "states, DDP", "states, ZeRO-3"],
+    ids=["adapters, ZeRO-3", "uneven, ZeRO-3", "states, DDP", "states, ZeRO-3"],
 )
 def test_two_processes_end_in_the_weights_of_one(
     pair: Path,
@@ -198,7 +207,7 @@ def test_two_processes_end_in_the_weights_of_one(
     engine: dict[str, str],
 ) -> None:
     """Under ZeRO-3 the main process alone gets the weights; the others go on without them."""
-    changes = {**changes, "epochs": 1}
+    changes = {"epochs": 1, **changes}
     train(pair, tmp_path / "alone", changes)
     finish(start_two(server, train, pair, tmp_path / "two", changes, **engine))
     ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("two", "alone"))
@@ -209,3 +218,30 @@ def test_two_processes_end_in_the_weights_of_one(
             continue  # ids of a reduced vocabulary
         moved = (weight - before[name]).square().mean().sqrt()
         assert (ours[name] - weight).square().mean().sqrt() <= moved / 50, name
+
+
+# --- waiting for the main process
+
+
+def slowly_measured(pair: Path, out: Path, changes: dict[str, Any]) -> None:
+    """Distil where the main process measures for longer than a collective may take."""
+    processes.TIMEOUT = timedelta(seconds=3)
+    measure, held_back = HeldOut.measure, 5.0
+
+    def slowly(self: HeldOut, *arguments: Any, **settings: Any) -> Any:
+        time.sleep(held_back)
+        return measure(self, *arguments, **settings)
+
+    HeldOut.measure = slowly  # type: ignore[method-assign]
+    trained(pair, out, changes)
+
+
+@pytest.mark.slow
+def test_processes_wait_for_the_main_one_for_longer_than_a_collective_may_take(
+    pair: Path, tmp_path: Path, server: ForkServerContext
+) -> None:
+    """The only test of the waits for a main process; 10 s are what it holds the others back."""
+    once = {"epochs": 0}
+    finish(start_two(server, slowly_measured, pair, tmp_path / "two", once, **ON_CPU))
+    trained(pair, tmp_path / "one", once)
+    assert_same_draft(tmp_path / "two", tmp_path / "one")

@@ -15,12 +15,14 @@ import psutil
 import pytest
 import torch.distributed.run as torchrun
 import yaml
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, patch_environment
+from accelerate.utils import DeepSpeedPlugin, patch_environment
 from accelerate.utils.launch import _filter_args
 
 from recipes.command import LAUNCH
+from specdata.errors import ConfigError
+from specdata.processes import join_processes
 
-NAMES = ["cpu", "cpu-2", "fsdp2", "multi_gpu", "multi_node", "single_gpu"]
+NAMES = ["cpu", "cpu-2", "multi_gpu", "multi_node", "single_gpu"]
 NAMES += ["zero1", "zero2", "zero3", "zero3_offload"]
 TWO_MACHINES = ["--num_machines", "2", "--main_process_ip", "10.0.0.1", "--main_process_port", "1"]
 # Another value of a key that takes certain words only.
@@ -29,8 +31,6 @@ OTHERS = {
     "distributed_type": "XLA",
     "mixed_precision": "bf16",
     "deepspeed_multinode_launcher": "pdsh",
-    "fsdp_auto_wrap_policy": "NO_WRAP",
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
 }
 
 
@@ -118,7 +118,6 @@ SAYS: dict[str, tuple[str, dict[str, str]]] = {
     "cpu-2": (MULTI, {"CUDA_VISIBLE_DEVICES": "-1,-1", "OMP_NUM_THREADS": "8"}),
     "multi_gpu": (MULTI, {"ACCELERATE_MIXED_PRECISION": "no"}),
     "multi_node": (MULTI, {"ACCELERATE_MIXED_PRECISION": "no"}),
-    "fsdp2": (MULTI, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
     "zero1": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero1.json"}),
     "zero2": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero2.json"}),
     "zero3": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero3.json"}),
@@ -200,9 +199,7 @@ def test_accelerate_takes_profile_and_deepspeed_file_together(
     assert {**plugin.deepspeed_config, **config} == plugin.deepspeed_config, "nothing is replaced"
 
 
-def test_the_plugin_of_fsdp2_has_what_the_profile_says() -> None:
-    with patch_environment(**launched(LAUNCH / "fsdp2.yaml")["environment"]):
-        plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is True
-    assert plugin.state_dict_type.name == "FULL_STATE_DICT"
+def test_a_launch_under_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="nothing is trained under FSDP here"):
+        join_processes()

@@ -55,7 +55,6 @@ BELOW = {
         "models": "draft_vocabulary eagle3 errors loading processes sources states_draft "
         "storage taps",
         "saving": "errors models sources storage",
-        "sharded": "errors loading models sources",
         "lm_head": "errors models",
         "storage": "config errors interruption processes",
         "target_states": "errors lm_head states_draft storage",

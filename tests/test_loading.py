@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers.utils import is_bitsandbytes_available
 
 from distill.teacher import Part, Teacher
 from recipes import make_rollouts, train_head
@@ -138,19 +137,19 @@ def built(models: Path, **section: Any) -> PipelineConfig:
     )
 
 
-def test_where_a_model_lies_is_no_other_run_and_its_bits_are(models: Path) -> None:
-    before, elsewhere, packed = (
+def test_where_a_model_lies_is_no_other_run_and_its_precision_is(models: Path) -> None:
+    before, elsewhere, rounded = (
         built(models, load={"target": target} if target else {})
-        for target in ({}, {"device_map": "auto"}, {"bits": 8})
+        for target in ({}, {"device_map": "auto"}, {"dtype": "float16"})
     )
     for stage in (Rollouts, Labels, Eval):
         stored = dict(stage(before).settings.values)
         assert "load" not in stored, "a run that was made before there was such a section"
         stage(elsewhere).settings.check(stored, "it")
-        with pytest.raises(OtherSettingsError, match=r"load: absent -> \{'target': \{'bits': 8\}"):
-            stage(packed).settings.check(stored, "it")
+        with pytest.raises(OtherSettingsError, match=r"load: absent -> .*'dtype': 'float16'"):
+            stage(rounded).settings.check(stored, "it")
     # A head learns from the draft alone.
-    assert Head(packed).settings.values == Head(before).settings.values
+    assert Head(rounded).settings.values == Head(before).settings.values
     other = built(models, load={"draft": {"dtype": "bfloat16"}})
     assert Rollouts(other).settings.values == Rollouts(before).settings.values
     assert Head(other).settings.values["load"] == {"draft": {"dtype": "bfloat16"}}
@@ -170,8 +169,6 @@ def test_where_a_model_lies_is_no_other_run_and_its_bits_are(models: Path) -> No
         ({"device_map": "auto", "max_memory": {"cpu": 10}}, r"such as 20GiB or .*got '10'"),
         ({"device_map": "auto", "max_memory": {"gpu": "1GiB"}}, "numbers of GPUs or cpu"),
         ({"device_map": "auto", "tp_plan": "auto"}, "leave one of them out"),
-        ({"bits": 4, "tp_plan": "auto"}, "leave bits out, or spread the model"),
-        ({"bits": 3}, "must be 4 or 8"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_by_name(
@@ -194,7 +191,12 @@ CHECKS = {
     [
         ("rollouts", {"target": {"tp_plan": "auto"}}, {}, "this is one process: start several"),
         ("labels", {"target": {"tp_plan": "auto"}}, {}, "this is one process: start several"),
-        ("draft", {"target": {"tp_plan": "auto"}}, {"draft": {}}, r"draft\.shard_teacher"),
+        (
+            "draft",
+            {"target": {"tp_plan": "auto"}},
+            {"draft": {}},
+            r"or distil on top logits \(draft\.cache\)",
+        ),
         ("eval", {"target": {"tp_plan": "auto"}}, {}, "by the clock of one process"),
         ("eval", {"target": ON_DISK}, {"eval": {"engine": "captured"}}, "set eval.engine to eager"),
     ],
@@ -242,28 +244,6 @@ def test_what_several_processes_cannot_do_is_refused(
     if "device_map" in load:  # one process on each of two machines
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
         Rollouts(built(tmp_path, load={"target": load})).check()
-
-
-@pytest.mark.skipif(is_bitsandbytes_available(), reason="bitsandbytes is installed")
-def test_few_bits_without_bitsandbytes_are_refused_before_a_model_is_loaded(models: Path) -> None:
-    needs = r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"
-    with pytest.raises(ConfigError, match=needs):
-        Eval(built(models, load={"draft": {"bits": 4}})).check()
-    with pytest.raises(ConfigError, match=needs):
-        load_model("no model", load=Loading(bits=4))
-
-
-@pytest.mark.skipif(
-    not is_bitsandbytes_available(), reason="needs bitsandbytes: pip install 'draftsmith[qlora]'"
-)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_few_bits_change_logits_a_little(models: Path, bits: Any) -> None:
-    packed = load_model(str(models / "target"), load=Loading(bits=bits))
-    whole = load_model(str(models / "target"))
-    ids = torch.tensor([IDS]).to(whole.device)
-    with torch.inference_mode():
-        p, q = (model(input_ids=ids).logits.softmax(-1) for model in (packed, whole))
-    assert 0 < float((p - q).abs().sum(-1).max()) < 0.5
 
 
 # --- tensor parallelism

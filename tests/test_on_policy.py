@@ -22,13 +22,12 @@ from transformers import (
 )
 
 from distill.batches import collate
-from distill.config import DistilConfig, OnPolicyConfig
+from distill.config import DistilConfig
 from distill.on_policy import DraftTexts, Row, rows_of
 from distill.trainer import draft_trainer
 from specdata.draft_vocabulary import reduce_vocabulary
-from specdata.probability import SamplingConfig, inverse_cdf, probabilities
+from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
-from specdata.sampling import generator_for
 from specdata.texts import IGNORED
 from tests.chi_square import p_value
 from tests.test_distill import GradientRecorder
@@ -43,7 +42,7 @@ V = 40
 WARPED = SamplingConfig(0.7, 12, 0.9)
 
 
-def texts(config: OnPolicyConfig, **changes: Any) -> DraftTexts:
+def texts(share: float = 1.0, **changes: Any) -> DraftTexts:
     settings = {
         "sampling": SamplingConfig(),
         "seed": 5,
@@ -53,7 +52,7 @@ def texts(config: OnPolicyConfig, **changes: Any) -> DraftTexts:
         "batch_size": 8,
         "pad_id": 0,
     }
-    return DraftTexts(config, **{**settings, **changes})
+    return DraftTexts(share, **{**settings, **changes})
 
 
 def rollouts(count: int, seed: int = 0) -> list[Row]:
@@ -83,7 +82,7 @@ def tiny_gpt2(positions: int) -> GPT2LMHeadModel:
 def test_of_n_rows_the_draft_writes_n_times_the_share_rounded_and_each_is_as_likely(
     share: float,
 ) -> None:
-    drawn, steps = texts(OnPolicyConfig(share=share)), 1000
+    drawn, steps = texts(share), 1000
     written = [[drawn.carries(step, index) for index in range(13)] for step in range(steps)]
     for count in (1, 8, 13):
         least, most = int(share * count), -int(-share * count // 1)
@@ -99,19 +98,19 @@ def test_of_n_rows_the_draft_writes_n_times_the_share_rounded_and_each_is_as_lik
 def test_completions_have_the_drafts_joint_distribution() -> None:
     draft, sampling = tiny_llama(0), SamplingConfig(0.7, 3)
     row = {"prompt_ids": [2, 3], "completion_ids": [2, 2, 3]}
-    drawn = texts(OnPolicyConfig(share=1.0, text="completions"), sampling=sampling, vocabulary=4)
+    drawn = texts(sampling=sampling, vocabulary=4)
     written = drawn.write(draft, [row] * 1000, range(1000), step=3)
-    assert {tuple(one["prompt_ids"]) for (one,) in written} == {(2, 3)}
-    counts = Counter(tuple(one["completion_ids"]) for (one,) in written)
+    assert {tuple(one["prompt_ids"]) for one in written} == {(2, 3)}
+    counts = Counter(tuple(one["completion_ids"]) for one in written)
     assert p_value(counts, joint_distribution(draft, [2, 3], 3, sampling)) > 1e-6
 
 
 def test_a_completion_is_at_most_as_long_as_the_rollouts_and_ends_with_an_end_token() -> None:
     rows = rollouts(60)
-    drawn = texts(OnPolicyConfig(share=1.0, text="completions"), ends=frozenset([END, 7, 8, 9]))
+    drawn = texts(ends=frozenset([END, 7, 8, 9]))
     written = drawn.write(tiny_llama(1, vocab=V), rows, range(60), step=0)
     shorter = 0
-    for row, (new,) in zip(rows, written, strict=True):
+    for row, new in zip(rows, written, strict=True):
         *before, last = new["completion_ids"]
         assert len(before) < len(row["completion_ids"])
         assert not {*before} & {END, 7, 8, 9}
@@ -119,44 +118,6 @@ def test_a_completion_is_at_most_as_long_as_the_rollouts_and_ends_with_an_end_to
             assert last in {END, 7, 8, 9}
             shorter += 1
     assert shorter > 5
-
-
-def test_a_block_follows_the_targets_text_and_each_token_is_drawn_from_q_after_the_last() -> None:
-    draft = tiny_llama(2, vocab=V, layers=2)
-    rows = rollouts(12)
-    drawn = texts(OnPolicyConfig(share=1.0, length=4), cuts=1, sampling=WARPED)
-    written = drawn.write(draft, rows, range(12), step=7)
-    for index, (row, (new,)) in enumerate(zip(rows, written, strict=True)):
-        assert new["prompt_ids"] == row["prompt_ids"]
-        generator = generator_for(5, "on-policy", 7, index)
-        first = torch.rand(1, generator=generator, dtype=torch.float64).item()
-        cut = int(first * len(row["completion_ids"]))
-        before, block = new["completion_ids"][:cut], new["completion_ids"][cut:]
-        assert before == row["completion_ids"][:cut]
-        assert len(block) == 4 or block[-1] == END
-        ids = row["prompt_ids"] + before
-        for token, uniform in zip(
-            block, torch.rand(4, generator=generator, dtype=torch.float64), strict=False
-        ):
-            with torch.no_grad():
-                q = probabilities(draft(input_ids=torch.tensor([ids])).logits[0, -1], WARPED)
-            assert token == inverse_cdf(q, uniform)
-            ids = [*ids, token]
-
-
-def test_of_several_blocks_each_has_its_own_text_before_it_and_no_token_counts_twice() -> None:
-    rows = rollouts(20)
-    drawn = texts(OnPolicyConfig(share=1.0, length=3), ends=frozenset())
-    written = drawn.write(tiny_llama(1, vocab=V), rows, range(20), step=0)
-    for row, new in zip(rows, written, strict=True):
-        assert len(new) == 4
-        cuts = [len(one["prompt_ids"] + one["completion_ids"]) - 3 for one in new]
-        assert cuts == sorted(cuts, reverse=True)
-        target = row["prompt_ids"] + row["completion_ids"]
-        for one, cut in zip(new, cuts, strict=True):
-            assert (one["prompt_ids"] + one["completion_ids"])[:cut] == target[:cut]
-        assert new[0]["prompt_ids"] == row["prompt_ids"]
-        assert all(len(one["completion_ids"]) == 3 for one in new[1:])
 
 
 # --- rows that leave no room
@@ -168,51 +129,43 @@ def test_rows_without_a_completion_and_prompts_that_fill_the_context_stay() -> N
         {"prompt_ids": [2] * 16, "completion_ids": [3]},
         {"prompt_ids": [2] * 20, "completion_ids": [3, 4]},
     ]
-    for text in ("blocks", "completions"):
-        config = OnPolicyConfig.model_validate({"share": 1.0, "text": text})
-        written = texts(config, longest=16).write(tiny_gpt2(16), rows, range(3), step=0)
-        assert written == [[row] for row in rows]
+    assert texts(longest=16).write(tiny_gpt2(16), rows, range(3), step=0) == rows
 
 
-@pytest.mark.parametrize("text", ["blocks", "completions"])
-def test_no_row_is_longer_than_the_context(text: str) -> None:
+def test_no_row_is_longer_than_the_context() -> None:
     """A model with learned positions cannot read more, not even beside rows that go on."""
     rows = [
         {"prompt_ids": [2] * length, "completion_ids": [3] * (16 - length)}
         for length in range(1, 16)
     ]
-    config = OnPolicyConfig.model_validate({"share": 1.0, "text": text})
-    draft = tiny_gpt2(16)
-    written = texts(config, longest=16, ends=frozenset()).write(draft, rows, range(15), step=0)
-    lengths = [
-        len(new["prompt_ids"] + new["completion_ids"]) for several in written for new in several
-    ]
-    assert max(lengths) == 16
+    draft, drawn = tiny_gpt2(16), texts(longest=16, ends=frozenset())
+    written = drawn.write(draft, rows, range(15), step=0)
+    assert max(len(new["prompt_ids"] + new["completion_ids"]) for new in written) == 16
     for index, row in enumerate(rows):
-        (alone,) = texts(config, longest=16, ends=frozenset()).write(draft, [row], [index], 0)
+        (alone,) = drawn.write(draft, [row], [index], 0)
         assert alone == written[index]
 
 
 def test_the_draft_draws_ids_of_the_target_only_and_reads_the_targets_others() -> None:
     wide = tiny_llama(1, vocab=V + 30)
-    drawn = texts(OnPolicyConfig(share=1.0), cuts=1, ends=frozenset())
-    (ids,) = zip(*drawn.write(wide, rollouts(30), range(30), step=0), strict=True)
+    drawn = texts(ends=frozenset())
+    ids = drawn.write(wide, rollouts(30), range(30), step=0)
     assert max(token for row in ids for token in row["completion_ids"]) < V
     free = sample_batch(wide, [[2]] * 30, torch.rand(30, 8), SamplingConfig(), ends=[])
     assert max(token for row in free for token in row) >= V, "the draft would like to"
     narrow = tiny_llama(1, vocab=V - 10)
     written = drawn.write(narrow, rollouts(30), range(30), step=0)
-    assert any(token >= V - 10 for (row,) in written for token in row["prompt_ids"])
+    assert any(token >= V - 10 for row in written for token in row["prompt_ids"])
 
 
 def test_a_draft_with_a_reduced_vocabulary_writes_its_own_tokens() -> None:
     kept = [END, 4, 9, 17, 30]
     draft = tiny_llama(1, vocab=V)
     reduce_vocabulary(draft, kept)
-    drawn = texts(OnPolicyConfig(share=1.0), cuts=1, ends=frozenset(), sampling=WARPED)
-    rows = [{"prompt_ids": [2], "completion_ids": [3]}] * 30
+    drawn = texts(ends=frozenset(), sampling=WARPED)
+    rows = [{"prompt_ids": [2], "completion_ids": [3] * 8}] * 30
     written = drawn.write(draft, rows, range(30), step=0)
-    assert {token for (row,) in written for token in row["completion_ids"]} == {*kept}
+    assert {token for row in written for token in row["completion_ids"]} == {*kept}
 
 
 # --- in the trainer
@@ -243,31 +196,25 @@ def step_batches(one: Trainer, batches: int) -> tuple[list[dict[str, Tensor]], T
     return one.get_batch_samples(iter(one.get_train_dataloader()), batches, torch.device("cpu"))
 
 
-BLOCKS = {"share": 0.5, "length": 4}
-COMPLETIONS = {"share": 0.5, "text": "completions"}
+HALF = {"share": 0.5}
 
 
-@pytest.mark.parametrize("on_policy", [BLOCKS, COMPLETIONS], ids=["blocks", "completions"])
 def test_the_loss_is_taken_and_counted_where_the_targets_top_tokens_and_the_drafted_tokens_are(
-    tmp_path: Path, on_policy: dict[str, Any]
+    tmp_path: Path,
 ) -> None:
     plain = trainer(tmp_path, config(batch_size=8), rollouts(8))
-    drafting = trainer(tmp_path, config(batch_size=8, on_policy=on_policy), rollouts(8))
+    drafting = trainer(tmp_path, config(batch_size=8, on_policy=HALF), rollouts(8))
     ((before,), _), ((after,), count) = step_batches(plain, 1), step_batches(drafting, 1)
     assert count == (after["labels"] != IGNORED).sum()
     assert before.keys() == after.keys()
     old = dict(zip(before["rows"].tolist(), rows_of(before), strict=True))
-    new: dict[int, list[Row]] = {}
-    for index, row in zip(after["rows"].tolist(), rows_of(after), strict=True):
-        new.setdefault(index, []).append(row)
+    new = dict(zip(after["rows"].tolist(), rows_of(after), strict=True))
     assert old.keys() == new.keys()
-    changed = [index for index in old if new[index] != [old[index]]]
-    assert len(changed) == 4
+    assert sum(new[index] != old[index] for index in old) == 4
     assert drafting.texts is not None
     ordered = [old[index] for index in range(8)]
     written = drafting.texts.write(drafting.model, ordered, range(8), step=0)
-    for index, rows in enumerate(written):
-        assert sorted(map(repr, new[index])) == sorted(map(repr, rows))
+    assert [new[index] for index in range(8)] == written
     # The labels are the completions of these rows.
     for ids, labels, row in zip(after["input_ids"], after["labels"], rows_of(after), strict=True):
         length = len(row["prompt_ids"] + row["completion_ids"])
@@ -302,7 +249,7 @@ def test_a_step_is_one_on_a_data_set_of_the_texts_however_it_is_accumulated(
 ) -> None:
     def drafting(batch_size: int) -> Trainer:
         settings = {"epochs": 1, "batch_size": batch_size, "accumulation": 8 // batch_size}
-        return trainer(tmp_path / "work", config(**settings, on_policy=BLOCKS), rollouts(8))
+        return trainer(tmp_path / "work", config(**settings, on_policy=HALF), rollouts(8))
 
     (batch,), _ = step_batches(drafting(8), 1)
     written = rows_of(batch)
@@ -315,7 +262,7 @@ def test_a_step_is_one_on_a_data_set_of_the_texts_however_it_is_accumulated(
 def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
     tmp_path: Path,
 ) -> None:
-    rows, drawn = rollouts(8), texts(OnPolicyConfig(share=0.5))
+    rows, drawn = rollouts(8), texts(0.5)
     draft = tiny_llama(9, vocab=V)
     (whole,) = drawn.into([collate(0)(rows)], draft, step=4)
     expected = sorted(map(repr, rows_of(whole)))
@@ -326,7 +273,7 @@ def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
     (nothing,) = drawn.into([collate(0, process=2, processes=3)(rows[:2])], draft, step=4)
     assert nothing["labels"].eq(IGNORED).all()
     assert nothing["rows"].tolist() == [-1]
-    halves = texts(OnPolicyConfig(share=0.5), batch_size=4).into(
+    halves = texts(0.5, batch_size=4).into(
         [collate(0)(rows[:4]), collate(0)(rows[4:])], draft, step=4
     )
     assert sorted(repr(row) for half in halves for row in rows_of(half)) == expected
@@ -351,7 +298,7 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
         assert not any(value.is_inference() for value in batch.values())
     with_dropout = tiny_gpt2(64)
     assert with_dropout.config.resid_pdrop > 0
-    drawn, rows = texts(OnPolicyConfig(share=1.0), longest=64), rollouts(8)
+    drawn, rows = texts(longest=64), rollouts(8)
     written = drawn.write(with_dropout, rows, range(8), step=0)
     assert drawn.write(with_dropout.train(), rows, range(8), step=0) == written
 
@@ -372,7 +319,7 @@ def test_a_step_on_the_drafts_text_has_the_gradients_of_a_step_of_gkd(tmp_path: 
         batch_size=8,
         objective="js",
         warp="raw",
-        on_policy={"share": 1.0, "text": "completions"},
+        on_policy={"share": 1.0},
     )
     ours = trainer(tmp_path / "ours", settings, rows, SamplingConfig(temperature=0.0))
     (batch,), _ = step_batches(ours, 1)

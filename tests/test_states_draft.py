@@ -427,7 +427,6 @@ def test_taps_and_targets_that_cannot_be_had_are_refused(target: Path, tmp_path:
         ("on_policy", {"share": 0.5}),
         ("finetune", {}),
         ("lora", {}),
-        ("shard_teacher", True),
     ],
 )
 def test_trainings_without_the_targets_states_are_refused(key: str, value: Any) -> None:

@@ -22,14 +22,6 @@ ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE":
 ZERO_2 |= {"DS_ACCELERATOR": "cpu"}
 ZERO_3 = {**ZERO_2, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 ZERO_3 |= {"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
-FSDP_2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
 
 
 def as_rank(rank: int, environment: dict[str, str], work: Work, *arguments: Any) -> None:
