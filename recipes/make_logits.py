@@ -128,7 +128,7 @@ def _source(
     check_lengths(rollouts, client.check(served))
     vocabulary = load_generation(models.target)[0].get_text_config().vocab_size
     count = min(settings.top_logits, vocabulary)
-    source = ServedLogits(client, settings.backend, served, count, vocabulary)
+    source = ServedLogits(client, served, count, vocabulary)
     return source, {"served": served}
 
 

@@ -1,4 +1,4 @@
-"""Logits from a loopback server, which reads texts with a real model as vLLM and SGLang do."""
+"""Logits from a loopback server, which reads texts with a real model as vLLM does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -42,12 +42,10 @@ from tests.tiny import tiny_llama
 __all__ = ["no_pauses", "pair"]  # fixtures
 
 V, N = 40, 6
-Kind = Literal["vllm", "sglang"]
-KINDS: tuple[Kind, ...] = ("vllm", "sglang")
 
 
 class Handler(test_vllm.Handler):
-    """Speaks what both do: /v1/models, vLLM's /v1/completions and SGLang's /generate."""
+    """Speaks /v1/models and /v1/completions, with and without log probabilities of the prompt."""
 
     def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         self.answer(200, {"data": [{"id": "served", "max_model_len": 256}]})
@@ -66,9 +64,7 @@ class Handler(test_vllm.Handler):
             if trouble:
                 self.answer(trouble, {"error": {"message": "greater than max allowed"}})
                 return
-            if self.path == "/generate":
-                answer = by_sglang(self.server.model, body)
-            elif "prompt_logprobs" in body:
+            if "prompt_logprobs" in body:
                 answer = by_vllm(self.server.model, body)
             else:
                 answer = test_vllm.complete(self.server.model, body)
@@ -104,32 +100,16 @@ def by_vllm(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
     return {"id": "cmpl-1", "object": "text_completion", "model": "served", "choices": [choice]}
 
 
-def by_sglang(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
-    """From `logprob_start_len` on: (log probability, id, text) of each token, and the best ones."""
-    ids, count, start = body["input_ids"], body["top_logprobs_num"], body["logprob_start_len"]
-    rows = log_probabilities(model, ids)
-    own: list[Any] = [[None, ids[start], None]]
-    top: list[Any] = [None]
-    for place in range(start + 1, len(ids)):
-        row = rows[place - 1]
-        own.append([float(row[ids[place]]), ids[place], None])
-        ranked = row.argsort(descending=True).tolist()[:count]
-        top.append([[float(row[each]), each, None] for each in ranked])
-    meta = {"prompt_tokens": len(ids), "completion_tokens": 1}
-    meta |= {"input_token_logprobs": own, "input_top_logprobs": top}
-    return {"text": "w3", "output_ids": [3], "meta_info": meta}
-
-
 def serving(model: PreTrainedModel, **behaviour: Any) -> AbstractContextManager[Server]:
     return test_vllm.serving(model=model, handler=Handler, **behaviour)
 
 
 @contextmanager
-def source(server: Server, kind: Kind, count: int = N, **changes: Any) -> Iterator[ServedLogits]:
+def source(server: Server, count: int = N, **changes: Any) -> Iterator[ServedLogits]:
     config = ServerConfig(**{"url": server.url, "concurrency": 3, **changes})
     client = ServerClient(config, "logits.server")
     try:
-        yield ServedLogits(client, kind, "served", count, V)
+        yield ServedLogits(client, "served", count, V)
     finally:
         client.close()
 
@@ -151,11 +131,10 @@ def own(rows: list[Rollout], count: int) -> list[Logits]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [N, V])
-def test_a_server_gives_the_logits_of_the_model_that_it_runs(kind: Kind, count: int) -> None:
+def test_a_server_gives_the_logits_of_the_model_that_it_runs(count: int) -> None:
     rows = rollouts(9, vocab=V)
-    with serving(target()) as server, source(server, kind, count) as served:
+    with serving(target()) as server, source(server, count) as served:
         found = served(rows)
     for ours, theirs in zip(found, own(rows, count), strict=True):
         assert ours["top_ids"] == theirs["top_ids"]
@@ -169,129 +148,77 @@ def test_a_server_gives_the_logits_of_the_model_that_it_runs(kind: Kind, count: 
 def test_what_is_sent_asks_for_the_model_s_own_distribution_and_little_else() -> None:
     rows = rollouts(1, vocab=V)
     ids = rows[0]["prompt_ids"] + rows[0]["completion_ids"]
-    with serving(target()) as server:
-        for kind in KINDS:
-            with source(server, kind) as served:
-                served(rows)
-        vllm, sglang = server.bodies
-    assert (vllm["prompt"], vllm["prompt_logprobs"], vllm["max_tokens"]) == (ids, N + 1, 1)
-    assert (vllm["temperature"], vllm["top_k"], vllm["top_p"]) == (1.0, 0, 1.0)
-    assert not vllm["add_special_tokens"]
-    assert (sglang["input_ids"], sglang["top_logprobs_num"]) == (ids, N + 1)
-    assert sglang["logprob_start_len"] == len(rows[0]["prompt_ids"]) - 1
-    assert sglang["return_logprob"]
-
-
-def without(key: str) -> Edit:
-    def edit(answer: dict[str, Any]) -> dict[str, Any]:
-        for part in (answer.get("meta_info", {}), *answer.get("choices", [])):
-            part.pop(key, None)
-        return answer
-
-    return edit
+    with serving(target()) as server, source(server) as served:
+        served(rows)
+        (body,) = server.bodies
+    assert (body["prompt"], body["prompt_logprobs"], body["max_tokens"]) == (ids, N + 1, 1)
+    assert (body["temperature"], body["top_k"], body["top_p"]) == (1.0, 0, 1.0)
+    assert not body["add_special_tokens"]
 
 
 def of_positions(change: Callable[[Any], Any]) -> Edit:
     """Change what is said of each position that has something."""
 
     def edit(answer: dict[str, Any]) -> dict[str, Any]:
-        for part in (answer.get("meta_info", {}), *answer.get("choices", [])):
-            for name in ("prompt_logprobs", "input_top_logprobs"):
-                if name in part:
-                    part[name] = [entry and change(entry) for entry in part[name]]
+        for part in answer["choices"]:
+            found = part["prompt_logprobs"]
+            part["prompt_logprobs"] = [entry and change(entry) for entry in found]
         return answer
 
     return edit
 
 
-def fewer(entry: Any) -> Any:
-    """Three of the best; the text's own token stays among them."""
-    return dict(list(entry.items())[:3]) if isinstance(entry, dict) else entry[:3]
-
-
-def other_vocabulary(entry: Any) -> Any:
-    if isinstance(entry, dict):
-        return {**entry, "99": {"logprob": -1.0, "rank": 1}}
-    return [*entry[:-1], [-1.0, 99, None]]
-
-
-def colder(entry: Any) -> Any:
-    """Processed log probabilities, of a temperature below 1: the best one has nearly all."""
-    if isinstance(entry, dict):
-        return {name: {"logprob": -0.5} for name in entry}
-    return [[-0.5, *each[1:]] for each in entry]
-
-
-def flatter(entry: Any) -> Any:
-    """More mass is missing than all other tokens could have."""
-    if isinstance(entry, dict):
-        return {name: {"logprob": -9.0} for name in entry}
-    return [[-9.0, *each[1:]] for each in entry]
+def of_all(logprob: float | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The same said of every token."""
+    return lambda entry: {token: {"logprob": logprob} for token in entry}
 
 
 def shifted(answer: dict[str, Any]) -> dict[str, Any]:
     """A start token was put before the text."""
-    for choice in answer.get("choices", []):
+    for choice in answer["choices"]:
         choice["prompt_token_ids"] = [0, *choice["prompt_token_ids"]]
-    if "meta_info" in answer:
-        answer["meta_info"]["prompt_tokens"] += 1
     return answer
 
 
-def no_numbers(entry: Any) -> Any:
-    if isinstance(entry, dict):
-        return {name: {"logprob": None} for name in entry}
-    return [[None, *each[1:]] for each in entry]
-
-
-def no_ids(entry: Any) -> Any:
-    if isinstance(entry, dict):
-        return {f"{name}.5": value for name, value in entry.items()}
-    return [[value, token + 0.5, None] for value, token, _ in entry]
+def no_logits(answer: dict[str, Any]) -> dict[str, Any]:
+    del answer["choices"][0]["prompt_logprobs"]
+    return answer
 
 
 REFUSED: list[tuple[Edit, str]] = [
     (lambda answer: {}, "does not speak the API of this server"),
-    (without("prompt_logprobs"), "returned no (prompt_logprobs|input)"),
-    (without("input_top_logprobs"), "returned no (prompt_logprobs|input)"),
-    (of_positions(fewer), r"returned 3 log probabilities at a position where 7 were asked"),
-    (of_positions(other_vocabulary), "gave token 99 a probability, and the vocabulary .* has 40"),
-    (of_positions(colder), "must be the model's own at temperature 1|they must agree"),
-    (of_positions(flatter), "must be the model's own at temperature 1|they must agree"),
+    (no_logits, "returned no prompt_logprobs"),
+    (
+        of_positions(lambda entry: dict(list(entry.items())[:3])),
+        r"returned 3 log probabilities at a position where 7 were asked",
+    ),
+    (
+        of_positions(lambda entry: {**entry, "99": {"logprob": -1.0, "rank": 1}}),
+        "gave token 99 a probability, and the vocabulary .* has 40",
+    ),
+    # Processed log probabilities, of a temperature below 1: the best one has nearly all.
+    (of_positions(of_all(-0.5)), "must be the model's own at temperature 1"),
+    # More mass is missing than all other tokens could have.
+    (of_positions(of_all(-9.0)), "must be the model's own at temperature 1"),
     (shifted, r"read another text \(\d+ tokens\) than it was sent"),
-    (of_positions(no_numbers), "logprobs.*: Input should be a valid number"),
-    (of_positions(lambda entry: "?"), "logprobs.*: Input should be an? (object|valid array)"),
-    (of_positions(no_ids), r"logprobs.*: (String should match|Input should be a valid integer)"),
+    (of_positions(of_all(None)), "logprobs.*: Input should be a valid number"),
+    (of_positions(of_all(float("nan"))), "logprobs.*: Input should be a finite number"),
+    (of_positions(of_all(float("-inf"))), "logprobs.*: Input should be a finite number"),
+    (of_positions(of_all(5.0)), "logprobs.*: Input should be less than or equal"),
+    (of_positions(lambda entry: "?"), "logprobs.*: Input should be an object"),
+    (
+        of_positions(lambda entry: {f"{name}.5": entry[name] for name in entry}),
+        r"logprobs.*: String should match",
+    ),
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_that_is_not_the_targets_logits_is_refused(kind: Kind) -> None:
-    rows = rollouts(3, vocab=V)
-    of_the_other = {"vllm": "input_top_logprobs", "sglang": "prompt_logprobs"}[kind]
-    for edit, message in REFUSED:
-        with serving(target(), edit=edit) as server, source(server, kind) as served:
-            if edit.__closure__ and edit.__closure__[0].cell_contents == of_the_other:
-                assert len(served(rows)) == 3, "a field of the other server is not missed"
-                continue
-            with pytest.raises(ConfigError, match=message):
-                served(rows)
-
-
-@pytest.mark.parametrize("value", [5.0, float("inf"), float("-inf"), float("nan"), -50.0, 0.0])
-def test_the_texts_own_token_must_agree_with_the_listed_ones(value: float) -> None:
-    def edit(answer: dict[str, Any]) -> dict[str, Any]:
-        meta = answer["meta_info"]
-        # The most likely token, which is listed, and the one that is not, if there is one.
-        for own, best in zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]):  # noqa: B905
-            if value != -50.0 or own[1] in [token for _, token, _ in best]:
-                own[0] = value
-        return answer
-
+@pytest.mark.parametrize(("edit", "message"), REFUSED)
+def test_an_answer_that_is_not_the_targets_logits_is_refused(edit: Edit, message: str) -> None:
     with (
         serving(target(), edit=edit) as server,
-        source(server, "sglang") as served,
-        pytest.raises(ConfigError, match=r"less than or equal|they must agree"),
+        source(server) as served,
+        pytest.raises(ConfigError, match=message),
     ):
         served(rollouts(3, vocab=V))
 
@@ -312,17 +239,16 @@ def make(folder: Path, logits: ModelLogits | ServedLogits) -> int:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_dataset_goes_on_after_the_server_died_and_came_back(kind: Kind, tmp_path: Path) -> None:
+def test_a_dataset_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -> None:
     with (
         serving(target(), troubles=(0, 0, 0, 0, 0, -1, -1, -1)) as server,
-        source(server, kind, concurrency=1) as served,
+        source(server, concurrency=1) as served,
         pytest.raises(ConnectionError, match="did not answer"),
     ):
         make(tmp_path / "a", served)
     assert len(list((tmp_path / "a").glob("*.parquet"))) == 2
     for name in ("a", "b"):
-        with serving(target()) as server, source(server, kind) as served:
+        with serving(target()) as server, source(server) as served:
             assert make(tmp_path / name, served) == 10
             asked = len(server.bodies)
             assert asked == (6 if name == "a" else 10), "what is stored is not asked for again"
@@ -357,11 +283,11 @@ def bare(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def by_server(server: Server, kind: str) -> list[str]:
+def by_server(server: Server) -> list[str]:
     """Options that have rollouts and logits made by a server."""
     vllm = {"url": server.url, "model": "served", "concurrency": 4}
     given: dict[str, Any] = {"rollouts.backend": "vllm", "rollouts.vllm": vllm}
-    given |= {"logits.backend": kind, "logits.server": vllm}
+    given |= {"logits.backend": "vllm", "logits.server": vllm}
     words = {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()
     }
@@ -375,7 +301,7 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
     asked = ["--config", str(bare / "pair.yaml")]
     model = load_model(str(pair / "target"))
     with serving(model, troubles=()) as server:
-        given = [*asked, *by_server(server, "vllm")]
+        given = [*asked, *by_server(server)]
         for recipe in (make_logits, train_draft):
             assert recipe.RECIPE.run([*given, "--plan"]) == 0
         plan = capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -63,7 +62,6 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.echo = False  # whether a trouble repeats the request's key
         self.raw: bytes | None = None  # the answer, instead of JSON
-        self.slow = 0.0  # seconds between two bytes
 
     @property
     def url(self) -> str:
@@ -99,11 +97,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        for byte in data if self.server.slow else ():
-            self.wfile.write(bytes([byte]))
-            time.sleep(self.server.slow)
-            if not self.server.slow:
-                return
         self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
@@ -285,16 +278,6 @@ def test_what_is_no_object_of_json_is_refused(data: bytes) -> None:
         server.raw = data
         with pytest.raises(ConfigError, match="does not speak the API of this server: the answer"):
             backend.complete(requests(1))
-
-
-def test_the_time_out_is_of_the_whole_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte a tenth of a second; a second is enough for each read, and ten seconds are not."""
-    monkeypatch.setattr("specdata.server.client.TIMEOUT", 0.5)
-    with serving() as server, client(server) as backend:
-        server.slow = 0.1
-        with pytest.raises(ConnectionError, match="no whole answer in"):
-            backend.complete(requests(1))
-        server.slow = 0.0
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:abc", "http://:80"])

@@ -17,14 +17,12 @@ class LogitsConfig(Config):
         default=64, ge=1, description="largest target top logits stored a position (N)"
     )
     shard_size: int = Field(default=64, ge=1, description="rollouts of one shard")
-    backend: Literal["transformers", "vllm", "sglang"] = Field(
+    backend: Literal["transformers", "vllm"] = Field(
         default="transformers",
-        description="transformers (the target in this process), or vllm or sglang (a server in its "
-        "own, which computes log probabilities of given texts)",
+        description="transformers (the target in this process), or vllm (a server in its own, "
+        "which computes log probabilities of given texts)",
     )
-    server: ServerConfig = Field(
-        default=ServerConfig(), description="the server of backend vllm or sglang"
-    )
+    server: ServerConfig = Field(default=ServerConfig(), description="the server of backend vllm")
 
     def decisive(self) -> dict[str, Any]:
         """The settings that the rows depend on, as JSON values.

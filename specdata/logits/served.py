@@ -1,16 +1,14 @@
-"""The target's largest logits from a server that reads given texts: vLLM's or SGLang's.
+"""The target's largest logits from a vLLM server, which reads given texts.
 
-Ids go in and ids come out, so nothing is tokenized twice. Both give log probabilities of the
+Ids go in and ids come out, so nothing is tokenized twice. It gives log probabilities of the
 model's own softmax, at temperature 1 and without truncation: logits up to a constant. So the mass
 of all other tokens is known, too: 1 minus the sum. One more than N is asked for, because what can
 be made of the N depends on the largest of the others.
 
-vLLM (`/v1/completions`, vllm/entrypoints/openai/completion/protocol.py): `prompt_logprobs: N`
-gives, for every token of the prompt but the first, a mapping from ids (as text) to `logprob` and
-`rank`, the N most probable and the token itself. The server must allow as many (`--max-logprobs`,
-20 by default). SGLang (`/generate`, python/sglang/srt/managers/io_struct.py): `return_logprob`,
-`logprob_start_len` and `top_logprobs_num` give, in `meta_info`, `input_token_logprobs` and
-`input_top_logprobs`, lists of (log probability, id, text), null at the first token.
+`prompt_logprobs: N` of `/v1/completions` (vllm/entrypoints/openai/completion/protocol.py) gives,
+for every token of the prompt but the first, a mapping from ids (as text) to `logprob` and `rank`,
+the N most probable and the token itself. The server must allow as many (`--max-logprobs`, 20 by
+default).
 
 One token is generated after the text and thrown away: some versions refuse to generate none. A text
 must therefore be a token shorter than the longest sequence that the server takes.
@@ -18,38 +16,19 @@ must therefore be a token shorter than the longest sequence that the server take
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from specdata.errors import ConfigError
-from specdata.server.client import SPARE_MASS, Answer, Completions, LogProbability, ServerClient
+from specdata.server.client import SPARE_MASS, Chance, Completions, ServerClient
 from specdata.storage.schema import Logits, Rollout
-
-Place = tuple[dict[int, float], int, float]
-"""Of one position: log probabilities by id, the text's own token, and that of it."""
 
 # vLLM writes this for -inf, which JSON does not have.
 LEAST = -9999.0
-ASKED_MORE = "serve with --max-logprobs {count} or more"
-
-
-class SglangMeta(Answer):
-    """What SGLang says of one text."""
-
-    input_token_logprobs: list[tuple[LogProbability | None, int, Any]] | None = None
-    input_top_logprobs: list[list[tuple[LogProbability, int, Any]] | None] | None = None
-    prompt_tokens: int | None = None
-
-
-class SglangAnswer(Answer):
-    """What /generate answers."""
-
-    meta_info: SglangMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +37,12 @@ class ServedLogits:
 
     Attributes:
         client: asks it.
-        kind: what it is.
         model: the name it serves the target under.
         count: N.
         vocabulary: V of the target.
     """
 
     client: ServerClient
-    kind: Literal["vllm", "sglang"]
     model: str
     count: int
     vocabulary: int
@@ -86,17 +63,16 @@ class ServedLogits:
 
     def _of(self, row: Rollout) -> Logits:
         ids = row["prompt_ids"] + row["completion_ids"]
-        read: Callable[[Sequence[int], int], list[Place]]
-        read = {"vllm": self._by_vllm, "sglang": self._by_sglang}[self.kind]
-        columns = self._columns(read(ids, len(row["completion_ids"])))
+        columns = self._columns(self._read(ids), row["completion_ids"])
         logit_columns = {name: values.flatten().tolist() for name, values in columns.items()}
         plain = {name: value for name, value in row.items() if name != "target_states"}
         return cast(Logits, {**plain, **logit_columns})
 
-    def _by_vllm(self, ids: Sequence[int], last: int) -> list[Place]:
+    def _read(self, ids: list[int]) -> Sequence[Mapping[str, Chance] | None]:
+        """What the server says of each of a text's tokens but the first, by id."""
         body = {
             "model": self.model,
-            "prompt": list(ids),
+            "prompt": ids,
             "max_tokens": 1,
             "temperature": 1.0,
             "top_k": 0,
@@ -111,72 +87,41 @@ class ServedLogits:
             raise ConfigError(
                 f"{self.client} returned no prompt_logprobs: it must be vLLM 0.10.2 or newer"
             )
-        if (read is not None and read != list(ids)) or len(entries) != len(ids):
-            raise self._other_text(len(entries if read is None else read), len(ids))
-        places = []
-        for token, entry in zip(ids[-last:], entries[-last:], strict=True):
-            by_id = {int(name): value.logprob for name, value in (entry or {}).items()}
-            if token not in by_id:
-                raise self._missing(entry)
-            places.append((by_id, token, by_id[token]))
-        return places
-
-    def _by_sglang(self, ids: Sequence[int], last: int) -> list[Place]:
-        body = {
-            "input_ids": list(ids),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            "return_logprob": True,
-            # The first entry is of the last token of the prompt, and null.
-            "logprob_start_len": len(ids) - last - 1,
-            "top_logprobs_num": self.asked,
-            "return_text_in_logprobs": False,
-            "stream": False,
-        }
-        meta = self.client.ask(SglangAnswer, "POST", "/generate", body).meta_info
-        tokens, tops = meta.input_token_logprobs, meta.input_top_logprobs
-        if not tokens or not tops:
+        if (read is not None and read != ids) or len(entries) != len(ids):
             raise ConfigError(
-                f"{self.client} returned no input_top_logprobs: is it SGLang's own /generate?"
+                f"{self.client} read another text ({len(entries if read is None else read)} "
+                f"tokens) than it was sent ({len(ids)} tokens): it must not truncate or add tokens"
             )
-        read = [entry[1] for entry in tokens]
-        count = len(ids) if meta.prompt_tokens is None else meta.prompt_tokens
-        if count != len(ids) or len(tops) != len(tokens) or read[-last:] != list(ids[-last:]):
-            raise self._other_text(count, len(ids))
-        places = []
-        for entry, (chance, token, _) in zip(tops[-last:], tokens[-last:], strict=True):
-            if entry is None or chance is None:
-                raise self._missing(entry)
-            places.append(({each: value for value, each, _ in entry}, token, chance))
-        return places
+        return entries
 
-    def _columns(self, places: Sequence[Place]) -> dict[str, Tensor]:
+    def _columns(
+        self, entries: Sequence[Mapping[str, Chance] | None], completion: Sequence[int]
+    ) -> dict[str, Tensor]:
         """The columns of `top_logits`, and the text's own, from what was found at each position."""
         ids, values, text = [], [], []
-        for by_id, token, log_probability in places:
+        for token, entry in zip(completion, entries[-len(completion) :], strict=True):
+            by_id = {int(name): value.logprob for name, value in (entry or {}).items()}
+            if token not in by_id:
+                raise ConfigError(
+                    f"{self.client} returned no log probabilities at a position of the "
+                    f"completion, but {str(entry)[:80]!r}"
+                )
             if len(by_id) < self.asked:
                 raise ConfigError(
                     f"{self.client} returned {len(by_id)} log probabilities at a position where "
                     f"{self.asked} were asked for (logits.top_logits {self.count} and the next "
-                    f"one): {ASKED_MORE.format(count=self.asked)}, or lower logits.top_logits"
+                    f"one): serve with --max-logprobs {self.asked} or more, or lower "
+                    "logits.top_logits"
                 )
             if beyond := [each for each in by_id if not 0 <= each < self.vocabulary]:
                 raise ConfigError(
                     f"{self.client} gave token {beyond[0]} a probability, and the vocabulary of "
                     f"models.target has {self.vocabulary}: serve that model"
                 )
-            # Rounding aside, the text's own token is among the listed or less likely than they are.
-            listed, least = by_id.get(token), min(by_id.values())
-            off = log_probability - least if listed is None else abs(log_probability - listed)
-            if not (math.isfinite(log_probability) and off <= SPARE_MASS):
-                raise ConfigError(
-                    f"{self.client} gave the text's own token {token} a log probability of "
-                    f"{log_probability:g}, and among the {len(by_id)} largest "
-                    f"{f'at least {least:g}' if listed is None else f'{listed:g}'}: they must agree"
-                )
             best = sorted(by_id.items(), key=lambda pair: (-pair[1], pair[0]))[: self.asked]
             ids.append([each for each, _ in best[: self.count]])
             values.append([value for _, value in best])
-            text.append(log_probability)
+            text.append(by_id[token])
         found_values = torch.tensor(values, dtype=torch.float64)
         found_values = found_values.masked_fill(found_values <= LEAST, -torch.inf)
         top, beyond_top = found_values[:, : self.count], found_values[:, self.count :]
@@ -217,18 +162,6 @@ class ServedLogits:
                 "over the vocabulary of models.target"
             )
 
-    def _other_text(self, read: int, sent: int) -> ConfigError:
-        return ConfigError(
-            f"{self.client} read another text ({read} tokens) than it was sent ({sent} tokens): "
-            "it must not truncate or add tokens"
-        )
-
-    def _missing(self, entry: object) -> ConfigError:
-        return ConfigError(
-            f"{self.client} returned no log probabilities at a position of the completion, but "
-            f"{str(entry)[:80]!r}"
-        )
-
 
 def check_lengths(rows: Mapping[str, Sequence[Sequence[int]]], limit: int | None) -> None:
     """Refuse texts that leave a server no room for the token it generates.
@@ -247,6 +180,6 @@ def check_lengths(rows: Mapping[str, Sequence[Sequence[int]]], limit: int | None
     if longest >= limit:
         raise ConfigError(
             f"the longest rollout has {longest} tokens, and the server takes {limit}, one of them "
-            "generated: serve the target with a longer context (vLLM: --max-model-len "
-            f"{longest + 1}, SGLang: --context-length {longest + 1})"
+            "generated: serve the target with a longer context (--max-model-len "
+            f"{longest + 1})"
         )

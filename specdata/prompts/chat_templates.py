@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -17,8 +14,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
-# Of processor time. A rendering takes milliseconds; a template is a program that may never end.
-SECONDS = 10.0
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -44,22 +39,14 @@ def chat_ids(
         reply: end with what opens the assistant's answer (the generation prompt).
 
     Raises:
-        ConfigError: if the tokenizer has no chat template, or rendering it takes too long,
-            which is measured in the main thread alone.
+        ConfigError: if the tokenizer has no chat template.
         TemplateRefusedError: if the template does not take these messages.
     """
     require_template(tokenizer)
     try:
-        with _bounded_time():
-            text = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=reply
-            )
-    except _OutOfTime:
-        raise ConfigError(
-            f"the chat template takes more than {SECONDS:g} s of processor time: mend it "
-            "(chat_template.jinja or chat_template in tokenizer_config.json, beside the "
-            "tokenizer), take another target, or use prompts that are plain text"
-        ) from None
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=reply
+        )
     except Exception as error:  # whatever a program of somebody else's may raise
         raise TemplateRefusedError(
             f"the chat template refuses a conversation of roles "
@@ -67,29 +54,6 @@ def chat_ids(
         ) from error
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
-
-
-class _OutOfTime(BaseException):
-    """Not an Exception, which one of Jinja's filters might catch."""
-
-
-@contextmanager
-def _bounded_time() -> Iterator[None]:
-    """Raise _OutOfTime if the block takes longer; only the main thread gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_signal: int, _frame: object) -> None:
-        raise _OutOfTime
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -6,8 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Annotated, Any, TypeVar
 
 import httpx2
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from specdata.errors import ConfigError
 from specdata.server.config import ServerConfig
 
-# Tries of a request, 1, 2, 4 ... s apart, and seconds that each may take.
+# Tries of a request, 1, 2, 4 ... s apart, and seconds that a server may be silent in each.
 TRIES, TIMEOUT = 6, 600.0
 # What a busy or restarting server answers; any other status that is not 200 is final.
 PASSING = (408, 425, 429, 500, 502, 503, 504)
@@ -27,7 +26,6 @@ R = TypeVar("R")
 
 # Mass that may be missing or too much in float32 sums; more means that it is another distribution.
 SPARE_MASS = 1e-3
-LogProbability = Annotated[float, Field(le=SPARE_MASS)]  # NaN is none
 Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 
 
@@ -59,7 +57,7 @@ class Models(Answer):
 class Chance(Answer):
     """The log probability of a token, as vLLM gives it."""
 
-    logprob: LogProbability
+    logprob: float = Field(le=SPARE_MASS, allow_inf_nan=False)
 
 
 class Choice(Answer):
@@ -161,8 +159,8 @@ class ServerClient:
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
             try:
-                response = self._within_time(method, path, body)
-            except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
+                response = self._client.request(method, path, json=body)
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 trouble = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code not in PASSING:
@@ -173,22 +171,6 @@ class ServerClient:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
-
-    def _within_time(self, method: str, path: str, body: object) -> httpx2.Response:
-        """An answer that is whole in `TIMEOUT`; the client's time-out is of each read."""
-        answer: Future[httpx2.Response] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(self._client.request(method, path, json=body))
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                answer.set_exception(error)
-
-        Thread(target=ask, daemon=True).start()  # one that is given up ends with this process
-        try:
-            return answer.result(TIMEOUT)
-        except TimeoutError as error:
-            raise TimeoutError(f"no whole answer in {TIMEOUT:g} s") from error
 
     def _read(self, kind: type[A], response: httpx2.Response) -> A:
         if response.status_code != httpx2.codes.OK:
