@@ -31,7 +31,7 @@ IN_FLOAT32 := $(shell grep -q bf16 /proc/cpuinfo 2>/dev/null || echo yes)
 REAL_DTYPE := $(if $(IN_FLOAT32),--models.dtype float32)
 REAL_DRAFT := $(if $(IN_FLOAT32),--draft.precision float32 --draft.optimizer adamw --draft.epochs 2)
 real: $(INSTALLED)
-	@$(RUN) $(BIN)/python recipes/smollm2.py --out runs/smollm2-135m/target
+	@$(RUN) $(BIN)/python -m recipes.command smollm2 --out runs/smollm2-135m/target
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m.yaml $(REAL_DTYPE) $(REAL_DRAFT)
 
 # After `make real`: temperature 1; a plain draft beside transformers at its own settings; and, with

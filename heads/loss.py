@@ -67,8 +67,6 @@ class HeadMetrics:
             a(1 - a) of acceptance itself; a perfect predictor scores 0.
         mean_accept: mean label.
         mean_predicted: mean prediction.
-        auroc_width: how wide the AUROC's 95 % interval is, about; None without an AUROC, or with
-            less than one token of a kind.
     """
 
     tokens: int
@@ -80,7 +78,6 @@ class HeadMetrics:
     brier: float
     mean_accept: float
     mean_predicted: float
-    auroc_width: float | None
 
 
 def binary_kl(logits: Tensor, accept: Tensor) -> Tensor:
@@ -108,27 +105,6 @@ def soft_auroc(scores: Tensor, accept: Tensor) -> float | None:
         return None
     below = rejected.cumsum(0) - rejected
     return float((accepted * (below + 0.5 * rejected)).sum() / pairs)
-
-
-def auroc_width(auroc: float, accepted: float, rejected: float) -> float:
-    """About how wide the 95 % interval of an AUROC is.
-
-    Hanley and McNeil, "The meaning and use of the area under a receiver operating characteristic
-    (ROC) curve", Radiology 143 (1982), equation 1. Soft labels scatter less than draws of 0 and 1
-    do, so it is rather too wide: on the demo a bootstrap over rollouts gives .6 to .9 of it.
-
-    Args:
-        auroc: the area.
-        accepted: sum of the labels a, at least 1.
-        rejected: sum of 1 - a, at least 1.
-    """
-    two_accepted, two_rejected = auroc / (2 - auroc), 2 * auroc**2 / (1 + auroc)
-    variance = (
-        auroc * (1 - auroc)
-        + (accepted - 1) * (two_accepted - auroc**2)
-        + (rejected - 1) * (two_rejected - auroc**2)
-    ) / (accepted * rejected)
-    return 2 * 1.96 * math.sqrt(variance)
 
 
 def calibration_error(predicted: Tensor, accept: Tensor, bins: int = CALIBRATION_BINS) -> float:
@@ -163,19 +139,14 @@ def head_metrics(logits: Tensor, accept: Tensor, rejection_weight: float) -> Hea
     calibrated = raw + math.log(rejection_weight)
     predicted = torch.sigmoid(calibrated)
     mean = label.mean().expand_as(label)
-    area = soft_auroc(calibrated, label)
-    accepted, rejected = float(label.sum()), float((1 - label).sum())
     return HeadMetrics(
         tokens=label.numel(),
         kl=float(binary_kl(calibrated, label).mean()),
         kl_raw=float(binary_kl(raw, label).mean()),
         kl_constant=float(binary_kl(torch.logit(mean, eps=1e-12), label).mean()),
-        auroc=area,
+        auroc=soft_auroc(calibrated, label),
         ece=calibration_error(predicted, label),
         brier=float((predicted - label).square().mean()),
         mean_accept=float(label.mean()),
         mean_predicted=float(predicted.mean()),
-        auroc_width=None
-        if area is None or min(accepted, rejected) < 1
-        else auroc_width(area, accepted, rejected),
     )

@@ -17,7 +17,6 @@ from recipes.layout import absolute, folder, loaded
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size, sizes_of
-from recipes.steps import CommandLine, Step, steps_to_draft
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import fingerprint
@@ -97,10 +96,6 @@ class Logits(Stage):
             f"  {results['top_logits']} of {results['vocabulary']:,} logits stored at each of "
             f"{results['tokens']:,} positions of {results['rows']:,} rollouts"
         )
-
-    def next(self, line: CommandLine) -> list[Step]:
-        """Train or measure."""
-        return steps_to_draft(self.config, line)
 
 
 def _source(

@@ -22,8 +22,8 @@ from recipes.config import PipelineConfig
 from recipes.layout import absolute, sampled
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, say
-from recipes.sizes import ROLLOUT_TOKEN, in_bytes, parameters, rows_size, sizes_of, width_of
-from recipes.steps import CommandLine, Step, steps_to_draft
+from recipes.sizes import ROLLOUT_TOKEN, rows_size, sizes_of, width_of
+from recipes.steps import CommandLine, Step
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import is_remote, prompt_inputs
@@ -50,10 +50,8 @@ class Pair(Stage):
 
     @property
     def size(self) -> str:
-        """The weights of both."""
-        models = (self.config.models.target, str(self.config.models.draft))
-        weights = sum(parameters(sizes_of(self.config, each)) or 0 for each in models)
-        return f"target and draft, {in_bytes(4 * weights)} of weights"
+        """Both models."""
+        return "target and draft"
 
     def check(self) -> None:
         """Refuse models that are elsewhere, and several processes."""
@@ -210,11 +208,8 @@ class Rollouts(Stage):
             )
 
     def next(self, line: CommandLine) -> list[Step]:
-        """Look at the completions, then train or measure."""
-        step = Step("look", line.inspect(self.folder))
-        if self.config.logits:
-            return [step, Step("keep", line.recipe("make-logits"))]
-        return [step, *steps_to_draft(self.config, line)]
+        """Look at the completions, then go on."""
+        return [Step("look", line.command("inspect", str(self.folder))), *super().next(line)]
 
 
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from recipes.config import PipelineConfig
 from recipes.layout import RECIPES, absolute, is_within, portable
-from recipes.steps import CommandLine, Step
+from recipes.steps import CommandLine, Step, next_recipe
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, TrainingDivergedError
 from specdata.processes import is_main, local_rank, process_count, rank
 from specdata.storage.files import digests, fingerprint, is_locked, try_locked, write_json
@@ -115,8 +115,8 @@ class Stage(ABC):
         return
 
     def next(self, line: CommandLine) -> list[Step]:
-        """The uses of what it made."""
-        return []
+        """The uses of what it made: by default the next recipe that is asked for."""
+        return next_recipe(self.config, self.recipe, line)
 
     @property
     def remedy(self) -> str:

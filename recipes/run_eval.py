@@ -237,9 +237,7 @@ class Eval(Stage):
 
     def next(self, line: CommandLine) -> list[Step]:
         """Read the report; assemble what was trained, if anything was."""
-        trained = self.config.draft or self.config.head
-        publish = [Step("publish", line.recipe("publish"))] if trained else []
-        return [Step("look", str(self.folder / "report.html")), *publish]
+        return [Step("look", str(self.folder / "report.html")), *super().next(line)]
 
 
 def load_experiment(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
-from recipes.layout import absolute, is_within
+from recipes.layout import absolute, is_cut, is_within
 from specdata.prompts.reading import size_of
 from specdata.sources import base_of_adapters, hub_source
 from specdata.storage.files import read_object
@@ -19,16 +20,6 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 # Bytes a stored token takes at most: an id; an id and a number for a further draw or top logit.
 # A prompt's own ids come on top.
 ROLLOUT_TOKEN, PAIR = 4, 8
-# What the weights of a decoder follow from.
-NAMES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-)
-# Of a mixture of experts: how many there are follows from other names in each family.
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def in_bytes(count: float) -> str:
@@ -87,42 +78,12 @@ def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
         return described(model)
     is_target = absolute(model) == absolute(config.models.target)
     toy = config.toy
-    width = toy.target_width if is_target else toy.draft_width
     return {
-        "hidden_size": width,
-        "intermediate_size": width * 8 // 3 // 16 * 16,
-        "num_attention_heads": 1,  # of the whole width: the sizes are those of several
+        "hidden_size": toy.target_width if is_target else toy.draft_width,
         "num_hidden_layers": toy.target_layers if is_target else toy.draft_layers,
         "vocab_size": toy.vocab_size,
         "max_position_embeddings": TOY_POSITIONS,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 0.0,
     }
-
-
-def parameters(values: Mapping[str, Any], draft_vocabulary: int | None = None) -> int | None:
-    """Weights of a dense decoder with layers as Llama's; biases, which few have, are left out.
-
-    Args:
-        values: what its config.json says of the language model.
-        draft_vocabulary: rows of the output matrix, if its vocabulary is reduced.
-
-    Returns:
-        None if it says too little, or the model is another one.
-    """
-    sizes = [values.get(name) for name in NAMES]
-    if not all(isinstance(size, int) for size in sizes):
-        return None  # some families have a list of them, one for each layer
-    if "rms_norm_eps" not in values or any(values.get(name) for name in EXPERTS):
-        return None
-    width, layers, heads, inner, vocabulary = (int(size) for size in sizes if size is not None)
-    each = values.get("head_dim") or width // heads
-    keys = (values.get("num_key_value_heads") or heads) * each
-    layer = width * (2 * (heads * each + keys) + 3 * inner + 2)
-    output = draft_vocabulary or values.get("draft_vocab_size")
-    if output is None:
-        output = 0 if values.get("tie_word_embeddings") else vocabulary
-    return int(width * (vocabulary + output) + layers * layer + width)
 
 
 def source_model(config: PipelineConfig) -> str:
@@ -153,29 +114,23 @@ def width_of(values: Mapping[str, Any]) -> int | None:
 
 
 def draft_size(config: PipelineConfig) -> str:
-    """The size of the draft as it is stored, in float32."""
-    init = config.draft.init if config.draft else None
-    values = dict(sizes_of(config, source_model(config)))
-    if init is not None and init.kind == "fresh":
-        values = {
-            "vocab_size": sizes_of(config, config.models.target).get("vocab_size"),
-            "rms_norm_eps": 0.0,
-            "tie_word_embeddings": init.architecture == "toy",
-            **asdict(ARCHITECTURES[init.architecture]),
-        }
-    elif init is not None and init.kind in ("target", "states"):
-        values["num_hidden_layers"] = (
-            init.layers if isinstance(init.layers, int) else len(init.layers)
-        )
-        if init.align or init.kind == "states":
-            values["tie_word_embeddings"] = False
-    count = parameters(values, init.vocabulary if init else None)
-    if count is not None and init is not None and init.kind == "states":
-        maps = 3 + len(init.taps or range(4))  # which make its input
-        count += maps * values["hidden_size"] ** 2
-    if count is None:
-        return f"the draft, whose size follows from {source_model(config)}"
-    return f"the draft, {in_bytes(4 * count)} of weights"
+    """The size of the draft as it is stored, in float32: known if it was given, on this machine."""
+    given = None if is_cut(config) else str(config.models.draft)
+    folder = on_this_machine(base_of_adapters(given) or given) if given else None
+    weights = sum(map(_weights, folder.glob("*.safetensors"))) if folder else 0
+    return f"the draft, {in_bytes(4 * weights)} of weights" if weights else "the draft"
+
+
+def _weights(file: Path) -> int:
+    """The number of weights in a safetensors file, of its header alone; 0 if that is damaged."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        try:
+            header = json.loads(stream.read(min(size, file.stat().st_size)))
+        except ValueError:
+            return 0
+    header.pop("__metadata__", None)
+    return sum(math.prod(tensor["shape"]) for tensor in header.values())
 
 
 def rows_size(config: PipelineConfig, token_bytes: int) -> str:

@@ -18,8 +18,8 @@ HUB_ID = "OWNER/NAME"
 """Stands for the Hub id that only the user knows."""
 LAUNCHED = "DRAFTSMITH_LAUNCH"
 """Environment variable: the words before a recipe's name under `draftsmith launch`."""
-ALONE = ("publish",)
-"""Recipes that one process does."""
+ALONE = ("publish", "inspect")
+"""Commands that one process does."""
 
 
 class Step(NamedTuple):
@@ -41,43 +41,48 @@ class CommandLine:
     arguments: Sequence[str]
     program: str | None
 
-    def recipe(self, name: str, *more: str) -> str:
-        """The command of another recipe ("train-head") with the same configuration."""
+    def command(self, name: str, *arguments: str) -> str:
+        """The command line of a recipe or tool ("train-head")."""
         launched = shlex.split(os.environ.get(LAUNCHED, ""))
-        if self.program is not None or launched:
-            start = [*(launched if launched and name not in ALONE else ["draftsmith"]), name]
-        else:
-            start = [_python(), str(Path(sys.argv[0]).with_name(f"{name.replace('-', '_')}.py"))]
-        return shlex.join([*start, *self.arguments, *more])
+        if launched and name not in ALONE:
+            start = launched
+        elif launched or self.program is not None:
+            start = ["draftsmith"]
+        else:  # where no environment is activated
+            python, here = Path(sys.executable), Path.cwd()
+            python = python.relative_to(here) if python.is_relative_to(here) else python
+            start = [str(python), "-m", "recipes.command"]
+        return shlex.join([*start, name, *arguments])
 
-    def inspect(self, dataset: Path) -> str:
-        """The command that shows a stored dataset."""
-        is_command = self.program is not None or LAUNCHED in os.environ
-        tool = "draftsmith inspect" if is_command else f"{_python()} -m recipes.command inspect"
-        return f"{tool} {shlex.quote(str(dataset))}"
-
-
-def _python() -> str:
-    """The interpreter that runs this, so that the line works where no environment is activated."""
-    path = Path(sys.executable)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    def recipe(self, name: str, *more: str) -> str:
+        """The command line of another recipe with the same configuration."""
+        return self.command(name, *self.arguments, *more)
 
 
-def steps_to_draft(config: PipelineConfig, line: CommandLine) -> list[Step]:
-    """The steps after rollouts: train or measure; a draft learns from logits if there are some."""
-    if config.draft is None:
-        return [steps_to_head(config, line)]
-    drawn = config.draft.on_policy.share > 0  # whose logits no dataset keeps
-    has_logits = config.logits is not None and config.draft.cache is None and not drawn
-    cache = ["--draft.cache", str(folder(config, "logits"))] if has_logits else []
-    return [Step("distil", line.recipe("train-draft", *cache))]
+def next_recipe(config: PipelineConfig, recipe: str, line: CommandLine) -> list[Step]:
+    """The first recipe after this one ("train_head") that the configuration asks for, if any."""
+    later = {
+        "make-rollouts": ("complete", True),
+        "make-logits": ("keep", config.logits),
+        "train-draft": ("distil", config.draft),
+        "train-head": ("train", config.head),
+        "run-eval": ("measure", True),
+        "publish": ("publish", config.draft or config.head),
+    }
+    names = list(later)
+    for name in names[names.index(recipe.replace("_", "-")) + 1 :]:
+        purpose, is_asked = later[name]
+        if is_asked:
+            more = ["--draft.cache", str(folder(config, "logits"))]
+            return [Step(purpose, line.recipe(name, *more * _has_logits(config, name)))]
+    return []
 
 
-def steps_to_head(config: PipelineConfig, line: CommandLine) -> Step:
-    """The steps once there is a draft: a head, or a measurement."""
-    if config.head:
-        return Step("train", line.recipe("train-head"))
-    return Step("measure", line.recipe("run-eval"))
+def _has_logits(config: PipelineConfig, recipe: str) -> bool:
+    """True if a draft learns from logits that this run keeps and no setting names."""
+    if recipe != "train-draft" or config.draft is None or config.draft.cache is not None:
+        return False
+    return config.logits is not None and config.draft.on_policy.share == 0  # of texts without any
 
 
 def load_draft(source: str | Path) -> Step:

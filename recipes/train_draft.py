@@ -6,7 +6,6 @@ draftsmith train-draft --config FILE.yaml       # draftsmith launch PROFILE: in 
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -33,8 +32,7 @@ from recipes.layout import (
 from recipes.make_logits import cached_rows, check_cache, made_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
-from recipes.sizes import described, draft_size, draft_width, sizes_of, source_model
-from recipes.steps import CommandLine, Step, load_draft, steps_to_head
+from recipes.sizes import draft_size, draft_width, sizes_of, source_model
 from specdata.errors import ConfigError
 from specdata.loading import Loading
 from specdata.prompts.conversations import check_conversations, conversation_inputs
@@ -260,15 +258,6 @@ class Draft(_OfDraft):
         if results["is_bound"]:
             say("  (upper bounds: all tokens whose logits draft.cache does not keep count as one)")
         say(f"  best: the weights after step {results['best_step']} of {results['steps']}")
-
-    def next(self, line: CommandLine) -> list[Step]:
-        """Use the draft as it is, or go on."""
-        draft = self.folder / "model"
-        step = load_draft(draft)
-        if {"draft_vocab_size", "target_states"} & described(str(draft)).keys():
-            load = f"load_model({json.dumps(str(draft), ensure_ascii=False)})"
-            step = Step("load", f"from specdata.models import load_model; draft = {load}")
-        return [step, steps_to_head(self.config, line)]
 
 
 def check_initial(config: PipelineConfig) -> None:

@@ -7,7 +7,7 @@ draftsmith train-head --config FILE.yaml        # draftsmith launch PROFILE: in 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -28,14 +28,9 @@ from recipes.make_logits import cached_rows, check_cache, identity, made_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import PAIR, draft_width, in_bytes, rows_size
-from recipes.steps import CommandLine, Step, load_head
 from specdata.processes import is_main
 from specdata.prompts.reading import size_of
 from specdata.terminal import progress
-
-# Width of the AUROC's 95 % interval above which good settings of one head, some of which differ by
-# .02, cannot be told apart.
-WIDEST = 0.02
 
 
 class Labels(Stage):
@@ -225,25 +220,6 @@ class Head(Stage):
             if after[name] is not None  # AUROC needs accepted and rejected tokens
         )
         say(f"  on {after['tokens']} held-out labels: {shown}")
-        if note := _precision(after):
-            say(f"  note: {note}")
-
-    def next(self, line: CommandLine) -> list[Step]:
-        """Use the head as it is, or measure it."""
-        return [load_head(self.folder / "model"), Step("measure", line.recipe("run-eval"))]
-
-
-def _precision(after: Mapping[str, Any]) -> str | None:
-    """The warning about too few held-out labels; None if there are enough to tell heads apart."""
-    width = after["auroc_width"]
-    if width is None or width <= WIDEST:
-        return None
-    enough = after["tokens"] * (width / WIDEST) ** 2
-    return (
-        f"{after['tokens']} held-out labels leave the AUROC uncertain by about +-{width / 2:.3f}; "
-        f"some {enough:,.0f} would bring that to +-{WIDEST / 2:.3f}: raise the count of split dev "
-        "in rollouts.sets before judging heads by it"
-    )
 
 
 RECIPE = Recipe("Train an acceptance head.", (Labels, Head))

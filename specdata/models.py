@@ -428,8 +428,8 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
         if name.lower().endswith(".gguf"):
             raise ConfigError(
                 f"{name} is a GGUF file: read it once with transformers' from_pretrained(FOLDER, "
-                "gguf_file=...), save model and tokenizer as recipes/smollm2.py does, and give "
-                "that folder"
+                "gguf_file=...), save model and tokenizer as recipes/tools/smollm2.py does, and "
+                "give that folder"
             ) from error
         if asks_for_remote_code(error):
             raise remote_code_refused(what, name) from error

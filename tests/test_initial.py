@@ -22,8 +22,6 @@ from distill.initial import (
 )
 from recipes.config import parse
 from recipes.make_rollouts import Rollouts
-from recipes.pipeline import RECIPE
-from recipes.sizes import draft_width
 from recipes.train_draft import Draft
 from specdata.errors import ConfigError, OtherSettingsError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
@@ -242,33 +240,6 @@ def test_layers_are_a_number_or_numbers_in_order(layers: Any) -> None:
 def arguments(target: Path, *more: str) -> list[str]:
     own = ["--toy", "null", "--models.target", str(target), "--models.draft", "null"]
     return [*own, "--output", str(target.parent / "run"), *more]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["--draft.init.kind", "target", "--draft.init.layers", "3"],
-        ["--draft.init", "{kind: states, layers: 2, taps: [1, 3]}"],
-        ["--draft.init", "{kind: states, layers: 1, vocabulary: 50, taps: [0, 1, 2, 4]}"],
-        ["--draft.init.kind", "target", "--draft.init.vocabulary", "50"],
-        ["--draft.init.kind", "fresh", "--draft.init.architecture", "toy"],
-    ],
-)
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_plan_states_the_size_of_the_draft_that_is_made(
-    more: list[str], tied: bool, tmp_path: Path
-) -> None:
-    target = stored(tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=tied)
-    config = parse(arguments(target, *more)).config
-    assert config.draft is not None
-    made = make(target, tmp_path / "draft", **config.draft.init.model_dump())
-    stages = [stage for stage in RECIPE.asked(config) if stage.recipe == "train_draft"]
-    assert [stage.name for stage in stages] == ["initial", "draft"]
-    size = 4 * made["parameters"]
-    said = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} KB"
-    assert all(f"about {said}" in stage.size for stage in stages)
-    width = json.loads((tmp_path / "draft" / "config.json").read_text())["hidden_size"]
-    assert draft_width(config) == width
 
 
 @pytest.mark.parametrize(

