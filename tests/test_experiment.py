@@ -120,20 +120,6 @@ def test_an_interrupted_batched_evaluation_ends_as_it_would_have(untimed: Path) 
     assert sum(path.stat().st_mtime_ns != before for path, before in times.items()) == 2
 
 
-def test_what_a_rule_learned_before_an_interruption_changes_nothing_after_it(
-    tmp_path: Path,
-) -> None:
-    """The second group is decoded again, by rules that have not seen the first."""
-    learning = Method(name="cost", stop="cost", draft_seconds=0.1, target_seconds=1.0)
-    assert not learning.stop.measured, "nothing is timed in a batch"
-    methods = [PLAIN, learning]
-    evaluate(tmp_path, methods, batch=2)
-    files = {path: path.read_bytes() for path in (tmp_path / "prompts").glob("*.json")}
-    (tmp_path / "prompts" / "code-p4.json").unlink()
-    evaluate(tmp_path, methods, batch=2)
-    assert {path: path.read_bytes() for path in files} == files
-
-
 def test_measurements_of_another_engine_or_batch_are_not_mixed(untimed: Path) -> None:
     for settings, said in (
         ({"batch": 3}, "batch: 2 -> 3"),

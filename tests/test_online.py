@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
+from eval.drafting.stopping import logistic
 from eval.drafting.stopping.logistic import INFORMATION, OnlineLogistic, sigmoid
 
 
@@ -18,9 +19,12 @@ def outcomes(
     return x.tolist(), accepted.tolist()
 
 
-def test_without_forgetting_it_ends_near_the_maximum_of_the_whole_likelihood() -> None:
+def test_without_forgetting_it_ends_near_the_maximum_of_the_whole_likelihood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logistic, "MEMORY", 1e12)
     x, accepted = outcomes(-0.5, 0.4, 4000, seed=0)
-    model = OnlineLogistic((0.0, 1.0), memory=1e12)
+    model = OnlineLogistic((0.0, 1.0))
     for each in zip(x, accepted, strict=True):
         model.observe(*each)
     inputs, labels = np.array(x), np.array(accepted)
@@ -35,9 +39,12 @@ def test_without_forgetting_it_ends_near_the_maximum_of_the_whole_likelihood() -
     assert model.coefficients == pytest.approx((-0.5, 0.4), abs=0.15)
 
 
-def test_one_outcome_moves_it_to_the_maximum_of_the_posterior() -> None:
+def test_one_outcome_moves_it_to_the_maximum_of_the_posterior(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logistic, "MEMORY", 1e12)
     for x, accepted in ((2.0, False), (-8.0, True), (30.0, False), (0.0, True)):
-        model = OnlineLogistic((0.3, 0.8), memory=1e12)
+        model = OnlineLogistic((0.3, 0.8))
         model.observe(x, accepted)
         (w, v), (a, d) = model.coefficients, INFORMATION
         error = accepted - sigmoid(w + v * x)
@@ -46,8 +53,11 @@ def test_one_outcome_moves_it_to_the_maximum_of_the_posterior() -> None:
         assert d * (v - 0.8) == pytest.approx(error * x, abs=1e-6)
 
 
-def test_old_outcomes_are_forgotten_and_silence_changes_nothing() -> None:
-    model = OnlineLogistic((0.0, 0.5), memory=300.0)
+def test_old_outcomes_are_forgotten_and_silence_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logistic, "MEMORY", 300.0)
+    model = OnlineLogistic((0.0, 0.5))
     for seed, truth in enumerate([(1.5, 0.1), (-3.0, 0.6)]):
         for each in zip(*outcomes(*truth, 3000, seed), strict=True):
             model.observe(*each)

@@ -106,19 +106,6 @@ def test_a_head_that_is_sure_of_too_much_is_recalibrated_by_what_is_accepted() -
             assert model.coefficients == (0.0, 1.0)
 
 
-def test_with_both_forwards_times_given_lambda_follows_from_counts_and_no_clock() -> None:
-    """The times that rounds report are not read: here they are absurd."""
-    rule = CostEstimates(Cost(draft_seconds=0.2, target_seconds=1.0))
-    for turn in range(64):
-        k = 1 + turn % 4
-        rule.begin()
-        rule.observe(Round(k, k, k - 1, k, k, 1e9, 1e9, 1e9))
-    # Four rounds draft 1 + 2 + 3 + 4 tokens and emit as many.
-    assert rule.token_seconds == pytest.approx((4 * 1.0 + 10 * 0.2) / 10)
-    assert rule.draft_seconds == 0.2
-    assert rule.mean_acceptance == pytest.approx((20 * 0.8 + 0) / 20, abs=0.4)
-
-
 def test_a_drafted_tokens_cost_is_what_rounds_take_longer_for_one_more() -> None:
     rule = CostEstimates(Cost())
     for turn in range(64):

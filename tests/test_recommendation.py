@@ -1,4 +1,4 @@
-"""What to use: the first lines of a report, its pooled rows, draft lengths, and other costs."""
+"""What to use: the first lines of a report, its pooled rows, and draft lengths."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from dataclasses import replace
 import pytest
 
 from eval.measuring.intervals import Interval
-from eval.measuring.metrics import LatencyFit, compute_metrics
+from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import pool
 from eval.measuring.results import Results, Run, build_results
 from eval.reporting.recommendation import (
     FEW_PROMPTS,
-    RATIOS,
     answer,
     best_lengths,
-    expected_speedup,
     is_wide,
     longest_measured,
-    what_if,
 )
-from eval.reporting.report import Context, folds, render_page, rows_of
+from eval.reporting.report import Context, folds, rows_of
 from eval.reporting.table import readme_table
 from specdata.errors import ManifestError
 from tests.synthetic_results import ENVIRONMENT, PROMPTS, synthetic_results
@@ -273,53 +270,3 @@ def test_a_length_measured_on_some_prompt_sets_only_is_no_best_length(results: R
     none = [r for r in results.runs if not r.method.fixed_length]
     with pytest.raises(ManifestError, match="fixed length"):
         longest_measured(results.model_copy(update={"runs": none}))
-
-
-# --- if the draft were cheaper ---
-
-
-def test_a_chain_is_as_fast_as_equation_5_1_says(results: Results) -> None:
-    chains = [
-        row
-        for row in pool(results)
-        if row.method.is_chain
-        and all(each.draft_forwards == each.n_draft for run in row.runs for each in run.generations)
-    ]
-    assert chains
-    for row in chains:
-        for ratio in RATIOS:
-            seconds = [
-                LatencyFit(ratio, 1.0, 1.0, 3).seconds_per_token(
-                    discard_rate=run.discard_rate, verification_rate=run.verification_rate
-                )
-                for run in row.runs
-            ]
-            expected = len(seconds) / sum(seconds)  # the sets count alike
-            assert expected_speedup(row, ratio) == pytest.approx(expected)
-
-
-def test_forwards_are_counted_whatever_they_drafted() -> None:
-    """A tree pays its levels, not its nodes, and a head the forward after which it stops."""
-    row = next(row for row in pool(synthetic_results(datasets=("alpaca",))) if "tree" in row.name)
-    made = row.runs[0].generations
-    tokens, rounds, forwards = (
-        sum(getattr(each, name) for each in made) for name in ("tokens", "rounds", "draft_forwards")
-    )
-    assert forwards < sum(each.n_draft for each in made)
-    assert expected_speedup(row, 0.2) == pytest.approx(tokens / (rounds + 0.2 * forwards))
-
-
-def test_the_page_has_one_table_whose_best_method_is_lossless(results: Results) -> None:
-    shown = what_if(results)
-    assert shown is not None
-    drafting = [row for row in pool(results) if row.method.uses_draft]
-    assert [method.removesuffix(" †") for method, _ in shown.rows] == [r.name for r in drafting]
-    for number in range(len(RATIOS)):
-        best = [method for method, speedups in shown.rows if "★" in speedups[number]]
-        assert best
-        assert not any("†" in name for name in best)
-    assert render_page(results, Context()).count(f"<h2>{shown.title}") == 1
-
-
-def test_the_target_alone_has_no_table(results: Results) -> None:
-    assert what_if(only(results, "plain")) is None

@@ -49,8 +49,6 @@ if TYPE_CHECKING:  # a stored verdict is read without torch
 VERDICT = "verdict.json"
 ASSISTED = "assisted"
 """The rule of transformers' own loop among the rivals, whatever it stops by."""
-RATIOS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
-"""Of the time of a drafted token to that of a target forward."""
 ROLLOUTS = 256
 """Most rollouts of a prompt set and split that are read."""
 Status = Literal["pays", "does not pay", "cannot tell", "not measured"]
@@ -104,7 +102,6 @@ class HeadVerdict(Strict):
         question_seconds: rule -> of asking it about a drafted token, measured beside.
         replay_setting: the head's threshold that is best on dev of a grid.
         replay: rivals by exact expectation; the fixed length first, then from the hardest to beat.
-        pays_from: least t_d / t_t of `RATIOS` at which it surely saves time over all of them.
         method: the head's method that is best on dev, of those that were measured.
         threshold: of that method.
         candidates: how many thresholds it was chosen from.
@@ -123,7 +120,6 @@ class HeadVerdict(Strict):
     question_seconds: dict[str, float] = Field(default_factory=dict)
     replay_setting: str | None = None
     replay: list[Rival] = Field(default_factory=list)
-    pays_from: float | None = None
     method: str | None = None
     threshold: float | None = None
     candidates: int = 0
@@ -253,12 +249,6 @@ def judge_head(
         )
         fields |= {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
         fields |= {"question_seconds": questions, **compare(on_dev, on_judged, prompts, times)}
-        for ratio in RATIOS if fields.get("replay") else ():
-            dearer = Times(ratio * fit.t_target, fit.t_target)
-            rivals = compare(on_dev, on_judged, prompts, dearer)["replay"]
-            if all(rival.saved.low > 0.0 for rival in rivals):
-                fields["pays_from"] = ratio
-                break
         fields |= by_clock(results, expected_seconds(results, dev, times, questions))
     status = status_of(fields.get("replay", ()), fields.get("clock", ()))
     return HeadVerdict(status=status, **fields)

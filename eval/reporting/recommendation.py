@@ -2,8 +2,7 @@
 
 One answer to one question, for the page, the terminal and the cards: `answer` says what is fastest
 over all prompt sets together, by how much, how sure that is and whether it is exact; `head_*` say
-whether stopping by the head pays; `best_lengths` is the number of drafted tokens for each engine;
-`what_if` says what would be fastest if the draft were cheaper.
+whether stopping by the head pays; `best_lengths` is the number of drafted tokens for each engine.
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from eval.analysis.head_verdict import RATIOS as VERDICT_RATIOS
-from eval.analysis.head_verdict import HeadVerdict, Rival, measured_times
+from eval.analysis.head_verdict import HeadVerdict, Rival
 from eval.measuring.intervals import Interval
-from eval.measuring.pooled import ALL_SETS, PooledRow, fastest, merit, pool
+from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
 from eval.reporting.rendering import NOT_MEASURED, Fold
 from specdata.errors import ManifestError
@@ -261,20 +257,7 @@ def head_sentence(verdict: HeadVerdict) -> str:
         "does not pay": "The head does not pay",
         "cannot tell": "So few prompts cannot tell whether the head pays",
     }
-    text = f"{begins[verdict.status]}: {text}."
-    t_draft, t_target = verdict.draft_seconds, verdict.target_seconds
-    if verdict.status != "pays" and verdict.replay and t_draft and t_target:
-        pays = verdict.pays_from
-        least = (
-            f"first at {pays:g}"
-            if pays
-            else f"at none from {VERDICT_RATIOS[0]:g} to {VERDICT_RATIOS[-1]:g}"
-        )
-        text += (
-            f" A drafted token takes {t_draft / t_target:.2f} of the time of a target forward here;"
-            f" on held-out rollouts the head would surely pay {least}."
-        )
-    return text
+    return f"{begins[verdict.status]}: {text}."
 
 
 def head_rivals(verdict: HeadVerdict | None) -> Fold | None:
@@ -454,75 +437,3 @@ def _fixed_lengths(results: Results) -> list[PooledRow]:
         for row in pool(results)
         if row.method.lossless and row.method.fixed_length and not row.method.branches
     ]
-
-
-def lengths_fold(results: Results) -> Fold | None:
-    """The best length of each engine as a section of the page."""
-    rows = [(engine, best.cells) for engine, best in best_lengths(results).items() if best]
-    columns = [(name, "") for name in ("best", "tokens/s", "measured", "against the next best")]
-    sentence = f"The fastest fixed length with each engine, {ALL_SETS}."
-    return Fold("Draft length", sentence, columns, rows, first="engine") if rows else None
-
-
-# --- if the draft were cheaper, or dearer ---
-
-RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-"""t_draft / t_target; .21 is that of the pair that most papers' figures are of (a 68M draft)."""
-EXPLAINED = (
-    "Speed-up over the target alone if a forward of the draft took the share r of one of the"
-    " target's: 1 / (N target/N + r N forwards/N), SpecDec++ Eq. 5.1 with the counts of this run,"
-    " nothing beside forwards, and verifying as dear as one token. Every method keeps the lengths"
-    " that it drafted here. ★ the fastest lossless method at that ratio."
-)
-
-
-def expected_speedup(row: PooledRow, ratio: float) -> float:
-    """Speed over plain decoding at another cost of the draft, every prompt set counting alike.
-
-    By SpecDec++ (Huang et al., arXiv:2405.19715), Eq. 5.1, an emitted token takes
-
-        t = t_d (1 + N_discarded/N) + (t_t - t_d) N_target/N
-
-    with t_d and t_t for a forward of draft and target. For a chain 1 + N_discarded/N - N_target/N
-    is N_forwards/N, the draft's forwards a token, and those were counted, of trees too. Plain
-    decoding takes t_t, so at r = t_d/t_t the speed-up is 1 / (N_target/N + r N_forwards/N).
-
-    Args:
-        row: a method over one prompt set or several.
-        ratio: t_draft / t_target.
-    """
-    seconds = [  # of a token on each set, where the target's forward takes 1
-        (run.rounds + ratio * run.draft_forwards) / run.tokens for run in row.runs
-    ]
-    return 1.0 / float(np.mean(seconds))
-
-
-def what_if(results: Results) -> Fold | None:
-    """The table over all prompt sets together; None if nothing drafted."""
-    drafting = [row for row in pool(results) if row.method.uses_draft]
-    if not drafting:
-        return None
-    speedups = np.array([[expected_speedup(row, ratio) for ratio in RATIOS] for row in drafting])
-    lossless = np.array([row.method.lossless for row in drafting])
-    best = np.where(lossless[:, None], speedups, 0.0).max(axis=0)  # 0 where all are biased
-    rows = [
-        (
-            row.name + ("" if row.method.lossless else " †"),
-            [("★ " if x == y else "") + f"{x:.2f}x" for x, y in zip(each, best, strict=True)],
-        )
-        for row, each in zip(drafting, speedups, strict=True)
-    ]
-    fit, measured = measured_times(results), ""
-    if fit is not None:
-        measured = (
-            f" Here a drafted token took {1000 * fit.t_draft:.2f} ms and a target forward"
-            f" {1000 * fit.t_target:.2f} ms, all that a round costs included (fitted to the chains"
-            f" of every set, R² = {fit.r_squared:.3f}): r = {fit.t_draft / fit.t_target:.2g}."
-        )
-    return Fold(
-        "What if the draft were cheaper, or dearer?",
-        "Expected speed-up at other ratios r of a draft's forward to the target's.",
-        [(f"r = {ratio:g}", "") for ratio in RATIOS],
-        rows,
-        note=EXPLAINED + measured,
-    )

@@ -32,8 +32,6 @@ from eval.reporting.recommendation import (
     head_predictors,
     head_rivals,
     is_wide,
-    lengths_fold,
-    what_if,
 )
 from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, format_number, public_name, render
 from eval.reporting.table import shown_methods
@@ -236,17 +234,8 @@ def render_page(results: Results, context: Context) -> str:
 def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
     sections = [verifiers.fold(results), _all_sets(results), _each_set(results)]
-    sections += [
-        head_rivals(context.verdict),
-        head_predictors(context.verdict),
-        _positions(results),
-    ]
-    sections += [
-        lengths_fold(results),
-        what_if(results),
-        _scores(results),
-        _where(results, context),
-    ]
+    sections += [head_rivals(context.verdict), head_predictors(context.verdict)]
+    sections += [_positions(results), _scores(results), _where(results, context)]
     return [fold for fold in sections if fold]
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from eval.drafting.stopping.logistic import CalibratedRule, OnlineLogistic, odds_of
 from eval.drafting.stopping.rule import (
@@ -20,7 +20,6 @@ from eval.drafting.stopping.rule import (
     StoppingRule,
     largest,
 )
-from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,19 +46,16 @@ class Cost(CalibratedRule):
     undone. A token that it cannot judge yet, and every token without a head, is judged by the
     logistic model. At least one token is drafted.
 
-    There is no threshold. What is not given is measured over the last rounds, and then the head's
-    odds and the logistic model are recalibrated by what was accepted as well, because a rule is as
-    good as its probabilities. There are three ways to give costs:
-    - none, or some: t_d and lambda are measured by the clock;
-    - `draft_seconds` and `target_seconds`: lambda follows from the counts of the last rounds, so a
-      seed and what was decoded before decide everything, and no clock;
-    - `draft_seconds` and `token_seconds`: nothing is learned, and the seed alone decides.
+    There is no threshold. A cost that is not given is measured over the last rounds by the clock,
+    and then the head's odds and the logistic model are recalibrated by what was accepted as well,
+    because a rule is as good as its probabilities. With both given nothing is learned, and the seed
+    alone decides.
     """
 
     name: ClassVar[str] = "cost"
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"draft_seconds": 0.25, "token_seconds": 1.0},
-        {"draft_seconds": 0.3, "target_seconds": 1.0},
+        {"draft_seconds": 0.3},
     )
 
     draft_seconds: float = Field(
@@ -67,12 +63,6 @@ class Cost(CalibratedRule):
     )
     token_seconds: float = Field(
         default=0.0, ge=0.0, description="time of an emitted token, in seconds; 0 measures it"
-    )
-    target_seconds: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="time of a forward of the target, in seconds; with draft_seconds it gives "
-        "token_seconds from counts alone",
     )
     mean_acceptance: float = Field(
         default=MEAN_ACCEPTANCE,
@@ -83,21 +73,6 @@ class Cost(CalibratedRule):
     head: bool = Field(
         default=True, description="whether to ask the acceptance head, if there is one"
     )
-    refit: bool = Field(
-        default=True,
-        description="go on learning from what was accepted while decoding, where a cost is "
-        "measured; false: probabilities stay as the head and the logistic model give them",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.target_seconds and (self.token_seconds or not self.draft_seconds):
-            raise ConfigError(
-                "target_seconds goes with draft_seconds and without token_seconds, which follows "
-                f"from them; got draft_seconds {self.draft_seconds} and token_seconds "
-                f"{self.token_seconds}"
-            )
-        return self
 
     @classmethod
     def settings(cls) -> list[StoppingRule]:
@@ -111,8 +86,8 @@ class Cost(CalibratedRule):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Both costs, unless lambda is given or follows from what is."""
-        given = self.draft_seconds and (self.token_seconds or self.target_seconds)
+        """Both costs, unless both are given."""
+        given = self.draft_seconds and self.token_seconds
         return () if given else ("draft_seconds", "token_seconds")
 
     def reported(self) -> dict[str, Any]:
@@ -123,7 +98,7 @@ class Cost(CalibratedRule):
         self, *, draft_seconds: float, token_seconds: float, mean_acceptance: float
     ) -> Cost:
         """The same rule as if it had measured these; itself if it measures nothing."""
-        if self.draft_seconds and self.token_seconds:
+        if not self.measured:
             return self
         measured = {
             "draft_seconds": self.draft_seconds or draft_seconds,
@@ -134,9 +109,6 @@ class Cost(CalibratedRule):
 
     def start(self, head: BaseHead | None) -> CostEstimates:
         """Begin with the given costs and first guesses."""
-        if self.measured:
-            # Imported here for the light start, and now so that no round is timed with it.
-            import scipy.stats  # noqa: F401
         return CostEstimates(self, head if self.head else None)
 
 
@@ -163,8 +135,8 @@ class CostEstimates(ActiveRule):
     """The rule at work in one slot: asks for the `gain` after each token, and learns from rounds.
 
     If t_d and lambda are given, nothing is measured and generations do not influence each other.
-    Otherwise what is missing, the mean acceptance and, with `refit`, the models of acceptance are
-    measured over the last rounds, whatever sequence they belong to: t_d as what a round takes
+    Otherwise what is missing, the mean acceptance and the models of acceptance are measured over
+    the last rounds, whatever sequence they belong to: t_d as what a round takes
     longer for one more drafted token (draft, target and stopping rule together), lambda as the time
     of these rounds per emitted token, prefills apart. Before the first measurement, and in batches,
     whose rounds have no times of their own, t_d is `DRAFT_SHARE` of lambda.
@@ -177,10 +149,9 @@ class CostEstimates(ActiveRule):
     def __init__(self, rule: Cost, head: BaseHead | None = None) -> None:
         super().__init__(rule.limit, largest)
         self._rule = rule
-        self._learns = not (rule.draft_seconds and rule.token_seconds)
+        self._learns = bool(rule.measured)
         self.mean_acceptance = rule.mean_acceptance
-        first = rule.token_seconds or rule.target_seconds
-        self.token_seconds = first or (rule.draft_seconds or 1.0) / DRAFT_SHARE
+        self.token_seconds = rule.token_seconds or (rule.draft_seconds or 1.0) / DRAFT_SHARE
         self.draft_seconds = rule.draft_seconds or self.token_seconds * DRAFT_SHARE
         model = rule.model
         self.newest = OnlineLogistic((model.intercept, model.slope))
@@ -188,7 +159,7 @@ class CostEstimates(ActiveRule):
         if head is not None:
             from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 
-            self._prefix_acceptance = PrefixAcceptance(head, refit=self._learns and rule.refit)
+            self._prefix_acceptance = PrefixAcceptance(head, refit=self._learns)
             self.reads = self._numbers
         self._round: list[float] = []  # of each token, what the logistic model reads
         self._product = 1.0
@@ -236,8 +207,7 @@ class CostEstimates(ActiveRule):
         # Known of the drafted tokens: those accepted, and the first one that was not.
         for place, odds in enumerate(islice(self._round, record.accepted + 1)):
             self._accepted.append(place < record.accepted)
-            if self._rule.refit:
-                self.newest.observe(odds, place < record.accepted)
+            self.newest.observe(odds, place < record.accepted)
         if self._prefix_acceptance is not None:
             self._prefix_acceptance.observe(record)
         self._observed += 1
@@ -251,10 +221,6 @@ class CostEstimates(ActiveRule):
         rounds, rule = self._rounds, self._rule
         emitted = sum(r.emitted for r in rounds)
         drafted = np.array([r.drafted for r in rounds], dtype=np.float64)
-        if rule.target_seconds:
-            spent = rule.target_seconds * len(rounds) + rule.draft_seconds * drafted.sum()
-            self.token_seconds = float(spent / emitted)
-            return
         seconds = np.array(
             [r.target_seconds + r.overhead_seconds + r.draft_seconds for r in rounds]
         )
@@ -272,6 +238,6 @@ class CostEstimates(ActiveRule):
 
 def slope_of(seconds: Reals, drafted: Reals) -> float:
     """The increase by one more drafted token, robustly (Theil and Sen)."""
-    from scipy.stats import theilslopes
-
-    return float(theilslopes(seconds, drafted).slope)
+    more = drafted[:, None] - drafted
+    slopes = (seconds[:, None] - seconds)[more > 0] / more[more > 0]
+    return float(np.median(slopes))

@@ -28,7 +28,8 @@ THRESHOLDS = (*(step / 20 for step in range(1, 20)), 0.98)
 MEMORY = 1000.0
 """Outcomes that are remembered: each new one makes all earlier ones count 1/1000 less."""
 INFORMATION: Pair = (4.0, 20.0)
-"""Of the first coefficients: as of about twenty outcomes with p (1 - p) = .2 and x^2 = 5."""
+"""Diagonal of H without any outcome, which holds the first coefficients as about twenty outcomes
+with p (1 - p) = .2 and x^2 = 5 would."""
 
 
 def sigmoid(odds: float) -> float:
@@ -44,7 +45,7 @@ class OnlineLogistic:
     matrix H and H w, w being the coefficients. A new outcome y at z = (1, x) moves w to the maximum
     of its own likelihood and the Gaussian of these sums, found by Newton's method along the only
     direction in which w can go, H^-1 z; then p (1 - p) z z^T joins the sums. Before, the sums are
-    discounted by 1 - 1/memory towards those of the first coefficients, so old outcomes are
+    discounted by 1 - 1/MEMORY towards those of the first coefficients, so old outcomes are
     forgotten. Going to the maximum and not one plain Newton step keeps a single surprise from
     overshooting.
 
@@ -52,18 +53,14 @@ class OnlineLogistic:
 
     Args:
         first: the coefficients without any outcome.
-        information: the diagonal of H without any outcome: how firmly these are held.
-        memory: outcomes that are remembered.
     """
 
-    def __init__(
-        self, first: Pair, *, information: Pair = INFORMATION, memory: float = MEMORY
-    ) -> None:
+    def __init__(self, first: Pair) -> None:
         self.intercept, self.slope = first
-        self._keep = 1.0 - 1.0 / memory
+        self._keep = 1.0 - 1.0 / MEMORY
         # H as (intercept, both, slope), and H w.
-        self._first = (information[0], 0.0, information[1])
-        self._first_sums = (information[0] * first[0], information[1] * first[1])
+        self._first = (INFORMATION[0], 0.0, INFORMATION[1])
+        self._first_sums = (INFORMATION[0] * first[0], INFORMATION[1] * first[1])
         self._information, self._sums = self._first, self._first_sums
 
     @property
