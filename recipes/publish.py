@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,8 @@ class Release(Stage):
         if reads_states(config):
             return {}
         results = _results(config)
-        publish, assembled = config.publish, list[str]()
+        publish, private = config.publish, config.publish.private
+        parts: dict[str, Callable[..., object]] = {}
         certificate, sentence = eval_folder(config) / CERTIFICATE, None
         if certificate.exists():
             remedy = "remove it, and certify again"
@@ -138,45 +141,38 @@ class Release(Stage):
                 datasets=_texts_of_draft(config, config.draft),
                 measures=rates,
             )
-            out = self.folder / PROGRESS / "draft"
-            if not out.exists():  # else an interrupted run has finished this one
-                source = Path(draft_in_use(config))
-                release_draft(
-                    source,
-                    out,
-                    results,
-                    about,
-                    push_to=publish.draft_id,
-                    private=publish.private,
-                )
-            assembled.append("draft")
+            parts["draft"] = partial(
+                release_draft,
+                Path(draft_in_use(config)),
+                about=about,
+                push_to=publish.draft_id,
+            )
         if head := head_in_use(config):
             trained, draws = stage_record(head_folder(config))["results"], config.labels.draws
             tokens = f"{draws} drafted token{'' if draws == 1 else 's'}"
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
             about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])
-            out = self.folder / PROGRESS / "head"
-            if not out.exists():
-                release_head(
-                    Path(head),
-                    out,
-                    results,
-                    about,
-                    trained=f"{trained['train_rows']} rollouts of "
-                    f"{', '.join(map(public_name, sets))} with {tokens} a position",
-                    verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
-                    push_to=publish.head_id,
-                    private=publish.private,
-                )
-            assembled.append("head")
+            parts["head"] = partial(
+                release_head,
+                Path(head),
+                about=about,
+                trained=f"{trained['train_rows']} rollouts of "
+                f"{', '.join(map(public_name, sets))} with {tokens} a position",
+                verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
+                push_to=publish.head_id,
+            )
+        for name, release in parts.items():
+            out = self.folder / PROGRESS / name
+            if not out.exists():  # else an interrupted run has finished this one
+                release(out=out, results=results, private=private)
         for former in self.folder.glob("[!.]*"):
             if former.is_dir():
                 shutil.rmtree(former)
-        for name in assembled:
+        for name in parts:
             (self.folder / PROGRESS / name).replace(self.folder / name)
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
-        uploads = {name: self.folder / name / UPLOAD for name in assembled}
+        uploads = {name: self.folder / name / UPLOAD for name in parts}
         return {
             name: read_object(file) if file.exists() else None for name, file in uploads.items()
         }
@@ -219,7 +215,7 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
 
     Nothing if the models' output sizes are known and differ, because vLLM refuses such a pair.
     """
-    from eval.publishing.serving import vllm_line
+    from eval.publishing.serving import serving_lines
 
     target = config.models.target
     sizes = {
@@ -229,7 +225,7 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     if len(sizes - {None}) > 1:
         return []
     why = "# the number of tokens is that of its own example: in vLLM none was measured"
-    return [Step("serve", f"{vllm_line(draft, target)}  {why}")]
+    return [Step("serve", f"{serving_lines(draft, target)['vLLM']}  {why}")]
 
 
 def _results(config: PipelineConfig) -> Results:

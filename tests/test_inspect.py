@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -71,21 +70,25 @@ def test_what_is_counted_is_what_the_rows_hold(
 ) -> None:
     monkeypatch.setattr(module, "ROWS_AT_ONCE", 2)
     rows = load_stored(folder := labels(tmp_path)).to_list()
-    summary = summarise(folder)
-    assert summary.groups.keys() == {"a/train", "b/train"}
-    for name, group in summary.groups.items():
-        mine = [row for row in rows if row["dataset"] == name[0]]
-        assert group.finish == Counter(row["finish"] for row in mine)
-        assert group.prompts == [len(row["prompt_ids"]) for row in mine]
-        assert group.completions == [len(row["completion_ids"]) for row in mine]
-        assert group.overlap == pytest.approx(sum(sum(row["overlap"]) for row in mine))
+    groups, _ = summarise(folder)
+    assert groups.keys() == {"a/train", "b/train"}
+    for name, group in groups.items():
+        of_set = [row for row in rows if row["dataset"] == name[0]]
+        for counted, row in zip(group, of_set, strict=True):
+            assert counted == {
+                "turn": row["turn"],
+                "finish": row["finish"],
+                "prompt": len(row["prompt_ids"]),
+                "completion": len(row["completion_ids"]),
+                "overlap": pytest.approx(sum(row["overlap"])),
+            }
 
 
 def test_samples_come_from_all_over_the_dataset(tmp_path: Path) -> None:
     rows = stored(tmp_path)
-    assert summarise(tmp_path, 3).samples == [rows[1], rows[4], rows[7]]
-    assert summarise(tmp_path, 50).samples == rows
-    assert summarise(tmp_path, 0).samples == []
+    assert summarise(tmp_path, 3)[1] == [rows[1], rows[4], rows[7]]
+    assert summarise(tmp_path, 50)[1] == rows
+    assert summarise(tmp_path, 0)[1] == []
 
 
 def test_labels_are_shown_with_their_sampler_and_acceptance(
@@ -94,8 +97,8 @@ def test_labels_are_shown_with_their_sampler_and_acceptance(
     folder = labels(tmp_path)
     assert run_tool("inspect", [str(folder)]) == 0
     shown = capsys.readouterr().out
-    group = summarise(folder).groups["a/train"]
-    mean = group.overlap / sum(group.completions)
+    group = summarise(folder)[0]["a/train"]
+    mean = sum(row["overlap"] for row in group) / sum(row["completion"] for row in group)
     for text in ("9 rows", "temperature 1.0, top_k 5", "a/train", "eos 100%", f"{mean:.3f}"):
         assert text in shown
     assert "token ids instead of texts: the manifest names no target" in shown

@@ -189,7 +189,7 @@ def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
     runs = [run for run in synthetic_results().runs if run.name == "fixed-4"]
 
     def front_matter(base: str | None, target: str) -> ModelCardData:
-        return metadata(
+        data, unnamed = metadata(
             About(base),
             name="acme/head",
             target=target,
@@ -198,6 +198,8 @@ def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
             relation="adapter",
             measured=runs,
         )
+        assert unnamed == [name for name in (base, target) if name and "acme" not in name]
+        return data
 
     both = front_matter("acme/draft-160m", "acme/target-7b@main")
     assert both.base_model == ["acme/draft-160m", "acme/target-7b"]

@@ -137,20 +137,7 @@ def test_accepted_length_is_the_formula(name: str, zeros: float) -> None:
         q = random_model(vocabulary, length, 10 * seed + 1, zeros)
         counted = expected_accepted(VERIFIERS[name].make(), chain_drafts(q, length), p)
         exact = FORMULAS[name](p.__getitem__, q.__getitem__, length)
-        assert exact == pytest.approx(counted, abs=1e-12)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 0.75, 0.9])
-def test_bernoulli_curves_are_the_general_formulas(p: float) -> None:
-    target, draft = constant_model((1 - p, p), 6), constant_model((0.25, 0.75), 6)
-    models = target.__getitem__, draft.__getitem__
-    for length in range(1, 6):
-        assert theory.bernoulli_token_accepted(p, 0.75, length) == pytest.approx(
-            theory.token_accepted(*models, length), abs=1e-12
-        )
-        assert theory.bernoulli_greedy_block_accepted(p, 0.75, length) == pytest.approx(
-            theory.greedy_block_accepted(*models, length), abs=1e-12
-        )
+        assert float(exact[-1]) == pytest.approx(counted, abs=1e-12)
 
 
 def test_token_accepts_no_more_than_block_and_block_no_more_than_greedy() -> None:
@@ -158,7 +145,8 @@ def test_token_accepts_no_more_than_block_and_block_no_more_than_greedy() -> Non
         p = random_model(3, 3, 100 + 2 * seed, 0.3)
         q = random_model(3, 3, 101 + 2 * seed, 0.3)
         token, block, greedy = (f(p.__getitem__, q.__getitem__, 3) for f in FORMULAS.values())
-        assert token <= block + 1e-12 <= greedy + 2e-12
+        assert (token <= block + 1e-12).all()
+        assert (block <= greedy + 1e-12).all()
 
 
 # --- rejection against bias ---

@@ -167,25 +167,33 @@ class DraftPath:
     sampling: SamplingConfig | None = None
 
 
-class _CachedDraft:
+class CachedDraft:
     """The nodes of the current draft that are in the cache of one draft model.
 
     Only nodes that get children are run, and only by the model that drafts their path. So a node
     has one number in the draft and another in a cache; node 0 is 0 in both.
+
+    Attributes:
+        cached_number: of each node of the draft that is in the cache.
     """
 
     def __init__(self, sequence: CachedSequence) -> None:
         self.sequence = sequence
-        self._cached_number: dict[int, int] = {0: 0}
+        self.cached_number: dict[int, int] = {0: 0}
 
-    def append(self, nodes: Sequence[int], builder: TreeBuilder) -> ForwardCoroutine[Tensor]:
-        """Run n nodes of the draft, whose parents are in the cache: logits (n, V)."""
-        parents = [self._cached_number[builder.parents[node - 1]] for node in nodes]
+    def append(
+        self, nodes: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+    ) -> ForwardCoroutine[Tensor]:
+        """Run n nodes of the draft, whose parents are in the cache: logits (n, V).
+
+        `tokens` and `parents` are those of nodes 1, 2, ...
+        """
         logits: Tensor = yield self.sequence.append_tree(
-            [builder.tokens[node - 1] for node in nodes], parents
+            [tokens[node - 1] for node in nodes],
+            [self.cached_number[parents[node - 1]] for node in nodes],
         )
         for node in nodes:
-            self._cached_number[node] = len(self._cached_number)
+            self.cached_number[node] = len(self.cached_number)
         return logits
 
     def accept(self, nodes: Sequence[int]) -> None:
@@ -193,14 +201,14 @@ class _CachedDraft:
 
         The tokens of the rest are run with the committed ones when the next draft is made.
         """
-        cached = takewhile(self._cached_number.__contains__, nodes)
-        self.sequence.accept([self._cached_number[node] for node in cached])
-        self._cached_number = {0: 0}
+        cached = takewhile(self.cached_number.__contains__, nodes)
+        self.sequence.accept([self.cached_number[node] for node in cached])
+        self.cached_number = {0: 0}
 
     def reset(self) -> None:
         """Forget the sequence and the draft."""
         self.sequence.reset()
-        self._cached_number = {0: 0}
+        self.cached_number = {0: 0}
 
 
 class BranchingDrafter(Drafter):
@@ -226,7 +234,7 @@ class BranchingDrafter(Drafter):
         self._paths = list(paths) * (widths[0] if len(paths) == 1 else 1)
         sequences = list(dict.fromkeys(path.sequence for path in paths))
         super().__init__(sequences, end_tokens)
-        self._drafts = [_CachedDraft(sequence) for sequence in sequences]
+        self._drafts = [CachedDraft(sequence) for sequence in sequences]
         # The draft, by its index, that drafts each path.
         self._draft_of = [sequences.index(path.sequence) for path in self._paths]
         # Distributions of a level are made together, unless paths have samplings of their own.
@@ -273,7 +281,7 @@ class BranchingDrafter(Drafter):
                 ]
                 if not nodes:
                     continue
-                logits = yield from draft.append(nodes, builder)
+                logits = yield from draft.append(nodes, builder.tokens, builder.parents)
             rows = logits if self._own_samplings else sequence.distribution(logits)
             scores |= {(index, node): row for node, row in zip(nodes, rows, strict=True)}
         return scores

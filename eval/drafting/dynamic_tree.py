@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from eval.drafting.drafters import Drafter
+from eval.drafting.drafters import CachedDraft, Drafter
 from eval.drafting.tree_builder import drawn_chain
 from eval.drafts import DraftTree
 from eval.runtime.sequence import CachedSequence, ForwardCoroutine
@@ -53,49 +52,40 @@ class DynamicTreeDrafter(Drafter):
         end_tokens: frozenset[int],
     ) -> None:
         super().__init__([sequence], end_tokens)
-        self._sequence = sequence
         self._nodes = nodes
         self._depth = depth
         self._gain = gain
-        self._cached_number: dict[int, int] = {}
+        self._draft = CachedDraft(sequence)
 
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft a tree; the generator is not used."""
-        sequence = self._sequence
+        sequence, draft = self._draft.sequence, self._draft
         seen = _Seen(sequence.model, self._nodes)
-        level, cached = [0], {0: 0}
+        level = [0]
         for _ in range(min(self._depth, max_depth)):
             if level == [0]:
                 logits = yield sequence.append(committed[sequence.length :], 1)  # (1, N)
             else:
-                tokens = [seen.tokens[node] for node in level]
-                parents = [cached[seen.parents[node]] for node in level]
-                logits = yield sequence.append_tree(tokens, parents)  # (n, N)
-            cached |= {node: len(cached) + place for place, node in enumerate(level) if node}
+                logits = yield from draft.append(level, seen.tokens, seen.parents)  # (n, N)
             seen.extend(level, probabilities(logits, UNWARPED))
-            level = [node for node in seen.newest if seen.tokens[node] not in self._end_tokens]
+            level = [node for node in seen.newest if seen.tokens[node - 1] not in self._end_tokens]
             if not level or sum(seen.values[node] for node in level) < self._gain:
                 break
-        self._cached_number = {
-            number: cached[node] for number, node in enumerate(seen.best, 1) if node in cached
+        cached = draft.cached_number
+        draft.cached_number = {
+            number: cached[node] for number, node in enumerate([0, *seen.best]) if node in cached
         }
         return seen.draft()
 
     def accept(self, nodes: list[int], length: int) -> None:
-        """Commit the accepted path, as far as it is in the cache, and drop the other nodes.
-
-        The tokens of the rest are run with the committed ones when the next draft is made.
-        """
-        cached = takewhile(self._cached_number.__contains__, nodes)
-        self._sequence.accept([self._cached_number[node] for node in cached])
-        self._cached_number = {}
+        """Commit the accepted path, as far as it is in the cache, and drop the other nodes."""
+        self._draft.accept(nodes)
 
     def reset(self) -> None:
         """Forget the sequence and the draft."""
-        super().reset()
-        self._cached_number = {}
+        self._draft.reset()
 
 
 class _Seen:
@@ -106,15 +96,15 @@ class _Seen:
         count: most nodes to keep.
 
     Attributes:
-        tokens: of each node.
-        parents: the node that each follows.
-        values: probability of the path down to each.
+        tokens: the token of node i + 1.
+        parents: the node that node i + 1 follows.
+        values: probability of the path down to each node, node 0 first.
         best: the most valuable nodes, in the order in which they were seen.
         newest: those of them that the last `extend` added.
     """
 
     def __init__(self, model: ForwardRunner, count: int) -> None:
-        self.tokens, self.parents, self.values = [-1], [-1], [1.0]
+        self.tokens, self.parents, self.values = list[int](), list[int](), [1.0]
         self.best: list[int] = []
         self.newest: list[int] = []
         self._model, self._count = model, count
@@ -124,7 +114,7 @@ class _Seen:
         """Add the best children of nodes, given the distributions (n, N) there."""
         best, columns = rows.topk(min(self._count, rows.shape[-1]))
         ids = self._model.token_ids(columns)
-        first = len(self.tokens)
+        first = len(self.values)
         for node, chances, tokens in zip(nodes, best.tolist(), ids.tolist(), strict=True):
             if math.isnan(chances[0]):
                 raise NotFiniteError
@@ -138,7 +128,7 @@ class _Seen:
         if nodes == [0]:
             self._at_root = rows
         # Stable: of equal values the earlier node stays, so a parent before its child.
-        candidates = [*self.best, *range(first, len(self.tokens))]
+        candidates = [*self.best, *range(first, len(self.values))]
         self.best = sorted(sorted(candidates, key=lambda n: -self.values[n])[: self._count])
         self.newest = [node for node in self.best if node >= first]
 
@@ -151,8 +141,8 @@ class _Seen:
             return drawn_chain([], [], 0)
         number = {0: 0} | {node: number for number, node in enumerate(self.best, start=1)}
         return DraftTree(
-            torch.tensor([self.tokens[node] for node in self.best]),
-            torch.tensor([number[self.parents[node]] for node in self.best]),
+            torch.tensor([self.tokens[node - 1] for node in self.best]),
+            torch.tensor([number[self.parents[node - 1]] for node in self.best]),
             self._model.everywhere(self._at_root),
             torch.zeros(len(self.best), dtype=torch.long),
             "tree",

@@ -80,8 +80,8 @@ def metadata(
     tag: str,
     relation: str,
     measured: Sequence[Run],
-) -> ModelCardData:
-    """The front matter of a card.
+) -> tuple[ModelCardData, list[str]]:
+    """The front matter of a card, and what it does not name because it is no Hub id.
 
     Args:
         about: licence, languages, data sets, what it was made from.
@@ -92,14 +92,15 @@ def metadata(
         relation: of the artefact to the draft that it was made from.
         measured: the runs of one method, one a prompt set, whose metrics are given.
     """
-    named = (hub_id(about.base_model), hub_id(target))  # of a draft cut from its target the same
-    bases = list(dict.fromkeys(base for base in named if base))
+    # Of a draft cut from its target both are the same.
+    names = list(dict.fromkeys(filter(None, [about.base_model, target])))
+    bases = list(filter(None, map(hub_id, names)))
     # A relation is that to the draft; the target is a base model only as what it is made for.
     more: dict[str, Any] = {"base_model_relation": relation} if hub_id(about.base_model) else {}
-    sets = list(dict.fromkeys(filter(None, map(hub_id, about.datasets))))
-    return ModelCardData(
+    names = list(dict.fromkeys([*names, *about.datasets]))
+    data = ModelCardData(
         base_model=bases[0] if len(bases) == 1 else bases or None,
-        datasets=sets or None,
+        datasets=list(dict.fromkeys(filter(None, map(hub_id, about.datasets)))) or None,
         language=list(about.language) or None,
         library_name=library,
         pipeline_tag="text-generation",
@@ -123,10 +124,4 @@ def metadata(
         ],
         **more,
     )
-
-
-def left_out(about: About, target: str) -> list[str]:
-    """Which base models and data sets the metadata does not name, because they are no Hub ids."""
-    bases = [name for name in (about.base_model, target) if name and hub_id(name) is None]
-    sets = [name for name in about.datasets if hub_id(name) is None]
-    return list(dict.fromkeys([*bases, *sets]))
+    return data, [name for name in names if hub_id(name) is None]

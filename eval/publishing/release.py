@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi, ModelCardData, errors
@@ -20,19 +20,8 @@ from torch import Tensor
 from eval.analysis.head_verdict import VERDICT, HeadVerdict, not_measured
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
-from eval.publishing.metadata import (
-    ELSEWHERE,
-    About,
-    check_repository,
-    left_out,
-    loadable,
-    metadata,
-)
-from eval.publishing.serving import (
-    DEFAULT_LENGTHS,
-    acceptance_positions,
-    serving_lines,
-)
+from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
+from eval.publishing.serving import DEFAULT_LENGTHS, acceptance_positions, serving_lines
 from eval.reporting import verifiers
 from eval.reporting.recommendation import (
     best_lengths,
@@ -122,10 +111,30 @@ def release_draft(
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
-    text = _card(
+    # The metadata gives the metrics of the best length, else of the longest.
+    fixed = [run for run in measured.runs if run.method.fixed_length and run.method.lossless]
+    best = lengths["draftsmith"] or in_transformers
+    if best is None:
+        method = next(run.method for run in fixed if run.method.deepest == longest)
+    else:
+        method = best.row.method
+    front = metadata(
+        about,
+        name=name,
+        target=target,
+        library="transformers",
+        tag="draft-model",
+        relation="finetune",
+        measured=[run for run in fixed if run.name == method.name],
+    )
+    with _assembled(
         "draft_card.md.jinja",
+        out,
+        front,
         measured,
         about,
+        push_to=push_to,
+        private=private,
         name=name,
         target=public_name(target),
         load={"own": released, "target": loadable(target)},
@@ -140,25 +149,7 @@ def release_draft(
         acceptance=acceptance_positions(measured),
         serving=serving_lines(released, loadable(target)),
         served_lengths=DEFAULT_LENGTHS,
-    )
-    # The metadata gives the metrics of the best length, else of the longest.
-    fixed = [run for run in measured.runs if run.method.fixed_length and run.method.lossless]
-    best = lengths["draftsmith"] or in_transformers
-    if best is None:
-        method = next(run.method for run in fixed if run.method.deepest == longest)
-    else:
-        method = best.row.method
-    data = metadata(
-        about,
-        name=name,
-        target=target,
-        library="transformers",
-        tag="draft-model",
-        relation="finetune",
-        measured=[run for run in fixed if run.name == method.name],
-    )
-
-    with _assembled(out, data, text, measured, push_to=push_to, private=private) as folder:
+    ) as folder:
         if reduced is not None:
             model.save_pretrained(folder / REDUCED)
             add_former_names(folder / REDUCED)
@@ -184,26 +175,9 @@ def release_head(
 ) -> Path:
     """Assemble an acceptance head for the Hub: weights, configuration, code, card, verdict.
 
-    Args:
-        source: folder of the head, as the results name it.
-        out: folder to make; must not exist.
-        results: measurements with this head.
-        about: the draft's Hub id as base model, license, measures of calibration.
-        trained: on how many rollouts of what it was trained, in words, if that is known.
-        verdict: how well it predicts and whether it pays; without one the card says that this was
-            not measured.
-        push_to: Hub id to upload to; None uploads nothing.
-        private: whether a repository made by the upload is private.
-
-    Returns:
-        `out`. The folder appears when all of it, the upload included, is done.
-
-    Raises:
-        ManifestError: if the results do not measure this head, or their figures are not what
-            their counts give.
-        ValueError: if `source` is no head.
-        ConfigError: if `push_to` is no Hub id.
-        FileExistsError: if `out` exists.
+    As `release_draft`; `trained` says in words on how many rollouts of what it was trained. Without
+    a verdict the card says that it was not measured how well it predicts and whether it pays. A
+    ValueError if `source` is no head.
     """
     about, name = about or About(), push_to or out.name
     check_repository(push_to)
@@ -212,7 +186,7 @@ def release_head(
     verdict = verdict or not_measured("there are no held-out labels")
     used = head_run(measured, verdict.method)
     target, draft = used.target, about.base_model or str(used.draft)
-    data = metadata(
+    front = metadata(
         about,
         name=name,
         target=target,
@@ -221,10 +195,14 @@ def release_head(
         relation="adapter",
         measured=[run for run in measured.runs if run.name == used.name],
     )
-    text = _card(
+    with _assembled(
         "head_card.md.jinja",
+        out,
+        front,
         measured,
         about,
+        push_to=push_to,
+        private=private,
         name=name,
         target=public_name(target),
         draft=public_name(draft),
@@ -241,9 +219,7 @@ def release_head(
         rivals=head_rivals(verdict),
         predictors=head_predictors(verdict),
         best=used.method,
-    )
-
-    with _assembled(out, data, text, measured, push_to=push_to, private=private) as folder:
+    ) as folder:
         head.save_pretrained(folder)
         verdict.write(folder / VERDICT)
         # The folder that the draft had here means nothing elsewhere.
@@ -276,41 +252,38 @@ def head_run(results: Results, method: str | None = None) -> Run:
     return max([row for row in heads if row.name == method] or heads, key=merit).runs[0]
 
 
-def _card(template: str, measured: Results, about: About, **values: Any) -> str:
-    """A card below its metadata."""
-    results = _shortened(measured)
-    names = left_out(about, measured.runs[0].target)
-    return render(
+@contextmanager
+def _assembled(
+    template: str,
+    out: Path,
+    front: tuple[ModelCardData, list[str]],
+    measured: Results,
+    about: About,
+    *,
+    push_to: str | None,
+    private: bool,
+    **values: Any,
+) -> Iterator[Path]:
+    """The folder under a temporary name, to be filled; then card, upload if asked, its name."""
+    results, (data, unnamed) = _shortened(measured), front
+    text = render(
         template,
         table=readme_table(results),
         verifiers=verifiers.markdown(results.verifiers, results) if results.verifiers else "",
         best_verifier=verifiers.answer(results.verifiers) if results.verifiers else "",
         measures=about.measures,
         certificate=about.certificate,
-        unnamed=[public_name(name) for name in names],
+        unnamed=[public_name(name) for name in unnamed],
         local=[path for path in values["load"].values() if path.startswith(ELSEWHERE)],
         sampling=results.runs[0].sampling,
         timed=results.timed,
         batch=results.environment.batch_size,
         **values,
     )
-
-
-@contextmanager
-def _assembled(
-    out: Path,
-    data: ModelCardData,
-    text: str,
-    measured: Results,
-    *,
-    push_to: str | None,
-    private: bool,
-) -> Iterator[Path]:
-    """The folder under a temporary name, to be filled; then card, upload if asked, its name."""
     with atomic_folder(out) as folder:
         yield folder
         write_text(folder / CARD, f"---\n{data.to_yaml()}\n---\n\n{text}")
-        write_results(folder / "results.json", _shortened(measured))
+        write_results(folder / "results.json", results)
         if push_to is None:
             return
         api = HfApi()
@@ -334,31 +307,17 @@ def _assembled(
             raise ConnectionError(f"cannot upload to {push_to} on the Hub: {error}") from error
 
 
-def _measured(results: Results, source: Path, role: str) -> Results:
-    """The results of one artefact, beside plain decoding and its rivals on that draft alone."""
+def _measured(results: Results, source: Path, role: Literal["draft", "head"]) -> Results:
+    """The results of an artefact's pair, without methods that drafted with other models, too."""
     check_metrics(results)
-    alone = [run for run in results.runs if not any(run.method.path_drafts)]
-    results = results.model_copy(update={"runs": alone})
-    named = {"draft": {r.draft for r in results.runs}, "head": {r.head for r in results.runs}}[role]
-    name = next((name for name in named if name and Path(name) == source), None)
-    if name is None:
-        measured = ", ".join(sorted(filter(None, named))) or "none"
+    runs = [run for run in results.runs if not any(run.method.path_drafts)]
+    names = {getattr(run, role) for run in runs} - {None}
+    if source not in map(Path, names):
         raise ManifestError(
-            f"the results must measure the {role} {source}, they measure: {measured}; run the"
-            " evaluation on it first"
+            f"the results must measure the {role} {source}, they measure: "
+            f"{', '.join(sorted(names)) or 'none'}; run the evaluation on it first"
         )
-    if role == "draft":
-        runs = [run for run in results.runs if run.draft in (None, name)]
-    else:
-        drafts = {run.draft for run in results.runs if run.head == name}
-        runs = [
-            run for run in results.runs if run.draft in {None, *drafts} and run.head in (None, name)
-        ]
-    if len({run.target for run in runs}) > 1:
-        raise ManifestError("a card describes one pair, but the results name several targets")
-    datasets = {run.dataset for run in runs}
-    latency = {name: fit for name, fit in results.latency.items() if name in datasets}
-    return results.model_copy(update={"runs": runs, "latency": latency})
+    return results.model_copy(update={"runs": runs})
 
 
 def _shortened(results: Results) -> Results:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import Any
 
 from eval.measuring.results import Results, Run
 
@@ -28,6 +27,17 @@ def serving_lines(draft: str, target: str) -> dict[str, str]:
     Of vLLM with greedy drafts, its default, and of "vLLM, sampled" with sampled drafts and block
     verification; of llama.cpp from files that were converted to GGUF.
     """
+    greedy = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": DEFAULT_LENGTHS["vLLM"][0],
+    }
+    sampled = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
+    vllm = [
+        f"vllm serve {shlex.quote(target)} --speculative-config "
+        f"{shlex.quote(json.dumps(settings, ensure_ascii=False))}"
+        for settings in (greedy, greedy | sampled)
+    ]
     k = DEFAULT_LENGTHS["SGLang"][0]
     sglang = [
         f"sglang serve --model-path {shlex.quote(target)}",
@@ -40,24 +50,11 @@ def serving_lines(draft: str, target: str) -> dict[str, str]:
         f"  --spec-type draft-simple --spec-draft-n-max {DEFAULT_LENGTHS['llama.cpp'][0]}",
     ]
     return {
-        "vLLM": vllm_line(draft, target),
-        "vLLM, sampled": vllm_line(draft, target, sampled=True),
+        "vLLM": vllm[0],
+        "vLLM, sampled": vllm[1],
         "SGLang": " \\\n".join(sglang),
         "llama.cpp": " \\\n".join(llama),
     }
-
-
-def vllm_line(draft: str, target: str, *, sampled: bool = False) -> str:
-    """The command with which vLLM serves a pair; `sampled` as in `serving_lines`."""
-    settings: dict[str, Any] = {
-        "method": "draft_model",
-        "model": draft,
-        "num_speculative_tokens": DEFAULT_LENGTHS["vLLM"][0],
-    }
-    if sampled:
-        settings |= {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
-    option = shlex.quote(json.dumps(settings, ensure_ascii=False))
-    return f"vllm serve {shlex.quote(target)} --speculative-config {option}"
 
 
 def acceptance_positions(results: Results) -> dict[str, Run]:

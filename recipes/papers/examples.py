@@ -24,40 +24,39 @@ from recipes.papers.acceptance import two_drafts
 Record = dict[str, Any]
 
 
+ACCEPTED = {
+    "token": theory.token_accepted,
+    "block": theory.block_accepted,
+    "greedy_block": theory.greedy_block_accepted,
+}
+
+
 def accepted_lengths(
-    p: Sequence[float], q: Sequence[float], lengths: Sequence[int]
+    p: Sequence[float],
+    q: Sequence[float],
+    lengths: Sequence[int],
+    verifiers: Sequence[str] = tuple(ACCEPTED),
 ) -> list[Record]:
     """E[tau] of one block of each length, every token of law p or q (Sun et al., section 1)."""
     target, draft = (torch.tensor(row, dtype=torch.float64) for row in (p, q))
-    verifiers = {
-        "token": theory.token_accepted,
-        "block": theory.block_accepted,
-        "greedy_block": theory.greedy_block_accepted,
+    accepted = {
+        name: ACCEPTED[name](lambda _: target, lambda _: draft, max(lengths)).tolist()
+        for name in verifiers
     }
-    of_p, of_q = (lambda _: target), (lambda _: draft)
     return [
-        {"verifier": name, "length": length, "accepted": formula(of_p, of_q, length)}
+        {"verifier": name, "length": length, "accepted": accepted[name][length - 1]}
         for length in lengths
-        for name, formula in verifiers.items()
+        for name in verifiers
     ]
 
 
 def bernoulli(p: Sequence[float], q: float, lengths: Sequence[int]) -> list[Record]:
     """E[tau] for Ber(p), of each p, against Ber(q) (Sun et al. v1, Figure 2)."""
-    curves = {
-        "token": theory.bernoulli_token_accepted,
-        "block (v1)": theory.bernoulli_greedy_block_accepted,
-    }
+    names = {"token": "token", "greedy_block": "block (v1)"}
     return [
-        {
-            "target": f"Ber({chance:g})",
-            "verifier": name,
-            "length": length,
-            "accepted": curve(chance, q, length),
-        }
+        {"target": f"Ber({chance:g})", **record, "verifier": names[record["verifier"]]}
         for chance in p
-        for length in lengths
-        for name, curve in curves.items()
+        for record in accepted_lengths((1.0 - chance, chance), (1.0 - q, q), lengths, [*names])
     ]
 
 

@@ -9,7 +9,6 @@ only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -117,17 +116,19 @@ def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[flo
 # --- expected accepted tokens of one block (Leviathan et al.; Sun et al.) ---
 
 
-def token_accepted(p: Model, q: Model, length: int) -> float:
-    """E[tau] of token verification: sum_l sum_{x^l} prod_i min(p, q)(x_i | x^{i-1})."""
+def token_accepted(p: Model, q: Model, longest: int) -> Tensor:
+    """E[tau] of token verification: sum_l sum_{x^l} prod_i min(p, q)(x_i | x^{i-1}).
+
+    Here and below of blocks of each length from 1 to the longest: float64 (longest,).
+    """
 
     def extend(prefix: Prefix, weight: Tensor) -> Tensor:
         return torch.minimum(p(prefix), q(prefix)).double().unsqueeze(-1) * weight
 
-    sums = _by_length(extend, 1, length + 1, None, lambda _, weight: weight[0])
-    return float(sums[1:].sum())
+    return _by_length(extend, 1, longest + 1, None, lambda _, weight: weight[0])[1:].cumsum(0)
 
 
-def block_accepted(p: Model, q: Model, length: int) -> float:
+def block_accepted(p: Model, q: Model, longest: int) -> Tensor:
     """E[tau] of block verification: sum_i E_q[r_i], r_i = min(1, r_{i-1} p(x_i)/q(x_i)).
 
     Sun et al. 2025 (arXiv:2403.10444v2), Theorem 2 with P(tau >= i | x^i) = r_i. Enumerated as the
@@ -138,11 +139,10 @@ def block_accepted(p: Model, q: Model, length: int) -> float:
         drafted, target = weight[0] * q(prefix).double(), weight[1] * p(prefix).double()
         return torch.stack([drafted, torch.minimum(drafted, target)], dim=-1)
 
-    sums = _by_length(extend, 2, length + 1, None, lambda _, weight: weight[1])
-    return float(sums[1:].sum())
+    return _by_length(extend, 2, longest + 1, None, lambda _, weight: weight[1])[1:].cumsum(0)
 
 
-def greedy_block_accepted(p: Model, q: Model, length: int) -> float:
+def greedy_block_accepted(p: Model, q: Model, longest: int) -> Tensor:
     """E[tau] of greedy block verification: sum_l sum_{x^l} min(p(x^l), q(x^l)).
 
     Sun et al. 2024 (arXiv:2403.10444v1), Theorem 1: the most that any coupling of the two joint
@@ -152,29 +152,7 @@ def greedy_block_accepted(p: Model, q: Model, length: int) -> float:
     def extend(prefix: Prefix, weight: Tensor) -> Tensor:
         return torch.stack([p(prefix).double(), q(prefix).double()], dim=-1) * weight
 
-    sums = _by_length(extend, 2, length + 1, None, lambda _, weight: weight.min())
-    return float(sums[1:].sum())
-
-
-def bernoulli_token_accepted(p: float, q: float, length: int) -> float:
-    """E[tau] of token verification for Ber(p) against Ber(q): sum_{i<=L} (1 - |p - q|)^i."""
-    return sum((1.0 - abs(p - q)) ** i for i in range(1, length + 1))
-
-
-def bernoulli_greedy_block_accepted(p: float, q: float, length: int) -> float:
-    """E[tau] of greedy block verification for the same: sum_{i<=L} 1 - TV(Bin(i, p), Bin(i, q)).
-
-    The curve of Sun et al. 2024 (arXiv:2403.10444v1): joint ratios depend on the count of ones.
-    """
-
-    def binomial(count: int, chance: float, ones: int) -> float:
-        return math.comb(count, ones) * chance**ones * (1.0 - chance) ** (count - ones)
-
-    return sum(
-        min(binomial(count, p, ones), binomial(count, q, ones))
-        for count in range(1, length + 1)
-        for ones in range(count + 1)
-    )
+    return _by_length(extend, 2, longest + 1, None, lambda _, weight: weight.min())[1:].cumsum(0)
 
 
 # --- rejection against bias at one position (Yin et al. 2024, Theorems 4 and 5) ---

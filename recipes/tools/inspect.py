@@ -2,7 +2,6 @@
 
 draftsmith inspect FOLDER [--samples 3]
 
-
 Counts, lengths, finish reasons, acceptance, sample texts. Reads only; downloads nothing.
 """
 
@@ -11,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,39 +30,20 @@ if TYPE_CHECKING:  # help is shown without them
 
 ROWS_AT_ONCE = 256
 
-
-@dataclass(slots=True)
-class Group:
-    """Rows of one set and split: lengths in tokens, acceptance summed over all positions."""
-
-    prompts: list[int] = field(default_factory=list)
-    completions: list[int] = field(default_factory=list)
-    finish: Counter[str] = field(default_factory=Counter)
-    turns: int = 0
-    overlap: float = 0.0
+Groups = dict[str, list[dict[str, Any]]]
+"""Set and split -> of each row its turn, lengths in tokens, finish, and acceptance (`overlap`)
+summed over its positions; None in rollouts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A stored dataset in numbers.
-
-    Attributes:
-        groups: "set/split" -> its rows.
-        samples: some whole rows, spread evenly over the dataset.
-        has_labels: rows have an acceptance, sum_x min(p(x), q(x)), at each position.
-    """
-
-    groups: dict[str, Group]
-    samples: list[dict[str, Any]]
-    has_labels: bool
-
-
-def summarise(folder: Path, samples: int = 0) -> Summary:
-    """Read a dataset, finished or not, a part of one shard at a time, and add it up.
+def summarise(folder: Path, samples: int = 0) -> tuple[Groups, list[dict[str, Any]]]:
+    """Read a dataset, finished or not, a part of one shard at a time.
 
     Args:
         folder: a dataset of rollouts or labels.
         samples: how many whole rows to keep.
+
+    Returns:
+        What its rows hold, and some whole rows, spread evenly over the dataset.
 
     Raises:
         ManifestError: if there is no dataset, or a shard is damaged or not of this program.
@@ -94,24 +73,26 @@ def summarise(folder: Path, samples: int = 0) -> Summary:
     total = sum(file.metadata.num_rows for file in files)
     samples = min(samples, total)
     sampled = {int((index + 0.5) * total / samples) for index in range(samples)}
-    has_labels = any("overlap" in file.schema_arrow.names for file in files)
-    summary = Summary({}, [], has_labels)
-    columns = [*ROLLOUTS.names, *(["overlap"] if has_labels else [])]
-    batches = (
-        batch
+    rows = (
+        row
         for file in files
-        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
+        for batch in file.iter_batches(
+            batch_size=ROWS_AT_ONCE,
+            columns=[n for n in (*ROLLOUTS.names, "overlap") if n in file.schema_arrow.names],
+        )
+        for row in batch.to_pylist()
     )
-    for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-        group = summary.groups.setdefault(f"{row['dataset']}/{row['split']}", Group())
-        group.prompts.append(len(row["prompt_ids"]))
-        group.completions.append(len(row["completion_ids"]))
-        group.finish[row["finish"]] += 1
-        group.turns = max(group.turns, row["turn"] + 1)
-        group.overlap += sum(row.get("overlap", ()))
+    groups: Groups = {}
+    shown = []
+    for number, row in enumerate(rows):
+        counted = {"turn": row["turn"], "finish": row["finish"], "overlap": None}
+        counted |= {name: len(row[f"{name}_ids"]) for name in ("prompt", "completion")}
+        if "overlap" in row:
+            counted["overlap"] = sum(row["overlap"])
+        groups.setdefault(f"{row['dataset']}/{row['split']}", []).append(counted)
         if number in sampled:
-            summary.samples.append(row)
-    return summary
+            shown.append(row)
+    return groups, shown
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -124,9 +105,9 @@ def main(given: argparse.Namespace) -> int:
     """Show one dataset. Returns the exit status: 0, or 2 for a folder that cannot be shown."""
     folder: Path = given.folder
     try:
-        summary = summarise(folder, given.samples)
         # A log file has no width, and a narrower one would cut the tables.
-        show(folder, summary, Console(highlight=False, width=max(100, Console().width)))
+        console = Console(highlight=False, width=max(100, Console().width))
+        show(folder, *summarise(folder, given.samples), console)
     except (ManifestError, OSError) as error:
         hint = ""
         if isinstance(error, ManifestError) and not (folder / MANIFEST).exists():
@@ -139,15 +120,15 @@ def main(given: argparse.Namespace) -> int:
     return 0
 
 
-def show(folder: Path, summary: Summary, console: Console) -> None:
+def show(folder: Path, groups: Groups, samples: list[dict[str, Any]], console: Console) -> None:
     """Print the settings, the table of sets and the samples of a dataset."""
     manifest = read_manifest(folder)
-    settings, groups = manifest["settings"], summary.groups
-    rows = sum(len(group.completions) for group in groups.values())
-    tokens = sum(sum(group.completions) for group in groups.values())
-    kind = "labels" if summary.has_labels else "rollouts"
+    settings, rows = manifest["settings"], [row for group in groups.values() for row in group]
+    has_labels = any(row["overlap"] is not None for row in rows)
     console.print(
-        f"[bold]{kind}[/] in {escape(str(folder))}: {rows} rows, {tokens} tokens", soft_wrap=True
+        f"[bold]{'labels' if has_labels else 'rollouts'}[/] in {escape(str(folder))}: "
+        f"{len(rows)} rows, {sum(row['completion'] for row in rows)} tokens",
+        soft_wrap=True,
     )
     if not manifest["finished"]:
         console.print("[bold yellow]warning: unfinished; this is what there is so far[/]")
@@ -161,11 +142,18 @@ def show(folder: Path, summary: Summary, console: Console) -> None:
     if not rows:
         console.print("no rows")
         return
-    console.print(_table(summary))
-    tokenizer, why = _tokenizer(settings) if summary.samples else (None, "")
+    table = Table(title="sets (lengths: 5 %, median, 95 %)", title_justify="left")
+    for name in ("set/split", "rows", "turns", "prompt", "completion", "finish"):
+        table.add_column(name, justify="left" if name in ("set/split", "finish") else "right")
+    if has_labels:
+        table.add_column("mean sum of min(p, q)", justify="right")
+    for name, group in sorted(groups.items()):
+        table.add_row(*_cells(name, group, has_labels=has_labels))
+    console.print(table)
+    tokenizer, why = _tokenizer(settings) if samples else (None, "")
     if why:
         console.print(f"[yellow]token ids instead of texts: {escape(why)}[/]", soft_wrap=True)
-    for row in summary.samples:
+    for row in samples:
         place = f"{row['dataset']}/{row['split']}, turn {row['turn']}, ended by {row['finish']}"
         console.print(f"\n[bold]sample[/] of {escape(place)}")
         for name, style in (("prompt_ids", "dim"), ("completion_ids", "")):
@@ -175,30 +163,21 @@ def show(folder: Path, summary: Summary, console: Console) -> None:
             console.print(Text(visible(text), style=style))
 
 
-def _table(summary: Summary) -> Table:
-    """A line a set and split."""
-    table = Table(title="sets (lengths: 5 %, median, 95 %)", title_justify="left")
-    for name in ("set/split", "rows", "turns", "prompt", "completion", "finish"):
-        table.add_column(name, justify="left" if name in ("set/split", "finish") else "right")
-    if summary.has_labels:
-        table.add_column("mean sum of min(p, q)", justify="right")
-    for name, group in sorted(summary.groups.items()):
-        rows = len(group.completions)
-        finish = ", ".join(
-            f"{reason} {count / rows:.0%}" for reason, count in group.finish.most_common()
-        )
-        lengths = [
-            " ".join(
-                f"{value:.0f}"
-                for value in np.quantile(each, [0.05, 0.5, 0.95], method="inverted_cdf")
-            )
-            for each in (group.prompts, group.completions)
-        ]
-        row = [escape(name), str(rows), str(group.turns), *lengths, escape(finish)]
-        if summary.has_labels:
-            row.append(f"{group.overlap / max(1, sum(group.completions)):.3f}")
-        table.add_row(*row)
-    return table
+def _cells(name: str, group: list[dict[str, Any]], *, has_labels: bool) -> list[str]:
+    """The line of a set and split."""
+    reasons = Counter(row["finish"] for row in group).most_common()
+    finish = ", ".join(f"{reason} {count / len(group):.0%}" for reason, count in reasons)
+    lengths = []
+    for part in ("prompt", "completion"):
+        tokens = [row[part] for row in group]
+        quantiles = np.quantile(tokens, [0.05, 0.5, 0.95], method="inverted_cdf")
+        lengths.append(" ".join(f"{value:.0f}" for value in quantiles))
+    turns = 1 + max(row["turn"] for row in group)
+    cells = [escape(name), str(len(group)), str(turns), *lengths, escape(finish)]
+    if has_labels:
+        positions = max(1, sum(row["completion"] for row in group))
+        cells.append(f"{sum(row['overlap'] for row in group) / positions:.3f}")
+    return cells
 
 
 def _tokenizer(settings: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBase | None, str]:

@@ -5,12 +5,10 @@ Tokens are stored as ids, because the tokens of a decoded text may be others.
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from collections.abc import Sequence
+from typing import NotRequired, TypedDict, get_type_hints
 
 import pyarrow as pa
-
-_IDS = pa.list_(pa.int32())
-_REALS = pa.list_(pa.float32())
 
 
 class Rollout(TypedDict):
@@ -57,8 +55,8 @@ class Label(Rollout):
         log_p: log p(Y_i); -inf where the target never emits it.
         log_q: log q(Y_i).
         log_q_max: max_x log q(x).
-        entropy: of q, in nats; 0 where q gives everything to one token.
         overlap: sum_x min(p(x), q(x)), the acceptance averaged over Y_i.
+        entropy: of q, in nats; 0 where q gives everything to one token.
     """
 
     draft_ids: list[int]
@@ -66,8 +64,8 @@ class Label(Rollout):
     log_p: list[float]
     log_q: list[float]
     log_q_max: list[float]
-    entropy: list[float]
     overlap: list[float]
+    entropy: list[float]
 
 
 class Logits(Rollout):
@@ -91,46 +89,35 @@ class Logits(Rollout):
     text_logit: list[float]
 
 
-ROLLOUTS = pa.schema(
-    [
-        ("example_id", pa.string()),
-        ("dataset", pa.string()),
-        ("split", pa.string()),
-        ("sample", pa.int32()),
-        ("turn", pa.int32()),
-        ("prompt_ids", _IDS),
-        ("completion_ids", _IDS),
-        ("finish", pa.string()),
-    ]
-)
+_ARROW = {
+    str: pa.string(),
+    int: pa.int32(),
+    list[int]: pa.list_(pa.int32()),
+    list[float]: pa.list_(pa.float32()),
+    bytes: pa.large_binary(),
+}
+
+
+def _columns(row: type, *, more_than: Sequence[str] = (), of: Sequence[str] = ()) -> pa.Schema:
+    """The columns of a row type: those named, or all `more_than` those of another."""
+    types = get_type_hints(row)
+    names = of or [name for name in types if name not in more_than]
+    return pa.schema([(name, _ARROW[types[name]]) for name in names])
+
+
 # One more column of rollouts whose states are stored.
-TARGET_STATES = pa.schema([("target_states", pa.large_binary())])
+TARGET_STATES = _columns(Rollout, of=["target_states"])
 # Two more of rollouts whose taps are stored.
-TARGET_TAPS = pa.schema([("taps", _IDS), ("target_taps", pa.large_binary())])
-LABELS = pa.schema(
-    [
-        *ROLLOUTS,
-        ("draft_ids", _IDS),
-        ("accept_prob", _REALS),
-        ("log_p", _REALS),
-        ("log_q", _REALS),
-        ("log_q_max", _REALS),
-        ("overlap", _REALS),
-        ("entropy", _REALS),
-    ]
-)
+TARGET_TAPS = _columns(Rollout, of=["taps", "target_taps"])
+_OPTIONAL = (*TARGET_STATES.names, *TARGET_TAPS.names)
+ROLLOUTS = _columns(Rollout, more_than=_OPTIONAL)
+LABELS = pa.schema([*ROLLOUTS, *_columns(Label, more_than=(*ROLLOUTS.names, *_OPTIONAL))])
 # More columns of labels with S > 1 draws: S - 1 more tokens drawn from q at each position, and
 # their min(1, p/q), one position after the other; empty lists in rows that are not trained on.
-MORE_DRAWS = pa.schema([("more_draft_ids", _IDS), ("more_accept_prob", _REALS)])
+MORE_DRAWS = pa.schema(
+    [("more_draft_ids", _ARROW[list[int]]), ("more_accept_prob", _ARROW[list[float]])]
+)
 # More columns of rollouts with top logits: see specdata.top_logits.
 # The first two hold N values a position, one position after the other.
-TOP_LOGITS = pa.schema(
-    [
-        ("top_ids", _IDS),
-        ("top_logits", _REALS),
-        ("rest_logit", _REALS),
-        ("next_logit", _REALS),
-        ("text_logit", _REALS),
-    ]
-)
+TOP_LOGITS = _columns(Logits, more_than=(*ROLLOUTS.names, *_OPTIONAL))
 LOGITS = pa.schema([*ROLLOUTS, *TOP_LOGITS])
