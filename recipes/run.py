@@ -130,13 +130,8 @@ class Stage(ABC):
         made = [folder for name in later for folder in folders_made(self.config, name)]
         return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *made]))}"
 
-    @property
-    def settings(self) -> Settings:
-        """The settings that decide the result, to be stored and compared."""
-        return Settings(self.decisive(), self.remedy)
-
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
-        """The same for its dataset, with what its models hold; where they are may differ."""
+        """What decides its dataset, with what its models hold; where they are may differ."""
         values = {**self.decisive(), **made_of}
         return Settings(values, self.remedy, free=("target.name", "draft.name"))
 
@@ -222,7 +217,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     if not is_main():
         # Until the main process has accepted the folder, and is seen at work there: run.json alone
         # may be that of an earlier run.
-        _wait(stage.folder, lambda: _begun(stage.folder), PATIENCE)
+        wait_for(stage.folder, PATIENCE, _begun)
         results = stage.run()
         wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
         return results
@@ -317,7 +312,7 @@ def stage_record(folder: Path) -> dict[str, Any]:
     return {**record, **{key: portable(record[key], was) for key in ("settings", "inputs")}}
 
 
-def wait_for(folder: Path, patience: float) -> None:
+def wait_for(folder: Path, patience: float, done: Callable[[Path], bool] = finished) -> None:
     """Wait until the main process has finished a stage that it has begun.
 
     Not a barrier of the process group: such a stage may outlast its time limit. If the main
@@ -327,11 +322,32 @@ def wait_for(folder: Path, patience: float) -> None:
     Args:
         folder: of the stage.
         patience: seconds that the lock may be free before the stage is finished.
+        done: whether it is, or has come as far as is waited for.
 
     Raises:
         TimeoutError: if the main process is gone.
     """
-    _wait(folder, lambda: finished(folder), patience)
+    free_since = said = time.monotonic()
+    is_new = True
+    while not done(folder):
+        time.sleep(PAUSE)
+        now = time.monotonic()
+        at_work = is_locked(folder / LOCK)
+        if at_work:
+            free_since, patience = now, min(patience, GRACE)
+        elif now - free_since > patience and not done(folder):
+            raise TimeoutError(
+                f"no main process has been at work in {folder} for {patience:.0f} s: rank 0 ended, "
+                f"was lost, or never began, and rank {rank()} waited for it"
+            )
+        if now - said > REMINDER and (is_new or not at_work):
+            state = "is at work" if at_work else "is not at work"
+            print(
+                f"rank {rank()} waits for rank 0, which {state} in {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
+            said, is_new = now, False
 
 
 def remove_caches(config: PipelineConfig) -> None:
@@ -402,30 +418,6 @@ def _locked(folder: Path) -> Iterator[None]:
                 return
         time.sleep(PAUSE / RETRIES)
     raise ConfigError(f"another process is working in {folder}: wait for it")
-
-
-def _wait(folder: Path, done: Callable[[], bool], patience: float) -> None:
-    free_since = said = time.monotonic()
-    is_new = True
-    while not done():
-        time.sleep(PAUSE)
-        now = time.monotonic()
-        at_work = is_locked(folder / LOCK)
-        if at_work:
-            free_since, patience = now, min(patience, GRACE)
-        elif now - free_since > patience and not done():
-            raise TimeoutError(
-                f"no main process has been at work in {folder} for {patience:.0f} s: rank 0 ended, "
-                f"was lost, or never began, and rank {rank()} waited for it"
-            )
-        if now - said > REMINDER and (is_new or not at_work):
-            state = "is at work" if at_work else "is not at work"
-            print(
-                f"rank {rank()} waits for rank 0, which {state} in {folder}",
-                file=sys.stderr,
-                flush=True,
-            )
-            said, is_new = now, False
 
 
 def _begun(folder: Path) -> bool:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from eval.analysis.head_verdict import VERDICT, HeadVerdict, head_verdict, not_measured
 from eval.drafting.stopping import fit_rules
 from eval.measuring.methods import (
-    check_machine,
     check_methods,
     needs_fit,
     path_drafts,
@@ -33,7 +32,6 @@ from eval.runtime.engines import engine_on
 from recipes.checks import (
     check_loading,
     check_room,
-    check_shared,
     given_models,
     has_chat_template,
 )
@@ -142,7 +140,6 @@ class Eval(Stage):
         from specdata.prompts.loading import check_sets
 
         config = self.config
-        check_machine(config.eval)
         check_methods(config.eval, config.sampling, head=config.head is not None)
         check_loading(config, "eval")
         assisted = [each.name for each in config.eval.methods if each.decoder == "assisted"]
@@ -161,7 +158,6 @@ class Eval(Stage):
                 )
         models = [*given_models(config), *path_drafts(config.eval)]
         check_room(config, "eval", config.eval.max_new_tokens, models)
-        check_shared(config, models)
         has_template = has_chat_template(config)
         if config.draft or config.head:
             trained = {content_of(each) for each in config.rollouts.sets if each.split == "train"}

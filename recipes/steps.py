@@ -61,28 +61,22 @@ class CommandLine:
 
 def next_recipe(config: PipelineConfig, recipe: str, line: CommandLine) -> list[Step]:
     """The first recipe after this one ("train_head") that the configuration asks for, if any."""
-    later = {
-        "make-rollouts": ("complete", True),
-        "make-logits": ("keep", config.logits),
-        "train-draft": ("distil", config.draft),
-        "train-head": ("train", config.head),
-        "run-eval": ("measure", True),
-        "publish": ("publish", config.draft or config.head),
-    }
-    names = list(later)
-    for name in names[names.index(recipe.replace("_", "-")) + 1 :]:
-        purpose, is_asked = later[name]
-        if is_asked:
-            more = ["--draft.cache", str(folder(config, "logits"))]
-            return [Step(purpose, line.recipe(name, *more * _has_logits(config, name)))]
+    draft, is_later = config.draft, False
+    # Texts that are drawn in training have logits in no dataset.
+    is_cached = config.logits and draft and draft.cache is None and draft.on_policy.share == 0
+    cache = ["--draft.cache", str(folder(config, "logits"))] if is_cached else []
+    for name, purpose, is_asked, more in (
+        ("make-rollouts", "complete", True, []),
+        ("make-logits", "keep", config.logits, []),
+        ("train-draft", "distil", draft, cache),
+        ("train-head", "train", config.head, []),
+        ("run-eval", "measure", True, []),
+        ("publish", "publish", draft or config.head, []),
+    ):
+        if is_later and is_asked:
+            return [Step(purpose, line.recipe(name, *more))]
+        is_later |= name == recipe.replace("_", "-")
     return []
-
-
-def _has_logits(config: PipelineConfig, recipe: str) -> bool:
-    """True if a draft learns from logits that this run keeps and no setting names."""
-    if recipe != "train-draft" or config.draft is None or config.draft.cache is not None:
-        return False
-    return config.logits is not None and config.draft.on_policy.share == 0  # of texts without any
 
 
 def load_draft(source: str | Path) -> Step:

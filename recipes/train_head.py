@@ -27,9 +27,8 @@ from recipes.layout import (
 from recipes.make_logits import cached_rows, check_cache, identity, made_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
-from recipes.sizes import PAIR, draft_width, in_bytes, rows_size
+from recipes.sizes import PAIR, draft_width, rows_size
 from specdata.processes import is_main
-from specdata.prompts.reading import size_of
 from specdata.terminal import progress
 
 
@@ -169,17 +168,12 @@ class Head(Stage):
     @property
     def size(self) -> str:
         """The head, and what its training keeps for a while."""
-        rollouts, width = self.config.rollouts, draft_width(self.config)
-        train = [each for each in rollouts.sets if each.split == "train"]
-        counts = [size_of(each, self.config.seed) for each in train]
+        width = draft_width(self.config)
         assert self.config.head is not None
-        if self.config.head.cache != "disk" or width is None or None in counts:
+        if self.config.head.cache != "disk" or width is None:
             return "the head"
-        tokens = sum(filter(None, counts)) * rollouts.samples * rollouts.max_new_tokens
-        return (
-            "the head; until it is done, the draft's states along the training rollouts, "
-            + in_bytes(2 * tokens * width)  # in bfloat16
-        )
+        size = rows_size(self.config, 2 * width)  # in bfloat16
+        return f"the head; until it is done, the draft's states along the rollouts: {size}"
 
     def run(self) -> dict[str, Any]:
         """Train it, in every process."""

@@ -178,4 +178,4 @@ def test_the_remedy_for_other_settings_names_all_that_was_made_of_a_folder(
     for name in ("labels", "head", "eval", "eval-mine", "release"):
         write_json(tmp_path / "runs" / "toy" / name / "run.json", {})
     made = "runs/toy/head, runs/toy/eval, runs/toy/eval-mine, runs/toy/release"
-    assert Head(parse([]).config).settings.remedy.endswith(f"or remove {made}")
+    assert Head(parse([]).config).remedy.endswith(f"or remove {made}")

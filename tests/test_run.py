@@ -20,6 +20,7 @@ from recipes.run_eval import Eval
 from recipes.train_head import Labels
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import fingerprint, try_locked
+from specdata.storage.resume import Settings
 from tests.made_up import Work, at
 
 
@@ -48,7 +49,7 @@ def test_a_refused_evaluation_shows_the_methods_that_differ_and_names_eval_folde
     stored = Eval(parse([], "").config)
     asked = Eval(parse(["--method", "K=4", "--method", "{name: mine, length: 3}"]).config)
     with pytest.raises(ConfigError, match=r"--eval\.folder NAME") as refusal:
-        asked.settings.check(stored.settings.values, stored.folder)
+        Settings(asked.decisive(), asked.remedy).check(stored.decisive(), stored.folder)
     assert "--output" not in str(refusal.value)
     lines = str(refusal.value).splitlines()[1:]
     assert all(line.startswith("  eval.methods.") for line in lines)

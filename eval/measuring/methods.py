@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, Self
@@ -131,16 +130,6 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
                 f"{where}: stop {stop.name} measures times, and nothing is timed with eval.batch "
                 f"above 1: give {' and '.join(stop.measured)}, or set eval.batch to 1"
             )
-
-
-def check_machine(config: EvalConfig) -> None:
-    """Raise ConfigError for more threads than this machine has processors."""
-    processors = os.cpu_count() or 1
-    if config.threads > processors:
-        raise ConfigError(
-            f"eval.threads must be at most {processors}, the processors of this machine, or 0 for "
-            f"torch's default; got {config.threads}"
-        )
 
 
 def path_drafts(config: EvalConfig) -> list[str]:

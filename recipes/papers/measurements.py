@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from eval.measuring.intervals import Interval, resamples
-from eval.measuring.methods import PLAIN, EvalConfig, check_machine, check_methods
+from eval.measuring.methods import PLAIN, EvalConfig, check_methods
 from eval.measuring.pooled import ALL_SETS
 from recipes.config import PipelineConfig, build
 from recipes.layout import draft_in_use, portable
@@ -176,7 +176,6 @@ def evaluated(
     config = build(whole)
     values = asdict(pair.config.sampling) | spec.get("sampling", {})
     sampling = TypeAdapter(SamplingConfig).validate_python(values)
-    check_machine(config.eval)
     check_methods(config.eval, sampling, head="head" in spec)
     Eval(config.model_copy(update={"sampling": sampling})).check()
     return config.eval, sampling, methods
