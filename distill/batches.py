@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig
 
 from specdata.errors import ConfigError
 from specdata.models import positions
-from specdata.target_states import without_states
+from specdata.storage.schema import TARGET_STATES, TARGET_TAPS, TOP_LOGITS
 from specdata.texts import Row, TextBatch, text_length
-from specdata.top_logits import has_logits, logits_content, without_logits
+from specdata.top_logits import has_logits, logits_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
 
 def tokens_of(rollouts: Dataset) -> Dataset:
     """The same rows without what they store of the target: reading a row reads every column."""
-    return without_logits(without_states(rollouts))
+    stored = [*TARGET_STATES.names, *TARGET_TAPS.names, *TOP_LOGITS.names]
+    return rollouts.remove_columns([name for name in rollouts.column_names if name in stored])
 
 
 def check_context(configs: Mapping[str, PreTrainedConfig], *rollouts: Dataset) -> None:

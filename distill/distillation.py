@@ -40,7 +40,7 @@ from specdata.errors import TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
     check_shared_vocabulary,
-    load_generation,
+    load_configs,
     load_model,
     load_tokenizer,
 )
@@ -160,7 +160,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     fit, dev = fitted(train, config.max_length), fitted(dev, config.max_length).rollouts
-    configs = {"target": load_generation(str(target))[0], "draft": load_generation(str(draft))[0]}
+    configs = {"target": load_configs(str(target))[0], "draft": load_configs(str(draft))[0]}
     check_context(configs, fit.rollouts, dev)
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     undecided = 0

@@ -43,7 +43,7 @@ from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.models import (
     check_shared_vocabulary,
-    load_generation,
+    load_configs,
     load_tokenizer,
     positions,
 )
@@ -432,7 +432,7 @@ def finetune_trainer(
 
 def check_context(draft: str | Path, config: FinetuneConfig) -> None:
     """Raise ConfigError if a draft has fewer positions than a row's texts may have tokens."""
-    model, _ = load_generation(str(draft))
+    model, _ = load_configs(str(draft))
     if config.max_length > positions(model):
         raise ConfigError(
             f"draft.finetune.max_length must be at most {positions(model)}, the positions of "

@@ -33,8 +33,8 @@ from specdata.lm_head import find_lm_head, hidden_states
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
     check_shared_vocabulary,
+    end_ids,
     load_configs,
-    load_generation,
     load_model,
     load_tokenizer,
     positions,
@@ -146,7 +146,7 @@ def make_initial(
         vocabulary = model.config.get_text_config().vocab_size
         if config.vocabulary is not None:
             # The target's: an existing draft may name others, and decoding ends at these.
-            _, ends = load_generation(str(target))
+            ends = end_ids(load_configs(str(target))[1])
             vocabulary_ids = frequent_tokens(rollouts, config.vocabulary, vocabulary, ends)
             reduce_vocabulary(model, vocabulary_ids)
             record |= {

@@ -312,7 +312,7 @@ def _draft_texts(
         config.on_policy.share,
         sampling,
         seed,
-        ends=end_ids(teacher),
+        ends=end_ids(teacher.generation_config),
         vocabulary=teacher.config.get_text_config().vocab_size,
         longest=longest if config.max_length is None else min(longest, config.max_length),
         batch_size=config.batch_size,

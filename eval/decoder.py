@@ -108,7 +108,8 @@ class SpeculativeDecoder:
         Warns:
             OtherSamplingWarning: if the head was trained for another sampler.
         """
-        vocabulary, end_tokens = target.config.get_text_config().vocab_size, end_ids(target)
+        vocabulary = target.config.get_text_config().vocab_size
+        end_tokens = end_ids(target.generation_config)
         taps: list[int] = []
         cached_drafts: tuple[CachedModel, ...] = ()
         drafters: Callable[[int], Drafter] | None = None

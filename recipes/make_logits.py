@@ -104,7 +104,7 @@ def _source(
     """The source of the logits, and what the manifest says of a server."""
     from specdata.lm_head import find_lm_head
     from specdata.logits.make import ModelLogits
-    from specdata.models import load_generation, load_model
+    from specdata.models import load_configs, load_model
     from specdata.prepack import prepacked
 
     models, settings = config.models, config.logits
@@ -121,7 +121,7 @@ def _source(
     stack.callback(client.close)
     served = settings.server.model or models.target
     check_lengths(rollouts, client.check(served))
-    vocabulary = load_generation(models.target)[0].get_text_config().vocab_size
+    vocabulary = load_configs(models.target)[0].get_text_config().vocab_size
     count = min(settings.top_logits, vocabulary)
     source = ServedLogits(client, served, count, vocabulary)
     return source, {"served": served}

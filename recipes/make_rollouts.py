@@ -211,7 +211,7 @@ class Rollouts(Stage):
 
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
     """The backend that completes, the model's identity, and how many tokens it takes."""
-    from specdata.models import load_generation, load_model, positions, revision_of
+    from specdata.models import end_ids, load_configs, load_model, positions, revision_of
     from specdata.rollouts.backend import TransformersBackend
     from specdata.rollouts.vllm import VllmBackend
     from specdata.server.client import ServerClient
@@ -219,7 +219,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
     models, rollouts = config.models, config.rollouts
     identity: dict[str, Any] = {"name": models.target, "backend": rollouts.backend}
     if rollouts.backend == "vllm":
-        described, ends = load_generation(models.target)
+        described, generation = load_configs(models.target)
         served = rollouts.vllm.model or models.target
         client = ServerClient(rollouts.vllm, "rollouts.vllm")
         stack.callback(client.close)
@@ -230,7 +230,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
             model=served,
             sampling=config.sampling,
             max_new_tokens=rollouts.max_new_tokens,
-            ends=ends,
+            ends=end_ids(generation),
             vocabulary=described.get_text_config().vocab_size,
             seed=config.seed,
         )

@@ -41,13 +41,13 @@ from recipes.make_logits import Logits
 from recipes.make_rollouts import Pair, Rollouts
 from recipes.recipe import Recipe
 from recipes.run import RUN, Stage, console, finished, say, stage_record
-from recipes.sizes import reads_states
+from recipes.sizes import prompt_count, reads_states
 from recipes.steps import CommandLine, Step
 from recipes.train_draft import Draft, Finetuned, Initial
 from recipes.train_head import Head, Labels
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
-from specdata.prompts.reading import content_of, prompt_inputs, size_of
+from specdata.prompts.reading import is_file, prompt_inputs
 from specdata.storage.files import locked, write_json
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import read_record
@@ -127,12 +127,11 @@ class Eval(Stage):
     @property
     def size(self) -> str:
         """Generations."""
-        evaluation, seed = self.config.eval, self.config.seed
-        counts = [size_of(prompt_set, seed) for prompt_set in evaluation.sets]
-        prompts = "all" if None in counts else f"{sum(filter(None, counts)):,}"
+        evaluation = self.config.eval
+        prompts = prompt_count(evaluation.sets)
         return (
-            f"results, samples and report.html of {prompts} prompts x {len(evaluation.methods)} "
-            f"methods, at most {evaluation.max_new_tokens} tokens each"
+            f"results, samples and report.html of {prompts or 'all'} prompts x "
+            f"{len(evaluation.methods)} methods, at most {evaluation.max_new_tokens} tokens each"
         )
 
     def check(self) -> None:
@@ -160,9 +159,10 @@ class Eval(Stage):
         check_room(config, "eval", config.eval.max_new_tokens, models)
         has_template = has_chat_template(config)
         if config.draft or config.head:
-            trained = {content_of(each) for each in config.rollouts.sets if each.split == "train"}
+            trained = {each.name for each in config.rollouts.sets if each.split == "train"}
             for each in config.eval.sets:
-                if content_of(each) in trained:
+                # A file is read whole, whatever split it is said to be.
+                if each.name in trained and (each.split == "train" or is_file(each.name)):
                     raise ConfigError(
                         f"eval.sets must hold prompts that nothing was trained on, and "
                         f"{each.name} is in rollouts.sets with split train: name other prompts"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
 from recipes.layout import absolute, is_cut, is_within
-from specdata.prompts.reading import size_of
+from specdata.prompts.config import PromptSet
 from specdata.sources import base_of_adapters, hub_source
 from specdata.storage.files import read_object
 
@@ -133,14 +133,19 @@ def _weights(file: Path) -> int:
     return sum(math.prod(tensor["shape"]) for tensor in header.values())
 
 
+def prompt_count(sets: Sequence[PromptSet]) -> int | None:
+    """Prompts that are read of sets, at most; None if one is read whole."""
+    counts = [dataset.count for dataset in sets]
+    return sum(counts) if all(counts) else None
+
+
 def rows_size(config: PipelineConfig, token_bytes: int) -> str:
     """The size on the disk of rollouts, or of what has as many rows, at so many bytes a token."""
     rollouts = config.rollouts
     most = rollouts.samples * rollouts.max_new_tokens  # tokens of a prompt's completions
-    counts = [size_of(dataset, config.seed) for dataset in rollouts.sets]
-    if None in counts:
+    prompts = prompt_count(rollouts.sets)
+    if prompts is None:
         return f"at most {most:,} tokens a prompt, {in_bytes(most * token_bytes)}"
-    prompts = sum(filter(None, counts))
     return (
         f"{rollouts.samples * prompts:,} completions, at most {most * prompts:,} tokens, "
         f"{in_bytes(most * prompts * token_bytes)}"

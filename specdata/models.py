@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -284,16 +283,6 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_generation(name: str) -> tuple[PreTrainedConfig, frozenset[int]]:
-    """A model's configuration and its end token ids, without its weights.
-
-    Raises:
-        ConfigError: if it cannot be had.
-    """
-    config, generation = load_configs(name)
-    return config, _ends(generation)
-
-
 def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
     """A model's configuration and its generation configuration, without its weights.
 
@@ -337,7 +326,7 @@ def longest_prompt(name: str, max_new_tokens: int) -> int:
     Raises:
         ConfigError: if there is no room, or the model's configuration cannot be had.
     """
-    config, _ = load_generation(name)
+    config, _ = load_configs(name)
     check_length(config, 1 + max_new_tokens)
     return positions(config) - max_new_tokens
 
@@ -351,9 +340,19 @@ def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
     return torch.where(ids < model.config.get_text_config().vocab_size, ids, 0)
 
 
-def end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Token ids that end a sequence, from the model's generation configuration."""
-    return _ends(model.generation_config)
+def end_ids(generation: GenerationConfig) -> frozenset[int]:
+    """Token ids that end a sequence. Raises ConfigError if they are none."""
+    ids = generation.eos_token_id
+    if ids is None:
+        return frozenset()
+    ids = [ids] if isinstance(ids, int) else ids
+    if not isinstance(ids, list | tuple) or not all(
+        type(token) is int and token >= 0 for token in ids
+    ):
+        raise ConfigError(
+            f"eos_token_id in a model's generation_config.json must be token ids, got {ids!r}"
+        )
+    return frozenset(ids)
 
 
 def asks_for_remote_code(error: Exception) -> bool:
@@ -374,20 +373,6 @@ def remote_code_refused(what: str, name: str) -> ConfigError:
     )
 
 
-def _ends(generation: GenerationConfig) -> frozenset[int]:
-    ids = generation.eos_token_id
-    if ids is None:
-        return frozenset()
-    ids = [ids] if isinstance(ids, int) else ids
-    if not isinstance(ids, list | tuple) or not all(
-        type(token) is int and token >= 0 for token in ids
-    ):
-        raise ConfigError(
-            f"eos_token_id in a model's generation_config.json must be token ids, got {ids!r}"
-        )
-    return frozenset(ids)
-
-
 def _of_base(name: str, base: str, load: Callable[[], T]) -> T:
     """Load something of the model that the adapters in a folder belong to."""
     try:
@@ -396,17 +381,6 @@ def _of_base(name: str, base: str, load: Callable[[], T]) -> T:
         raise ConfigError(
             f"{name} holds adapters of {base}, and that cannot be used: {error}"
         ) from error
-
-
-def _damaged_weights(name: str) -> str:
-    """Which file of weights in a model's folder cannot be read, and why; empty if each can."""
-    for path in sorted(Path(name).glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{path} is damaged ({error})"
-    return ""
 
 
 def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
@@ -433,10 +407,6 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
             ) from error
         if asks_for_remote_code(error):
             raise remote_code_refused(what, name) from error
-        if what == "model" and (damaged := _damaged_weights(name)):
-            raise ConfigError(
-                f"cannot load the model {name!r}: {damaged}: restore it, or make the model again"
-            ) from error
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         advice = (
             f"check the files of the {what} there"

@@ -51,12 +51,6 @@ def has_taps(rollouts: Dataset) -> bool:
     return TAPPED in rollouts.column_names
 
 
-def without_states(rollouts: Dataset) -> Dataset:
-    """The same rows without them: reading a row reads every column."""
-    stored = [name for name in (COLUMN, TAPPED) if name in rollouts.column_names]
-    return rollouts.remove_columns(stored)
-
-
 @contextmanager
 def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -> Iterator[None]:
     """Inside, a draft that reads states takes those stored with the texts that it reads, if any.

@@ -66,11 +66,6 @@ def has_logits(rows: Dataset) -> bool:
     return {*TOP_LOGITS.names} <= {*rows.column_names}
 
 
-def without_logits(rows: Dataset) -> Dataset:
-    """The same rows without them: reading a row reads every column."""
-    return rows.remove_columns([name for name in COLUMNS if name in rows.column_names])
-
-
 def logits_of(rows: Dataset) -> Dataset:
     """The top logits of rows alone, read as tensors; see `top_logit_columns`."""
     names = [name for name in COLUMNS if name in rows.column_names]

@@ -26,7 +26,7 @@ from recipes.config import PipelineConfig, parse
 from recipes.train_draft import check_lora
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head
-from specdata.models import load_generation, load_model, load_tokenizer
+from specdata.models import load_configs, load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
 from tests.random_pair import texts_of
 
@@ -197,7 +197,7 @@ def test_a_folder_of_adapters_is_loaded_merged_with_its_base(pair: Path, tmp_pat
         torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
     tokenizers = [load_tokenizer(str(path)) for path in (tmp_path / "adapters", pair / "draft")]
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
-    configuration, _ = load_generation(str(tmp_path / "adapters"))
+    configuration, _ = load_configs(str(tmp_path / "adapters"))
     assert configuration.hidden_size == 16
 
 
@@ -227,7 +227,7 @@ def test_adapters_that_do_not_fit_their_base_are_refused_with_both_names(
         load_model(str(adapters))
     gone = tmp_path / "gone"
     renamed(adapters, str(gone))
-    for load in (load_model, load_tokenizer, load_generation):
+    for load in (load_model, load_tokenizer, load_configs):
         with pytest.raises(ConfigError, match=f"{adapters} holds adapters of {gone}, and that "):
             load(str(adapters))
     renamed(adapters, None)

@@ -24,7 +24,7 @@ from specdata.models import (
     end_ids,
     hub_commit,
     known_ids,
-    load_generation,
+    load_configs,
     load_model,
     load_tokenizer,
     positions,
@@ -171,7 +171,9 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
 def test_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:
     tiny_llama(0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match=r"cannot load the model .*model\.safetensors is damaged"):
+    with pytest.raises(
+        ConfigError, match=r"cannot load the model .*: check the files of the model there"
+    ):
         load_model(str(tmp_path))
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         load_tokenizer("nobody/nothing")
@@ -207,13 +209,13 @@ def test_the_configuration_alone_gives_the_end_tokens_and_positions_of_the_model
     model = tiny_llama(0)
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    config, ends = load_generation(str(tmp_path))
-    assert ends == end_ids(model) == {1}
+    config, generation = load_configs(str(tmp_path))
+    assert end_ids(generation) == end_ids(model.generation_config) == {1}
     assert positions(config) == 256
     (tmp_path / "generation_config.json").unlink()
-    assert load_generation(str(tmp_path))[1] == {1}
+    assert end_ids(load_configs(str(tmp_path))[1]) == {1}
     with pytest.raises(ConfigError, match="cannot load the model configuration"):
-        load_generation(str(tmp_path / "nowhere"))
+        load_configs(str(tmp_path / "nowhere"))
 
 
 def test_the_commit_of_a_hub_model_is_the_one_its_branch_had_when_it_was_loaded(

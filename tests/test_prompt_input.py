@@ -14,10 +14,8 @@ import pytest
 
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, vocabulary_fingerprint
-from specdata.prompts import reading
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import check_sets, dropped, load_prompts
-from specdata.prompts.reading import json_lines
 from specdata.toy.tokenizer import train_tokenizer
 from tests.chats import chat_tokenizer
 from tests.hub import Server
@@ -67,21 +65,6 @@ def test_an_empty_question_is_not_made_a_prompt_by_its_template(tmp_path: Path) 
         (entry,) = loaded.report
         assert (entry["kept"], entry["dropped"]["near_empty"]) == (1, 3)
         assert (entry["source"], entry["licence"]) == (source, "mit")
-
-
-def test_a_set_is_read_once_in_a_run_and_again_when_its_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads = []
-    monkeypatch.setattr(reading, "json_lines", lambda path: reads.append(path) or json_lines(path))
-    path = tmp_path / "own.jsonl"
-    wanted = [PromptSet(jsonl(path, [{"prompt": "good"}, {"prompt": "too"}]), "train", 2)]
-    check_sets(wanted, seed=0)
-    check_sets(wanted, seed=0)
-    assert texts(load_prompts(wanted, PLAIN, seed=0)) == ["good", "too"]
-    assert reads == [path]
-    jsonl(path, [{"prompt": "another"}, {"prompt": "text"}])
-    assert texts(load_prompts(wanted, PLAIN, seed=0)) == ["another", "text"]
 
 
 def test_conversations_that_cannot_be_prompts_are_counted_too(tmp_path: Path) -> None:

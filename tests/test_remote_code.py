@@ -15,7 +15,7 @@ import pytest
 from eval.publishing.release import _load_whole
 from recipes.tools.inspect import _tokenizer
 from specdata.errors import ConfigError
-from specdata.models import load_configs, load_generation, load_model, load_tokenizer
+from specdata.models import load_configs, load_model, load_tokenizer
 from tests.chats import chat_tokenizer
 from tests.tiny import tiny_llama
 
@@ -78,7 +78,7 @@ def with_code(folder: Path, marker: Path, **changes: Any) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_generation, load_configs])
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_configs])
 def test_a_model_with_code_of_its_own_is_refused_without_a_question(
     tmp_path: Path, marker: Path, load: Callable[[str], object], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from recipes.tools.smollm2 import Source, make_target
 from specdata.errors import ConfigError
-from specdata.models import end_ids, load_generation, load_model, load_tokenizer
+from specdata.models import end_ids, load_configs, load_model, load_tokenizer
 from specdata.storage.files import sha256
 from tests.gguf_files import TEXT, chat_tokenizer, small_llama, write_gguf
 from tests.light_imports import ROOT, run_without_heavy_libraries
@@ -60,7 +60,7 @@ def test_the_target_is_a_model_folder_with_what_the_file_holds(
         assert torch.equal(made.state_dict()[name], weight), name
     assert made.config.rope_parameters == small_llama().config.rope_parameters
     assert not hasattr(made.config, "quantization_config")
-    assert end_ids(made) == {0}
+    assert end_ids(made.generation_config) == {0}
     for text in (TEXT, "  déjà vu\n\n\tx = 12345", "<|end|> inside"):
         assert tokenizer(text)["input_ids"] == chat_tokenizer()(text)["input_ids"]
     assert tokenizer.chat_template == chat_tokenizer().chat_template
@@ -73,7 +73,7 @@ def test_the_target_is_a_model_folder_with_what_the_file_holds(
 def test_a_gguf_file_is_no_model_and_the_message_says_what_makes_one(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, small_llama())
-    for load in (load_model, load_tokenizer, load_generation):
+    for load in (load_model, load_tokenizer, load_configs):
         with pytest.raises(ConfigError, match=r"tiny\.gguf is a GGUF file: .*gguf_file="):
             load(str(path))
 

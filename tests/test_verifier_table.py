@@ -61,7 +61,7 @@ def table_at(
     tokens: int = 16,
 ) -> tuple[dict[str, Expected], dict[str, Enumerated], list[Any]]:
     """Verifiers at every round of texts."""
-    ends = end_ids(pair[0])
+    ends = end_ids(pair[0].generation_config)
     verifiers = {name: Enumerated(VERIFIERS[name].make(), ends) for name in {*references, *names}}
     starts = drafted(
         *pair,
@@ -135,7 +135,7 @@ def test_a_large_vocabulary_is_enumerated_over_a_smaller_one_with_the_same_count
             weights += size * torch.randn(weights.shape, generator=generator)
         draft.lm_head.weight += target.lm_head.weight - draft.lm_head.weight.mean()
     verifiers = [
-        Enumerated(VERIFIERS[name].make(**parameters), end_ids(target))
+        Enumerated(VERIFIERS[name].make(**parameters), end_ids(target.generation_config))
         for name, parameters in KINDS[kind].rows()
         if "alphabet" not in parameters
     ]

@@ -167,7 +167,7 @@ def judge_difference(
         tokens = torch.tensor(decoded[at:], device=rows.device)
         gaps = rows.amax(-1) - rows.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         worst = at + int(gaps.argmax())
-    ends = end_ids(model)
+    ends = end_ids(model.generation_config)
     early = any(token in ends for token in decoded[:-1])
     ended = bool(decoded) and (decoded[-1] in ends or len(decoded) == max_new_tokens)
     return Difference(

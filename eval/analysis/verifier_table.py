@@ -402,7 +402,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
     """
     begun = time.thread_time()
     config, rows = kind.config(measured.sampling), kind.rows()
-    ends = end_ids(measured.target)
+    ends = end_ids(measured.target.generation_config)
     verifiers = [Enumerated(VERIFIERS[name].make(**parameters), ends) for name, parameters in rows]
     references = verifiers[: len(kind.references)]
     timed: list[tuple[DraftTree, Tensor]] = []

@@ -137,6 +137,6 @@ def assisted_generate(
         for hook in hooks:
             hook.remove()
     tokens = sequence[len(prompt_ids) :].cpu()
-    ended = int(tokens[-1]) in end_ids(target)
+    ended = int(tokens[-1]) in end_ids(target.generation_config)
     rounds = observer.rounds(sequence, ended=ended)
     return Generation(tokens, rounds, "eos" if ended else "length", seconds)

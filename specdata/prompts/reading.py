@@ -15,7 +15,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,35 +115,18 @@ def is_remote(dataset: PromptSet) -> bool:
     return source is not None and not (is_file(source) or Path(source).is_dir())
 
 
-def content_of(dataset: PromptSet) -> tuple[str | None, ...]:
-    """The source and part of it that a set is read from, equal for sets of the same prompts."""
-    source = source_of(dataset)
-    if source is not None and is_file(source):
-        return (str(Path(source).resolve()),)
-    return (source or dataset.name, dataset.subset, dataset.source_split or dataset.split)
-
-
 def is_file(name: str) -> bool:
     """True if a name is a data file's rather than a set's, a folder's or a Hub id."""
     return Path(name.removesuffix(".gz")).suffix in FORMATS
-
-
-def size_of(dataset: PromptSet, seed: int) -> int | None:
-    """How many prompts are read of a set, as far as is known without the Hub."""
-    if dataset.name in EMBEDDED or is_remote(dataset):
-        return dataset.count or None
-    return sum(1 for _ in raw_prompts(dataset, seed, has_template=True))
 
 
 def raw_prompts(
     dataset: PromptSet, seed: int, has_template: bool
 ) -> Iterator[RawPrompt | Unusable]:
     """The first `count` prompts of a set, or what is wrong with them, before tokenizing."""
-    files = [Path(name) for name in prompt_inputs([dataset]).values()]
-    stats = [file.stat() for file in files if file.exists()]
-    rows = _first_rows(dataset, seed, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
     form, left = None, dataset.count or math.inf
-    for number, row in rows:
+    # Each row makes one prompt at least.
+    for number, row in islice(_rows(dataset, seed), dataset.count or None):
         prompts: Iterable[RawPrompt | Unusable]
         if isinstance(row, str):
             prompts = [Unusable("undecodable", row)]
@@ -162,28 +144,18 @@ def raw_prompts(
             yield prompt
 
 
-@lru_cache(maxsize=64)
-def _first_rows(dataset: PromptSet, seed: int, _state: object) -> tuple[tuple[int, PromptRow], ...]:
-    """The rows that `count` prompts are made of, at most: each row makes at least one.
-
-    Kept, because checks and several stages of a run read the same sets.
-    """
+def _rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
+    """The rows of a set, each with its number, from 1; of an embedded one as many as `count`."""
+    if dataset.name not in EMBEDDED:
+        return read_rows(dataset, seed)
+    if not dataset.count:
+        raise ConfigError(f"{dataset.name!r} is written from a seed without end: give a `count`")
+    write = natural_prompts if dataset.name in NATURAL else embedded_prompts
     try:
-        if dataset.name in EMBEDDED and not dataset.count:
-            raise ConfigError(
-                f"{dataset.name!r} is written from a seed without end: give a `count`"
-            )
-        if dataset.name in NATURAL:
-            texts = natural_prompts(dataset.name, dataset.split, dataset.count, seed=seed)
-        elif dataset.name in EMBEDDED:
-            texts = embedded_prompts(dataset.name, dataset.split, dataset.count, seed=seed)
-        else:
-            return tuple(islice(read_rows(dataset, seed), dataset.count or None))
-    except ConfigError:
-        raise
+        texts = write(dataset.name, dataset.split, dataset.count, seed=seed)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return tuple(enumerate(({"prompt": text} for text in texts), start=1))
+    return enumerate(({"prompt": text} for text in texts), start=1)
 
 
 def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:

@@ -112,7 +112,7 @@ class TransformersBackend:
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
-        ends, completions = end_ids(self.model), dict[int, Completion]()
+        ends, completions = end_ids(self.model.generation_config), dict[int, Completion]()
         with prepacked(self.model):
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
@@ -183,9 +183,8 @@ def sample_batch(
     limits = [len(row) for row in uniforms]
     lengths = torch.tensor(limits).to(model.device)
     uniforms = pad_sequence(list(uniforms), batch_first=True).to(model.device)
-    ended_by = torch.tensor(
-        sorted(end_ids(model) if ends is None else ends), dtype=torch.long, device=model.device
-    )
+    ends = end_ids(model.generation_config) if ends is None else ends
+    ended_by = torch.tensor(sorted(ends), dtype=torch.long, device=model.device)
     seen: list[Tensor] = []
     tapped: list[Tensor] = []
     tap_ids, taps_of = taps or ((), [])
