@@ -40,7 +40,7 @@ from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_u
 from recipes.make_logits import Logits
 from recipes.make_rollouts import Pair, Rollouts
 from recipes.recipe import Recipe
-from recipes.run import RUN, Stage, console, finished, say, stage_record
+from recipes.run import RUN, Stage, console, say, stage_record
 from recipes.sizes import prompt_count, reads_states
 from recipes.steps import CommandLine, Step
 from recipes.train_draft import Draft, Finetuned, Initial
@@ -422,31 +422,12 @@ def _load_head(name: str) -> BaseHead:
 
 
 def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | None) -> Context:
-    """The results of earlier stages, as far as they were run here, and how good the head is."""
-    records = {
-        stage.name: stage_record(stage.folder)
-        for stage in (each(config) for each in BEFORE)
-        if stage.is_asked and finished(stage.folder)
-    }
-    draft, output, command = records.get("draft"), eval_folder(config), ""
+    """What the results do not know: how good the head is, the command, and texts."""
+    output, command = eval_folder(config), ""
     if (output / RUN).is_file():
         program, *given = map(without_passwords, stage_record(output)["arguments"])
         command = shlex.join([Path(program).name, *given])
-    return Context(
-        stages={name: record["wall_seconds"] for name, record in records.items()},
-        draft={
-            "acceptance on held-out rollouts"
-            + (" (upper bounds)" if draft["results"]["is_bound"] else ""): (
-                draft["results"]["acceptance_before"],
-                draft["results"]["acceptance_after"],
-            )
-        }
-        if draft
-        else {},
-        verdict=verdict,
-        command=command,
-        samples=read_samples(output / SAMPLES),
-    )
+    return Context(verdict, command, read_samples(output / SAMPLES))
 
 
 RECIPE = Recipe("Decode prompts with every method, and report.", (Eval,))

@@ -91,8 +91,6 @@ def folder(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     best = fastest_of(results, "gsm8k")
     context = Context(
-        {"draft": 12.5},
-        {"acceptance": (0.41, 0.62)},
         command="run_eval.py --config 'my pair.yaml'",
         samples=Samples(schema_version=1, samples=[sample("gsm8k", best[0].name, EVIL)]),
     )
@@ -208,7 +206,7 @@ def test_green_is_only_what_is_lossless_and_surely_faster(results: Results) -> N
 
 
 def test_names_and_sample_texts_are_text_and_never_markup(html: str, results: Results) -> None:
-    without_samples = render_page(renamed(results, EVIL), Context({EVIL: 1.0}))
+    without_samples = render_page(renamed(results, EVIL), Context())
     assert "Samples" not in without_samples
     for source in (html, without_samples):
         page = Page(source)
@@ -246,7 +244,7 @@ def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> 
 def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
     (row,) = [row for row in rows_of(results, ["alpaca"]) if row.method.startswith("biased")]
     assert re.fullmatch(r"† TV 0\.041 \[0\.041, 0\.041\]", row.note)
-    assert "TV: total variation" in folds(results, Context())[0].note
+    assert "TV total variation" in folds(results, Context())[0].note
     unmeasured = [
         run.model_copy(
             update={
@@ -257,7 +255,7 @@ def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
     ]
     without = results.model_copy(update={"runs": unmeasured})
     assert [row.note for row in rows_of(without) if row.note] == ["†"]
-    assert "TV: total variation" not in folds(without, Context())[0].note
+    assert "TV total variation" not in folds(without, Context())[0].note
 
 
 def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:

@@ -31,8 +31,6 @@ pytestmark = [
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with names that cannot be broken."""
     context = Context(
-        stages={"draft": 12.5},
-        draft={"acceptance on held-out rollouts": (0.41, 0.62)},
         verdict=synthetic_verdict(),
         command="recipes/pipeline.py --config recipes/configs/" + 40 * "long-" + ".yaml",
     )

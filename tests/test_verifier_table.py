@@ -29,7 +29,8 @@ from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.records import PromptRecord
 from eval.measuring.results import ENOUGH
-from eval.reporting.verifiers import answer, best, fold, of_all
+from eval.reporting.recommendation import best_verifier, of_all, verifier_sentence
+from eval.reporting.verifiers import fold
 from eval.verifiers import VERIFIERS
 from recipes.command import run_tool
 from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
@@ -294,11 +295,11 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path
     page = fold(results.model_copy(update={"verifiers": rows}))
     assert page is not None
     assert len(page.rows) == len(of_all(rows))
-    assert best(rows).name in page.sentence
+    assert best_verifier(rows).name in page.sentence
     assert "apart" not in page.sentence
-    wide = {"expected_tokens": Interval(best(rows).expected_tokens.value, 1.0, 9.0)}
-    unsure = [row.model_copy(update=wide) if row is best(rows) else row for row in rows]
-    assert "do not tell them apart" in answer(unsure)
+    wide = {"expected_tokens": Interval(best_verifier(rows).expected_tokens.value, 1.0, 9.0)}
+    unsure = [row.model_copy(update=wide) if row is best_verifier(rows) else row for row in rows]
+    assert "do not tell them apart" in verifier_sentence(unsure)
 
 
 def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(

@@ -29,6 +29,7 @@ from eval.reporting.recommendation import (
     head_rivals,
     head_sentence,
     longest_measured,
+    verifier_sentence,
 )
 from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
@@ -270,7 +271,7 @@ def _assembled(
         template,
         table=readme_table(results),
         verifiers=verifiers.markdown(results.verifiers, results) if results.verifiers else "",
-        best_verifier=verifiers.answer(results.verifiers) if results.verifiers else "",
+        best_verifier=verifier_sentence(results.verifiers) if results.verifiers else "",
         measures=about.measures,
         certificate=about.certificate,
         unnamed=[public_name(name) for name in unnamed],

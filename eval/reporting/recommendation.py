@@ -2,7 +2,8 @@
 
 One answer to one question, for the page, the terminal and the cards: `answer` says what is fastest
 over all prompt sets together, by how much, how sure that is and whether it is exact; `head_*` say
-whether stopping by the head pays; `best_lengths` is the number of drafted tokens for each engine.
+whether stopping by the head pays; `verifier_*` name the best row of the table of verifiers;
+`best_lengths` is the number of drafted tokens for each engine.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 
 from eval.analysis.head_verdict import HeadVerdict, Rival
 from eval.measuring.intervals import Interval
-from eval.measuring.pooled import PooledRow, fastest, merit, pool
-from eval.measuring.results import Results
+from eval.measuring.pooled import ALL_SETS, PooledRow, fastest, merit, pool
+from eval.measuring.results import ENOUGH, Results, VerifierRow
 from eval.reporting.rendering import NOT_MEASURED, Fold
+from eval.reporting.table import conditions
 from specdata.errors import ManifestError
 
 FEW_PROMPTS = 24
@@ -94,21 +96,14 @@ def _finding(rows: Sequence[PooledRow], batch: int) -> str:
         )
     else:
         text = _over_plain(who, best.over(plain, "tokens_per_second"), winner[1])
-    if is_theirs:
-        ours = best_of([row for row in rows if row.method.decoder != "assisted"])
-        if ours is not None:
-            ratio = ours.over(best, "tokens_per_second")
-            text += f" The best of ours, {ours.name}, runs at {ratio.value:.2f} times its speed"
-            text += f" {_within(ratio)}."
-        return text
-    assisted = [row for row in rows if row.method.decoder == "assisted"]
-    if assisted:
-        rival = max(assisted, key=PooledRow.speed)
+    rival = best_of([row for row in rows if (row.method.decoder == "assisted") != is_theirs])
+    if rival is not None:
         ratio = best.over(rival, "tokens_per_second")
+        against = "the best of ours" if is_theirs else "transformers' own loop at its best"
         told = "" if ratio.low > 1 else "; the two are not told apart"
         text += (
-            f" Against transformers' own assisted generation at its best ({rival.name}) it is"
-            f" {ratio.value:.2f} times as fast {_within(ratio)}{told}."
+            f" Against {against} ({rival.name}) it is {ratio.value:.2f} times as fast"
+            f" {_within(ratio)}{told}."
         )
     return text
 
@@ -157,25 +152,11 @@ def _exactness(best: PooledRow | None, rows: Sequence[PooledRow]) -> str:
 
 def _basis(results: Results) -> str:
     """On what, with which models and sampler, where."""
-    where, sampling = results.environment, results.runs[0].sampling
-    sets = [f"{results.of(name)[0].prompts} of {name}" for name in results.datasets()]
-    equally = ", each set counting alike" if len(sets) > 1 else ""
-    temperature = sampling.get("temperature")
-    sampler = "greedily" if temperature == 0 else f"at temperature {temperature}"
-    if temperature != 0:
-        sampler += f", top-k {sampling['top_k']}" if sampling.get("top_k") else ""
-        sampler += f", top-p {sampling['top_p']}" if sampling.get("top_p") not in (None, 1) else ""
-    drawn = sampling.get("max_new_tokens")
-    limit = "" if drawn is None else f", at most {drawn} new tokens"
-    machine, threads = where.hardware.get("gpu"), None
-    if not where.device.startswith("cuda"):
-        machine, threads = (where.hardware.get(name) for name in ("cpu", "threads"))
+    alike = ", and each set counts alike" if len(results.datasets()) > 1 else ""
     return (
-        f"Measured on the same prompts for all ({', '.join(sets)}{equally}), {sampler}{limit};"
-        f" {where.dtype} on {machine or where.device}"
-        + (f", {threads} thread{'' if threads == 1 else 's'}" if threads else "")
-        + f". Intervals are 95 %, paired by prompt; of {len({run.name for run in results.runs})}"
-        " measured, the fastest is chosen on the prompts that it is judged on."
+        f"{conditions(results)} Every method decoded the same prompts{alike}. Intervals are 95 %,"
+        f" paired by prompt; of {len({run.name for run in results.runs})} measured, the fastest is"
+        " chosen on the prompts that it is judged on."
     )
 
 
@@ -354,6 +335,67 @@ def _row(rule: str) -> str:
 
 def _list(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+# --- the best verifier ---
+
+
+def of_all(rows: Sequence[VerifierRow]) -> list[VerifierRow]:
+    """Rows over all prompt sets together."""
+    names = {row.dataset for row in rows}
+    return [row for row in rows if row.dataset == ALL_SETS or len(names) == 1]
+
+
+def best_verifier(rows: Sequence[VerifierRow], verifier: str = "") -> VerifierRow:
+    """The lossless row with the highest predicted speed, or tokens a call without times."""
+    lossless = [
+        row
+        for row in of_all(rows)
+        if row.lossless and row.microseconds is not None and verifier in ("", row.verifier)
+    ]
+    enough = [row for row in lossless if row.positions >= ENOUGH]
+    return max(enough or lossless, key=lambda row: row.speedup or row.expected_tokens.value)
+
+
+def verifier_sentence(rows: Sequence[VerifierRow]) -> str:
+    """The winner, and what it gains over token verification."""
+    lossless = {row.verifier for row in rows if row.lossless}
+    winner, token = best_verifier(rows), best_verifier(rows, "token")
+    sentence = (
+        f"Of {len(lossless)} lossless verifiers {winner.name} on {winner.draft_kind} is best:"
+        f" {tokens_within(winner.expected_tokens)} tokens a call"
+    )
+    if winner is token:
+        return sentence + "; no other is faster than token verification."
+    pairs = [("tokens a call", winner.expected_tokens.value, token.expected_tokens.value)]
+    if winner.speedup and token.speedup:
+        pairs.append(("speed (predicted)", winner.speedup, token.speedup))
+    # Of one kind they are at the same places; two kinds have places of their own.
+    least = winner.gain.low if winner.draft_kind == token.draft_kind and winner.gain else None
+    if least is None:
+        slower = winner.expected_tokens.low / winner.expected_tokens.value
+        faster = token.expected_tokens.high / token.expected_tokens.value
+        least = (pairs[-1][1] * slower) / (pairs[-1][2] * faster) - 1.0
+    sure = "" if least > 0 else " (so few places do not tell them apart)"
+    gains = ", ".join(f"{100 * (ours / its - 1):+.0f} % {what}" for what, ours, its in pairs)
+    return f"{sentence}; over token verification at its best, {token.draft_kind}: {gains}{sure}."
+
+
+def verifier_pays(rows: Sequence[VerifierRow]) -> str:
+    """Whether the best row is faster than the target alone, by its times."""
+    row = best_verifier(rows)
+    speed, tokens = row.speedup or 0.0, row.expected_tokens
+    verdict = "so few places cannot tell whether it pays"
+    if speed * tokens.low > tokens.value:
+        verdict = "it pays"
+    elif speed * tokens.high < tokens.value:
+        verdict = "it does not pay: drafting costs more than it saves"
+    return f"Expected is {speed:.2f}x over the target alone here: {verdict}."
+
+
+def tokens_within(value: Interval) -> str:
+    """Tokens a call with their interval, as every table of verifiers writes them."""
+    return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"
 
 
 # --- the number of drafted tokens ---

@@ -8,8 +8,9 @@ and name it in `folds`; what the results do not know comes with `Context`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from eval.reporting.recommendation import (
     head_rivals,
     is_wide,
 )
-from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, format_number, public_name, render
+from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, public_name, render
 from eval.reporting.table import shown_methods
 from specdata.storage.files import write_text
 
@@ -50,8 +51,15 @@ RATES_SHOWN = {
 """The rates in the columns, each with its decimals."""
 UNTIMED = "not measured"
 """A speed in results without times."""
-MARKS = {"★": "fastest", "≈": "not told apart from it", "~": "wide interval", "†": "biased"}
-"""The legend of the table in a terminal."""
+MARKS = {
+    "★": "fastest lossless method, green if it is faster than the target alone",
+    "≈": "not told apart from it, by a paired 95 % interval",
+    "†": "biased: changes the target's distribution, never counted as fastest",
+    "TV": "total variation between the distribution of an emitted token and the target's, given"
+    " the tokens before it, on average, with its 95 % bootstrap interval over prompts",
+    "~": f"wide interval: wider than {100 * WIDE:.0f} % of the value",
+}
+"""The marks of tables, and what they mean."""
 MIN_ROUNDS = 10
 """Positions drafted in fewer rounds than this are not shown."""
 SHORT, FEW_ROWS = 4, 8
@@ -88,15 +96,11 @@ class Context:
     """The parts of a report beside the results, all optional.
 
     Args:
-        stages: wall seconds of each stage of the pipeline.
-        draft: measure of the draft -> its value before and after training.
         verdict: how well the head predicts, and whether it pays.
         command: the command line that measured this.
         samples: the texts of a few prompts.
     """
 
-    stages: Mapping[str, float] = field(default_factory=dict)
-    draft: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     verdict: HeadVerdict | None = None
     command: str = ""
     samples: Samples | None = None
@@ -154,22 +158,9 @@ def rows_of(results: Results, datasets: Sequence[str] = ()) -> list[ReportRow]:
     return rows
 
 
-def _marks(rows: Sequence[ReportRow]) -> str:
-    """The meaning of the marks in a table."""
-    text = ""
-    if any(row.mark for row in rows):
-        text += " ★ fastest lossless method, green if it is faster than the target alone;"
-        text += " ≈ not told apart from it by a paired 95 % interval."
-    if any(row.note for row in rows):
-        text += " † biased: changes the target's distribution, never counted as fastest."
-    if any("TV" in row.note for row in rows):
-        text += (
-            " TV: total variation between the distribution of an emitted token and the target's,"
-            " given the tokens before it, on average; brackets hold its 95 % bootstrap interval."
-        )
-    if any("~" in figure for row in rows for figure in row.figures):
-        text += f" ~ interval wider than {100 * WIDE:.0f} % of the value."
-    return text
+def legend(text: str) -> str:
+    """The meaning of the marks that a table shows."""
+    return "; ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in text)
 
 
 def terminal(results: Results, context: Context) -> Group:
@@ -196,11 +187,11 @@ def terminal(results: Results, context: Context) -> Group:
         # Text, not str: a name may hold what rich would take for markup.
         name = f"{row.method} {row.mark or row.note[:1]}"
         table.add_row(*(Text(each, style=style) for each in (name, *cells)))
-        marks += row.title + first
+        marks += name + first
     first_lines = answer(results, context.verdict)
     sentences = filter(None, (first_lines.finding, first_lines.head))
-    legend = ", ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in marks)
-    return Group(*(Text(words, style="bold") for words in sentences), "", table, legend, "")
+    brief = re.sub("[,:][^;]*", "", legend(marks))
+    return Group(*(Text(words, style="bold") for words in sentences), "", table, brief, "")
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
@@ -209,7 +200,7 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
     Args:
         results: what to show.
         folder: created if missing.
-        context: the figures of earlier stages.
+        context: what the results do not know.
     """
     path = folder / PAGE
     write_text(path, render_page(results, context or Context()))
@@ -277,15 +268,12 @@ def picture(
 
 def _all_sets(results: Results) -> Fold:
     rows = rows_of(results)
-    counts = {name: results.of(name)[0].prompts for name in results.datasets()}
-    settings = ", ".join(f"{key} {value}" for key, value in results.runs[0].sampling.items())
-    prompts = ", ".join(f"{name} {count}" for name, count in counts.items())
     return Fold(
         f"Every method, {ALL_SETS}",
-        POOLING if len(counts) > 1 else "Rates are ratios of sums over prompts.",
+        POOLING if len(results.datasets()) > 1 else "Rates are ratios of sums over prompts.",
         COLUMNS,
         [(row.title, row.figures) for row in rows],
-        note=f"Prompts: {prompts}; {settings}.{_marks(rows)}",
+        note=legend(" ".join([each for row in rows for each in (row.title, *row.figures)])),
         wins=[row.title for row in rows if row.mark == "★" and row.wins],
     )
 
@@ -297,7 +285,6 @@ def _each_set(results: Results) -> Fold | None:
         return None
     columns: list[tuple[str, str]] = []
     cells: dict[str, list[str]] = {}
-    marks = ""
     for name in sets:
         columns += [(f"{name}, speed-up", ""), (f"{name}, tokens a forward", "")]
         rows = rows_of(results, [name])
@@ -307,13 +294,12 @@ def _each_set(results: Results) -> Fold | None:
             cells.setdefault(row.method + (" †" if row.note else ""), []).extend(
                 [mark + speedup, tokens]
             )
-        marks = max(marks, _marks(rows), key=len)
     return Fold(
         "Each prompt set",
         "Speed-up, and tokens per forward of the target.",
         columns,
         [(name, row) for name, row in cells.items() if len(row) == len(columns)],
-        note=marks,
+        note=legend(" ".join(each for name, row in cells.items() for each in (name, *row))),
     )
 
 
@@ -396,19 +382,13 @@ SCORES = {
 
 
 def _where(results: Results, context: Context) -> Fold:
-    """Machine, models, command and stages."""
+    """Machine, models and command."""
     rows = environment_rows(results)
-    for measure, (before, after) in context.draft.items():
-        change = f"{format_number(before)} before training, {format_number(after)} after"
-        rows.append((f"draft, {measure}", change))
     for role in ("target", "draft", "head"):
         names = dict.fromkeys(filter(None, (getattr(run, role) for run in results.runs)))
         rows += [(role, name) for name in names]
     if context.command:
         rows.append(("command", context.command))
-    if context.stages:
-        took = [f"{name} {seconds:.1f} s" for name, seconds in context.stages.items()]
-        rows.append(("stages", ", ".join(took)))
     sentence = "Machine, models, command. Every figure can be recomputed from results.json."
     return Fold(
         "What was measured, and where", sentence, rows=[(name, [value]) for name, value in rows]

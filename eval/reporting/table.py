@@ -75,7 +75,8 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
     return plain + [row.name for row in best][: ROWS - len(plain)]
 
 
-def _footnote(results: Results, *, by_hand: bool) -> str:
+def conditions(results: Results) -> str:
+    """The prompts, the sampler and the machine of an evaluation."""
     where, first = results.environment, results.runs[0]
     prompts = ", ".join(f"{each} {results.of(each)[0].prompts}" for each in results.datasets())
     settings = ", ".join(f"{name} {value}" for name, value in first.sampling.items())
@@ -83,10 +84,13 @@ def _footnote(results: Results, *, by_hand: bool) -> str:
     machine = hardware.get("gpu") or f"{hardware.get('cores')} cores of {hardware.get('cpu')}"
     threads = f", {hardware['threads']} of torch's threads" if hardware.get("threads") else ""
     commit = f", commit {where.git_commit[:7]}" if where.git_commit else ""
+    return f"Prompts: {prompts}; {settings}. {machine}{threads}, {where.dtype}{commit}."
+
+
+def _footnote(results: Results, *, by_hand: bool) -> str:
     text = (
-        f"Speed-up over the target alone, same prompts, interleaved; brackets hold 95 % bootstrap"
-        f" intervals over prompts. Counts are over all prompt sets. Prompts: {prompts}; {settings}."
-        f" {machine}{threads}, {where.dtype}{commit}."
+        "Speed-up over the target alone, same prompts, interleaved; brackets hold 95 % bootstrap"
+        f" intervals over prompts. Counts are over all prompt sets. {conditions(results)}"
     )
     if not by_hand:
         text += " Of each kind of method the setting that was fastest on these prompts."

@@ -1,12 +1,12 @@
-"""The table of every verifier as a section of a page, as Markdown, and as one sentence."""
+"""The table of every verifier as a section of a page, and as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from eval.measuring.intervals import Interval
-from eval.measuring.pooled import ALL_SETS, PooledRow, pool
+from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.results import ENOUGH, Results, VerifierRow
+from eval.reporting.recommendation import of_all, tokens_within, verifier_sentence
 from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, escape_markdown
 
 COLUMNS = (
@@ -47,59 +47,6 @@ FORMS = {"siblings": "siblings", "paths": "paths", "dynamic": "a dynamic tree", 
 """Word in the name of a kind of draft -> what its bars stand under; all others are chains."""
 
 
-def of_all(rows: Sequence[VerifierRow]) -> list[VerifierRow]:
-    """Rows over all prompt sets together."""
-    names = {row.dataset for row in rows}
-    return [row for row in rows if row.dataset == ALL_SETS or len(names) == 1]
-
-
-def best(rows: Sequence[VerifierRow], verifier: str = "") -> VerifierRow:
-    """The lossless row with the highest predicted speed, or tokens a call without times."""
-    lossless = [
-        row
-        for row in of_all(rows)
-        if row.lossless and row.microseconds is not None and verifier in ("", row.verifier)
-    ]
-    enough = [row for row in lossless if row.positions >= ENOUGH]
-    return max(enough or lossless, key=lambda row: row.speedup or row.expected_tokens.value)
-
-
-def answer(rows: Sequence[VerifierRow]) -> str:
-    """The winner, and what it gains over token verification."""
-    lossless = {row.verifier for row in rows if row.lossless}
-    winner, token = best(rows), best(rows, "token")
-    sentence = (
-        f"Of {len(lossless)} lossless verifiers {winner.name} on {winner.draft_kind} is best:"
-        f" {_tokens(winner.expected_tokens)} tokens a call"
-    )
-    if winner is token:
-        return sentence + "; no other is faster than token verification."
-    pairs = [("tokens a call", winner.expected_tokens.value, token.expected_tokens.value)]
-    if winner.speedup and token.speedup:
-        pairs.append(("speed (predicted)", winner.speedup, token.speedup))
-    # Of one kind they are at the same places; two kinds have places of their own.
-    least = winner.gain.low if winner.draft_kind == token.draft_kind and winner.gain else None
-    if least is None:
-        slower = winner.expected_tokens.low / winner.expected_tokens.value
-        faster = token.expected_tokens.high / token.expected_tokens.value
-        least = (pairs[-1][1] * slower) / (pairs[-1][2] * faster) - 1.0
-    sure = "" if least > 0 else " (so few places do not tell them apart)"
-    gains = ", ".join(f"{100 * (ours / its - 1):+.0f} % {what}" for what, ours, its in pairs)
-    return f"{sentence}; over token verification at its best, {token.draft_kind}: {gains}{sure}."
-
-
-def pays(rows: Sequence[VerifierRow]) -> str:
-    """Whether the best row is faster than the target alone, by its times."""
-    row = best(rows)
-    speed, tokens = row.speedup or 0.0, row.expected_tokens
-    verdict = "so few places cannot tell whether it pays"
-    if speed * tokens.low > tokens.value:
-        verdict = "it pays"
-    elif speed * tokens.high < tokens.value:
-        verdict = "it does not pay: drafting costs more than it saves"
-    return f"Expected is {speed:.2f}x over the target alone here: {verdict}."
-
-
 def fold(results: Results) -> Fold | None:
     """The section of a page; None without a table."""
     rows = of_all(results.verifiers)
@@ -108,7 +55,7 @@ def fold(results: Results) -> Fold | None:
     measured = {row.name: row for row in pool(results)} if results.runs else {}
     return Fold(
         "Every verifier",
-        answer(rows),
+        verifier_sentence(rows),
         COLUMNS,
         [(f"{row.draft_kind}: {_name(row)}", cells(row, measured)) for row in rows],
         first="draft and verifier",
@@ -158,7 +105,7 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
     decoded = measured.get(row.decoded or "")
     speed, tokens = (decoded.value(x) if decoded else None for x in ("speedup", "block_efficiency"))
     return [
-        _tokens(row.expected_tokens),
+        tokens_within(row.expected_tokens),
         gain,
         f"{row.positions:,}" + " !" * (row.positions < ENOUGH),
         NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",
@@ -178,7 +125,3 @@ def _trusted(row: VerifierRow) -> tuple[bool, float]:
 
 def _name(row: VerifierRow) -> str:
     return row.name if row.bias is None else f"{row.name} † TV {row.bias:.3f}"
-
-
-def _tokens(value: Interval) -> str:
-    return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"

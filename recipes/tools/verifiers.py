@@ -52,8 +52,9 @@ def main(given: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     rows = _measured(given, Console(stderr=True, highlight=False, soft_wrap=True))
     from eval.reporting import verifiers
+    from eval.reporting.recommendation import verifier_pays, verifier_sentence
 
-    answer, table = f"{verifiers.answer(rows)} {verifiers.pays(rows)}", verifiers.markdown(rows)
+    answer, table = f"{verifier_sentence(rows)} {verifier_pays(rows)}", verifiers.markdown(rows)
     console.print(f"{answer}\n\n{table}", markup=False)
     if given.out:
         from eval.reporting.charts import write_bars
