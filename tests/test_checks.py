@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from eval.drafting.stopping import STOPPING_RULES
 from recipes import make_rollouts, pipeline, publish, run_eval
 from recipes.checks import check_whole_run
 from recipes.command import main
@@ -223,18 +222,6 @@ def test_init_writes_a_configuration_that_can_be_planned(
     assert not any(Path("new").iterdir())
 
 
-@pytest.mark.parametrize("stop", [name for name, rule in STOPPING_RULES.items() if rule.adaptive])
-@pytest.mark.parametrize("threshold", ["2", "high"])
-def test_a_threshold_that_no_rule_can_have_is_refused(
-    stop: str, threshold: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    flags = [*toy(out), "--method", f"{{name: a, stop: {stop}, threshold: {threshold}}}", "--plan"]
-    possible = stop == "entropy" and threshold == "2"  # in nats
-    assert run_eval.RECIPE.run(flags) == (0 if possible else 2)
-    assert possible or "threshold" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("target", "draft", "shortest"),
     [
@@ -270,18 +257,6 @@ def test_the_embedded_pair_is_known_however_its_folder_is_written(
         pipeline.RECIPE, [*flags, "--eval.max_new_tokens=1024"], "1023", tmp_path / "out", capsys
     )
     check_whole_run(parse(flags).config)
-
-
-def test_the_context_of_another_draft_of_a_path_counts_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    write_json(tmp_path / "other" / "config.json", {"max_position_embeddings": 32})
-    method = (
-        f"{{name: a, verifier: rrs, drafter: paths, paths: 2, path_drafts: ['', {tmp_path}/other]}}"
-    )
-    flags = [*own(out, {}, {}), "--method", method, "--eval.max_new_tokens", "32"]
-    refuse(run_eval.RECIPE, flags, "other has positions for 32 tokens", out, capsys)
 
 
 def test_a_plan_does_not_ask_the_hub_and_a_pipeline_asks_it_first(

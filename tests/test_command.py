@@ -49,19 +49,6 @@ def test_the_list_of_commands_names_each_with_what_it_does() -> None:
         assert re.search(rf"^  {name} +\w.*\.$", listed, re.MULTILINE), name
 
 
-def sections_in_help(name: str) -> set[str]:
-    shown = command(name, "--help")
-    return {key.split(".")[0] for key in re.findall(r"^  --([\w.]+)", shown, re.MULTILINE)}
-
-
-def test_help_lists_the_sections_that_a_recipe_reads() -> None:
-    common = {"config", "plan", "output", "seed", "models", "sampling"}
-    assert sections_in_help("train-head") == common | {"labels", "head"}
-    assert sections_in_help("make-rollouts") == common | {"toy", "rollouts"}
-    assert sections_in_help("run-eval") == common | {"eval", "method"}
-    assert sections_in_help("pipeline") > {"eval", "publish", "draft", "head", "toy", "method"}
-
-
 def test_help_of_an_evaluation_lists_what_a_method_holds() -> None:
     shown = command("run-eval", "--help")
     listed = shown.split("A method (of eval.methods or --method)")[1]

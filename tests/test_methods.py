@@ -125,31 +125,6 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
     assert re.search(f"^error: {where}method 'odd': .*{message}", said.err), said.err
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("{name: odd, decoder: assisted}", "one prompt at a time"),
-        ("{name: odd, stop: cost}", "give draft_seconds and token_seconds"),
-    ],
-)
-def test_what_needs_times_is_refused_in_batches(method: str, message: str) -> None:
-    config = parse(["--method", method], "").config
-    check_methods(config.eval, config.sampling, head=True)
-    batches = ["--eval.engine", "eager", "--eval.batch", "2"]
-    config = parse(["--method", method, *batches], "").config
-    with pytest.raises(ConfigError, match=f"method 'odd': .*{message}"):
-        check_methods(config.eval, config.sampling, head=True)
-
-
-def test_batches_run_eagerly_and_hold_a_prompt() -> None:
-    with pytest.raises(ConfigError, match=r"'compiled' needs eval\.batch 1, got 4"):
-        parse(["--eval.batch", "4", "--eval.engine", "compiled"], "")
-    with pytest.raises(ConfigError, match=r"eval\.batch"):
-        parse(["--eval.batch", "0"], "")
-    with pytest.raises(ConfigError, match=r"eval\.engine"):
-        parse(["--eval.engine", "fast"], "")
-
-
 def test_drafts_of_paths_are_each_loaded_once_and_the_runs_own_first() -> None:
     shape = {"verifier": "rrs", "drafter": "paths"}
     first = Method(name="a", paths=3, path_drafts=("x", "", "x"), **shape)
@@ -201,15 +176,6 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
     for bad in ("head", "eval/x", "../eval", ""):
         with pytest.raises(ConfigError, match="begins with 'eval', of letters"):
             parse(["--eval.folder", f"'{bad}'"], "")
-
-
-def test_labels_are_an_input_of_an_evaluation_that_fits_on_them() -> None:
-    plain = parse(["--method", "K=4"], "").config
-    fitted = parse(["--method", "{name: a, stop: cost}"], "").config
-    given = parse(["--method", "{name: a, stop: cost, calibration: [1, 1]}"], "").config
-    assert "labels" in Eval(fitted).inputs
-    assert "labels" not in Eval(plain).inputs
-    assert "labels" not in Eval(given).inputs
 
 
 def test_a_method_is_written_flat_and_read_back() -> None:

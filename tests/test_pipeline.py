@@ -431,15 +431,6 @@ def two_nodes(finished: Path, port: int, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-@EXHAUSTIVE
-def test_a_launcher_fails_with_what_a_recipe_said_of_its_configuration(tmp_path: Path) -> None:
-    launcher = start(tmp_path, "cpu-2")
-    said = launcher.communicate()[1]
-    assert launcher.returncode == 1, said
-    assert "error: the embedded pair is trained by one process" in said
-    assert re.search(r"exitcode\s*: 2 ", said), "the launcher's own words"
-
-
 @pytest.mark.parametrize(
     "form",
     ["cpu-2", *(pytest.param(form, marks=EXHAUSTIVE) for form in ("zero2", "zero3", "two nodes"))],

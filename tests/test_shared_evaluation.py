@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval.measuring.results import Results, read_results
+from eval.measuring.results import read_results
 from eval.measuring.sharing import is_measuring, who_measures
 from recipes.run_eval import RECIPE
 from tests.random_pair import random_pair
 
 ROOT = Path(__file__).parent.parent
-TIMED = "eval-timed"
-RUNS = {
-    "eval-sampled": ["--eval.batch", "2"],
-    TIMED: ["--eval.max_new_tokens", "6"],
-}
 PROMPTS = 32
 PLAIN = {"name": "plain", "decoder": "plain"}
 METHODS = [
@@ -74,65 +68,34 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(pair: Path, folder: Path, name: str) -> list[str]:
-    """The command line of one of `RUNS`."""
-    whole = ["--config", str(pair / "pair.yaml"), "--output", str(folder / "out")]
-    return [*whole, "--eval.folder", name, *RUNS[name]]
-
-
-@pytest.fixture(scope="module")
-def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The evaluations of counts, made by one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    for name in RUNS:
-        if name != TIMED:
-            assert RECIPE.run(arguments(pair, folder, name)) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
-def launched(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """All of `RUNS`, by two processes of a launcher; their folder, and what they printed."""
-    folder = tmp_path_factory.mktemp("launched")
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    launcher += ["--config_file", "launch/cpu-2.yaml", "tests/drive_eval.py"]
-    lines = json.dumps([arguments(pair, folder, name) for name in RUNS])
-    done = subprocess.run(
-        [*launcher, lines], cwd=ROOT, capture_output=True, text=True, check=False, timeout=400
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
-
-
-def records(folder: Path, name: str) -> dict[str, bytes]:
+def records(folder: Path) -> dict[str, bytes]:
     """The stored prompts of an evaluation, and the texts of some."""
-    here = folder / "out" / name
+    here = folder / "out" / "eval"
     return {path.name: path.read_bytes() for path in [*here.glob("prompts/*"), *here.glob("sam*")]}
 
 
-def results_of(folder: Path, name: str) -> Results:
-    return read_results(folder / "out" / name / "results.json")
-
-
 @pytest.mark.exhaustive
-def test_several_processes_store_the_bytes_of_one(alone: Path, launched: tuple[Path, str]) -> None:
-    (folder, shown), name = launched, "eval-sampled"
-    assert len(records(folder, name)) == PROMPTS + 1
-    assert records(folder, name) == records(alone, name)
-    ours, theirs = results_of(folder, name), results_of(alone, name)
+def test_several_processes_store_the_bytes_of_one(pair: Path, tmp_path: Path) -> None:
+    given = ["--config", str(pair / "pair.yaml"), "--eval.batch", "2", "--output"]
+    assert RECIPE.run([*given, str(tmp_path / "alone" / "out")]) == 0
+    launcher = [sys.executable, "-m", "recipes.command", "launch", "cpu-2", "run-eval"]
+    done = subprocess.run(
+        [*launcher, *given, str(tmp_path / "launched" / "out")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(records(tmp_path / "alone")) == PROMPTS + 1
+    assert records(tmp_path / "launched") == records(tmp_path / "alone")
+    ours, theirs = (
+        read_results(tmp_path / name / "out" / "eval" / "results.json")
+        for name in ("launched", "alone")
+    )
     assert ours.runs == theirs.runs, "intervals too"
     # On a busy machine one process may have done all before the other began.
     assert {*ours.environment.devices} == {*theirs.environment.devices} == {"cpu"}
-    assert shown.count("prompts are shared out among 2 processes") == 1
-    assert not (folder / "out" / name / ".progress").exists()
-
-
-@pytest.mark.exhaustive
-def test_on_a_shared_cpu_times_are_measured_by_one_process_and_it_is_said(
-    launched: tuple[Path, str],
-) -> None:
-    folder, shown = launched
-    results = results_of(folder, TIMED)
-    assert results.timed
-    assert results.environment.devices == ["cpu"]
-    assert "times are measured by 1 of 2 processes, because they share the CPU" in shown
+    assert done.stdout.count("prompts are shared out among 2 processes") == 1
+    assert not (tmp_path / "launched" / "out" / "eval" / ".progress").exists()
