@@ -115,6 +115,15 @@ class SpeculativeDecoder:
         drafters: Callable[[int], Drafter] | None = None
         if draft is not None:
             drafts = tuple(draft) if isinstance(draft, Sequence) else (draft,)
+            if len(drafts) != len(config.drafts):
+                raise ConfigError(
+                    f"path_drafts {config.path_drafts} needs {len(config.drafts)} draft models, "
+                    f"got {len(drafts)}"
+                )
+            if config.stop.needs_head and head is None:
+                raise ConfigError(
+                    f"stop={config.stop.name!r} needs an acceptance head: pass head=..."
+                )
             taps = taps_of(drafts, target)
             if head is not None:
                 head = head.to(drafts[0].device)
@@ -129,7 +138,7 @@ class SpeculativeDecoder:
             if config.drafter != "chain":
                 for model in (target, *drafts) if config.tree_attention else drafts:
                     check_trees(model)
-            drafters = make_drafters(config, cached_drafts, head, end_tokens)
+            drafters = partial(make_drafter, config, cached_drafts, head, end_tokens)
         return cls(
             CachedModel(target, vocabulary, engine=engine, taps=taps),
             config.sampling,
@@ -386,44 +395,22 @@ def taps_of(drafts: Sequence[PreTrainedModel], target: PreTrainedModel) -> list[
     return each[0] if each else []
 
 
-def make_drafters(
-    config: DecodeConfig,
-    models: Sequence[CachedModel],
-    head: BaseHead | None,
-    ends: frozenset[int],
-) -> Callable[[int], Drafter]:
-    """Builder of the drafter, with its stopping rule, of each slot.
-
-    Args:
-        config: what to draft.
-        models: the drafts, those of `config.drafts`.
-        head: the acceptance head, if there is one.
-        ends: token ids after which nothing is drafted.
-
-    Returns:
-        Slot number -> drafter; the number is the slot's row in a batch.
-
-    Raises:
-        ConfigError: if the rule needs a head, or paths more drafts, than there are.
-    """
-    if len(models) != len(config.drafts):
-        raise ConfigError(
-            f"path_drafts {config.path_drafts} needs {len(config.drafts)} draft models, got "
-            f"{len(models)}"
-        )
-    if config.stop.needs_head and head is None:
-        raise ConfigError(f"stop={config.stop.name!r} needs an acceptance head: pass head=...")
-    return partial(_make_drafter, config, models, head, ends)
-
-
-def _make_drafter(
+def make_drafter(
     config: DecodeConfig,
     models: Sequence[CachedModel],
     head: BaseHead | None,
     ends: frozenset[int],
     slot: int,
 ) -> Drafter:
-    """The drafter of a slot, with its stopping rule."""
+    """The drafter of a slot, with its stopping rule.
+
+    Args:
+        config: what to draft.
+        models: the drafts, those of `config.drafts`.
+        head: the acceptance head, if the rule needs one.
+        ends: token ids after which nothing is drafted.
+        slot: number of the slot, its row in a batch.
+    """
     sequences = [model.sequence(slot, config.sampling) for model in models]
     if config.drafter == "chain":
         return ChainDrafter(sequences[0], config.stop.start(head), ends)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import NemotronConfig, NemotronForCausalLM
 
-from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder, make_drafters
+from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder, make_drafter
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward
 from specdata.probability import SamplingConfig
@@ -81,7 +83,7 @@ def test_sequences_that_need_the_same_model_share_its_forwards() -> None:
     decoder = SpeculativeDecoder(
         models[0],
         config.sampling,
-        make_drafters(config, models[1:], None, frozenset()),
+        partial(make_drafter, config, models[1:], None, frozenset()),
         config.make_verifier(),
         frozenset(),
         drafts=models[1:],

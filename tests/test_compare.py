@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from eval.analysis.ties import (
     greedy_reference,
     judge_difference,
 )
-from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafters
+from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafter
 from eval.runtime.model import CachedModel
 from tests.families import tiny
 
@@ -46,7 +47,7 @@ def decoder(kind: type[CachedModel], target: Any, draft: Any, config: DecodeConf
     return SpeculativeDecoder(
         kind(target, 40),
         config.sampling,
-        make_drafters(config, drafts, None, frozenset()),
+        partial(make_drafter, config, drafts, None, frozenset()),
         config.make_verifier(),
         frozenset({1}),
         drafts=drafts,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafters
+from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafter
 from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
 from eval.verifiers.rule import Drawn, Verifier
@@ -53,7 +54,7 @@ def recording_decoder(
     decoder = SpeculativeDecoder(
         models[0],
         config.sampling,
-        make_drafters(config, models[1:], None, frozenset({END})),
+        partial(make_drafter, config, models[1:], None, frozenset({END})),
         Recording(config.make_verifier(), given),  # type: ignore[arg-type]
         frozenset({END}),
         drafts=models[1:],

@@ -43,7 +43,7 @@ def test_a_protocol_fits_the_demos_pair_and_names_what_it_measures(paper: str, q
     for spec in protocol["measurements"].values():
         assert spec["kind"] in KINDS
         if spec["kind"] == "evaluation":
-            _, _, methods = evaluated(ModelPair(command.config, command.given, {}, Path()), spec)
+            _, _, methods = evaluated(ModelPair(command.config, command.given, Path()), spec)
             names = {method["name"] for method in methods}
             assert {method["over"] for method in methods if "over" in method} <= names
     for shown in [*protocol["tables"], *protocol.get("figures", [])]:

@@ -49,7 +49,7 @@ def test_each_head_of_the_grid_is_trained_once_on_few_rollouts_and_replayed_at_e
 ) -> None:
     given = [f"--output={folder}", "--toy", "null", "--draft", "null"]
     given += ["--models.target", str(folder / "draft"), "--models.draft", str(folder / "draft")]
-    pair = ModelPair(parse(given, "").config, {}, {}, tmp_path)
+    pair = ModelPair(parse(given, "").config, {}, tmp_path)
     spec = {"depths": [0, 1], "weights": [1, 6], "epochs": 2, "thresholds": [0.3, 0.7], "rows": 4}
     spec |= {"judged_rows": 256, "head": "grid/heads/depth-1-weight-6", "rules": ["fixed", "head"]}
     spec |= {"draft_seconds": 0.1, "target_seconds": 1.0}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from eval.measuring.scores import Scorer
 from eval.measuring.sharing import sign
 from eval.rounds import Generation
 from eval.runtime.engines import engine_on
+from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.interruption import stop_if_asked
 from specdata.prompts.loading import Prompt
@@ -181,7 +183,7 @@ class Experiment:
         variation, tokens = measure_bias(
             self.models.target,
             self.models.draft,
-            method.decoding(self.sampling).make_verifier(),
+            partial(VERIFIERS[method.verifier].bias_at, **method.verifier_args),
             self.sampling,
             torch.tensor(prompt.ids),
             out,

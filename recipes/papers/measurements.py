@@ -51,14 +51,12 @@ class ModelPair:
     Attributes:
         config: the run's.
         given: its values before defaults.
-        measured: records of the measurements before this one, by name.
         folder: of all measurements.
         prompts: of each set; None as the configuration says.
     """
 
     config: PipelineConfig
     given: Mapping[str, Any]
-    measured: dict[str, list[Record]]
     folder: Path
     prompts: int | None = None
 

@@ -137,13 +137,12 @@ def reproduce(
     config, specs = command.config, protocol["measurements"]
     home = Path(config.output) / "papers" / (paper + ("-quick" if quick else ""))
     out = out or home
-    pair = ModelPair(config, command.given, {}, home / "measured", prompts)
+    pair = ModelPair(config, command.given, home / "measured", prompts)
     for spec in specs.values():  # what cannot be measured is refused before anything is made
         if spec["kind"] == "evaluation":
             evaluated(pair, spec)
     make_stages(config, specs)
-    for name, spec in specs.items():
-        pair.measured[name] = measure(pair, name, spec)
+    measured = {name: measure(pair, name, spec) for name, spec in specs.items()}
     identity = pair.identity()
     of = (
         f"`draftsmith reproduce {paper}{' --quick' * quick}"
@@ -153,17 +152,19 @@ def reproduce(
         "prompts; ± is the deviation over seeds; what the paper prints is marked *paper*."
     )
     tables = [
-        {"title": table["title"], "rows": pivot(table, selected(table, pair.measured))}
+        {"title": table["title"], "rows": pivot(table, selected(table, measured))}
         for table in protocol["tables"]
     ]
     for figure in protocol["figures"]:
-        write_figure(out / f"{figure['name']}.svg", figure, pair.measured)
+        write_figure(out / f"{figure['name']}.svg", figure, measured)
     stored = {"paper": paper, "quick": quick, **identity, "tables": tables}
     lines = [  # one record a line: a third of the size
         f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, records)) + "\n]"
-        for name, records in pair.measured.items()
+        for name, records in measured.items()
     ]
-    measured = ",\n".join(lines)
-    write_text(out / RESULTS, f'{json.dumps(stored)[:-1]},\n"measured": {{\n{measured}\n}}}}\n')
-    write_text(out / PAGE, page(protocol, pair.measured, of))
+    records_by_name = ",\n".join(lines)
+    write_text(
+        out / RESULTS, f'{json.dumps(stored)[:-1]},\n"measured": {{\n{records_by_name}\n}}}}\n'
+    )
+    write_text(out / PAGE, page(protocol, measured, of))
     return out / PAGE
