@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,22 +97,6 @@ def test_greedy_output_of_every_drafter_is_that_of_generate(family: str, attenti
         seeds = [torch.Generator() for _ in PROMPTS]
         batch = decoder.generate_batch(PROMPTS, max_new_tokens=BUDGET, generators=seeds, size=2)
         assert [out.tokens.tolist() for out in batch] == plain, f"{name}, in a batch"
-
-
-@pytest.mark.slow
-# Inductor imports a part of torch that warns of itself.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")),
-    reason="torch.compile needs a C++ compiler",
-)
-def test_the_compiled_engine_gives_the_same_tokens() -> None:
-    """One family other than Llama, whose compiled graph `test_engines` compares."""
-    target = tiny("gpt_neox", 2)
-    draft = nearby("gpt_neox")
-    plain = [greedy(target, prompt) for prompt in PROMPTS]
-    outs = outputs(target, draft, CASES["chain"], "compiled")
-    assert [out.tokens.tolist() for out in outs] == plain
 
 
 @pytest.mark.parametrize(("family", "attention"), FAMILIES_AND_ATTENTION)

@@ -14,8 +14,9 @@ from eval.measuring.results import Results, Run, build_results
 from eval.reporting.recommendation import (
     FEW_PROMPTS,
     answer,
-    best_lengths,
+    fastest_lengths,
     is_wide,
+    length_cells,
     longest_measured,
 )
 from eval.reporting.report import Context, folds, rows_of
@@ -224,18 +225,15 @@ def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
 def test_the_best_length_of_each_engine_is_the_fastest_of_all_that_was_measured(
     results: Results,
 ) -> None:
-    best = best_lengths(results)
-    assert best["transformers"] is None  # its method here stops by confidence
-    ours = best["draftsmith"]
-    assert ours is not None
+    fastest = fastest_lengths(results)
+    assert fastest["transformers"] == []  # its method here stops by confidence
     names = ("fixed-2", "fixed-4", "fixed-6", "fixed-8", "fixed-12", "block-6")
     rows = {row.name: row for row in pool(results) if row.name in names}
     speeds = {name: row.value("tokens_per_second") or 0.0 for name, row in rows.items()}
-    first, second = sorted(speeds, key=speeds.__getitem__, reverse=True)[:2]
-    assert (ours.row.name, ours.others[0].name) == (first, second)
-    assert {row.name for row in ours.others} == {*names} - {first}
-    best, speed, lengths, against = ours.cells
-    assert best.startswith(f"K = {ours.length}, ")
+    first, second, *_ = ranked = sorted(speeds, key=speeds.__getitem__, reverse=True)
+    assert [row.name for row in fastest["draftsmith"]] == ranked
+    best, speed, lengths, against = length_cells(fastest["draftsmith"])
+    assert best.startswith(f"K = {rows[first].method.deepest}, ")
     assert speed.startswith(f"{speeds[first]:.1f} [")
     assert lengths == "K = 2, 4, 6, 8, 12"
     ratio = rows[first].over(rows[second], "tokens_per_second")
@@ -250,23 +248,17 @@ def test_transformers_has_the_best_of_its_own_lengths(results: Results) -> None:
         for run in results.runs
         if run.name in ("fixed-2", "fixed-12")
     ]
-    both = results.model_copy(update={"runs": [*results.runs, *own]})
-    best = best_lengths(both)["transformers"]
-    assert best is not None
-    assert {best.length, best.others[0].method.deepest} == {2, 12}
-    ours, alone = best_lengths(both)["draftsmith"], best_lengths(results)["draftsmith"]
-    assert ours is not None
-    assert alone is not None
-    assert ours.row.name == alone.row.name
+    both = fastest_lengths(results.model_copy(update={"runs": [*results.runs, *own]}))
+    assert {row.method.deepest for row in both["transformers"]} == {2, 12}
+    ours, alone = (each["draftsmith"] for each in (both, fastest_lengths(results)))
+    assert [row.name for row in ours] == [row.name for row in alone]
 
 
 def test_a_length_measured_on_some_prompt_sets_only_is_no_best_length(results: Results) -> None:
-    ours = best_lengths(results)["draftsmith"]
-    assert ours is not None
-    fewer = [r for r in results.runs if (r.name, r.dataset) != (ours.row.name, "gsm8k")]
-    left = best_lengths(results.model_copy(update={"runs": fewer}))["draftsmith"]
-    assert left is not None
-    assert left.row.name == ours.others[0].name
+    best, *others = (row.name for row in fastest_lengths(results)["draftsmith"])
+    fewer = [r for r in results.runs if (r.name, r.dataset) != (best, "gsm8k")]
+    left = fastest_lengths(results.model_copy(update={"runs": fewer}))["draftsmith"]
+    assert [row.name for row in left] == others
     none = [r for r in results.runs if not r.method.fixed_length]
     with pytest.raises(ManifestError, match="fixed length"):
         longest_measured(results.model_copy(update={"runs": none}))

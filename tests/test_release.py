@@ -28,7 +28,7 @@ from eval.measuring.results import Results, check_metrics, read_results
 from eval.publishing.metadata import About, check_repository, loadable, metadata
 from eval.publishing.release import head_run, release_draft, release_head
 from eval.reporting import recommendation as words
-from eval.reporting.recommendation import best_lengths
+from eval.reporting.recommendation import fastest_lengths
 from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.table import shown_methods
 from heads import AcceptanceHead, BaseHead, ImmediateHead
@@ -155,9 +155,8 @@ def test_a_released_draft_drafts_the_length_measured_in_transformers(
     pair: Pair, draft: Path
 ) -> None:
     settings = json.loads((draft / "generation_config.json").read_text())
-    own = best_lengths(pair.results)["transformers"]
-    assert own is not None
-    assert settings["num_assistant_tokens"] == own.length
+    own = fastest_lengths(pair.results)["transformers"]
+    assert settings["num_assistant_tokens"] == own[0].method.deepest
     assert settings["num_assistant_tokens_schedule"] == "constant"
     assert settings["assistant_confidence_threshold"] == 0.0
     target = AutoModelForCausalLM.from_pretrained(pair.target)

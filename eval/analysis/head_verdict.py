@@ -35,7 +35,7 @@ from eval.measuring.metrics import LatencyFit, fit_latency
 from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.records import Strict
 from eval.measuring.results import Results
-from specdata.errors import ManifestError
+from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import write_json
 
 if TYPE_CHECKING:  # a stored verdict is read without torch
@@ -202,9 +202,12 @@ def head_verdict(
         first = [i for key, of_set in rows_of.items() if key[0] == split for i in of_set[:ROLLOUTS]]
         if first:
             rows[split] = labels.select(sorted(first))
-            traces[split] = acceptance_traces(
-                rows[split], draft=draft, sampling=sampling, head=head
-            )
+            try:
+                traces[split] = acceptance_traces(
+                    rows[split], draft=draft, sampling=sampling, head=head
+                )
+            except ConfigError as error:
+                return not_measured(str(error))
     if "dev" not in traces:
         return not_measured("no held-out labels to choose the threshold on")
     return judge_head(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from eval.analysis.expectation import Traces
 from eval.analysis.tree_states import check_tree_states, tree_states
@@ -17,7 +17,6 @@ from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens, pad
 from heads import BaseHead
 from heads.inputs import DraftedTokens, logits_of_states, token_embeddings
 from heads.probe import check_head, warn_of_other_sampling
-from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.terminal import progress
@@ -40,7 +39,8 @@ def acceptance_traces(
         head: an acceptance head of this draft, whose outputs are recorded.
 
     Raises:
-        ConfigError: if the head is of another draft.
+        ConfigError: if the head is of another draft, or reads states after drafted tokens, which
+            this draft does not give in one forward (a sliding window, flash attention).
     """
     recorded = None
     if head is not None:
@@ -75,13 +75,9 @@ def record_head(
     texts = rows.select_columns(["prompt_ids", "completion_ids", "draft_ids"]).to_list()
     # Found out once, not for each batch: it is done by trying.
     to_logits, lm_head = logits_of_states(draft), find_lm_head(draft)
-    states_of: Callable[..., tuple[Tensor, Tensor]] = _states_along
     if head.lag:
-        states_of = _states_in_batches
-        try:
-            check_tree_states(draft, max(text_length(row) for row in texts))
-        except ConfigError:
-            states_of = _states_one_by_one
+        check_tree_states(draft, max(text_length(row) for row in texts))
+    states_of = _states_after if head.lag else _states_along
 
     def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
         drafted = [
@@ -124,7 +120,7 @@ def _states_along(
     return states, states
 
 
-def _states_in_batches(
+def _states_after(
     draft: PreTrainedModel, batch: TextBatch, drafted: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The states (N, H) that drafted tokens were drawn from, and those after, in one forward."""
@@ -135,24 +131,3 @@ def _states_in_batches(
     text, after = tree_states(draft, batch.input_ids[:, :-1], tokens, places)
     is_token = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
     return text[row, column], after[is_token.to(after.device)]
-
-
-def _states_one_by_one(
-    draft: PreTrainedModel, batch: TextBatch, drafted: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The same for drafts that cannot be run so: one forward for each drafted token."""
-    before, after = list[Tensor](), list[Tensor]()
-    for row, tokens in enumerate(drafted):
-        text = batch.part([row])
-        cache = DynamicCache()  # of all tokens, also where a window slides
-        states = hidden_states(draft, text.input_ids[:, :-1], past_key_values=cache)
-        before.append(states[text.is_predicted])
-        first, states_after = text.input_ids.shape[1] - len(tokens), list[Tensor]()
-        # From the end, so that cropping the cache is all there is between two positions.
-        for position in reversed(range(len(tokens))):
-            if (surplus := cache.get_seq_length() - first - position) > 0:
-                cache.crop(-surplus)
-            token = tokens[None, position : position + 1]
-            states_after.append(hidden_states(draft, token, past_key_values=cache)[0])
-        after += states_after[::-1]
-    return torch.cat(before), torch.cat(after)

@@ -24,10 +24,11 @@ from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadabl
 from eval.publishing.serving import DEFAULT_LENGTHS, acceptance_positions, serving_lines
 from eval.reporting import verifiers
 from eval.reporting.recommendation import (
-    best_lengths,
+    fastest_lengths,
     head_predictors,
     head_rivals,
     head_sentence,
+    length_cells,
     longest_measured,
     verifier_sentence,
 )
@@ -97,14 +98,15 @@ def release_draft(
     check_repository(push_to)
     measured = _measured(results, source, "draft")
     target = measured.runs[0].target
-    longest, lengths = longest_measured(measured), best_lengths(measured)
+    longest, fastest = longest_measured(measured), fastest_lengths(measured)
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
     model = _load_whole(source)
-    if in_transformers := lengths["transformers"]:
+    lengths = {engine: rows[0].method.deepest for engine, rows in fastest.items() if rows}
+    if "transformers" in lengths:
         # What makes transformers draft exactly so many tokens a round.
         model.generation_config.update(
-            num_assistant_tokens=in_transformers.length,
+            num_assistant_tokens=lengths["transformers"],
             num_assistant_tokens_schedule="constant",
             # The lengths were measured without a second stop rule; the default is 0.4.
             assistant_confidence_threshold=0.0,
@@ -114,11 +116,11 @@ def release_draft(
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
     # The metadata gives the metrics of the best length, else of the longest.
     fixed = [run for run in measured.runs if run.method.fixed_length and run.method.lossless]
-    best = lengths["draftsmith"] or in_transformers
-    if best is None:
-        method = next(run.method for run in fixed if run.method.deepest == longest)
+    best = fastest["draftsmith"] or fastest["transformers"]
+    if best:
+        method = best[0].method
     else:
-        method = best.row.method
+        method = next(run.method for run in fixed if run.method.deepest == longest)
     front = metadata(
         about,
         name=name,
@@ -147,6 +149,7 @@ def release_draft(
         reduced=None if reduced is None else len(reduced),
         longest=longest,
         lengths=lengths,
+        length_cells={engine: length_cells(rows) for engine, rows in fastest.items() if rows},
         acceptance=acceptance_positions(measured),
         serving=serving_lines(released, loadable(target)),
         served_lengths=DEFAULT_LENGTHS,

@@ -3,7 +3,7 @@
 One answer to one question, for the page, the terminal and the cards: `answer` says what is fastest
 over all prompt sets together, by how much, how sure that is and whether it is exact; `head_*` say
 whether stopping by the head pays; `verifier_*` name the best row of the table of verifiers;
-`best_lengths` is the number of drafted tokens for each engine.
+`fastest_lengths` has the number of drafted tokens for each engine.
 """
 
 from __future__ import annotations
@@ -407,54 +407,36 @@ ENGINES = {
 """Engine -> the decoder under which results hold what was measured with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class BestLength:
-    """The fastest of the fixed lengths that were measured with one engine, over all prompt sets.
+def fastest_lengths(results: Results) -> dict[str, list[PooledRow]]:
+    """Engine -> the fixed lengths that were measured with it, from the fastest; none without times.
 
     A length that is best in one engine's loop says nothing about another engine, whose draft and
     target cost other shares of a round.
-
-    Args:
-        row: the fastest method.
-        others: the other methods that were measured with this engine, from the fastest.
     """
-
-    row: PooledRow
-    others: Sequence[PooledRow]
-
-    @property
-    def length(self) -> int:
-        """Tokens that it drafts a round."""
-        return self.row.method.deepest
-
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """Best length, speed, all measured lengths and the next best, as text."""
-        best, against = f"K = {self.length}", NOT_MEASURED
-        if self.row.method.decoder == "speculative":
-            best += f", {self.row.method.verifier} verification"
-        speed = Interval.of(self.row.rates["tokens_per_second"])
-        if self.others:
-            ratio = self.row.over(self.others[0], "tokens_per_second")
-            against = f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] "
-            against += self.others[0].name + (": not told apart" if ratio.low <= 1.0 else "")
-        lengths = sorted({row.method.deepest for row in (self.row, *self.others)})
-        return (
-            best,
-            f"{speed.value:.1f} [{speed.low:.1f}, {speed.high:.1f}]",
-            f"K = {', '.join(map(str, lengths))}",
-            against,
-        )
+    fixed = sorted(_fixed_lengths(results) if results.timed else [], key=PooledRow.speed)[::-1]
+    return {
+        engine: [row for row in fixed if row.method.decoder == decoder]
+        for engine, decoder in ENGINES.items()
+    }
 
 
-def best_lengths(results: Results) -> dict[str, BestLength | None]:
-    """Engine -> the best of what was measured with it; None where nothing was, or without times."""
-    best: dict[str, BestLength | None] = {}
-    for engine, decoder in ENGINES.items():
-        rows = [row for row in _fixed_lengths(results) if row.method.decoder == decoder]
-        rows.sort(key=PooledRow.speed, reverse=True)
-        best[engine] = BestLength(rows[0], rows[1:]) if rows and results.timed else None
-    return best
+def length_cells(rows: Sequence[PooledRow]) -> tuple[str, str, str, str]:
+    """Best length, speed, all measured lengths and the next best of an engine, as text."""
+    method, speed = rows[0].method, Interval.of(rows[0].rates["tokens_per_second"])
+    best, against = f"K = {method.deepest}", NOT_MEASURED
+    if method.decoder == "speculative":
+        best += f", {method.verifier} verification"
+    if rows[1:]:
+        ratio = rows[0].over(rows[1], "tokens_per_second")
+        against = f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] {rows[1].name}"
+        against += ": not told apart" if ratio.low <= 1.0 else ""
+    lengths = sorted({row.method.deepest for row in rows})
+    return (
+        best,
+        f"{speed.value:.1f} [{speed.low:.1f}, {speed.high:.1f}]",
+        f"K = {', '.join(map(str, lengths))}",
+        against,
+    )
 
 
 def longest_measured(results: Results) -> int:
