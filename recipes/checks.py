@@ -24,7 +24,6 @@ from recipes.sizes import (
     sizes_of,
 )
 from specdata.errors import ConfigError
-from specdata.loading import check_tp_plan
 from specdata.processes import local_process_count, process_count
 from specdata.storage.files import read_object
 
@@ -120,7 +119,6 @@ def _check_tensor_parallel(config: PipelineConfig, stage: str) -> None:
             "in step: leave it out, and spread the target over the devices of one process with "
             "models.load.target.device_map: auto"
         )
-    check_tp_plan(config.models.load.target.tp_plan, key, config.models.target)
     sizes = sizes_of(config, config.models.target)
     heads = sizes.get("num_attention_heads")
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", heads)):

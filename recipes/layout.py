@@ -99,13 +99,9 @@ def sampled(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
 
 def loaded(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
     """Other settings of loading that decide a result; nothing where models.dtype says all."""
-    usual = {"dtype": config.models.dtype}
-    decisive = {role: config.models.loading(role).decisive() for role in roles}
-    other = {
-        role: {key: value for key, value in values.items() if usual.get(key) != value}
-        for role, values in decisive.items()
-        if values != usual
-    }
+    models = config.models
+    dtypes = {role: models.dtype_of(role) for role in roles}
+    other = {role: {"dtype": dtype} for role, dtype in dtypes.items() if dtype != models.dtype}
     return {"load": other} if other else {}
 
 

@@ -147,14 +147,12 @@ class Eval(Stage):
                 "transformers' assisted generation does not hand a draft its target's states, "
                 f"which this one reads: leave the methods {', '.join(assisted)} out of eval.methods"
             )
-        for role in ("target", "draft"):
-            load = config.models.loading(role)
-            if load.is_spread and config.eval.engine != "eager":
-                raise ConfigError(
-                    f"eval.engine {config.eval.engine!r} captures the forward of a model on one "
-                    f"device, and models.load.{role}.device_map: {load.device_map} spreads it over "
-                    "several: set eval.engine to eager, or leave device_map out"
-                )
+        if config.models.load.target.is_spread and config.eval.engine != "eager":
+            raise ConfigError(
+                f"eval.engine {config.eval.engine!r} captures the forward of a model on one "
+                "device, and models.load.target.device_map: auto spreads it over several: set "
+                "eval.engine to eager, or leave device_map out"
+            )
         models = [*given_models(config), *path_drafts(config.eval)]
         check_room(config, "eval", config.eval.max_new_tokens, models)
         has_template = has_chat_template(config)

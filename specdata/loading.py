@@ -9,9 +9,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from specdata.config import Config
-from specdata.errors import ConfigError, VocabularyMismatchError
-from specdata.processes import process_count
-from specdata.sources import base_of_adapters
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["target", "draft"]
@@ -92,13 +89,6 @@ class Loading(DraftLoading):
         """True if the layers may lie in several places."""
         return self.device_map == "auto"
 
-    def decisive(self) -> dict[str, Any]:
-        """The settings that change the numbers that the model gives; not where its weights lie.
-
-        Devices, and the way that attention is computed, change them by rounding alone.
-        """
-        return self.model_dump(mode="json", include={"dtype"}, exclude_none=True)
-
 
 ONE_DEVICE = Loading()
 """All on the process's device, in the precision that is asked for."""
@@ -111,53 +101,3 @@ class PairLoading(Config):
     draft: DraftLoading = Field(
         default=DraftLoading(), description="the draft, and other drafts of methods"
     )
-
-
-def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str]) -> None:
-    """Compare two vocabularies, id -> token. Sizes of embedding matrices may differ by padding.
-
-    Raises:
-        VocabularyMismatchError: naming the first ids that differ.
-    """
-    wrong = [index for index in sorted({*target, *draft}) if target.get(index) != draft.get(index)]
-    if wrong:
-        first = ", ".join(
-            f"{index} is {target.get(index)!r} in the target and {draft.get(index)!r} in the draft"
-            for index in wrong[:3]
-        )
-        raise VocabularyMismatchError(
-            f"target and draft must share a vocabulary; {len(wrong)} ids differ (first: {first}). "
-            "Use a draft of the target's own family, or train one on the target's tokenizer"
-        )
-
-
-def refuse_adapters(name: str, key: str) -> None:
-    """Raise ConfigError for adapters where `key` asks for what is done with whole matrices."""
-    if base_of_adapters(name):
-        raise ConfigError(
-            f"{key} needs whole weights, and {name} holds adapters: merge them first "
-            "(merge_and_unload of PEFT) and give the merged model, or leave it out"
-        )
-
-
-def check_tp_plan(tp_plan: str | None, key: str, name: str | None = None) -> None:
-    """Refuse tensor parallelism that cannot be had.
-
-    Args:
-        tp_plan: None is always fine.
-        key: the dotted key that asks for it.
-        name: the model, if it is known already.
-
-    Raises:
-        ConfigError: for adapters, and in a single process.
-    """
-    if not tp_plan:
-        return
-    if name is not None:
-        refuse_adapters(name, key)
-    if process_count() == 1:
-        raise ConfigError(
-            f"{key} splits every layer over the processes of a launcher, and this is one process: "
-            "start several (draftsmith launch multi_gpu ...), or spread the model over the "
-            "devices of one with device_map: auto"
-        )

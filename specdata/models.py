@@ -26,15 +26,9 @@ from transformers.distributed import DistributedConfig
 
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.eagle3 import eagle3_class
-from specdata.errors import ConfigError, trouble_outside
-from specdata.loading import (
-    ONE_DEVICE,
-    Loading,
-    check_tp_plan,
-    check_vocabularies,
-    refuse_adapters,
-)
-from specdata.processes import join_processes
+from specdata.errors import ConfigError, VocabularyMismatchError, trouble_outside
+from specdata.loading import ONE_DEVICE, Loading
+from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.states_draft import KEY, reads_states, states_class, states_input
 from specdata.storage.files import fingerprint
@@ -69,10 +63,19 @@ def load_model(
     """
     dtype = load.dtype or dtype
     check_dtype(dtype)
-    check_tp_plan(load.tp_plan, "tp_plan", name)
+    if load.tp_plan and process_count() == 1:
+        raise ConfigError(
+            "tp_plan splits every layer over the processes of a launcher, and this is one process: "
+            "start several (draftsmith launch multi_gpu ...), or spread the model over the "
+            "devices of one with device_map: auto"
+        )
     if base := base_of_adapters(name):
-        if load.is_spread:
-            refuse_adapters(name, f"device_map: {load.device_map}")
+        if load.is_spread or load.tp_plan:
+            key = "tp_plan" if load.tp_plan else f"device_map: {load.device_map}"
+            raise ConfigError(
+                f"{key} needs whole weights, and {name} holds adapters: merge them first "
+                "(merge_and_unload of PEFT) and give the merged model, or leave it out"
+            )
         alone = Loading(device_map=load.device_map)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
         return merge_adapters(model, name, base).eval()
@@ -429,9 +432,18 @@ def check_shared_vocabulary(
     """Compare two tokenizers id by id. Sizes of embedding matrices may differ by padding.
 
     Raises:
-        VocabularyMismatchError: as `check_vocabularies`.
+        VocabularyMismatchError: naming the first ids that differ.
     """
-    target_tokens, draft_tokens = (
+    first, second = (
         {index: token for token, index in each.get_vocab().items()} for each in (target, draft)
     )
-    check_vocabularies(target_tokens, draft_tokens)
+    wrong = [index for index in sorted({*first, *second}) if first.get(index) != second.get(index)]
+    if wrong:
+        shown = ", ".join(
+            f"{index} is {first.get(index)!r} in the target and {second.get(index)!r} in the draft"
+            for index in wrong[:3]
+        )
+        raise VocabularyMismatchError(
+            f"target and draft must share a vocabulary; {len(wrong)} ids differ (first: {shown}). "
+            "Use a draft of the target's own family, or train one on the target's tokenizer"
+        )

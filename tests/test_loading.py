@@ -27,6 +27,7 @@ from specdata.models import load_model
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import load_stored
+from specdata.storage.resume import Settings
 from specdata.taps import attach
 from tests.drive_tensor_parallel import IDS, main, seen
 from tests.test_sharding import pair, with_train_and_dev
@@ -143,18 +144,18 @@ def test_where_a_model_lies_is_no_other_run_and_its_precision_is(models: Path) -
         for target in ({}, {"device_map": "auto"}, {"dtype": "float16"})
     )
     for stage in (Rollouts, Labels, Eval):
-        stored = dict(stage(before).settings.values)
+        stored = dict(stage(before).decisive())
         assert "load" not in stored, "a run that was made before there was such a section"
-        stage(elsewhere).settings.check(stored, "it")
+        Settings(stage(elsewhere).decisive()).check(stored, "it")
         with pytest.raises(OtherSettingsError, match=r"load: absent -> .*'dtype': 'float16'"):
-            stage(rounded).settings.check(stored, "it")
+            Settings(stage(rounded).decisive()).check(stored, "it")
     # A head learns from the draft alone.
-    assert Head(rounded).settings.values == Head(before).settings.values
+    assert Head(rounded).decisive() == Head(before).decisive()
     other = built(models, load={"draft": {"dtype": "bfloat16"}})
-    assert Rollouts(other).settings.values == Rollouts(before).settings.values
-    assert Head(other).settings.values["load"] == {"draft": {"dtype": "bfloat16"}}
+    assert Rollouts(other).decisive() == Rollouts(before).decisive()
+    assert Head(other).decisive()["load"] == {"draft": {"dtype": "bfloat16"}}
     same = built(models, load={"draft": {"dtype": "float32"}})
-    assert Eval(same).settings.values == Eval(before).settings.values
+    assert Eval(same).decisive() == Eval(before).decisive()
 
 
 # --- refusals
@@ -189,8 +190,6 @@ CHECKS = {
 @pytest.mark.parametrize(
     ("stage", "load", "changes", "message"),
     [
-        ("rollouts", {"target": {"tp_plan": "auto"}}, {}, "this is one process: start several"),
-        ("labels", {"target": {"tp_plan": "auto"}}, {}, "this is one process: start several"),
         (
             "draft",
             {"target": {"tp_plan": "auto"}},
@@ -215,10 +214,11 @@ def test_what_a_stage_cannot_do_with_a_loading_is_refused_with_the_remedy(
     config = build(tree)
     with pytest.raises(ConfigError, match=message):
         CHECKS[stage](config).check()
-    # What does not load the model has nothing against it.
-    if stage == "rollouts":
-        served = config.rollouts.model_copy(update={"backend": "vllm"})
-        Rollouts(config.model_copy(update={"rollouts": served})).check()
+
+
+def test_a_model_is_split_over_several_processes_alone(models: Path) -> None:
+    with pytest.raises(ConfigError, match="this is one process: start several"):
+        load_model(str(models / "target"), load=Loading(tp_plan="auto"))
 
 
 @pytest.mark.parametrize(
