@@ -20,7 +20,7 @@ from recipes.layout import RECIPES, absolute, is_within, portable
 from recipes.steps import CommandLine, Step, next_recipe
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, TrainingDivergedError
 from specdata.processes import is_main, local_rank, process_count, rank
-from specdata.storage.files import digests, fingerprint, is_locked, try_locked, write_json
+from specdata.storage.files import digests, fingerprint, is_locked, locked, write_json
 from specdata.storage.manifest import CACHE, MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
 from specdata.terminal import visible
@@ -412,7 +412,7 @@ def _locked(folder: Path) -> Iterator[None]:
             f"cannot write into {folder} ({error.strerror}): choose another --output"
         ) from error
     for _ in range(RETRIES):
-        with try_locked(folder / LOCK) as mine:
+        with locked(folder / LOCK, wait=False) as mine:
             if mine:
                 yield
                 return

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from specdata.errors import ManifestError, trouble_outside
 from specdata.storage.dataset import fill_dataset, load_stored, stream_stored
-from specdata.storage.files import locked, try_locked
+from specdata.storage.files import locked
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
@@ -189,11 +189,11 @@ def test_a_lock_is_taken_although_its_folder_is_removed_again_and_again(tmp_path
         thread.join()
 
 
-@pytest.mark.parametrize(("take", "code"), [(locked, errno.ENOLCK), (try_locked, errno.ENOSYS)])
+@pytest.mark.parametrize(("wait", "code"), [(True, errno.ENOLCK), (False, errno.ENOSYS)])
 def test_a_file_system_without_locks_is_refused_with_what_to_do(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    take: Callable[[Path], AbstractContextManager[object]],
+    wait: bool,
     code: int,
 ) -> None:
     def without_locks(_descriptor: int, _operation: int) -> None:
@@ -202,7 +202,7 @@ def test_a_file_system_without_locks_is_refused_with_what_to_do(
     monkeypatch.setattr(fcntl, "flock", without_locks)
     with (
         pytest.raises(OSError, match="choose an output folder on one that has"),
-        take(tmp_path / "lock"),
+        locked(tmp_path / "lock", wait=wait),
     ):
         pytest.fail("nothing keeps a second process out")
 

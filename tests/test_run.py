@@ -19,7 +19,7 @@ from recipes.run import KEYS, finished, remove_caches, run_stage, wait_for
 from recipes.run_eval import Eval
 from recipes.train_head import Labels
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import fingerprint, try_locked
+from specdata.storage.files import fingerprint, locked
 from specdata.storage.resume import Settings
 from tests.made_up import Work, at
 
@@ -118,7 +118,7 @@ def test_a_process_that_waits_says_what_for(
         wait_for(tmp_path, patience=0.5)
     line = f"rank 3 waits for rank 0, which is not at work in {tmp_path}\n"
     assert 2 <= capsys.readouterr().err.count(line) <= 5
-    with try_locked(tmp_path / ".lock"):
+    with locked(tmp_path / ".lock", wait=False):
         waiting = threading.Thread(target=wait_for, args=(tmp_path, 0.1), daemon=True)
         waiting.start()
         waiting.join(0.6)

@@ -35,7 +35,7 @@ from heads import BaseHead
 from specdata.interruption import stop_if_asked
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig, generator_for, seed_for
-from specdata.storage.files import fingerprint, share_out, try_locked
+from specdata.storage.files import fingerprint, locked, share_out
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import Settings
 
@@ -241,7 +241,7 @@ class _Share:
         progress = self.experiment.folder / PROGRESS
         if self.is_stored(index):
             return True
-        with try_locked(progress / f"prompts-{index:05d}.lock") as taken:
+        with locked(progress / f"prompts-{index:05d}.lock", wait=False) as taken:
             if not taken:
                 return False
             if not self.is_stored(index):  # by another process, since the last look

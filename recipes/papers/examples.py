@@ -128,10 +128,10 @@ def batches(
     Of `markov_chains`.
     """
     *_, p, q = markov_chains(vocabulary, horizon, spread, seed)
-    limit = float(theory.batch_rejections(p, q, horizon, None, memory=1).sum())
+    limit = float(theory.expected_rejections(p, q, horizon, None, memory=1).sum())
     records = []
     for count in responses:
-        exact = float(theory.batch_rejections(p, q, horizon, count, memory=1).sum())
+        exact = float(theory.expected_rejections(p, q, horizon, count, memory=1).sum())
         for by, value in (("Theorem 3", exact), ("limit of many", limit)):
             records.append({"M": count, "by": by, "rejections": value, "speedup": horizon / value})
     return records

@@ -23,36 +23,17 @@ Model = Callable[[Prefix], Tensor]
 # --- expected rejections (Yin et al. 2024, NeurIPS) ---
 
 
-def expected_rejections(p: Model, q: Model, horizon: int, memory: int | None = None) -> Tensor:
-    """Expected rejections of token verification at every position, float64 (T,).
-
-    Yin et al. 2024 (arXiv:2411.00841), Theorem 1: E[N_rej] = sum_n E_{x_{1:n-1} ~ p}[TV(p, q)], the
-    sum of what is returned. By their Theorem 2 no lossless rejection rule has fewer. Drafts run to
-    the end of the horizon, so a speed-up of T / E[N_rej] counts rejections as target calls.
-
-    Args:
-        p: the target.
-        q: the draft.
-        horizon: tokens to generate, T.
-        memory: how many of the last tokens the distributions depend on, besides the position;
-            None for all.
-    """
-
-    def extend(prefix: Prefix, weight: Tensor) -> Tensor:
-        return p(prefix).double().unsqueeze(-1) * weight
-
-    def rejected(prefix: Prefix, weight: Tensor) -> Tensor:
-        return weight[0] * distance(p(prefix), q(prefix))
-
-    return _by_length(extend, 1, horizon, memory, rejected)
-
-
-def batch_rejections(
-    p: Model, q: Model, horizon: int, responses: int | None, memory: int | None = None
+def expected_rejections(
+    p: Model, q: Model, horizon: int, responses: int | None = 1, memory: int | None = None
 ) -> Tensor:
     """Expected rejections of batch verification at every position, float64 (T,).
 
-    Yin et al. 2024 (arXiv:2411.00841), Theorem 3. With f(x_{1:n}) the probability that the output
+    One response is token verification: Yin et al. 2024 (arXiv:2411.00841), Theorem 1,
+    E[N_rej] = sum_n E_{x_{1:n-1} ~ p}[TV(p, q)], the sum of what is returned; by their Theorem 2 no
+    lossless rejection rule has fewer. Drafts run to the end of the horizon, so a speed-up of
+    T / E[N_rej] counts rejections as target calls.
+
+    Several are Theorem 3. With f(x_{1:n}) the probability that the output
     begins with x_{1:n} and its last token is a correction, f() = 1,
 
         f(x_{1:n}) = f(x_{1:n-1}) Pi p^{M+1}(x_n) + (p(x_{1:n-1}) - f(x_{1:n-1})) (p - q)+(x_n)
@@ -64,7 +45,8 @@ def batch_rejections(
         horizon: tokens to generate, T.
         responses: M, rollouts in a batch; None for the limit M -> infinity, in which Pi is the
             target's mass outside the draft's support (0 in the paper, which assumes full support).
-        memory: as in `expected_rejections`.
+        memory: how many of the last tokens the distributions depend on, besides the position;
+            None for all.
 
     Raises:
         ValueError: if responses is below 1.
@@ -82,7 +64,7 @@ def batch_rejections(
 
     def rejected(prefix: Prefix, weight: Tensor) -> Tensor:
         target, draft = p(prefix).double(), q(prefix).double()
-        single = distance(target, draft)
+        single = 1.0 - overlap(target, draft)
         missed, _ = first_token_missed(target, draft, responses)
         return weight[0] * single - weight[1] * (single - missed)
 
@@ -108,7 +90,7 @@ def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[flo
         return missed, outside / missed if missed > 0 else p
     missed = 1.0
     for _ in range(responses):
-        missed *= float(distance(p, q))
+        missed *= 1.0 - float(overlap(p, q))
         p = residual(p, q)
     return missed, p
 
@@ -156,11 +138,6 @@ def greedy_block_accepted(p: Model, q: Model, longest: int) -> Tensor:
 
 
 # --- rejection against bias at one position (Yin et al. 2024, Theorems 4 and 5) ---
-
-
-def distance(p: Tensor, q: Tensor) -> Tensor:
-    """Total variation TV(p, q) = sum |p - q| / 2: (..., V) -> (...)."""
-    return 0.5 * (p - q).abs().sum(dim=-1)
 
 
 def over_acceptance(p: Tensor, q: Tensor, epsilon: float) -> Tensor:

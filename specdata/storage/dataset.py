@@ -31,7 +31,6 @@ from specdata.storage.files import (
     atomic_write,
     locked,
     share_out,
-    try_locked,
     write_json,
 )
 from specdata.storage.manifest import (
@@ -169,7 +168,7 @@ class _DatasetInProgress:
 
     def make(self, index: int, rows: Callable[[], list[Any]]) -> dict[str, Any] | None:
         """Make a shard, or find it made; None if another process is at it."""
-        with try_locked(self.progress / f"{_name(index)}.lock") as mine:
+        with locked(self.progress / f"{_name(index)}.lock", wait=False) as mine:
             if not mine:
                 return None
             if record := self.done(index):  # by another process, since the last look

@@ -101,31 +101,20 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, waiting for it. The lock goes with the process, however it ends.
+def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock file, which goes with the process, however it ends.
+
+    Args:
+        path: the file.
+        wait: whether to wait for whoever holds it, this process or another.
+
+    Yields:
+        Whether it is held now: True, unless it was not waited for.
 
     Raises:
         OSError: if the lock file cannot be made, or its file system has no locks.
     """
-    lock = _acquire(path, wait=True)
-    assert lock is not None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def try_locked(path: Path) -> Iterator[bool]:
-    """Hold a lock file unless it is held already, by this process or another.
-
-    Yields:
-        Whether it is held now.
-
-    Raises:
-        OSError: as `locked`.
-    """
-    lock = _acquire(path, wait=False)
+    lock = _acquire(path, wait=wait)
     try:
         yield lock is not None
     finally:
@@ -190,7 +179,7 @@ def share_out(parts: Iterable[int], attempt: Callable[[int], bool]) -> None:
 
     Args:
         parts: numbers of the parts, in the order in which they are attempted.
-        attempt: does a part, under its lock (`try_locked`), unless it is done. Whether it is
+        attempt: does a part, under its lock (`locked`), unless it is done. Whether it is
             done now; False if another process is at it.
     """
     waiting = list(parts)
