@@ -64,7 +64,7 @@ def test_the_bias_of_a_generation_is_that_of_its_own_positions(temperature: floa
     verifier, prompt = config.make_verifier(), torch.tensor([2, 3])
     bias_at = partial(VERIFIERS["biased_uno"].bias_at, epsilon=0.1)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
-    tokens, variations = 0, 0.0
+    variations = 0.0
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
         out = decoder.generate(prompt, max_new_tokens=12, generator=generator)
@@ -75,9 +75,7 @@ def test_the_bias_of_a_generation_is_that_of_its_own_positions(temperature: floa
             p, q = (next_distribution(model, ids, config.sampling) for model in (target, draft))
             if drafted:
                 expected += float((exact_emitted(verifier, p, q) - p).abs().sum()) / 2
-        total, count = measure_bias(target, draft, bias_at, config.sampling, prompt, out)
-        assert count == len(out.tokens)
-        assert total == pytest.approx(expected, abs=1e-5)
-        tokens, variations = tokens + count, variations + expected
-    assert tokens > 20
+        measured = measure_bias(target, draft, bias_at, config.sampling, prompt.tolist(), out)
+        assert measured == pytest.approx(expected, abs=1e-5)
+        variations += expected
     assert variations > 0.5, "there must be a bias to find"

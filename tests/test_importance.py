@@ -155,18 +155,6 @@ def test_the_linear_program_reaches_the_optimum_of_two_drafts(alike: bool) -> No
         assert np.minimum(p.numpy(), distribution).sum() == pytest.approx(best, abs=1e-11)
 
 
-def test_worked_examples() -> None:
-    make = VERIFIERS["importance"].make
-    uniform = torch.full((3,), 1 / 3, dtype=torch.float64)
-    skewed = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-    assert acceptance(make(solver="lp"), P3, [Q3, Q3]) == pytest.approx(0.86, abs=1e-9)
-    assert acceptance(make(solver="truncated", s=1), P3, [Q3, Q3]) == pytest.approx(0.86, abs=1e-9)
-    assert acceptance(make(solver="lp"), P3, [Q3, R3]) == pytest.approx(1.0, abs=1e-9)
-    for solver in ("lp", "truncated"):
-        accepted = acceptance(make(solver=solver, s=1), skewed, [uniform, uniform])
-        assert accepted == pytest.approx(0.95555556, abs=1e-8)
-
-
 def test_fills_of_the_paper_reach_its_worked_examples() -> None:
     """The rules themselves: no choice of the best, no residual that falls on a drafted token."""
     p, q, r = P3.numpy(), Q3.numpy(), R3.numpy()

@@ -25,7 +25,6 @@ from tests.oracles import (
 )
 
 P3, Q3 = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
-P4, Q4 = torch.tensor([[0.45, 0.25, 0.2, 0.1], [0.35, 0.1, 0.15, 0.4]], dtype=torch.float64)
 
 
 def distributions(seed: int, count: int, sizes: Sequence[int] = (2, 3, 4, 5)) -> list[Tensor]:
@@ -106,16 +105,6 @@ def test_two_drafts_follow_theorems_2_and_3_of_khisti_et_al() -> None:
     assert 5 < certain < 55
 
 
-def test_worked_examples_of_three_drafts_and_of_distinct_ones() -> None:
-    assert optimal_acceptance(P3, Q3, 3) == pytest.approx(0.988, abs=1e-12)
-    assert optimal_acceptance(P4, Q4, 2) == pytest.approx(0.94, abs=1e-12)
-    assert optimal_acceptance(P4, Q4, 3) == pytest.approx(1.0, abs=1e-12)
-    assert optimal_acceptance(P3, Q3, 2, "distinct") == pytest.approx(0.98571429, abs=1e-8)
-    assert optimal_acceptance(P4, Q4, 2, "distinct") == pytest.approx(0.98815988, abs=1e-8)
-    other = torch.tensor([0.6, 0.2, 0.2], dtype=torch.float64)
-    assert optimal_acceptance_independent(P3, [Q3, other]) == pytest.approx(1.0, abs=1e-12)
-
-
 @pytest.mark.parametrize("k", [2, 3])
 def test_no_rule_accepts_more_than_the_optimum(k: int) -> None:
     hows: dict[str, Literal["iid", "distinct"]] = {
@@ -155,7 +144,7 @@ def test_refuses_what_makes_no_sense() -> None:
     with pytest.raises(ValueError, match="1 or larger"):
         optimal_acceptance(P3, Q3, 0)
     with pytest.raises(ValueError, match="one shape"):
-        optimal_acceptance(P3, Q4, 2)
+        optimal_acceptance(P3, Q3[:2], 2)
     with pytest.raises(ValueError, match="one shape"):
         optimal_acceptance_independent(P3, [])
 

@@ -70,7 +70,6 @@ def table_at(
         DecodeConfig(verifier=references[0], **settings),
         references=[verifiers[name].verifier for name in references],
         max_new_tokens=tokens,
-        size=64,
     )
     asked = [verifiers[name] for name in references]
     texts = range(len(prompts))
@@ -85,11 +84,10 @@ def test_a_place_counts_by_how_a_round_ends_there_and_a_call_emits_what_its_verd
     table, verifiers, starts = table_at(TREE, ("rrs", "naive"), ["kseq"], tiny_prompts(6))
     checked = 0
     for index, place in enumerate(starts):
-        scored = place.round
-        if len(scored.tree):
-            stop = verifiers["kseq"].verifier(scored.tree, scored.target).stop
+        if len(place.tree):
+            stop = verifiers["kseq"].verifier(place.tree, place.target).stop
             paths = [
-                [scored.tree.token_list[n - 1] for n in scored.tree.path_to(node)]
+                [place.tree.token_list[n - 1] for n in place.tree.path_to(node)]
                 for node in range(len(stop))
             ]
             emitted = [len(path) + (END not in path) for path in paths]
@@ -120,7 +118,7 @@ def test_of_a_draft_on_states_a_text_begins_with_a_round_without_a_draft() -> No
     )
     first = [place for place in places if place.before is None]
     assert len(first) == 8 < len(places) / 4
-    assert not any(len(place.round.tree) for place in first)
+    assert not any(len(place.tree) for place in first)
 
 
 @pytest.mark.parametrize(

@@ -358,19 +358,10 @@ def test_a_target_that_is_no_distribution_is_refused(row: list[float]) -> None:
         VERIFIERS["token"].make()(DraftTree.chain(torch.tensor([0]), q), target.half())
 
 
-@pytest.mark.parametrize(("name", "parameters"), list(every_verifier()))
-def test_declared_properties_are_those_that_enumeration_finds(
-    name: str, parameters: Mapping[str, Any]
-) -> None:
-    verifier = VERIFIERS[name].make(**parameters)
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_verifier_has_the_name_and_the_paper_of_its_entry(name: str) -> None:
+    spec = VERIFIERS[name]
+    verifier = spec.make(**(spec.examples or spec.grid)[0])
     assert verifier.name == name
     assert verifier.branching is any(kind != "chain" for kind in verifier.takes)
     assert re.search(r"arXiv:\d{4}\.\d{5}|ICLR", verifier.paper)
-    case = next(case for case in CASES.values() if case.kind in verifier.takes and case.depth > 1)
-    p, q, drafts = case.enumerated(9, 0.0)
-    emitted = output_distribution(verifier, iter(drafts), p, case.depth + 1, q)
-    bias = total_variation(emitted, joint_distribution(p, (), case.depth + 1))
-    if verifier.lossless:
-        assert bias <= 1e-12
-    elif (name, parameters) != ("biased_opt", {"epsilon": 0.0}):  # which is token verification
-        assert bias > 1e-3

@@ -88,7 +88,7 @@ def measure_times(
     engine: Engine,
     seed: int,
 ) -> Mapping[bool, Times]:
-    """Fitted to a few prompts (T,), decoded one at a time.
+    """Fitted to a few prompts, decoded one at a time.
 
     Chains of two lengths and a tree tell a round, a forward of the draft and a node apart.
     """

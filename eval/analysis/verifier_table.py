@@ -90,6 +90,8 @@ class Scored:
         node: the last accepted node.
         paths: the drafted tokens down to each node: N+1.
         forwards: forwards of the draft.
+        text: the number of its prompt.
+        before: the round that ended where this one starts; None for the first of a text.
     """
 
     tree: DraftTree
@@ -98,21 +100,8 @@ class Scored:
     node: int
     paths: Sequence[tuple[int, ...]]
     forwards: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A place where a round starts.
-
-    Attributes:
-        text: the number of its prompt.
-        round: the round.
-        before: the round that ended here; None for the first of a text.
-    """
-
-    text: int
-    round: Scored
-    before: Scored | None
+    text: int = 0
+    before: Scored | None = None
 
 
 def reduced(tree: DraftTree, target: Tensor, token: int) -> tuple[DraftTree, Tensor, int]:
@@ -189,9 +178,9 @@ def drafted(
     references: Sequence[Verifier] = (),
     seed: int = 0,
     max_new_tokens: int = 96,
-    size: int = 8,
+    first_text: int = 0,
     timed: list[tuple[DraftTree, Tensor]] | None = None,
-) -> list[Start]:
+) -> list[Scored]:
     """The rounds of texts that the target continues, each with its draft and the scores of it.
 
     Args:
@@ -202,7 +191,7 @@ def drafted(
         references: lossless verifiers that end the rounds, one drawn at each; none: config's own.
         seed: of everything that is drawn.
         max_new_tokens: of each text.
-        size: texts decoded at a time.
+        first_text: the number of the first text.
         timed: gets the first few drafts with the target's distributions, whatever the vocabulary.
 
     Raises:
@@ -219,10 +208,10 @@ def drafted(
     generators = [generator_for(seed, "verifiers", str(index)) for index in range(len(prompts))]
     decoder = SpeculativeDecoder.from_config(target, draft, config, verifier=recorder)
     generations = decoder.generate_batch(
-        prompts, max_new_tokens=max_new_tokens, generators=generators, size=size
+        prompts, max_new_tokens=max_new_tokens, generators=generators, size=len(prompts)
     )
     no_draft = DraftTree.chain(torch.empty(0, dtype=torch.long), torch.empty(0, 1))
-    starts = []
+    places: list[Scored] = []
     for text, (generator, generation) in enumerate(zip(generators, generations, strict=True)):
         rounds = iter(recorder.rounds.get(id(generator), []))
         before: Scored | None = None
@@ -230,9 +219,9 @@ def drafted(
             scored = Scored(no_draft, torch.empty(1, 1), 0, 0, [()])  # begins or ends a text
             if record.drafted:
                 scored = replace(next(rounds), forwards=record.draft_forwards)
-            starts.append(Start(text, scored, before))
-            before = scored
-    return starts
+            before = replace(scored, text=first_text + text, before=before)
+            places.append(before)
+    return places
 
 
 class Enumerated:
@@ -311,7 +300,7 @@ class Expected:
 def expected(
     verifier: Enumerated,
     references: Sequence[Enumerated],
-    places: Sequence[Start],
+    places: Sequence[Scored],
     texts: Collection[int],
 ) -> Expected:
     """Enumerate a verifier at those places that are in some texts.
@@ -326,7 +315,7 @@ def expected(
     for place in places:
         if place.text not in number:
             continue
-        tokens, accepted, _ = verifier(place.round)
+        tokens, accepted, _ = verifier(place)
         weight = 1.0
         if place.before is not None:
             met = sum(reference(place.before)[2] for reference in references) / len(references)
@@ -411,8 +400,8 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
     until = begun + max(seconds, 1.25 * (time.thread_time() - begun))
     counts = _enumerate(verifiers, references, places, until)
     optima = _optima(config, places)
-    forwards = float(np.mean([place.round.forwards for place in places]))
-    nodes = float(np.mean([len(place.round.tree) for place in places]))
+    forwards = float(np.mean([place.forwards for place in places]))
+    nodes = float(np.mean([len(place.tree) for place in places]))
 
     table = []
     sets = list(dict.fromkeys(texts))
@@ -471,7 +460,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
 def _enumerate(
     verifiers: Sequence[Enumerated],
     references: Sequence[Enumerated],
-    places: Sequence[Start],
+    places: Sequence[Scored],
     until: float,
 ) -> dict[Enumerated, int]:
     """Enumerate all verifiers at one place after the other: how many places each took.
@@ -486,7 +475,7 @@ def _enumerate(
             if time.thread_time() > until:
                 break
         for each in going:
-            each(place.round)
+            each(place)
             if place.before is not None:
                 each(place.before)
             counts[each] = index + 1
@@ -500,7 +489,7 @@ def _places(
     references: Sequence[Enumerated],
     seconds: float,
     timed: list[tuple[DraftTree, Tensor]],
-) -> tuple[list[Start], list[str]]:
+) -> tuple[list[Scored], list[str]]:
     """Places in a random order, and the prompt set of each text, for about so many seconds."""
     begun = time.thread_time()
     prompts = measured.prompts
@@ -508,12 +497,12 @@ def _places(
     of_set = [[each for each in prompts if each[0] == name] for name in sets]
     waiting = [each for turn in zip_longest(*of_set) for each in turn if each is not None]
     size = max(4, 2 * len(sets))
-    places: list[Start] = []
+    places: list[Scored] = []
     texts: list[str] = []
     spent = 0.0
     while waiting and (not texts or spent * (1 + size / len(texts)) < seconds):
         batch, waiting = waiting[:size], waiting[size:]
-        starts = drafted(
+        places += drafted(
             measured.target,
             measured.draft,
             [ids for _, ids in batch],
@@ -521,13 +510,12 @@ def _places(
             references=[each.verifier for each in references],
             seed=seed_for(measured.seed, "verifiers", kind.name, len(texts)),
             max_new_tokens=measured.max_new_tokens,
-            size=size,
+            first_text=len(texts),
             timed=timed,
         )
-        places += [replace(place, text=len(texts) + place.text) for place in starts]
         texts += [dataset for dataset, _ in batch]
         spent = time.thread_time() - begun
-        if sum(p.round.target.nbytes + p.round.tree.distributions.nbytes for p in places) > BYTES:
+        if sum(each.target.nbytes + each.tree.distributions.nbytes for each in places) > BYTES:
             break
     mixed = np.random.default_rng(measured.seed).permutation(len(places))
     return [places[index] for index in mixed], texts
@@ -545,21 +533,21 @@ def _microseconds(verifier: Verifier, drafts: Sequence[tuple[DraftTree, Tensor]]
     return 1e6 * float(np.median(seconds[1:] or seconds or [0.0]))  # the first warms up
 
 
-def _optima(config: DecodeConfig, places: Sequence[Start]) -> list[float]:
+def _optima(config: DecodeConfig, places: Sequence[Scored]) -> list[float]:
     """Best acceptance of siblings at the first places; of other drafts it is not known."""
     if len(config.widths) != 1 or config.how not in ("iid", "distinct"):
         return []
     how: Literal["iid", "distinct"] = "iid" if config.how == "iid" else "distinct"
     return [
-        optimal_acceptance(scored.target[0], scored.tree.distributions[0], len(scored.tree), how)
-        if len(scored.tree)
+        optimal_acceptance(place.target[0], place.tree.distributions[0], len(place.tree), how)
+        if len(place.tree)
         else 0.0
-        for scored in (place.round for place in places[:OPTIMA])
+        for place in places[:OPTIMA]
     ]
 
 
 def _bias(
-    enumerated: Enumerated, parameters: Mapping[str, Any], places: Sequence[Start]
+    enumerated: Enumerated, parameters: Mapping[str, Any], places: Sequence[Scored]
 ) -> float | None:
     """Total variation of an emitted token's distribution from p, on average over tokens of chains.
 
@@ -569,12 +557,12 @@ def _bias(
     if spec.lossless:
         return None
     away = tokens = 0.0
-    for scored in [place.round for place in places if len(place.round.tree)][:TIMED]:
+    for place in [each for each in places if len(each.tree)][:TIMED]:
         lost = [
             spec.bias_at(p, q, **parameters)
-            for p, q in zip(scored.target[:-1], scored.tree.distributions, strict=True)
+            for p, q in zip(place.target[:-1], place.tree.distributions, strict=True)
         ]
-        tokens += enumerated(scored)[0]
-        for weight, end in enumerated.verifier.outcomes(scored.tree, scored.target):
+        tokens += enumerated(place)[0]
+        for weight, end in enumerated.verifier.outcomes(place.tree, place.target):
             away += weight * sum(lost[: end.node + 1])
     return away / tokens if tokens else 0.0

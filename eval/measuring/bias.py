@@ -8,7 +8,7 @@ is measured apart from decoding, untimed: the finished sequence is scored once m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,46 +22,32 @@ if TYPE_CHECKING:
 
     from eval.rounds import Generation
 
-POSITIONS = 16
-"""Most positions of one generation, evenly spaced, whose distributions are kept."""
-
 
 def measure_bias(
     target: PreTrainedModel,
     draft: PreTrainedModel,
     bias_at: Callable[[Tensor, Tensor], float],
     sampling: SamplingConfig,
-    prompt_ids: Tensor,
+    prompt_ids: Sequence[int],
     out: Generation,
-) -> tuple[float, int]:
-    """Total variation at the positions of one generation of chains.
+) -> float:
+    """Total variation at the positions of one generation of chains, summed over its tokens.
 
     Args:
         target: the target.
         draft: the draft.
         bias_at: of p and q (V,) at a drafted position: the verifier's that decoded it.
         sampling: the distribution of both models.
-        prompt_ids: (T,) int64.
+        prompt_ids: its prompt.
         out: what was decoded.
-
-    Returns:
-        The sum over at most `POSITIONS` emitted tokens, evenly spaced, and how many they are.
     """
+
+    def variations(p: Tensor, q: Tensor, *_: object) -> dict[str, Tensor]:
+        values = [bias_at(p_row, q_row) for p_row, q_row in zip(p, q, strict=True)]
+        return {"variation": torch.tensor(values, dtype=torch.float64)}
+
     # The token after a whole accepted chain stood at no drafted position: it is the target's own.
     drafted = [place < each.drafted for each in out.rounds for place in range(each.emitted)]
-    count = min(POSITIONS, len(drafted))
-    places = [index * len(drafted) // count for index in range(count)]
-    text = {"prompt_ids": prompt_ids.tolist(), "completion_ids": out.tokens.tolist()}
-    (laws,) = along_pair(
-        (target, draft),
-        [text],
-        sampling,
-        lambda p, q, *_: {"p": p.double(), "q": q.double()},
-        places=[torch.tensor(places)],
-    )
-    total = sum(
-        bias_at(p, q)
-        for place, p, q in zip(places, laws["p"], laws["q"], strict=True)
-        if drafted[place]
-    )
-    return total, count
+    text = {"prompt_ids": prompt_ids, "completion_ids": out.tokens.tolist()}
+    (columns,) = along_pair((target, draft), [text], sampling, variations)
+    return float(columns["variation"] @ torch.tensor(drafted).double())

@@ -180,15 +180,15 @@ class Experiment:
             record = replace(record, scores=self.scorer.scores(prompt, out.tokens.tolist()))
         if method.lossless or not method.is_chain:
             return record
-        variation, tokens = measure_bias(
+        variation = measure_bias(
             self.models.target,
             self.models.draft,
             partial(VERIFIERS[method.verifier].bias_at, **method.verifier_args),
             self.sampling,
-            torch.tensor(prompt.ids),
+            prompt.ids,
             out,
         )
-        return replace(record, variation=variation, variation_tokens=tokens)
+        return replace(record, variation=variation, variation_tokens=record.tokens)
 
     def _setup(self, method: Method, dataset: str) -> Setup:
         """What results record of a method on a dataset."""

@@ -46,15 +46,7 @@ def discount(p: Tensor, q: Tensor, k: int) -> float:
     smaller depends on rho only for tokens with ratio p/q in (1, K), so the others are summed once.
     For a given set of tokens with q < p/rho, beta = a + b/rho, and the root is a scalar problem.
     Solving it, and recomputing the set at its root until the set no longer changes, takes a few
-    passes.
-
-    Args:
-        p: (V,) target's distribution, float64.
-        q: (V,) draft's distribution, float64.
-        k: number of candidates, K.
-
-    Returns:
-        rho, rounded to the side where the rule is valid.
+    passes. p and q are (V,) float64.
     """
     if k == 1:
         return 1.0

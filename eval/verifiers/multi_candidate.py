@@ -33,14 +33,8 @@ def token(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
 def follow_if_drafted(distribution: Tensor, tokens: Sequence[int], rng: Rng) -> int | Tensor:
     """Draw the next token, and follow the candidate that carries it if there is one.
 
-    Args:
-        distribution: (V,) distribution of the next token, independent of what was drafted after
-            the candidates.
-        tokens: the candidates for this position; of equal ones the first is followed.
-        rng: source of randomness.
-
-    Returns:
-        The index of the candidate that was drawn, or the distribution (V,) given that none was.
+    The distribution (V,) must not depend on what was drafted after the candidates; of equal ones
+    the first is followed.
     """
     distinct = list(dict.fromkeys(tokens))
     index = torch.tensor(distinct).to(distribution.device, non_blocking=True)

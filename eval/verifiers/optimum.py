@@ -44,9 +44,6 @@ def optimal_acceptance(
         k: number of drafts, K.
         how: "iid", or "distinct" for sequential draws without replacement.
 
-    Returns:
-        alpha* = max P(the emitted token is one of the drafts).
-
     Raises:
         ValueError: for k < 1, another `how`, or distributions of different sizes.
     """
@@ -136,8 +133,9 @@ def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> 
             break
         axis = int(np.argmax(high - low))
         middle = (low[axis] + high[axis]) / 2
-        halves = (low, _with(high, axis, middle)), (_with(low, axis, middle), high)
-        for part in halves:
+        below, above = high.copy(), low.copy()
+        below[axis] = above[axis] = middle
+        for part in ((low, below), (above, high)):
             bounds = _bounds(target, drafts, *part)
             if bounds is None:
                 continue
@@ -190,12 +188,6 @@ def _interpolant(low: Array, high: Array, order: Sequence[int]) -> Array:
         before, after = list(order[:place]), list(order[place + 1 :])
         slopes[k] = high[before].prod() * low[after].prod()
     return slopes
-
-
-def _with(point: Array, axis: int, value: float) -> Array:
-    changed = point.copy()
-    changed[axis] = value
-    return changed
 
 
 def _distributions(p: Tensor, qs: Sequence[Tensor]) -> tuple[Array, Array]:

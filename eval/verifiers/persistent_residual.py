@@ -42,31 +42,12 @@ PersistentResiduals = tuple[PersistentResidual, ...]
 
 
 def scaled_residual(ratio: float, p: Tensor, q: Tensor) -> Tensor:
-    """norm((ratio p - q)+), or p where that has no mass; does not overflow for large ratios.
-
-    Args:
-        ratio: factor of p, not negative.
-        p: (V,) target's distribution.
-        q: (V,) draft's distribution.
-
-    Returns:
-        (V,) distribution.
-    """
+    """(V,) norm((ratio p - q)+), or p where that has no mass; no large ratio overflows."""
     return residual(p, q / ratio) if ratio > 1.0 else residual(ratio * p, q)
 
 
 def modified_targets(residuals: PersistentResiduals, p: Tensor, q: Tensor) -> list[Tensor]:
-    """The target's distribution at one position before and after every modification.
-
-    Args:
-        residuals: n residuals.
-        p: (V,) the target's own distribution.
-        q: (V,) the draft's distribution.
-
-    Returns:
-        n + 1 distributions (V,): p, then the target as modified by the oldest residual, and so on;
-        the last one is modified by all of them.
-    """
+    """At one position p (V,), then p as modified by the oldest residual, then by the next, too."""
     distributions = [p]
     for item in residuals:
         distributions.append(scaled_residual(item.ratio, distributions[-1], q))
@@ -81,12 +62,7 @@ def advance(
     A token with q = 0 has an infinite ratio: the modified target then equals the one below it, and
     the residual is dropped.
 
-    Args:
-        residuals: n residuals.
-        targets: n distributions (V,), the target that each residual modifies, as given by
-            `modified_targets`.
-        q: (V,) the draft's distribution at the position of the token.
-        token: what was emitted there.
+    `targets` are the n distributions (V,) that the residuals modify, from `modified_targets`.
     """
     kept, drafted = [], float(q[token])
     for item, distribution in zip(residuals, targets, strict=True):
@@ -103,12 +79,9 @@ def modified_rows(residuals: PersistentResiduals, tree: DraftTree, target: Tenso
     verification reaches them.
 
     Args:
-        residuals: residuals from earlier rounds.
+        residuals: those from earlier rounds.
         tree: a chain of L tokens.
         target: (L+1, V) the target's own distributions.
-
-    Returns:
-        (L+1, V).
 
     Raises:
         ValueError: if a residual reaches past the chain and `tree.tail` is missing.

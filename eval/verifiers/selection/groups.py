@@ -24,15 +24,7 @@ def groups_by_ratio(p: Array, q: Array, head: Ids) -> Ids:
     """A group for every head token, and `BUCKETS` groups of other tokens with similar p/q.
 
     Tokens with equal p/q should be selected with equal preference, so a group loses no more than
-    the width of its interval costs.
-
-    Args:
-        p: (V,) target's distribution.
-        q: (V,) draft's distribution.
-        head: h token ids, which get the groups 0 .. h-1.
-
-    Returns:
-        (V,) group of every token, below h + `BUCKETS`.
+    the width of its interval costs. The h head tokens get the groups 0 .. h-1.
     """
     # Single precision suffices: any assignment gives an exact rule.
     target, draft = torch.from_numpy(p).float(), torch.from_numpy(q).float()

@@ -31,7 +31,7 @@ def solve_linear_program(p: Array, sure: Array, masses: Array) -> Array:
         masses: (m, m) symmetric masses of the pairs, diagonal 0.
 
     Returns:
-        (m, m) share of the pair {i, j} that goes to i; the diagonal is 1/2.
+        (m, m) share of the pair {i, j} that goes to i.
 
     Raises:
         ValueError: for more than `MAX_PAIRS` pairs.
@@ -79,16 +79,8 @@ def solve_max_flow(p: Array, sure: Array, masses: Array, start: Array | None = N
     Pairs supply their mass, tokens take at most p of it. Mass is moved along shortest chains of
     pairs from a token with more than p to one with less until no chain is left; the program is
     then solved without a solver's tolerance. For the five tokens of Algorithm 2 this takes a
-    fraction of a solver's time; for many it refines a solver's answer, which is good to 1e-7.
-
-    Args:
-        p: (m,) target's probabilities.
-        sure: (m,) mass that goes to a token in any case.
-        masses: (m, m) symmetric masses of the pairs, diagonal 0.
-        start: (m, m) shares to start from; even ones if None.
-
-    Returns:
-        (m, m) share of the pair {i, j} that goes to i.
+    fraction of a solver's time; for many it refines a solver's answer, which is good to 1e-7, given
+    as `start`.
     """
     # held[i, j]: mass of the pair {i, j} that goes to i
     held = masses * (0.5 if start is None else start)

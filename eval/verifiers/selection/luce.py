@@ -46,11 +46,6 @@ def fit_pair(p: Array, q1: Array, q2: Array) -> PairRule:
     """Luce selection from two drafts of any distributions.
 
     Group g wins a pair {g, h} with probability sigmoid(theta_g - theta_h).
-
-    Args:
-        p: (V,) target's distribution.
-        q1: (V,) distribution of the first draft.
-        q2: (V,) distribution of the second.
     """
     group, count = _groups(p, q1 if q1 is q2 else (q1 + q2) / 2)
     target, first, second = (
@@ -59,7 +54,7 @@ def fit_pair(p: Array, q1: Array, q2: Array) -> PairRule:
     masses: Array = np.outer(first, second)
     masses = masses + masses.T  # two drafts of one group are a pair of their own, shared evenly
     drafted = first + second > 0
-    theta = _step(np.zeros(count), target, first + second, drafted, (1.0, PAIR_FLOOR))
+    theta = _step(np.zeros(count), target, first + second, drafted, 1.0, PAIR_FLOOR)
     best, shares = -1.0, masses
     for _ in range(ITERATIONS):
         weight = np.exp(theta)
@@ -68,7 +63,7 @@ def fit_pair(p: Array, q1: Array, q2: Array) -> PairRule:
         accepted = float(np.minimum(target, b).sum())
         if accepted > best:
             best, shares = accepted, taken
-        theta = _step(theta, target, b, drafted, (PAIR_STEP, PAIR_FLOOR))
+        theta = _step(theta, target, b, drafted, PAIR_STEP, PAIR_FLOOR)
     return PairRule(group, shares)
 
 
@@ -97,23 +92,18 @@ def fit_race(p: Array, q: Array, k: int) -> Race:
     Its distribution is that of an exponential race: if every draft of token x arrives at an
     exponential time of rate lam_x = exp(theta_x), the first to arrive is selected, so
     b_x = K q_x lam_x int exp(-t lam_x) phi(t)^(K-1) dt with phi(t) = sum_y q_y exp(-t lam_y).
-
-    Args:
-        p: (V,) target's distribution.
-        q: (V,) distribution of every draft.
-        k: number of drafts, K.
     """
     group, count = _groups(p, q)
     target, draft = group_masses(group, p, count), group_masses(group, q, count)
     drafted = draft > 0
-    theta = _step(np.zeros(count), target, draft, drafted, (1.0, RACE_FLOOR))
+    theta = _step(np.zeros(count), target, draft, drafted, 1.0, RACE_FLOOR)
     best, kept = -1.0, theta
     for _ in range(ITERATIONS):
         b = race_distribution(theta, draft, k, COARSE)
         accepted = float(np.minimum(target, b).sum())
         if accepted > best:
             best, kept = accepted, theta
-        theta = _step(theta, target, b, drafted, (RACE_STEP, RACE_FLOOR))
+        theta = _step(theta, target, b, drafted, RACE_STEP, RACE_FLOOR)
     # The probability of a group is shared among its tokens in proportion to q.
     gain = race_distribution(kept, draft, k, FINE) / np.where(drafted, draft, 1.0)
     return Race(q * gain[group], group, kept)
@@ -124,15 +114,6 @@ def race_distribution(theta: Array, q: Array, k: int, step: float) -> Array:
 
     The integrand is analytic, so the error falls exponentially in 1/step: 2e-10 at 0.4, 1e-14 at
     0.2. By ln t = 6 - min(theta) every draft has arrived.
-
-    Args:
-        theta: (G,) log rate of every group.
-        q: (G,) probability of every group.
-        k: number of drafts, K.
-        step: of ln t.
-
-    Returns:
-        (G,) probability that the first arrival is of the group.
     """
     lam = np.exp(theta)
     times = np.exp(np.arange(-36.0, 6.0 - float(theta.min()), step))
@@ -151,16 +132,8 @@ def _groups(p: Array, q: Array) -> tuple[Ids, int]:
 
 
 def _step(
-    theta: Array,
-    p: Array,
-    b: Array,
-    drafted: NDArray[np.bool_],
-    scale_and_floor: tuple[float, float],
+    theta: Array, p: Array, b: Array, drafted: NDArray[np.bool_], scale: float, floor: float
 ) -> Array:
-    """Add scale log(p/b) to theta and shift it to [floor, 0].
-
-    Groups that are never drafted stay at 0.
-    """
-    scale, floor = scale_and_floor
+    """Add scale log(p/b) to theta and shift it to [floor, 0]; groups never drafted stay at 0."""
     moved = theta + scale * np.log(np.maximum(p, TINY) / np.maximum(b, TINY))
     return np.where(drafted, np.clip(moved - moved[drafted].max(), floor, 0.0), 0.0)

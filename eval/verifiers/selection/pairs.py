@@ -54,15 +54,14 @@ class PairRule:
 
         Implements equations 9, 11 and 196 of Khisti et al. 2025 (198 to 201 for q1 != q2), for
         whatever shares the rule has: token i of group g gets its part of every pair it is in,
-        q1(i) sum_h Q2(h) shares[g, h] + q2(i) sum_h Q1(h) shares[g, h].
-
-        Args:
-            q1: (V,) distribution of the first draft.
-            q2: (V,) distribution of the second; the same array as q1 if they are one distribution.
+        q1(i) sum_h Q2(h) shares[g, h] + q2(i) sum_h Q1(h) shares[g, h]. Where drafts have one
+        distribution, q1 and q2 are the same array.
         """
-        if len(self.shares) == 1:
-            return _mixed(q1, q2, self.first)
         same = q1 is q2
+        if len(self.shares) == 1:  # first q1 + (1 - first) q2, one of them itself where it is that
+            if same or self.first == 1.0:
+                return q1
+            return q2 if self.first == 0.0 else self.first * q1 + (1.0 - self.first) * q2
         gain_1, gain_2 = self._gains(q1, q2)
         b = gain_1.take(self.group) if not same else (gain_1 + gain_2).take(self.group)
         b *= q1
@@ -100,13 +99,6 @@ def pair_masses(q1: Array, q2: Array) -> Array:
     masses += masses.T.copy()
     np.fill_diagonal(masses, 0.0)
     return masses
-
-
-def _mixed(q1: Array, q2: Array, first: float) -> Array:
-    """First q1 + (1 - first) q2; one of them itself where that is the result."""
-    if q1 is q2 or first == 1.0:
-        return q1
-    return q2 if first == 0.0 else first * q1 + (1.0 - first) * q2
 
 
 def _after(masses: Array) -> Array:

@@ -66,10 +66,6 @@ def selector(solver: Solver, s: int) -> Select:
     in which the token selected so far, whose distribution is known, is compared with the next
     draft. Luce selection handles any number of drafts of one distribution at once.
 
-    Args:
-        solver: "lp", "truncated", "truncated_nosort" or "luce".
-        s: tokens whose pairs are optimised by the truncated solvers.
-
     Raises:
         ValueError: for another solver, or s < 1.
     """
@@ -116,13 +112,7 @@ def _reduced_tournament(rules: PairRules, p: Array, distributions: Sequence[Arra
 
 
 def tournament(rules: PairRules, p: Array, distributions: Sequence[Array]) -> Selection:
-    """Select from the first two drafts, then from the selected one and the next, and so on.
-
-    Args:
-        rules: gives candidate rules for a pair of drafts.
-        p: (V,) the target's distribution.
-        distributions: (V,) of each draft, in order.
-    """
+    """Select from the first two drafts, then from the selected one and the next, and so on."""
     distribution, chain = distributions[0], []
     for following in distributions[1:]:
         rule, distribution = best_rule(
