@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from distill.config import LoraConfig
-from specdata.errors import ConfigError, NotFiniteError
+from specdata.errors import NotFiniteError
 from specdata.models import load_model
 from specdata.sampling import seed_for
 from specdata.sources import base_of_adapters, hub_source
@@ -110,12 +110,7 @@ def merged(plain: PreTrainedModel) -> PreTrainedModel:
 
 
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> peft.PeftModel:
-    width = model.config.get_text_config().hidden_size
-    if lora.rank > width:
-        raise ConfigError(
-            f"draft.lora.rank must not exceed the draft's hidden size, {width}: got {lora.rank}; "
-            "lower it, or leave out draft.lora to train all weights"
-        )
+    lora.check_width(model.config.get_text_config().hidden_size)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank,

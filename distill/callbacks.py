@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -31,7 +30,7 @@ from transformers.integrations import (
 
 from distill.adapters import base_of, set_weights, trained_weights
 from distill.config import DistilConfig, Reporter
-from distill.watch import SCORE, HeldOut, History, Measurement, score
+from distill.watch import SCORE, HeldOut, Measurement, score
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.storage.checkpoints import complete_steps, newest_complete
 from specdata.storage.files import atomic_folder
@@ -43,56 +42,45 @@ WEIGHTS = "weights.safetensors"
 Weights = dict[str, Tensor]
 
 
+@dataclass(eq=False)
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """Measures the draft at the start, every `every` steps and at the end, and keeps the best.
+    """Measures the draft at the start, every `eval_steps` and at the end, and keeps the best.
 
     Measurements are entries of the Trainer's log, so a checkpoint holds those up to its step, and a
     resumed training goes on with them. The best weights lie in `best-STEP` beside the checkpoints.
     Those that a checkpoint would go on with stay as long as the checkpoint does, so that whatever a
     killed training did after it makes no difference.
+
+    Attributes:
+        trainer: the one that this is a callback of.
+        held_out: the rollouts to measure on.
+        plain: a copy of the draft, given the weights that are measured (`set_weights`).
+        config: how often to measure, and whether to store the best weights.
+        label: of the training, in errors.
+        remedy: what to do about its folder if it diverged.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        held_out: HeldOut,
-        plain: PreTrainedModel,
-        config: DistilConfig,
-        label: str,
-        remedy: str,
-    ) -> None:
-        """Prepare to watch.
-
-        Args:
-            trainer: the one that this is a callback of.
-            held_out: the rollouts to measure on.
-            plain: a copy of the draft, given the weights that are measured (`set_weights`).
-            config: how often to measure, and whether to store the best weights.
-            label: of the training, in errors.
-            remedy: what to do about its folder if it diverged.
-        """
-        self.trainer = trainer
-        self.held_out = held_out
-        self.plain = plain
-        self.every = config.eval_steps
-        self.keep = config.keep
-        self.label = label
-        self.remedy = remedy
+    trainer: Trainer
+    held_out: HeldOut
+    plain: PreTrainedModel
+    config: DistilConfig
+    label: str
+    remedy: str
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Measure what training starts from, or find the best weights so far."""
         if not measurements(state):
             self._measure(args, state)
-        elif self.keep == "best":
+        elif self.config.keep == "best":
             load_best(Path(args.output_dir), best_step(measurements(state)))  # must be there
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Measure, if it is time."""
-        if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
+        if state.global_step % self.config.eval_steps == 0 or state.global_step >= state.max_steps:
             loss_is_due = control.should_log
             self._measure(args, state)
             control.should_log = loss_is_due  # which the log of a measurement resets
@@ -104,9 +92,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if step and main:
             set_weights(self.plain, weights)
         draft = base_of(self.plain)
-        measured = self.held_out.measure_on_main(draft, step=step, watched_only=True)
-        (measured,) = broadcast_object_list([measured])
-        assert measured is not None
+        measured = self.held_out.measured_by_main(draft, step=step, watched_only=True)
         if not math.isfinite(score(measured)):
             raise TrainingDivergedError(
                 f"{self.label}: acceptance on held-out rollouts is {measured.overall.acceptance} "
@@ -118,7 +104,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         state.log_history.append({"step": step, MEASURED: asdict(measured)})
         self.trainer.log(_scalars(measured))
         is_best = best_step(measurements(state)) == step
-        if main and self.keep == "best" and is_best:
+        if main and self.config.keep == "best" and is_best:
             store_best(Path(args.output_dir), step, weights, _needed(args, state))
 
 
@@ -153,14 +139,9 @@ def _scalars(measured: Measurement) -> dict[str, float]:
     return {f"eval_{name}": value for name, value in named.items()}
 
 
-def best_folder(work: Path, step: int) -> Path:
-    """Where the weights of a step are kept."""
-    return work / f"best-{step}"
-
-
 def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> None:
     """Keep weights whole or not at all, and drop those of other steps that are not needed."""
-    with atomic_folder(best_folder(work, step), replace=True) as folder:
+    with atomic_folder(work / f"best-{step}", replace=True) as folder:
         # Tied matrices share memory, which the format refuses.
         apart = {name: value.detach().cpu().clone() for name, value in weights.items()}
         save_file(apart, folder / WEIGHTS)
@@ -175,7 +156,7 @@ def load_best(work: Path, step: int) -> Weights:
     Raises:
         ManifestError: if they are missing or damaged.
     """
-    path = best_folder(work, step) / WEIGHTS
+    path = work / f"best-{step}" / WEIGHTS
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -183,17 +164,6 @@ def load_best(work: Path, step: int) -> Weights:
             f"{path}, the best weights so far, cannot be read ({error}): remove {work} to train "
             "from the start"
         ) from error
-
-
-def history_of(state: TrainerState) -> History:
-    """The log of a Trainer: its steps, and what `Watch` added."""
-    logged = ("step", "loss", "grad_norm", "learning_rate")
-    steps = [
-        {name: float(entry[name]) for name in logged if entry.get(name) is not None}
-        for entry in state.log_history
-        if "loss" in entry
-    ]
-    return History(tuple(steps), tuple(measurements(state)))
 
 
 def reporters(names: Sequence[Reporter] | None, folder: Path) -> list[TrainerCallback]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from specdata.config import Config
+from specdata.errors import ConfigError
 
 TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
@@ -103,6 +105,24 @@ class InitConfig(Config):
             raise ValueError(f"taps must be in order, each once, got {self.taps}")
         return self
 
+    def layers_of(self, count: int, target: str | Path) -> list[int]:
+        """The numbers of the layers that are cut from a target of so many.
+
+        Raises:
+            ConfigError: if it has fewer.
+        """
+        numbers = self.layers
+        if isinstance(numbers, int):
+            first = count - numbers if self.kind == "states" else 0
+            numbers = [*range(first, first + numbers)]
+        if numbers[0] < 0 or numbers[-1] >= count:
+            allowed = f"1 to {count}" if isinstance(self.layers, int) else f"0 to {count - 1}"
+            raise ConfigError(
+                f"draft.init.layers must be {allowed}, because {target} has {count} layers; got "
+                f"{self.layers}"
+            )
+        return numbers
+
 
 class FinetuneConfig(Config):
     """Training on texts, before distillation: next-token prediction of what the assistant says."""
@@ -128,6 +148,14 @@ class FinetuneConfig(Config):
         description="share of the steps over which the learning rate rises",
     )
 
+    def check_context(self, positions: int, draft: str | Path) -> None:
+        """Raise ConfigError if a draft has fewer positions than a row may have tokens."""
+        if self.max_length > positions:
+            raise ConfigError(
+                f"draft.finetune.max_length must be at most {positions}, the positions of {draft}, "
+                f"got {self.max_length}: lower it, or take a draft with a longer context"
+            )
+
 
 class LoraConfig(Config):
     """Low-rank adapters in place of full weights, merged when the draft is saved."""
@@ -136,16 +164,13 @@ class LoraConfig(Config):
         default=16, ge=1, description="rank of the adapters, which are scaled by two (alpha / rank)"
     )
 
-
-class OnPolicyConfig(Config):
-    """Completions that the draft itself writes while it trains."""
-
-    share: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="share of the rollouts of a batch whose completion the draft writes anew",
-    )
+    def check_width(self, width: int) -> None:
+        """Raise ConfigError if adapters would be wider than the draft's states."""
+        if self.rank > width:
+            raise ConfigError(
+                f"draft.lora.rank must not exceed the draft's hidden size, {width}, got "
+                f"{self.rank}: lower it, or leave out draft.lora to train all weights"
+            )
 
 
 class DistilConfig(Config):
@@ -158,8 +183,11 @@ class DistilConfig(Config):
     lora: LoraConfig | None = Field(
         None, description="train low-rank adapters (default: all weights)"
     )
-    on_policy: OnPolicyConfig = Field(
-        OnPolicyConfig(), description="texts that the draft itself writes"
+    on_policy: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="share of the rollouts of a batch whose completion the draft writes anew",
     )
     objective: Objective = Field("lk_hybrid", description="the loss")
     warp: Literal["sampler", "raw"] = Field(
@@ -252,11 +280,11 @@ class DistilConfig(Config):
 
     @model_validator(mode="after")
     def _cache_has_the_texts(self) -> Self:
-        if self.cache is not None and self.on_policy.share > 0:
+        if self.cache is not None and self.on_policy > 0:
             raise ValueError(
-                f"cache holds logits along the target's own texts, and on_policy.share "
-                f"({self.on_policy.share:g}) has the target read those of the draft: set share to "
-                "0, or leave cache out to distil with the target"
+                f"cache holds logits along the target's own texts, and on_policy "
+                f"({self.on_policy:g}) has the target read those of the draft: set it to 0, or "
+                "leave cache out to distil with the target"
             )
         return self
 
@@ -266,7 +294,7 @@ class DistilConfig(Config):
             return self
         for name, given, why in (
             ("cache", self.cache, "top logits come without the target's states"),
-            ("on_policy.share", self.on_policy.share, "it learns from its own states in readings"),
+            ("on_policy", self.on_policy, "it learns from its own states in readings"),
             ("finetune", self.finetune, "the target does not read texts there"),
             ("lora", self.lora, "its maps are trained whole"),
         ):

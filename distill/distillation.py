@@ -7,11 +7,9 @@ only, between the very distributions that serving will compare.
 from __future__ import annotations
 
 import math
-import shutil
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
@@ -25,17 +23,18 @@ from distill.adapters import (
     trained_weights,
 )
 from distill.batches import check_context, content_of, fitted
-from distill.callbacks import (
-    Watch,
-    best_step,
-    history_of,
-    load_best,
-    reporters,
-)
+from distill.callbacks import Watch, best_step, load_best, measurements, reporters
 from distill.config import DistilConfig
 from distill.trainer import draft_trainer
-from distill.training import save_model, train_resumably
-from distill.watch import HeldOut, History, Measurement
+from distill.training import (
+    HISTORY_FILE,
+    RESULT_FILE,
+    ModelFolder,
+    logged_steps,
+    train_resumably,
+    work_of,
+)
+from distill.watch import HeldOut, Measurement
 from specdata.errors import TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
@@ -46,17 +45,13 @@ from specdata.models import (
 )
 from specdata.processes import join_processes, wait_for_main
 from specdata.sampling import SamplingConfig
-from specdata.saving import copy_tokenizer
 from specdata.state_store import StateStore
 from specdata.states_draft import reads_states
 from specdata.storage.checkpoints import newest_complete
-from specdata.storage.files import atomic_folder, fingerprint, write_json
-from specdata.storage.resume import Settings, read_record
+from specdata.storage.files import fingerprint
+from specdata.storage.resume import Settings
 from specdata.taps import attach
 from specdata.top_logits import TopLogitDistributions, TopLogits, check_decided
-
-SETTINGS_FILE = "training.json"
-RESULT_FILE = "distillation.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,27 +128,24 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     for name, rollouts in (("train", train), ("dev", dev)):
         if len(rollouts) == 0:
             raise ValueError(f"{name} must hold at least one rollout, it is empty")
-    settings = Settings(
-        {
-            "target": fingerprint(str(target)),
-            "draft": fingerprint(str(draft)),
-            # Where top logits lie does not matter, as they are compared by what they hold.
-            "config": {**config.decisive(), "cache": None},
-            "sampling": asdict(sampling),
-            "seed": seed,
-            "train": content_of(train),
-            "dev": content_of(dev),
-            "teacher_dtype": teacher_load.dtype or "float32",
-        },
-        remedy=f"choose another output folder, or remove {out} and {_work(out)}",
+    folder = ModelFolder(
+        out,
+        Settings(
+            {
+                "target": fingerprint(str(target)),
+                "draft": fingerprint(str(draft)),
+                # Where top logits lie does not matter, as they are compared by what they hold.
+                "config": {**config.decisive(), "cache": None},
+                "sampling": asdict(sampling),
+                "seed": seed,
+                "train": content_of(train),
+                "dev": content_of(dev),
+                "teacher_dtype": teacher_load.dtype or "float32",
+            },
+            remedy=f"choose another output folder, or remove {out} and {work_of(out)}",
+        ),
     )
-    if out.exists():
-        shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
-        settings.check_file(out / SETTINGS_FILE)
-        keys = [each.name for each in fields(DistilResult)]
-        stored = read_record(
-            out / RESULT_FILE, keys, f"remove {out} and run the same command again"
-        )
+    if stored := folder.result():
         return TypeAdapter(DistilResult).validate_python(stored)
     reports = reporters(config.report_to, out.with_name(f"{out.name}.logs"))
     state = join_processes()
@@ -174,83 +166,60 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             undecided += check_decided(rollouts, teacher, measured)[1]
     else:
         teacher = measured = load_model(str(target), load=teacher_load)
-    student, plain = (
-        load_student(str(draft), config.lora, seed=seed),
-        load_plain(str(draft), config.lora),
-    )
-    store = _let_read(teacher, base_of(student), base_of(plain))
+    student = load_student(str(draft), config.lora, seed=seed)
+    plain = load_plain(str(draft), config.lora)
+    store = StateStore()  # what all that is kept of the target's states goes to
+    for reader in (base_of(student), base_of(plain)):
+        if reads_states(reader.config) and not isinstance(teacher, TopLogitDistributions):
+            attach(reader, teacher, store)
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts, store=store)
-    before = held_out.measure_on_main(base_of(plain))
+    before = held_out.measured_by_main(base_of(plain))
 
-    history, kept_step = History(), 0
+    kept_step, label = 0, "distilling the draft"
+    steps: list[dict[str, float]] = []
+    watched: list[Measurement] = []
     if config.epochs > 0:
         trainer = draft_trainer(
-            teacher, student, fit.rollouts, _work(out), config, sampling, seed, store
+            teacher, student, fit.rollouts, folder.work, config, sampling, seed, store
         )
-        for callback in reports:
+        remedy = folder.settings.remedy
+        for callback in (*reports, Watch(trainer, held_out, plain, config, label, remedy)):
             trainer.add_callback(callback)
-        label = "distilling the draft"
-        trainer.add_callback(Watch(trainer, held_out, plain, config, label, settings.remedy))
-        train_resumably(trainer, _work(out), settings, label=label)
-        weights, history = trained_weights(trainer), history_of(trainer.state)
+        train_resumably(trainer, folder.work, folder.settings, label=label)
+        weights = trained_weights(trainer)
+        steps, watched = logged_steps(trainer), measurements(trainer.state)
         kept_step = trainer.state.global_step
         if config.keep == "best":
-            kept_step = best_step(history.measurements)
+            kept_step = best_step(watched)
         if state.is_main_process:
-            set_weights(
-                plain, weights if config.keep == "last" else load_best(_work(out), kept_step)
-            )
+            is_last = config.keep == "last"
+            set_weights(plain, weights if is_last else load_best(folder.work, kept_step))
     plain = merged(plain)
-    measured_after = held_out.measure_on_main(base_of(plain), step=kept_step)
-    (after,) = broadcast_object_list([measured_after])
-    assert after is not None  # the main process has sent it
+    after = held_out.measured_by_main(base_of(plain), step=kept_step)
     if not math.isfinite(after.overall.acceptance):
         raise TrainingDivergedError(
-            f"distilling the draft: its acceptance is {after.overall.acceptance} after the last "
-            "step",
-            last_good=newest_complete(_work(out)),
+            f"{label}: its acceptance is {after.overall.acceptance} after the last step",
+            last_good=newest_complete(folder.work),
             learning_rate=config.learning_rate,
-            remedy=settings.remedy,
+            remedy=folder.settings.remedy,
         )
-    if before is not None:  # on the main process
-        result = DistilResult(
-            acceptance_before=before.overall.acceptance,
-            acceptance_after=after.overall.acceptance,
-            positions=after.overall.positions,
-            steps=history.measurements[-1].step if history.measurements else 0,
-            best_step=kept_step,
-            before=before,
-            after=after,
-            cut=fit.cut,
-            left_out=fit.left_out,
-            is_bound=isinstance(measured, TopLogitDistributions) and not measured.is_exact,
-            undecided=undecided,
-        )
-        with atomic_folder(out) as temporary:
-            save_model(plain, temporary)
-            copy_tokenizer(str(target), temporary)
-            settings.write(temporary / SETTINGS_FILE)
-            write_json(temporary / RESULT_FILE, asdict(result))
-            replace(history, before=before, after=after, best_step=kept_step).write(temporary)
-        shutil.rmtree(_work(out), ignore_errors=True)
+    result = DistilResult(
+        acceptance_before=before.overall.acceptance,
+        acceptance_after=after.overall.acceptance,
+        positions=after.overall.positions,
+        steps=watched[-1].step if watched else 0,
+        best_step=kept_step,
+        before=before,
+        after=after,
+        cut=fit.cut,
+        left_out=fit.left_out,
+        is_bound=isinstance(measured, TopLogitDistributions) and not measured.is_exact,
+        undecided=undecided,
+    )
+    if state.is_main_process:
+        stored = asdict(result)
+        history = {name: stored[name] for name in ("before", "after", "best_step")}
+        history |= {"steps": steps, "measurements": [asdict(each) for each in watched]}
+        folder.write(plain, target, {RESULT_FILE: stored, HISTORY_FILE: history})
     wait_for_main()
-    return TypeAdapter(DistilResult).validate_json((out / RESULT_FILE).read_bytes())
-
-
-def _let_read(
-    teacher: PreTrainedModel | TopLogitDistributions, *drafts: PreTrainedModel
-) -> StateStore:
-    """Have drafts that read states read those of a target that is loaded already.
-
-    Returns:
-        What all that is kept of the target's states goes to.
-    """
-    store = StateStore()
-    for draft in drafts:
-        if reads_states(draft.config) and not isinstance(teacher, TopLogitDistributions):
-            attach(draft, teacher, store)
-    return store
-
-
-def _work(out: Path) -> Path:
-    return out.with_name(f"{out.name}.training")
+    return result

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.eagle3 import RENAMED, built, config_of, ids_of, settings_of, stored, tensors_of
-from distill.watch import HeldOut
+from distill.watch import Figures, HeldOut
 from specdata.eagle3 import Norms
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, longest_prompt
@@ -80,7 +80,7 @@ def examine(
         draft = load_model(name, target=target_name)
         kind = "on states, for this decoder alone" if states_input(draft) else "an ordinary draft"
         yield Finding("ok", "layout", f"{kind}, {type(draft).__name__}")
-        yield _acceptance(held, draft)
+        yield _acceptance(held.measure(draft).overall)
         return
     try:
         stored_tensors = stored(folder)
@@ -116,7 +116,8 @@ def examine(
             f"config.json does not say {', '.join(silent)}: read as false here, and engines differ "
             "(vLLM reads norm_before_residual of speculators' folders as true); say them",
         )
-    rounds = held.measure(draft).overall.expected_tokens["token_4"]
+    figures = held.measure(draft).overall
+    rounds = figures.expected_tokens["token_4"]
     others = {
         f"{flag} {not value}": (taps, replace(norms, **{flag: not value}))
         for flag, value in asdict(norms).items()
@@ -142,7 +143,7 @@ def examine(
             )
     if not is_better:
         yield Finding("ok", "settings", f"taps {taps}, {_flags(norms)}: no other is better")
-    yield _acceptance(held, draft)
+    yield _acceptance(figures)
 
 
 def _flags(norms: Norms) -> str:
@@ -150,8 +151,7 @@ def _flags(norms: Norms) -> str:
     return ", ".join(on) or "no norm flags"
 
 
-def _acceptance(held: HeldOut, draft: PreTrainedModel) -> Finding:
-    figures = held.measure(draft).overall
+def _acceptance(figures: Figures) -> Finding:
     text = (
         f"{figures.acceptance:.3f}, the sum of min(p, q) along {figures.positions:,} tokens of the "
         f"target's text; {figures.expected_tokens['token_4']:.2f} tokens a round of four"

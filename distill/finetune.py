@@ -5,8 +5,6 @@ This is how Vicuna-68M was made of LLaMA-68M (MCSD, arXiv 2401.06706, section 5.
 
 from __future__ import annotations
 
-import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +28,21 @@ from distill.adapters import (
     trained_weights,
 )
 from distill.batches import content_of
-from distill.callbacks import history_of
 from distill.config import FinetuneConfig, LoraConfig
 from distill.training import (
+    HISTORY_FILE,
+    RESULT_FILE,
+    SETTINGS_FILE,
+    ModelFolder,
     Schedule,
-    save_model,
+    logged_steps,
     train_resumably,
     training_arguments,
     whole_batches,
+    work_of,
 )
 from specdata.draft_vocabulary import draft_vocabulary_ids
-from specdata.errors import ConfigError, TrainingDivergedError
+from specdata.errors import ConfigError
 from specdata.models import (
     check_shared_vocabulary,
     load_configs,
@@ -55,20 +57,15 @@ from specdata.prompts.chat_templates import (
     require_template,
 )
 from specdata.prompts.conversations import Account, conversation_inputs, read_conversations
-from specdata.saving import copy_tokenizer
-from specdata.storage.checkpoints import newest_complete
-from specdata.storage.files import atomic_folder, fingerprint, locked, write_json
+from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, read_record
 from specdata.texts import IGNORED
 
-SETTINGS_FILE = "training.json"
-RESULT_FILE = "finetuning.json"
-LABEL = "fine-tuning the draft"
 Ids = npt.NDArray[np.int32]
 Text = tuple[Ids, npt.NDArray[np.bool_]]
 """Ids (T,) and which of them are learnt (T,)."""
 
-ROWS_SETTINGS_FILE, ACCOUNT_FILE = "settings.json", "account.json"
+ACCOUNT_FILE = "account.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,39 +84,29 @@ class Rows:
     account: dict[str, Any]
 
 
-def stored_rows(
-    folder: Path,
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase,
-    rollouts: Dataset | None,
-    config: FinetuneConfig,
-    seed: int,
-) -> Rows:
+def stored_rows(folder: Path, settings: Settings, make: Callable[[], Rows]) -> Rows:
     """Make the rows of a training, or read those that another process or an earlier run made.
 
-    Rendering and masking a hundred thousand conversations takes many minutes, so one process does
-    it, the others wait for its lock, and a run that goes on reads what lies there.
+    Rendering and masking a hundred thousand conversations takes many minutes, so the main process
+    does it, the others wait for it, and a run that goes on reads what lies there.
 
     Args:
         folder: where the rows are kept until the training is done.
         settings: what they depend on.
-        tokenizer: the target's.
-        rollouts: the texts, if the configuration names no conversations.
-        config: the texts and the length of a row.
-        seed: decides the order of a catalogued set.
+        make: makes them.
 
     Raises:
-        ConfigError: if the texts cannot be used or none is left (see `conversation_texts`).
+        ConfigError: of `make`.
         ManifestError: if `folder` was made with other settings.
     """
-    with locked(folder.with_name(f".{folder.name}.lock")):
-        if not folder.exists():
-            rows = make_rows(tokenizer, rollouts, config, seed)
-            with atomic_folder(folder) as temporary:
-                rows.dataset.save_to_disk(str(temporary))
-                write_json(temporary / ACCOUNT_FILE, rows.account)
-                settings.write(temporary / ROWS_SETTINGS_FILE)
-        settings.check_file(folder / ROWS_SETTINGS_FILE)
+    if join_processes().is_main_process and not folder.exists():
+        rows = make()
+        with atomic_folder(folder) as temporary:
+            rows.dataset.save_to_disk(str(temporary))
+            write_json(temporary / ACCOUNT_FILE, rows.account)
+            settings.write(temporary / SETTINGS_FILE)
+    wait_for_main()
+    settings.check_file(folder / SETTINGS_FILE)
     account = read_record(folder / ACCOUNT_FILE, (), f"remove {folder}")
     return Rows(load_from_disk(str(folder)), account)
 
@@ -136,7 +123,7 @@ def make_rows(
     Several texts share a row: TRL's best-fit decreasing, which cuts none.
 
     Raises:
-        ConfigError: as `stored_rows`.
+        ConfigError: if the texts cannot be used (`conversation_texts`), or nothing is left.
     """
     accounts: list[Account] = []
     if config.conversations:
@@ -289,7 +276,7 @@ def finetune(
     config: FinetuneConfig,
     lora: LoraConfig | None,
     seed: int,
-    save_steps: int = 100,
+    save_steps: int,
 ) -> dict[str, Any]:
     """Train a copy of the draft to predict what the assistant says, and save it as a model folder.
 
@@ -320,57 +307,49 @@ def finetune(
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
             are damaged.
     """
-    settings = Settings(
-        {
-            "target": fingerprint(str(target)),
-            "draft": fingerprint(str(draft)),
-            "texts": _contents(config, rollouts),
-            "config": config.model_dump(mode="json"),
-            "lora": None if lora is None else lora.model_dump(mode="json"),
-            "seed": seed,
-        },
-        remedy=f"choose another output folder, or remove {out}, {_work(out)} and {_rows(out)}",
+    folder = ModelFolder(
+        out,
+        Settings(
+            {
+                "target": fingerprint(str(target)),
+                "draft": fingerprint(str(draft)),
+                "texts": _contents(config, rollouts),
+                "config": config.model_dump(mode="json"),
+                "lora": None if lora is None else lora.model_dump(mode="json"),
+                "seed": seed,
+            },
+            remedy=f"choose another output folder, or remove {out} and {work_of(out)}",
+        ),
     )
-    if out.exists():
-        _tidy(out)  # of a run killed right before its end
-        settings.check_file(out / SETTINGS_FILE)
-        return _result(out)
+    if stored := folder.result():
+        return stored
     state = join_processes()
-    check_context(draft, config)
+    config.check_context(positions(load_configs(str(draft))[0]), draft)
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
-    rows = stored_rows(_rows(out), settings, tokenizer, rollouts, config, seed)
+    rows = stored_rows(
+        folder.work / "rows",
+        folder.settings,
+        lambda: make_rows(tokenizer, rollouts, config, seed),
+    )
     student = load_student(str(draft), lora, seed=seed)
     plain = load_plain(str(draft), lora)
     check_packing(base_of(plain), rows.dataset)
-    trainer = finetune_trainer(student, tokenizer, rows, _work(out), config, seed, save_steps)
-    train_resumably(trainer, _work(out), settings, label=LABEL)
-    weights = trained_weights(trainer)
-    if not all(parameter.isfinite().all() for parameter in student.parameters()):
-        raise TrainingDivergedError(
-            f"{LABEL}: weights are not finite after the last step",
-            last_good=newest_complete(_work(out)),
-            learning_rate=config.learning_rate,
-            remedy=settings.remedy,
-        )
+    trainer = finetune_trainer(student, tokenizer, rows, folder.work, config, seed, save_steps)
+    train_resumably(trainer, folder.work, folder.settings, label="fine-tuning the draft")
+    weights, steps = trained_weights(trainer), logged_steps(trainer)
+    result = {
+        **rows.account,
+        "steps": trainer.state.global_step,
+        "loss_first": steps[0]["loss"],
+        "loss_last": steps[-1]["loss"],
+    }
     if state.is_main_process:
-        history = history_of(trainer.state)
-        result = {
-            **rows.account,
-            "steps": trainer.state.global_step,
-            "loss_first": history.steps[0]["loss"],
-            "loss_last": history.steps[-1]["loss"],
-        }
-        with atomic_folder(out) as temporary:
-            set_weights(plain, weights)
-            save_model(merged(plain), temporary)
-            copy_tokenizer(str(target), temporary)
-            settings.write(temporary / SETTINGS_FILE)
-            write_json(temporary / RESULT_FILE, result)
-            history.write(temporary)
-        _tidy(out)
+        set_weights(plain, weights)
+        records = {RESULT_FILE: result, HISTORY_FILE: {"steps": steps}}
+        folder.write(merged(plain), target, records)
     wait_for_main()
-    return _result(out)
+    return result
 
 
 class FinetuneTrainer(SFTTrainer):  # type: ignore[misc]
@@ -398,19 +377,11 @@ def finetune_trainer(
     work: Path,
     config: FinetuneConfig,
     seed: int,
-    save_steps: int = 100,
+    save_steps: int,
 ) -> FinetuneTrainer:
     """The trainer of a draft on texts: `config.batch_size` rows a batch, checkpoints in `work`."""
     state = join_processes()
-    step = config.batch_size * config.accumulation
-    schedule = Schedule(
-        steps=math.ceil(config.epochs * len(rows.dataset) / step),
-        batch_size=math.ceil(config.batch_size / state.num_processes),
-        accumulation=config.accumulation,
-        learning_rate=config.learning_rate,
-        warmup_ratio=config.warmup_ratio,
-        save_steps=save_steps,
-    )
+    schedule = Schedule.of(config, len(rows.dataset), save_steps)
     arguments = training_arguments(work, schedule, seed=seed, kind=SFTConfig)
     arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # rows are token ids already
     return FinetuneTrainer(
@@ -428,16 +399,6 @@ def finetune_trainer(
             processes=state.num_processes,
         ),
     )
-
-
-def check_context(draft: str | Path, config: FinetuneConfig) -> None:
-    """Raise ConfigError if a draft has fewer positions than a row's texts may have tokens."""
-    model, _ = load_configs(str(draft))
-    if config.max_length > positions(model):
-        raise ConfigError(
-            f"draft.finetune.max_length must be at most {positions(model)}, the positions of "
-            f"{draft}, got {config.max_length}: lower it, or take a draft with a longer context"
-        )
 
 
 @torch.inference_mode()
@@ -486,22 +447,3 @@ def _contents(config: FinetuneConfig, rollouts: Dataset | None) -> dict[str, str
             "conversations (draft.finetune.conversations)"
         )
     return {"rollouts": content_of(rollouts)}
-
-
-def _work(out: Path) -> Path:
-    return out.with_name(f"{out.name}.training")
-
-
-def _rows(out: Path) -> Path:
-    return out.with_name(f"{out.name}.rows")
-
-
-def _tidy(out: Path) -> None:
-    """Remove what only a training under way needs."""
-    for folder in (_work(out), _rows(out)):
-        shutil.rmtree(folder, ignore_errors=True)
-    out.with_name(f".{_rows(out).name}.lock").unlink(missing_ok=True)
-
-
-def _result(out: Path) -> dict[str, Any]:
-    return read_record(out / RESULT_FILE, (), f"remove {out} and run the same command again")

@@ -26,7 +26,7 @@ from distill.config import ARCHITECTURES, InitConfig
 from distill.eagle3 import first_eagle3
 from distill.states import fit_inputs, fit_rows, silence
 from distill.toy import language_model
-from distill.training import save_model, special_ids
+from distill.training import RESULT_FILE, SETTINGS_FILE, ModelFolder, save_model, special_ids
 from specdata.draft_vocabulary import reduce_vocabulary, replace_output
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
@@ -46,8 +46,6 @@ from specdata.storage.resume import Settings, read_record
 from specdata.taps import decoder_layers, default_taps, install
 from specdata.target_states import stored_states
 
-SETTINGS_FILE = "initial_settings.json"
-RESULT_FILE = "initial.json"
 # Added to the diagonal of the least squares, as a share of its mean.
 RIDGE = 1e-2
 # The context of a fresh draft whose target has no limit, unless the rollouts are longer.
@@ -108,10 +106,8 @@ def make_initial(
         },
         remedy=f"choose another output folder, or remove {out}",
     )
-    state = join_processes()
-    if out.exists():
-        settings.check_file(out / SETTINGS_FILE)
-    elif state.is_main_process:
+    folder = ModelFolder(out, settings)
+    if folder.result() is None and join_processes().is_main_process:
         record: dict[str, Any] = {"kind": config.kind}
         if config.kind == "model":
             if draft is None:
@@ -125,13 +121,10 @@ def make_initial(
             model = _fresh(str(target), rollouts, config, seed)
         else:
             whole = load_model(str(target), load=target_load)
-            layers, count = config.layers, len(decoder_layers(whole)[1])
-            if isinstance(layers, int):
-                first = count - layers if config.kind == "states" else 0
-                layers = [*range(first, first + layers)]
-            record["layers"] = layers
+            count = len(decoder_layers(whole)[1])
+            record["layers"] = config.layers_of(count, target)
             if config.layout is None:
-                model = cut(whole, layers)
+                model = cut(whole, record["layers"])
             else:
                 record["taps"] = taps = config.taps or default_taps(count)[:-1]
                 model = first_eagle3(whole, taps, rollouts, seed)
@@ -231,14 +224,9 @@ def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
         A model of the same class, in eval mode.
 
     Raises:
-        ConfigError: if a layer does not exist, or would be another one in its new place.
+        ConfigError: if a layer would be another one in its new place.
     """
     name, layers = decoder_layers(model)
-    if outside := [index for index in numbers if not 0 <= index < len(layers)]:
-        raise ConfigError(
-            f"draft.init.layers names layer {outside[0]}, but the target has {len(layers)} layers, "
-            f"0 to {len(layers) - 1}"
-        )
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     for key, value in list(vars(text).items()):  # lists with an entry a layer are cut alike

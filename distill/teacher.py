@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 
 from distill.batches import texts_of
 from distill.chunked import chunks, positions_at_once
-from distill.losses import Loss, bucketed
+from distill.losses import bucketed
 from specdata.lm_head import find_lm_head
-from specdata.probability import to_vocabulary
+from specdata.probability import probabilities, to_vocabulary
+from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from specdata.target_states import has_states, stored_states
 from specdata.texts import TextBatch, TopLogitSource, by_length, text_length, tokens_at_once
@@ -63,6 +64,8 @@ class Teacher:
         rollouts: Dataset | None = None,
         part: Part | None = None,
         store: StateStore | None = None,
+        *,
+        warp: SamplingConfig | None = None,
     ) -> None:
         """Choose what is kept.
 
@@ -72,7 +75,9 @@ class Teacher:
             part: what the draft can learn of it, if that is less than all; left aside where the
                 output embedding is not a linear layer, of which rows can be taken.
             store: has room for what is kept.
+            warp: of serving, if the draft is compared after it; else models are at temperature 1.
         """
+        self.warp = warp
         self.model = model.eval().requires_grad_(False)
         self.head = find_lm_head(self.model)
         self.part: Part | None = None
@@ -88,6 +93,34 @@ class Teacher:
         self._places: dict[int, tuple[list[int], slice]] = {}
         if rollouts is not None:
             self._store = self._plan(rollouts, store or StateStore())
+
+    def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `states` returns, by name."""
+        states, rest = self.states(batch)
+        return {"states": states} if rest is None else {"states": states, "rest": rest}
+
+    def compared(self, q_logits: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the loss compares at n positions: logits of draft and target, and which count.
+
+        Args:
+            q_logits: (n, V') of the draft.
+            at: the columns there.
+        """
+        with torch.no_grad():
+            if self.part is None:
+                p_logits = self.head.logits(at["states"])  # (n, V)
+            else:  # (n, N) tokens that the draft can propose, and the rest
+                p_logits = self.part_logits(at["states"], at["rest"])
+        if self.part is not None:
+            q_logits = nn.functional.pad(q_logits / self.part.temperature, (0, 1), value=-torch.inf)
+        else:
+            q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
+            if self.warp is not None:
+                # Truncation applies to p alone: a token cut from q would get no gradient to come
+                # back.
+                q_logits = q_logits / (self.warp.temperature or 1.0)
+                p_logits = probabilities(p_logits, self.warp).log()
+        return q_logits, p_logits, torch.ones(len(p_logits), device=p_logits.device)
 
     def states(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states at the labelled positions of a batch, row after row.
@@ -218,8 +251,10 @@ class TopLogitsTeacher:
         columns = self._source.columns(texts_of(batch), self._rows)
         return {name: values.to(batch["labels"].device) for name, values in columns.items()}
 
-    def divergence(self, objective: Loss, q_logits: Tensor, top: Mapping[str, Tensor]) -> Tensor:
-        """The sum of a loss over positions: (n, V') logits and the top logits there -> scalar."""
+    def compared(
+        self, q_logits: Tensor, top: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Teacher.compared`: (n, V') logits and the top logits there."""
         q_logits = to_vocabulary(q_logits, self.distributions.vocabulary)
         q_logits = q_logits / (self.distributions.sampling.temperature or 1.0)
         if self.distributions.is_exact:
@@ -227,5 +262,4 @@ class TopLogitsTeacher:
             p_logits = self.distributions.distribution(top, q_logits.detach().float()).log()
         else:
             q_logits, p_logits = bucketed(q_logits, top)
-        decided = self.distributions.decided(top).float()
-        return objective(q_logits, p_logits, decided) * decided.sum()
+        return q_logits, p_logits, self.distributions.decided(top).float()

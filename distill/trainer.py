@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -31,7 +31,6 @@ from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
-from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
@@ -56,7 +55,6 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         *,
         teacher: Teacher | TopLogitsTeacher,
         config: DistilConfig,
-        sampling: SamplingConfig,
         texts: DraftTexts | None = None,
         tapped: Dataset | None = None,
         **rest: Any,
@@ -66,11 +64,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         self.teacher = teacher
         self.student_head = find_lm_head(base_of(self.student.eval()))
         self.objective = LOSSES[config.objective]
-        self.warp = config.warp
-        self.readings = config.readings
-        self.in_bfloat16 = config.precision == "bfloat16"
-        self.sampling = sampling
-        self.batch_size = config.batch_size
+        self.settings = config
         self.texts = texts
         self.tapped = tapped
         self.duplicate = texts and copy_to_write(rest["model"], self.accelerator)
@@ -78,7 +72,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Whole batches, the same on every process; the collator takes this process's rows."""
-        return whole_batches(self, self.batch_size)
+        return whole_batches(self, self.settings.batch_size)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
@@ -105,17 +99,18 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         """
         ids, attention = inputs["input_ids"], inputs["attention_mask"]  # (B, T)
         is_learnt = inputs["labels"][:, 1:] != IGNORED  # (B, T - 1): N of them
-        taught, taps = self._taught(inputs), self._taps(inputs)
-        weights = weights_of(1 if taps is None else self.readings)
+        taught, taps = self.teacher.columns(inputs), self._taps(inputs)
+        weights = weights_of(1 if taps is None else self.settings.readings)
 
         def forward() -> Tensor:  # of the engine's module: it prepares for it
             total = torch.zeros((), device=ids.device)
-            with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
+            in_bfloat16 = self.settings.precision == "bfloat16"
+            with torch.autocast(ids.device.type, torch.bfloat16, enabled=in_bfloat16):
                 if taps is None:
                     along = iter([self.student_head.states(ids, attention, trained=True)])
                 else:
                     begins = nn.functional.pad(is_learnt, (0, 1))
-                    along = readings(base_of(self.student), ids, taps, self.readings, begins)
+                    along = readings(base_of(self.student), ids, taps, len(weights), begins)
                 for step, states in enumerate(along):  # (B, T, H)
                     is_read = of_round(is_learnt, step)  # whose round began at one that is learnt
                     of_step = taught
@@ -135,13 +130,6 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         value = value * self.accelerator.num_processes / counted
         return (value, {}) if return_outputs else value
 
-    def _taught(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the target says at the N positions that are learnt, (N, ...) each, by its name."""
-        if isinstance(self.teacher, TopLogitsTeacher):
-            return self.teacher.columns(inputs)
-        states, rest = self.teacher.states(inputs)
-        return {"states": states} if rest is None else {"states": states, "rest": rest}
-
     def _taps(self, inputs: Mapping[str, Tensor]) -> Tensor | None:
         """(B, T, F) the target's states inside, stored or read; None if the draft reads none."""
         reads_states = states_input(base_of(self.student))
@@ -160,31 +148,15 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         """The sum of the loss over a chunk of positions.
 
         Args:
-            taught: of `_taught`, at all positions.
+            taught: the teacher's columns, at all positions.
             q_logits: (n, V') of the draft.
             chunk: which of all positions they are.
         """
-        at, teacher = {name: rows[chunk] for name, rows in taught.items()}, self.teacher
         # The target is as in serving, whatever the precision that the draft trains in.
         with torch.autocast(q_logits.device.type, enabled=False):
-            if isinstance(teacher, TopLogitsTeacher):
-                return teacher.divergence(self.objective, q_logits, at)
-            if teacher.part is not None:  # (n, N) tokens that the draft can propose, and the rest
-                with torch.no_grad():
-                    p_logits = teacher.part_logits(at["states"], at["rest"])
-                q_logits = q_logits / teacher.part.temperature
-                q_logits = nn.functional.pad(q_logits, (0, 1), value=-torch.inf)
-            else:
-                with torch.no_grad():
-                    p_logits = teacher.head.logits(at["states"])  # (n, V)
-                q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
-                if self.warp == "sampler":
-                    # Truncation applies to p alone: a token cut from q would get no gradient to
-                    # come back.
-                    q_logits = q_logits / (self.sampling.temperature or 1.0)
-                    p_logits = probabilities(p_logits, self.sampling).log()
-            ones = torch.ones(len(p_logits), device=p_logits.device)
-            return self.objective(q_logits, p_logits, ones) * len(ones)
+            at = {name: rows[chunk] for name, rows in taught.items()}
+            q_logits, p_logits, counted = self.teacher.compared(q_logits, at)
+            return self.objective(q_logits, p_logits, counted) * counted.sum()
 
 
 def learnt_part(
@@ -218,14 +190,7 @@ def draft_trainer(
     `train` keeps of it.
     """
     state = join_processes()
-    schedule = Schedule(
-        steps=math.ceil(config.epochs * len(train) / (config.batch_size * config.accumulation)),
-        batch_size=math.ceil(config.batch_size / state.num_processes),
-        accumulation=config.accumulation,
-        learning_rate=config.learning_rate,
-        warmup_ratio=config.warmup_ratio,
-        save_steps=config.save_steps,
-    )
+    schedule = Schedule.of(config, len(train), config.save_steps)
     if config.freeze_embeddings or states_input(base_of(student)) is not None:
         _freeze_embeddings(student)
     record = getattr(student.config, KEY, None)
@@ -246,13 +211,27 @@ def draft_trainer(
         # Each process keeps all rows; reading them once is worth it if it would read more else.
         stores_states = config.epochs > state.num_processes or has_states(train)
         taught = Teacher(
-            teacher, train if stores_states else None, learnt_part(student, config, sampling), store
+            teacher,
+            train if stores_states else None,
+            learnt_part(student, config, sampling),
+            store,
+            warp=sampling if config.warp == "sampler" else None,
         )
-        texts = _draft_texts(teacher, student, config, sampling, seed, pad_id)
+        if config.on_policy > 0:
+            room = positions(teacher.config), positions(student.config)
+            texts = DraftTexts(
+                config.on_policy,
+                sampling,
+                seed,
+                ends=end_ids(teacher.generation_config),
+                vocabulary=teacher.config.get_text_config().vocab_size,
+                longest=min(*room, config.max_length or sys.maxsize),
+                batch_size=config.batch_size,
+                pad_id=pad_id,
+            )
     return DistilTrainer(
         teacher=taught,
         config=config,
-        sampling=sampling,
         texts=texts,
         tapped=train if has_taps(train) else None,
         model=student,
@@ -294,27 +273,3 @@ def _optimizer(
         inner += [each for each in reads.children() if isinstance(each, nn.Linear)]
     betas = (arguments.adam_beta1, arguments.adam_beta2)
     return muon_optimizer(student, nn.ModuleList(inner), lr=config.learning_rate, betas=betas)
-
-
-def _draft_texts(
-    teacher: PreTrainedModel,
-    student: PreTrainedModel,
-    config: DistilConfig,
-    sampling: SamplingConfig,
-    seed: int,
-    pad_id: int,
-) -> DraftTexts | None:
-    """The draft's own text while it trains; None if it writes nothing."""
-    if config.on_policy.share == 0.0:
-        return None
-    longest = min(positions(teacher.config), positions(student.config))
-    return DraftTexts(
-        config.on_policy.share,
-        sampling,
-        seed,
-        ends=end_ids(teacher.generation_config),
-        vocabulary=teacher.config.get_text_config().vocab_size,
-        longest=longest if config.max_length is None else min(longest, config.max_length),
-        batch_size=config.batch_size,
-        pad_id=pad_id,
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
@@ -34,19 +34,22 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from distill.config import DistilConfig, FinetuneConfig
 from specdata.errors import TrainingDivergedError
 from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
-from specdata.processes import join_processes
-from specdata.saving import add_former_names
+from specdata.processes import join_processes, told_by_main
+from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.checkpoints import (
     checkpoint_folder,
     checkpoint_to_resume,
     complete,
     newest_complete,
 )
-from specdata.storage.resume import Settings
+from specdata.storage.files import atomic_folder, write_json
+from specdata.storage.resume import Settings, read_record
 from specdata.terminal import progress
 
+SETTINGS_FILE, RESULT_FILE, HISTORY_FILE = "training.json", "result.json", "history.json"
 # transformers warns of the older name as soon as it knows the newer one.
 CHECKPOINTING = (
     "activation_checkpointing"
@@ -74,6 +77,67 @@ class Schedule:
     warmup_ratio: float
     save_steps: int
     accumulation: int = 1
+
+    @classmethod
+    def of(cls, config: DistilConfig | FinetuneConfig, rows: int, save_steps: int) -> Schedule:
+        """That of a draft on so many rows, each step on as many, however many processes share them.
+
+        All of them are read `config.epochs` times.
+        """
+        return cls(
+            steps=math.ceil(config.epochs * rows / (config.batch_size * config.accumulation)),
+            batch_size=math.ceil(config.batch_size / join_processes().num_processes),
+            accumulation=config.accumulation,
+            learning_rate=config.learning_rate,
+            warmup_ratio=config.warmup_ratio,
+            save_steps=save_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """The folder of a model that is made once: it appears when it is complete.
+
+    Attributes:
+        path: where.
+        settings: what the model depends on.
+    """
+
+    path: Path
+    settings: Settings
+
+    @property
+    def work(self) -> Path:
+        """What a training under way needs."""
+        return work_of(self.path)
+
+    def result(self) -> dict[str, Any] | None:
+        """What its making stored with it; None if it is not there yet.
+
+        Raises:
+            ManifestError: if it was made with other settings, or is damaged.
+        """
+        if not self.path.exists():
+            return None
+        shutil.rmtree(self.work, ignore_errors=True)  # of a run killed right before its end
+        self.settings.check_file(self.path / SETTINGS_FILE)
+        remedy = f"remove {self.path} and run the same command again"
+        return read_record(self.path / RESULT_FILE, (), remedy)
+
+    def write(self, model: PreTrainedModel, target: str | Path, records: Mapping[str, Any]) -> None:
+        """Write the model with the target's tokenizer, and JSON values by their file's name."""
+        with atomic_folder(self.path) as temporary:
+            save_model(model, temporary)
+            copy_tokenizer(str(target), temporary)
+            self.settings.write(temporary / SETTINGS_FILE)
+            for name, record in records.items():
+                write_json(temporary / name, record)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+def work_of(path: Path) -> Path:
+    """Where a training that ends in a folder keeps its checkpoints."""
+    return path.with_name(f"{path.name}.training")
 
 
 def training_arguments(
@@ -170,18 +234,28 @@ def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: 
     """
     newest = checkpoint_to_resume(work, settings, engine=_engine())
     trainer.remove_callback(PrinterCallback)
-    progress = _Progress(label)
-    trainer.add_callback(progress)
-    trainer.add_callback(_StopDiverged(label, settings.remedy))
-    stop = _StopWhenAsked()
-    trainer.add_callback(stop)
+    supervisor = _Supervisor(label, settings.remedy)
+    trainer.add_callback(supervisor)
     try:
         with _no_shard_bars(), until_checkpoint():
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
-            stop.check()
+            if supervisor.signal:
+                join_processes().wait_for_everyone()  # until the checkpoint is written
+                raise Interrupted(supervisor.signal)
     finally:
-        progress.close()
+        if supervisor.bar is not None:
+            supervisor.bar.close()
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever decodes needs it
+
+
+def logged_steps(trainer: Trainer) -> list[dict[str, float]]:
+    """Loss, norm of the gradient and learning rate as the Trainer logged them, in order."""
+    logged = ("step", "loss", "grad_norm", "learning_rate")
+    return [
+        {name: float(entry[name]) for name in logged if entry.get(name) is not None}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
@@ -230,26 +304,34 @@ def _is_finite(checkpoint: Path) -> bool:
     return True
 
 
-class _StopDiverged(TrainerCallback):  # type: ignore[misc]
-    """Completes the checkpoints of a healthy training, and ends one that is not.
+class _Supervisor(TrainerCallback):  # type: ignore[misc]
+    """Shows progress, completes the checkpoints of a healthy training, and ends it where it must.
 
     The loss and the norm of the gradient are looked at when they are logged, at the latest before
-    each checkpoint; the weights when they are stored. All are the same on every process.
+    each checkpoint; the weights when they are stored. All are the same on every process. One that
+    was asked to stop ends with a checkpoint, after the same step everywhere.
     """
 
     def __init__(self, label: str, remedy: str) -> None:
         self.label = label
         self.remedy = remedy
         self.healthy_steps = 0
+        self.signal = 0
+        self.bar: tqdm[Any] | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self.healthy_steps = state.global_step
+        if state.is_world_process_zero:
+            self.bar = progress(state.max_steps, self.label, "step", done=state.global_step)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+        self.signal = asked_of_any()
+        if self.signal:
+            control.should_save = control.should_training_stop = True
         if control.should_save:
             control.should_log = True  # which comes first
 
@@ -258,26 +340,23 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, float] | None = None,
+        logs: dict[str, float],
         **_: Any,
     ) -> None:
         for name, words in (("loss", "the loss"), ("grad_norm", "the norm of the gradient")):
-            value = (logs or {}).get(name, 0.0)
+            value = logs.get(name, 0.0)
             if not math.isfinite(value):
-                first = self.healthy_steps + 1
-                raise self._error(
-                    args, f"{words} is {value} in steps {first} to {state.global_step}"
-                )
-        if "loss" in (logs or {}):
+                steps = f"steps {self.healthy_steps + 1} to {state.global_step}"
+                raise self._error(args, f"{words} is {value} in {steps}")
+        if "loss" in logs:
             self.healthy_steps = state.global_step
+            if self.bar is not None:
+                self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         join_processes().wait_for_everyone()
         folder = checkpoint_folder(Path(args.output_dir), state.global_step)
-        (finite,) = broadcast_object_list([state.is_world_process_zero and _is_finite(folder)])
-        if not finite:
+        if not told_by_main(state.is_world_process_zero and _is_finite(folder)):
             if state.is_world_process_zero:
                 shutil.rmtree(folder)
             raise self._error(args, f"weights are not finite after step {state.global_step}")
@@ -291,59 +370,3 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
             learning_rate=args.learning_rate,
             remedy=self.remedy,
         )
-
-
-class _StopWhenAsked(TrainerCallback):  # type: ignore[misc]
-    """Ends a training that was asked to stop, with a checkpoint, after the same step everywhere."""
-
-    def __init__(self) -> None:
-        self.signal = 0
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self.signal = asked_of_any()
-        if self.signal:
-            control.should_log = control.should_save = control.should_training_stop = True
-
-    def check(self) -> None:
-        """Raise Interrupted once the training has ended, if it was asked to."""
-        if self.signal:
-            join_processes().wait_for_everyone()  # until the checkpoint is written
-            raise Interrupted(self.signal)
-
-
-class _Progress(TrainerCallback):  # type: ignore[misc]
-    """One progress bar with the newest loss, and no other output."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.bar: tqdm[Any] | None = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        if state.is_world_process_zero:
-            self.bar = progress(state.max_steps, self.label, "step", done=state.global_step)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
-        if self.bar is not None and logs is not None and "loss" in logs:
-            self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
-
-    def close(self) -> None:
-        """End the bar's line."""
-        if self.bar is not None:
-            self.bar.close()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -20,11 +19,10 @@ from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
-from specdata.processes import join_processes, wait_for_main
+from specdata.processes import join_processes, told_by_main, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from specdata.states_draft import states_input
-from specdata.storage.files import write_json
 from specdata.target_states import has_states, has_taps, reading_stored
 from specdata.texts import (
     TOKENS_AT_ONCE,
@@ -87,29 +85,6 @@ class Measurement:
     rollouts: int
     overall: Figures
     sets: Mapping[str, Figures]
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """The record of a training, stored beside the draft's weights as `history.json`.
-
-    Attributes:
-        steps: loss, norm of the gradient and learning rate as the Trainer logged them, in order.
-        measurements: on the rollouts that are watched while training, in order.
-        before: on all held-out rollouts, before the first step.
-        after: the same, of the weights that were stored.
-        best_step: optimizer steps after which these weights were reached.
-    """
-
-    steps: tuple[dict[str, float], ...] = ()
-    measurements: tuple[Measurement, ...] = ()
-    before: Measurement | None = None
-    after: Measurement | None = None
-    best_step: int | None = None
-
-    def write(self, folder: Path) -> None:
-        """Write it into a model's folder, whole or not at all."""
-        write_json(folder / "history.json", asdict(self))
 
 
 class HeldOut:
@@ -189,14 +164,16 @@ class HeldOut:
             sets={name: _figures(values[is_in], counted[is_in]) for name, is_in in in_set.items()},
         )
 
-    def measure_on_main(
+    def measured_by_main(
         self, draft: PreTrainedModel, *, step: int = 0, watched_only: bool = False
-    ) -> Measurement | None:
-        """Measure a draft on the main process, as `measure`, while the others wait: None there."""
-        measured = None
+    ) -> Measurement:
+        """What `measure` says on the main process; the others wait meanwhile."""
+        measured: Measurement | None = None
         if join_processes().is_main_process:
             measured = self.measure(draft, step=step, watched_only=watched_only)
         wait_for_main()
+        measured = told_by_main(measured)
+        assert measured is not None
         return measured
 
     def _members(self, watched_only: bool) -> list[int]:

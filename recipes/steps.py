@@ -63,7 +63,7 @@ def next_recipe(config: PipelineConfig, recipe: str, line: CommandLine) -> list[
     """The first recipe after this one ("train_head") that the configuration asks for, if any."""
     draft, is_later = config.draft, False
     # Texts that are drawn in training have logits in no dataset.
-    is_cached = config.logits and draft and draft.cache is None and draft.on_policy.share == 0
+    is_cached = config.logits and draft and draft.cache is None and draft.on_policy == 0
     cache = ["--draft.cache", str(folder(config, "logits"))] if is_cached else []
     for name, purpose, is_asked, more in (
         ("make-rollouts", "complete", True, []),

@@ -202,9 +202,9 @@ class Draft(_OfDraft):
         if draft is None:
             return
         check_loading(config, "draft")
-        check_finetuning(config)
-        check_initial(config)
-        check_lora(config)
+        check_finetuning(config, draft)
+        check_initial(config, draft)
+        check_lora(config, draft)
         if draft.report_to:
             from distill.callbacks import reporters  # here: it needs torch
 
@@ -260,21 +260,14 @@ class Draft(_OfDraft):
         say(f"  best: the weights after step {results['best_step']} of {results['steps']}")
 
 
-def check_initial(config: PipelineConfig) -> None:
+def check_initial(config: PipelineConfig, draft: DistilConfig) -> None:
     """Refuse a draft that `draft.init` cannot make, as far as is known here. Raises ConfigError."""
-    if config.draft is None:
-        return
-    init, target = config.draft.init, config.models.target
+    init, target = draft.init, config.models.target
     if init.kind in ("target", "states"):
         sizes = sizes_of(config, target)
         layers = sizes.get("num_hidden_layers", sizes.get("n_layer"))
-        needed = init.layers if isinstance(init.layers, int) else init.layers[-1] + 1
-        if layers is not None and needed > layers:
-            numbers = f"0 to {layers - 1}" if isinstance(init.layers, list) else f"1 to {layers}"
-            raise ConfigError(
-                f"draft.init.layers must be {numbers}, because {target} has {layers} layers; got "
-                f"{init.layers}"
-            )
+        if layers is not None:
+            init.layers_of(layers, target)
         if layers is not None and init.taps and not 0 <= init.taps[0] <= init.taps[-1] <= layers:
             raise ConfigError(
                 f"draft.init.taps must be from 0 to {layers}, because {target} has {layers} "
@@ -304,31 +297,26 @@ def check_initial(config: PipelineConfig) -> None:
         )
 
 
-def check_lora(config: PipelineConfig) -> None:
+def check_lora(config: PipelineConfig, draft: DistilConfig) -> None:
     """Refuse adapters that cannot be trained, or would train nothing. Raises ConfigError."""
-    if config.draft is None or (lora := config.draft.lora) is None:
+    if (lora := draft.lora) is None:
         return
-    if config.draft.init.kind == "fresh":
+    if draft.init.kind == "fresh":
         raise ConfigError(
             "draft.lora trains adapters beside frozen weights, and those of draft.init.kind fresh "
             "are random: leave out draft.lora, or start from a model or from layers of the target"
         )
-    width = draft_width(config)
-    if width is not None and lora.rank > width:
-        raise ConfigError(
-            f"draft.lora.rank must not exceed the draft's hidden size, {width}, got {lora.rank}: "
-            "lower it, or leave out draft.lora to train all weights"
-        )
+    if (width := draft_width(config)) is not None:
+        lora.check_width(width)
 
 
-def check_finetuning(config: PipelineConfig) -> None:
+def check_finetuning(config: PipelineConfig, draft: DistilConfig) -> None:
     """Refuse conversations that cannot be trained on, and rows longer than a draft's context.
 
     Of conversations on the Hub only the names are checked. Raises ConfigError.
     """
-    if config.draft is None or config.draft.finetune is None:
+    if (tuning := draft.finetune) is None:
         return
-    tuning = config.draft.finetune
     with named("draft.finetune.conversations"):
         check_conversations(tuning.conversations, config.seed, here_alone=True)
     if tuning.conversations and has_chat_template(config) is False:
@@ -339,13 +327,9 @@ def check_finetuning(config: PipelineConfig) -> None:
             "leave conversations out to train on the target's rollouts"
         )
     # A draft that is made has the context of what it is made of, a fresh one its target's.
-    source = config.models.target if config.draft.init.kind == "fresh" else source_model(config)
-    limit = positions_of(config, source)
-    if limit is not None and tuning.max_length > limit:
-        raise ConfigError(
-            f"draft.finetune.max_length must be at most {limit}, the positions of {source}, got "
-            f"{tuning.max_length}: lower it, or take a draft with a longer context"
-        )
+    source = config.models.target if draft.init.kind == "fresh" else source_model(config)
+    if (limit := positions_of(config, source)) is not None:
+        tuning.check_context(limit, source)
 
 
 RECIPE = Recipe("Distil the draft on the target's rollouts.", (Initial, Finetuned, Draft))

@@ -179,7 +179,7 @@ def test_what_is_kept_has_the_same_bits_whatever_the_order_of_training() -> None
 
 
 def test_other_text_than_the_rollouts_is_read(pair: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(pair, tmp_path, on_policy={"share": 0.5})
+    trainer = trainer_of(pair, tmp_path, on_policy=0.5)
     batch, _ = trainer.get_batch_samples(
         iter(trainer.get_train_dataloader()), 1, torch.device("cpu")
     )

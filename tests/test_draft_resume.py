@@ -39,11 +39,11 @@ Train = Callable[[Path, Path, dict[str, Any]], None]
 LORA = {"lora": {"rank": 4}}
 
 
-def trained(pair: Path, out: Path, changes: dict[str, Any]) -> None:
+def trained(pair: Path, out: Path, changes: dict[str, Any], draft: Path | None = None) -> None:
     """Distil the draft of a pair on 24 rollouts: 30 steps, the last of each epoch a short batch."""
     distil(
         target=pair / "target",
-        draft=pair / "draft",
+        draft=draft or pair / "draft",
         train=texts_of(pair, 24, seed=1),
         dev=texts_of(pair, 4, seed=2),
         out=out,
@@ -55,25 +55,16 @@ def trained(pair: Path, out: Path, changes: dict[str, Any]) -> None:
 
 def trained_on_states(pair: Path, out: Path, changes: dict[str, Any]) -> None:
     """Distil a draft that reads the states of the pair's target, made of the same rollouts."""
-    initial, rollouts = out.parent / "on-states", texts_of(pair, 24, seed=1)
+    initial = out.parent / "on-states"
     make_initial(
         target=pair / "target",
         draft=None,
-        rollouts=rollouts,
+        rollouts=texts_of(pair, 24, seed=1),
         out=initial,
         config=InitConfig(kind="states", layers=1, vocabulary=200),
         seed=0,
     )
-    distil(
-        target=pair / "target",
-        draft=initial,
-        train=rollouts,
-        dev=texts_of(pair, 4, seed=2),
-        out=out,
-        config=DistilConfig(**{**BASE, **changes}),
-        sampling=SamplingConfig(),
-        seed=0,
-    )
+    trained(pair, out, changes, initial)
 
 
 def tuned(pair: Path, out: Path, changes: dict[str, Any]) -> None:
@@ -91,7 +82,7 @@ def tuned(pair: Path, out: Path, changes: dict[str, Any]) -> None:
     )
 
 
-ON_POLICY = {"on_policy": {"share": 0.4}, "epochs": 3}
+ON_POLICY = {"on_policy": 0.4, "epochs": 3}
 CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "accumulated": (trained, {"accumulation": 2, "epochs": 10, "save_steps": 4}),
     "adapters": (trained, LORA),
@@ -102,7 +93,7 @@ CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "fine-tuning": (tuned, {}),
     "fine-tuning of adapters": (tuned, LORA),
 }
-COMBINED = {**LORA, "epochs": 3, "on_policy": {"share": 0.5}, "eval_steps": 3}
+COMBINED = {**LORA, "epochs": 3, "on_policy": 0.5, "eval_steps": 3}
 
 
 @pytest.fixture(scope="module")

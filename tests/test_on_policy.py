@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
 from specdata.texts import IGNORED
 from tests.chi_square import p_value
-from tests.test_distill import GradientRecorder
+from tests.test_distill import GradientRecorder, assert_same_gradients
 from tests.tiny import END, joint_distribution, tiny_llama
 
 with warnings.catch_warnings():
@@ -196,14 +196,11 @@ def step_batches(one: Trainer, batches: int) -> tuple[list[dict[str, Tensor]], T
     return one.get_batch_samples(iter(one.get_train_dataloader()), batches, torch.device("cpu"))
 
 
-HALF = {"share": 0.5}
-
-
 def test_the_loss_is_taken_and_counted_where_the_targets_top_tokens_and_the_drafted_tokens_are(
     tmp_path: Path,
 ) -> None:
     plain = trainer(tmp_path, config(batch_size=8), rollouts(8))
-    drafting = trainer(tmp_path, config(batch_size=8, on_policy=HALF), rollouts(8))
+    drafting = trainer(tmp_path, config(batch_size=8, on_policy=0.5), rollouts(8))
     ((before,), _), ((after,), count) = step_batches(plain, 1), step_batches(drafting, 1)
     assert count == (after["labels"] != IGNORED).sum()
     assert before.keys() == after.keys()
@@ -234,29 +231,19 @@ def gradients(one: Trainer) -> dict[str, Tensor]:
     return recorder.gradients
 
 
-def assert_equal_gradients(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    """Equal up to the order of float32 sums, which Llama's norms are, of some hundred terms."""
-    assert ours.keys() == theirs.keys()
-    for name, gradient in ours.items():
-        largest = gradient.abs().max()
-        assert largest > 0
-        difference = (gradient - theirs[name]).abs().max() / largest
-        assert difference <= 200 * torch.finfo(torch.float32).eps, (name, float(difference))
-
-
 def test_a_step_is_one_on_a_data_set_of_the_texts_however_it_is_accumulated(
     tmp_path: Path,
 ) -> None:
     def drafting(batch_size: int) -> Trainer:
         settings = {"epochs": 1, "batch_size": batch_size, "accumulation": 8 // batch_size}
-        return trainer(tmp_path / "work", config(**settings, on_policy=HALF), rollouts(8))
+        return trainer(tmp_path / "work", config(**settings, on_policy=0.5), rollouts(8))
 
     (batch,), _ = step_batches(drafting(8), 1)
     written = rows_of(batch)
     whole = gradients(drafting(8))
-    assert_equal_gradients(gradients(drafting(4)), whole)
+    assert_same_gradients(gradients(drafting(4)), whole, 200)
     static = config(epochs=1, batch_size=len(written))
-    assert_equal_gradients(gradients(trainer(tmp_path / "work", static, written)), whole)
+    assert_same_gradients(gradients(trainer(tmp_path / "work", static, written)), whole, 200)
 
 
 def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
@@ -282,7 +269,7 @@ def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
 def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
     tmp_path: Path,
 ) -> None:
-    settings = config(on_policy={"share": 1.0})
+    settings = config(on_policy=1.0)
     one = trainer(tmp_path, settings, rollouts(8))
     one.model.activation_checkpointing_enable()
     loader = iter(one.get_train_dataloader())
@@ -319,7 +306,7 @@ def test_a_step_on_the_drafts_text_has_the_gradients_of_a_step_of_gkd(tmp_path: 
         batch_size=8,
         objective="js",
         warp="raw",
-        on_policy={"share": 1.0},
+        on_policy=1.0,
     )
     ours = trainer(tmp_path / "ours", settings, rows, SamplingConfig(temperature=0.0))
     (batch,), _ = step_batches(ours, 1)
@@ -349,7 +336,7 @@ def test_a_step_on_the_drafts_text_has_the_gradients_of_a_step_of_gkd(tmp_path: 
             eos_token="1",
         ),
     )
-    assert_equal_gradients(gradients(ours), gradients(theirs))
+    assert_same_gradients(gradients(ours), gradients(theirs), 200)
 
 
 def prompts_on_the_left(rows: Sequence[Row]) -> dict[str, Tensor]:

@@ -424,7 +424,7 @@ def test_taps_and_targets_that_cannot_be_had_are_refused(target: Path, tmp_path:
     ("key", "value"),
     [
         ("cache", "logits"),
-        ("on_policy", {"share": 0.5}),
+        ("on_policy", 0.5),
         ("finetune", {}),
         ("lora", {}),
     ],

@@ -59,7 +59,7 @@ class Training:
                 "epochs": self.epochs,
                 "learning_rate": self.learning_rate,
                 "batch_size": self.batch_size,
-                "on_policy": {"share": self.share},
+                "on_policy": self.share,
                 **MEASURED,
             }
         )
@@ -102,6 +102,7 @@ def trained(training: Training, data: Data, *, seed: int) -> Path:
             ),
             lora=None,
             seed=seed,
+            save_steps=100,
         )
     else:
         distil(
