@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 from unicodedata import category
 
@@ -24,7 +24,6 @@ from pydantic import (
 )
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from specdata.errors import ConfigError, without_passwords
 
@@ -163,26 +162,18 @@ def fields_of(kind: type) -> Mapping[str, FieldInfo]:
 
     Args:
         kind: a `Config` class, a pydantic dataclass, or a standard one, whose descriptions are in
-            `field(metadata={"help": ...})`.
+            its annotations (`Annotated[float, Field(description=...)]`).
     """
     if issubclass(kind, BaseModel):
         return kind.model_fields
     if is_pydantic_dataclass(kind):
         return kind.__pydantic_fields__
     assert is_dataclass(kind)
-    hints = get_type_hints(kind)
-    return {item.name: _field_info(item, hints[item.name]) for item in fields(kind)}
-
-
-def _field_info(item: Field[Any], hint: Any) -> FieldInfo:
-    """A field of a standard dataclass as pydantic describes its own."""
-    info = FieldInfo(
-        default=PydanticUndefined if item.default is MISSING else item.default,
-        default_factory=None if item.default_factory is MISSING else item.default_factory,
-        description=item.metadata.get("help"),
-    )
-    info.annotation = hint
-    return info
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        item.name: FieldInfo.from_annotated_attribute(hints[item.name], item.default)
+        for item in fields(kind)
+    }
 
 
 def section_type(hint: Any) -> type | None:

@@ -89,15 +89,11 @@ class TrainingDivergedError(ConfigError):
         last_good = (
             f"{self.last_good} is kept" if self.last_good else "no checkpoint was written before"
         )
-        if self.by_heart is not None:
-            return (
-                f"{self.found}, so it learned its rows by heart ({last_good}): {self.by_heart}, "
-                f"and {self.remedy}"
-            )
-        return (
-            f"{self.found}, so the training diverged ({last_good}): lower its learning_rate, "
-            f"{self.learning_rate:g}, to a tenth for example, and {self.remedy}"
+        cause = "it learned its rows by heart" if self.by_heart else "the training diverged"
+        advice = self.by_heart or (
+            f"lower its learning_rate, {self.learning_rate:g}, to a tenth for example"
         )
+        return f"{self.found}, so {cause} ({last_good}): {advice}, and {self.remedy}"
 
 
 class CacheNotRewindableError(RuntimeError):

@@ -32,29 +32,6 @@ LogitTransform = Callable[[Tensor], Tensor]
 LARGE = 100.0
 
 
-def last_states(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    past_key_values: Cache | None = None,
-    *,
-    position_ids: Tensor | None = None,
-) -> Tensor:
-    """As `hidden_states`, but a gradient reaches the model where gradients are enabled."""
-    # Not every model takes positions, so they are passed only where they are given.
-    placed = {} if position_ids is None else {"position_ids": position_ids}
-    states: Tensor = model.base_model(
-        input_ids=known_ids(input_ids, model),
-        attention_mask=attention_mask,
-        past_key_values=past_key_values,
-        use_cache=past_key_values is not None,
-        **placed,
-    )[0]
-    # The last layer of a model that is spread over devices lies on another than its ids.
-    return states.to(input_ids.device)
-
-
-@torch.no_grad()  # not inference_mode: what is trained on the states must be allowed to keep them
 def hidden_states(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -62,11 +39,11 @@ def hidden_states(
     past_key_values: Cache | None = None,
     *,
     position_ids: Tensor | None = None,
+    trained: bool = False,
 ) -> Tensor:
     """Return the last hidden state at each position, after the model consumed the token there.
 
-    Equal to `output_hidden_states=True`'s last entry, without the logits and the other layers. No
-    gradient reaches the model.
+    Equal to `output_hidden_states=True`'s last entry, without the logits and the other layers.
 
     Args:
         model: a causal language model.
@@ -75,11 +52,24 @@ def hidden_states(
             scores. Padding on the right needs none: a causal model reads nothing to the right.
         past_key_values: a cache of the tokens before, to which these are added in place.
         position_ids: (B, T), where tokens stand if not one after the other.
+        trained: whether a gradient reaches the model, where gradients are enabled.
 
     Returns:
         (B, T, H) in the model's precision.
     """
-    return last_states(model, input_ids, attention_mask, past_key_values, position_ids=position_ids)
+    # Not every model takes positions, so they are passed only where they are given.
+    placed = {} if position_ids is None else {"position_ids": position_ids}
+    # Not inference_mode: what is trained on the states must be allowed to keep them.
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+        states: Tensor = model.base_model(
+            input_ids=known_ids(input_ids, model),
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=past_key_values is not None,
+            **placed,
+        )[0]
+    # The last layer of a model that is spread over devices lies on another than its ids.
+    return states.to(input_ids.device)
 
 
 @contextmanager
@@ -153,8 +143,7 @@ class LMHead:
         Padding on the right needs no mask. A gradient reaches the model if it is `trained`.
         """
         if self.embedding is not None:
-            read = last_states if trained else hidden_states
-            return read(self.model, ids, attention_mask)
+            return hidden_states(self.model, ids, attention_mask, trained=trained)
         ids = known_ids(ids, self.model)
         logits: Tensor = self.model(
             input_ids=ids, attention_mask=attention_mask, use_cache=False

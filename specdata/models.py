@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ def load_model(
 ) -> Any:
     """Load a causal LM from a folder or the Hub, in eval mode.
 
-    Code that comes with a model is never run: see `asks_for_remote_code`. A draft with a reduced
+    Code that comes with a model is never run: see `from_hub`. A draft with a reduced
     vocabulary (`specdata.draft_vocabulary`) gets logits as wide as its vocabulary all the same.
 
     Args:
@@ -62,7 +62,8 @@ def load_model(
             cannot be loaded like this.
     """
     dtype = load.dtype or dtype
-    check_dtype(dtype)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if load.tp_plan and process_count() == 1:
         raise ConfigError(
             "tp_plan splits every layer over the processes of a launcher, and this is one process: "
@@ -81,7 +82,12 @@ def load_model(
         return merge_adapters(model, name, base).eval()
     source, revision = hub_source(name)
     model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
-    check_complete(name, info)
+    if missing := sorted(info["missing_keys"]):
+        # transformers would fill them with random numbers and only log it.
+        raise ConfigError(
+            f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
+            f"(first: {missing[0]}); save it again with save_pretrained"
+        )
     model = _placed(model, name, load).eval()
     if reads_states(model.config):
         reader, at = states_input(model), target or getattr(model.config, KEY)["target"]
@@ -100,24 +106,6 @@ def load_model(
 
         reader.read_target = read
     return model
-
-
-def check_complete(name: str, info: Mapping[str, Any]) -> None:
-    """Refuse a model without all of its weights.
-
-    Args:
-        name: the model.
-        info: what transformers says of its keys.
-
-    Raises:
-        ConfigError: if some are missing.
-    """
-    if missing := sorted(info["missing_keys"]):
-        # transformers would fill them with random numbers and only log it.
-        raise ConfigError(
-            f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
-            f"(first: {missing[0]}); save it again with save_pretrained"
-        )
 
 
 def read_model(
@@ -253,12 +241,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     )
 
 
-def check_dtype(dtype: str) -> None:
-    """Raise ConfigError for a precision that models are not loaded in."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-
-
 def hub_commit(name: str) -> str | None:
     """The commit of a Hub model that has been loaded; None for a folder or file."""
     source, revision = hub_source(name)
@@ -358,24 +340,6 @@ def end_ids(generation: GenerationConfig) -> frozenset[int]:
     return frozenset(ids)
 
 
-def asks_for_remote_code(error: Exception) -> bool:
-    """True if transformers refused to load what only works with code that comes with it.
-
-    Every `from_pretrained` of this project passes `trust_remote_code=False`; without it,
-    transformers asks on the terminal, and whatever answers "y" there runs the code.
-    """
-    return isinstance(error, ValueError) and "trust_remote_code" in str(error)
-
-
-def remote_code_refused(what: str, name: str) -> ConfigError:
-    """The refusal of a model, tokenizer or configuration that needs code of its own."""
-    return ConfigError(
-        f"the {what} {name!r} needs code that comes with it (auto_map in its config.json or "
-        "tokenizer_config.json), and such code is never run here: give one whose architecture "
-        "transformers itself has"
-    )
-
-
 def _of_base(name: str, base: str, load: Callable[[], T]) -> T:
     """Load something of the model that the adapters in a folder belong to."""
     try:
@@ -408,8 +372,14 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
                 "gguf_file=...), save model and tokenizer as recipes/tools/smollm2.py does, and "
                 "give that folder"
             ) from error
-        if asks_for_remote_code(error):
-            raise remote_code_refused(what, name) from error
+        # Every from_pretrained here passes trust_remote_code=False. Without it transformers asks on
+        # the terminal, and whatever answers "y" there runs the code.
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"the {what} {name!r} needs code that comes with it (auto_map in its config.json "
+                "or tokenizer_config.json), and such code is never run here: give one whose "
+                "architecture transformers itself has"
+            ) from error
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         advice = (
             f"check the files of the {what} there"

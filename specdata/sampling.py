@@ -7,8 +7,10 @@ resume cannot change what is drawn.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,13 +33,13 @@ class SamplingConfig:
         ValueError: if a value lies outside its range.
     """
 
-    temperature: float = field(
-        default=1.0, metadata={"help": "softmax temperature; 0 takes the likeliest token"}
-    )
-    top_k: int = field(default=0, metadata={"help": "keep the k largest logits; 0 keeps all"})
-    top_p: float = field(
-        default=1.0, metadata={"help": "keep the likeliest tokens of this mass; 1 keeps all"}
-    )
+    temperature: Annotated[
+        float, Field(description="softmax temperature; 0 takes the likeliest token")
+    ] = 1.0
+    top_k: Annotated[int, Field(description="keep the k largest logits; 0 keeps all")] = 0
+    top_p: Annotated[
+        float, Field(description="keep the likeliest tokens of this mass; 1 keeps all")
+    ] = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):

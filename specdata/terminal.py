@@ -1,12 +1,10 @@
-"""Output to a terminal, or to a file in its place: progress, any text, a clean end."""
+"""Output to a terminal, or to a file in its place: progress, and any text."""
 
 from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from specdata.errors import USER_ERRORS, trouble_outside, without_passwords
@@ -113,17 +111,3 @@ def accept_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def end_quietly_when_interrupted() -> None:
-    """End with one line and status 130 on Ctrl-C, wherever it falls, imports included."""
-
-    def report(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        if not issubclass(kind, KeyboardInterrupt):
-            return previous(kind, value, trace)
-        sys.stdout.flush()
-        sys.stderr.write("\ninterrupted\n")
-        sys.stderr.flush()
-        os._exit(130)  # libraries that are half imported would print tracebacks of their own
-
-    previous, sys.excepthook = sys.excepthook, report

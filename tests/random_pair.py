@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 from datasets import Dataset
@@ -33,6 +34,6 @@ def texts_of(pair: Path, count: int, seed: int) -> Dataset:
             "prompt_ids": tokenizer(example.prompt)["input_ids"],
             "completion_ids": [*tokenizer(example.completion)["input_ids"], tokenizer.eos_token_id],
         }
-        for example in examples("maths", count, seed=seed)
+        for example in islice(examples("maths", seed), count)
     ]
     return Dataset.from_list(rows)

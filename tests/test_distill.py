@@ -15,7 +15,6 @@ from typing import TypeVar, get_args
 import pytest
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -42,8 +41,8 @@ from specdata.probability import SamplingConfig
 from specdata.storage.checkpoints import newest_checkpoint
 from specdata.storage.resume import Settings
 from specdata.texts import IGNORED
-from specdata.toy.corpus import examples
 from tests.conftest import TRAINED_PAIR
+from tests.random_pair import texts_of
 from tests.two_processes import ON_CPU, ZERO_2, ZERO_3, finish, kill, start_two, wait_for
 
 C = TypeVar("C", bound=Config)
@@ -61,18 +60,6 @@ def changed(config: C, **changes: object) -> C:
     return type(config)(**{**config.model_dump(), **changes})
 
 
-def rollouts(pair: Path, count: int, seed: int) -> Dataset:
-    tokenizer = load_tokenizer(str(pair / "target"))
-    rows = [
-        {
-            "prompt_ids": tokenizer(example.prompt)["input_ids"],
-            "completion_ids": [*tokenizer(example.completion)["input_ids"], tokenizer.eos_token_id],
-        }
-        for example in examples("maths", count, seed=seed)
-    ]
-    return Dataset.from_list(rows)
-
-
 def distilled(
     pair: Path,
     out: Path,
@@ -84,8 +71,8 @@ def distilled(
     return distil(
         target=pair / "target",
         draft=pair / "draft",
-        train=rollouts(pair, rows, seed=1),
-        dev=rollouts(pair, 8, seed=2),
+        train=texts_of(pair, rows, seed=1),
+        dev=texts_of(pair, 8, seed=2),
         out=out,
         config=config,
         sampling=sampling or SamplingConfig(),
@@ -191,7 +178,7 @@ def step_gradients(
     trainer = draft_trainer(
         load_model(str(pair / "target")),
         load_model(str(pair / "draft")),
-        rollouts(pair, 8, seed=1),
+        texts_of(pair, 8, seed=1),
         out,
         # A smooth one: that of a total variation jumps where rounding turns p > q into p < q.
         changed(
@@ -235,7 +222,7 @@ def assert_same_gradients(
 def test_accumulated_small_batches_equal_a_large_one(pair: Path, tmp_path: Path) -> None:
     whole = step_gradients(pair, tmp_path / "whole", batch_size=8, accumulation=1)
     parts = step_gradients(pair, tmp_path / "parts", batch_size=2, accumulation=4)
-    rows = rollouts(pair, 8, seed=1)
+    rows = texts_of(pair, 8, seed=1)
     terms = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
     assert_same_gradients(whole, parts, terms)
 
@@ -249,8 +236,8 @@ def test_unusable_inputs_are_named(pair: Path, tiny_pair: Path, tmp_path: Path) 
     arguments = {
         "target": pair / "target",
         "draft": pair / "draft",
-        "train": rollouts(pair, 2, seed=1),
-        "dev": rollouts(pair, 2, seed=2),
+        "train": texts_of(pair, 2, seed=1),
+        "dev": texts_of(pair, 2, seed=2),
         "config": QUICK,
         "sampling": SamplingConfig(),
         "seed": 0,
@@ -386,7 +373,7 @@ def stepwise_trainer(pair: Path, folder: Path, *, steps: int) -> tuple[Trainer, 
     trainer = draft_trainer(
         load_model(str(pair / "target")),
         load_model(str(pair / "draft")),
-        rollouts(pair, 8, seed=1),
+        texts_of(pair, 8, seed=1),
         folder / "out.training",
         changed(QUICK, epochs=steps),
         SamplingConfig(),

@@ -40,12 +40,11 @@ from specdata.draft_vocabulary import draft_vocabulary_ids, restore_vocabulary, 
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
 from specdata.models import (
-    asks_for_remote_code,
     check_shared_vocabulary,
+    from_hub,
     load_configs,
     load_tokenizer,
     read_model,
-    remote_code_refused,
 )
 from specdata.probability import SamplingConfig, draw, probabilities
 from specdata.saving import add_former_names, copy_tokenizer
@@ -357,12 +356,7 @@ def _make_whole(model: Any) -> None:
 
 def _load_whole(source: Path) -> Any:
     """Load a draft in its own precision and refuse weights that do not fit its configuration."""
-    try:
-        model, info = read_model(str(source), None, "auto")
-    except (OSError, ValueError) as error:
-        if asks_for_remote_code(error):
-            raise remote_code_refused("model", str(source)) from error
-        raise ManifestError(f"{source} must be a folder with a saved model: {error}") from error
+    model, info = from_hub("model", str(source), lambda: read_model(str(source), None, "auto"))
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
         raise ManifestError(

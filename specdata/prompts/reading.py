@@ -8,7 +8,6 @@ refusals need only the sources.
 from __future__ import annotations
 
 import codecs
-import glob
 import gzip
 import hashlib
 import json
@@ -248,7 +247,6 @@ def load_rows(
             _or_refuse(name, source, lambda: _check_json(source))
         options: dict[str, Any] = {"path": kind, "data_files": {split: as_pattern(source)}}
     elif Path(source).is_dir():
-        _check_folder(name, source)
         options = {"path": source, "name": subset}
     elif files and split in files:
         fetched = _or_refuse(name, source, lambda: _fetch(hub, pinned or revision, files[split]))
@@ -267,16 +265,6 @@ def _check_json(source: str) -> None:
         first = file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if first not in (b"", b"[", b"{"):
         raise ValueError(f"it must begin with {{ or [, not {first!r}")
-
-
-def _check_folder(name: str, source: str) -> None:
-    """Raise ConfigError for a folder that `datasets` would take for a pattern."""
-    path = str(Path(source).absolute())
-    if glob.has_magic(path):
-        raise ConfigError(
-            f"prompt set {name!r}: the path of a folder must not hold *, ? or [, got {path}: "
-            "rename it"
-        )
 
 
 def _fetch(hub: str, revision: str | None, pattern: str) -> list[str]:
@@ -301,7 +289,6 @@ def _catalogued(
     if Path(source).is_dir() and not dataset.subset:
         from datasets import get_dataset_config_names
 
-        _check_folder(dataset.name, source)
         there = _or_refuse(dataset.name, source, lambda: get_dataset_config_names(source))
         subset = catalogued.subset if catalogued.subset in there else None
     data = load_rows(

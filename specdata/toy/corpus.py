@@ -55,20 +55,6 @@ MOST = {"train": 50_000, "dev": 6_250, "test": 6_250}
 """Prompts of each split that a family is read for; writing more takes minutes of one processor."""
 
 
-def examples(family: str, count: int, *, seed: int) -> list[Example]:
-    """Return the first `count` examples of a family, each with another prompt.
-
-    Args:
-        family: one of `FAMILIES`.
-        count: how many examples.
-        seed: the same seed gives the same examples; a larger count only appends.
-
-    Raises:
-        ValueError: if the family is unknown or has fewer distinct prompts.
-    """
-    return _take(_stream(family, seed), count, f"the prompt family {family!r}")
-
-
 def prompts(family: str, split: str, count: int, *, seed: int) -> list[str]:
     """Return `count` distinct prompts of one split; no prompt belongs to two splits, for any seed.
 
@@ -127,8 +113,11 @@ def corpus(
     return documents
 
 
-def _stream(family: str, seed: int) -> Iterator[Example]:
-    """Examples with distinct prompts, until `_PATIENCE` draws in a row bring nothing new."""
+def examples(family: str, seed: int) -> Iterator[Example]:
+    """Examples of a family with distinct prompts, until `_PATIENCE` draws in a row bring none.
+
+    The same seed gives the same ones.
+    """
     if family not in WRITERS:
         raise ValueError(f"unknown prompt family {family!r}; choose from {', '.join(FAMILIES)}")
     rng = random.Random(f"{family}:{seed}")
@@ -145,7 +134,7 @@ def _stream(family: str, seed: int) -> Iterator[Example]:
 def _split(family: str, split: str, seed: int) -> Iterator[Example]:
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; choose from {', '.join(SPLITS)}")
-    return (example for example in _stream(family, seed) if split_of(example.prompt) == split)
+    return (example for example in examples(family, seed) if split_of(example.prompt) == split)
 
 
 def _take(source: Iterator[Example], count: int, what: str) -> list[Example]:
