@@ -172,12 +172,15 @@ def test_a_wider_tree_emits_more_and_a_dearer_draft_favours_a_shorter_one() -> N
     chances = np.random.default_rng(0).uniform(0.3, 0.7, (6, 20))
     of = {k: chances ** (1 / k) for k in WIDTHS}  # rises with k
     along = Acceptance([f"e{n}" for n in range(6)], np.full(6, 20), of)
-    by_widths = {each.widths: each for each in search(along, 32, 0.1)}
-    tokens = {widths: each.tokens.value for widths, each in by_widths.items()}
-    assert tokens[2, 1] > tokens[1, 1] > tokens[(1,)]
-    assert by_widths[2, 2, 1].paths == 4
-    assert by_widths[2, 2, 1].nodes == 2 + 4 + 4
-    assert all(t.low <= t.value <= t.high for t in (each.tokens for each in by_widths.values()))
-    cheap, dear = (search(along, 32, ratio)[0] for ratio in (0.0, 0.5))
-    assert len(cheap.widths) == DEEPEST > len(dear.widths)
-    assert dear.speedup == pytest.approx(dear.tokens.value / (1 + 0.5 * len(dear.widths)))
+    by_widths = {each["widths"]: each for each in search(along, 32, 0.1)}
+    tokens = {widths: each["block_efficiency"]["value"] for widths, each in by_widths.items()}
+    assert tokens["2x1"] > tokens["1x1"] > tokens["1"]
+    assert (by_widths["2x2x1"]["paths"], by_widths["2x2x1"]["nodes"]) == (4, 2 + 4 + 4)
+    intervals = [each["block_efficiency"] for each in by_widths.values()]
+    assert all(t["low"] <= t["value"] <= t["high"] for t in intervals)
+    cheap, dear = (
+        max(search(along, 32, ratio), key=lambda each: each["speedup"]) for ratio in (0.0, 0.5)
+    )
+    levels, fewer = (len(each["widths"].split("x")) for each in (cheap, dear))
+    assert levels == DEEPEST > fewer
+    assert dear["speedup"] == pytest.approx(tokens[dear["widths"]] / (1 + 0.5 * fewer))

@@ -397,14 +397,13 @@ def tree_search(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[
     candidates = search(along, max(spec["budgets"]), spec["ratio"])
     records = []
     for budget in spec["budgets"]:
-        within = [each for each in candidates if each.paths <= budget]
+        within = [each for each in candidates if each["paths"] <= budget]
         for by, best in (
-            ("fastest", max(within, key=lambda each: each.speedup)),
-            ("most tokens", max(within, key=lambda each: each.tokens.value)),
+            ("fastest", max(within, key=lambda each: each["speedup"])),
+            ("most tokens", max(within, key=lambda each: each["block_efficiency"]["value"])),
         ):
-            record = {"paths": budget, "by": by, "widths": best.name, "nodes": best.nodes}
-            record |= {"block_efficiency": asdict(best.tokens), "speedup": best.speedup}
-            records.append({"measurement": folder.name, "set": ALL_SETS, **record})
+            record = {"measurement": folder.name, "set": ALL_SETS, "paths": budget, "by": by}
+            records.append({**best, **record})
     return records
 
 

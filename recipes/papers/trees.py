@@ -22,7 +22,7 @@ v_d - v_{d+1}, and the expected number of rounds of a text follows from left to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +36,7 @@ from specdata.sampling import SamplingConfig, generator_for
 from specdata.terminal import progress
 from specdata.texts import TextBatch, along_pair
 
+Record = dict[str, Any]
 Reals = NDArray[np.float64]
 Siblings = Literal["iid", "distinct"]
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -69,36 +70,6 @@ class Acceptance:
             reached = reached * later
             prefix_acceptance.append(reached)
         return expected_rounds(np.stack(prefix_acceptance), self.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A k-configuration and what it is expected to emit.
-
-    Attributes:
-        widths: k_1, k_2, ...
-        tokens: a round, the bonus token included.
-        speedup: over plain decoding, a level taking so much of the target's forward.
-    """
-
-    widths: tuple[int, ...]
-    tokens: Interval
-    speedup: float
-
-    @property
-    def paths(self) -> int:
-        """Leaves."""
-        return int(np.prod(self.widths))
-
-    @property
-    def nodes(self) -> int:
-        """Drafted nodes, N."""
-        return int(np.cumprod(self.widths).sum())
-
-    @property
-    def name(self) -> str:
-        """Its widths, such as 4x2x1x1."""
-        return "x".join(map(str, self.widths))
 
 
 def k_configurations(budget: int, depth: int = DEEPEST) -> Iterator[tuple[int, ...]]:
@@ -225,20 +196,26 @@ def acceptance_along(
     return Acceptance([row["example_id"] for row in texts], lengths, of)
 
 
-def search(acceptance: Acceptance, budget: int, ratio: float) -> list[Candidate]:
-    """Every k-configuration of at most `budget` paths, the fastest first.
+def search(acceptance: Acceptance, budget: int, ratio: float) -> list[Record]:
+    """Every k-configuration of at most `budget` paths, and what it is expected to emit.
 
     Args:
         acceptance: along held-out text.
         budget: most paths.
         ratio: t_draft / t_target; a round is taken to cost one forward of the target and one of
             the draft for each level.
+
+    Returns:
+        Records of `widths`, such as 4x2x1x1, `paths` (leaves), `nodes` (N), `block_efficiency`,
+        and `speedup` over plain decoding.
     """
     _, group = np.unique(acceptance.prompts, return_inverse=True)
     weights = resamples(int(group.max()) + 1)
     emitted = weights @ np.bincount(group, acceptance.lengths)
-    candidates = []
+    records = []
     for widths in k_configurations(budget):
         tokens = Interval.of(emitted / (weights @ np.bincount(group, acceptance.rounds(widths))))
-        candidates.append(Candidate(widths, tokens, tokens.value / (1.0 + ratio * len(widths))))
-    return sorted(candidates, key=lambda each: -each.speedup)
+        record = {"widths": "x".join(map(str, widths)), "paths": int(np.prod(widths))}
+        record |= {"nodes": int(np.cumprod(widths).sum()), "block_efficiency": asdict(tokens)}
+        records.append(record | {"speedup": tokens.value / (1.0 + ratio * len(widths))})
+    return records
