@@ -258,10 +258,7 @@ def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
     assert found["replay_setting"] == "h=0.7"
     # Entropy was not replayed on test; the oracle and a perfect head are no rivals.
     rivals = found["replay"]
-    assert [(r.rule, r.setting, r.candidates) for r in rivals] == [
-        ("fixed", "K=6", 2),
-        ("logit", "logit h=0.7", 1),
-    ]
+    assert [(r.rule, r.setting) for r in rivals] == [("fixed", "K=6"), ("logit", "logit h=0.7")]
     head, fixed = TEST[4].counts, TEST[2].counts
     assert rivals[0].saved == saving(head, fixed, TIMES, PROMPTS)
     for left_out in ("head", "fixed"):
@@ -354,7 +351,7 @@ def test_what_is_missing_is_said_and_never_guessed(results: Results) -> None:
     # Transformers' loop has no verifier's name, and is a rival whatever verifies the head.
     ranked = by_clock(more, {**EXPECTED, "transformers": 2.0, "transformers K=9": 1.0})
     (assisted,) = [rival for rival in ranked["clock"] if rival.rule == "assisted"]
-    assert (assisted.setting, assisted.candidates) == ("transformers K=9", 2)
+    assert assisted.setting == "transformers K=9"
 
 
 SAVES, LOSES = Interval(0.06, 0.05, 0.07), Interval(-0.03, -0.04, -0.02)
@@ -363,7 +360,7 @@ MAYBE_SAVES, MAYBE_LOSES = Interval(0.01, -0.01, 0.02), Interval(-0.01, -0.02, 0
 
 def rivals(fixed: Interval, logit: Interval, *names: str) -> list[Rival]:
     return [
-        Rival(rule=rule, setting=setting, candidates=3, saved=saved)
+        Rival(rule=rule, setting=setting, saved=saved)
         for rule, setting, saved in zip(("fixed", "logit"), names, (fixed, logit), strict=True)
     ]
 

@@ -154,18 +154,6 @@ def test_a_biased_method_is_never_the_fastest_and_never_called_exact(results: Re
     assert "It is exact" not in alone.exactness
 
 
-def test_a_head_that_is_fastest_says_that_it_is_judged_elsewhere_and_no_other_method_does(
-    results: Results,
-) -> None:
-    heads = {run.name for run in results.runs if run.head is not None}
-    (head,) = sorted(heads)[:1]
-    first = rebuilt(results, lambda run: run if run.name == head else slower(run, 9.0))
-    assert answer(first).finding.startswith(f"{head} is fastest")
-    assert f"The fastest on these prompts, {head}, stops by a head." in answer(first).cautions[-1]
-    without = rebuilt(results, lambda run: None if run.name in heads else run)
-    assert not any("stops by a head" in caution for caution in answer(without).cautions)
-
-
 def test_where_nothing_is_faster_or_shown_to_be_the_first_sentence_says_so(
     results: Results,
 ) -> None:

@@ -76,14 +76,12 @@ class Rival(Strict):
         rule: its name.
         setting: the one that took the least time on dev rollouts, named with its rule; by the clock
             a measured method.
-        candidates: how many it was chosen from.
         saved: the share of this rule's time that stopping by the head saves, over rollouts of every
             prompt set, by the clock over all prompt sets; negative where the head takes longer.
     """
 
     rule: str
     setting: str
-    candidates: int
     saved: Interval
 
 
@@ -324,7 +322,6 @@ def compare(
         Rival(
             rule=family,
             setting=f"{'' if family == 'fixed' else family} {best[family].setting}".strip(),
-            candidates=len(settings[family]),
             saved=saving(
                 counts[head.family, head.setting],
                 counts[family, best[family].setting],
@@ -381,7 +378,7 @@ def by_clock(results: Results, expected: Mapping[str, float]) -> dict[str, Any]:
         if (rival := best(same)) is not None:
             ratio = heads[name].over(same[rival], "tokens_per_second")
             share = Interval(*(1.0 - 1.0 / x for x in (ratio.value, ratio.low, ratio.high)))
-            rivals.append(Rival(rule=rule, setting=rival, candidates=len(same), saved=share))
+            rivals.append(Rival(rule=rule, setting=rival, saved=share))
         elif same:
             left_out.append(rule)
     if not any(rival.rule == "fixed" for rival in rivals):

@@ -16,8 +16,8 @@ Reals = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 GROUPS = 256
-"""Scores are told apart this finely in resamples, where ranking all tokens each time is slow; the
-AUROC itself tells all of them apart."""
+"""Into so many groups scores are told apart in resamples, where ranking all tokens each time is
+slow; the AUROC itself tells all of them apart."""
 BINS = 15
 """Of equal width: those of the expected calibration error (`heads.loss.CALIBRATION_BINS`)."""
 EDGE = 1e-6
@@ -81,8 +81,8 @@ def scores(accept: Reals, predicted: Reals, prompt: Ids) -> Scores:
     labels = accept, 1.0 - accept
     _, rank = np.unique(predicted, return_inverse=True)
     exact = _auroc(*(np.bincount(rank, label).astype(np.float64) for label in labels))
-    group = _grouped(predicted)
-    grouped = _auroc(*(sums(label, group, int(group.max()) + 1) for label in labels))
+    group = rank * GROUPS // (int(rank.max()) + 1)  # ties stay together
+    grouped = _auroc(*(sums(label, group, GROUPS) for label in labels))
     return Scores(
         tokens=len(accept),
         kl=Interval.of(kl / count),
@@ -101,12 +101,3 @@ def _auroc(accepted: Reals, rejected: Reals) -> Reals:
     won = (accepted * (below + 0.5 * rejected)).sum(axis=-1)
     undefined = np.full_like(won, np.nan)
     return np.asarray(np.divide(won, pairs, out=undefined, where=pairs > 0.0))
-
-
-def _grouped(scores: Reals) -> Ids:
-    """At most `GROUPS` groups of about equal size in increasing order; ties stay together."""
-    _, rank, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    if len(counts) <= GROUPS:
-        return np.asarray(rank, dtype=np.int64)
-    first = counts.cumsum() - counts  # of each score, in the order of all tokens
-    return np.asarray((first * GROUPS // len(scores))[rank], dtype=np.int64)

@@ -58,7 +58,7 @@ def answer(results: Results, verdict: HeadVerdict | None = None) -> Answer:
         head_sentence(verdict) if verdict else "",
         _exactness(best, rows),
         _basis(results),
-        tuple(_cautions(results, best)),
+        tuple(_cautions(results)),
     )
 
 
@@ -160,8 +160,8 @@ def _basis(results: Results) -> str:
     )
 
 
-def _cautions(results: Results, best: PooledRow | None) -> list[str]:
-    """Few prompts, wide intervals, and a head that was not judged here."""
+def _cautions(results: Results) -> list[str]:
+    """Few prompts, and wide intervals."""
     cautions = []
     counts = {name: results.of(name)[0].prompts for name in results.datasets()}
     if few := [f"{name} {count}" for name, count in counts.items() if count < FEW_PROMPTS]:
@@ -179,11 +179,6 @@ def _cautions(results: Results, best: PooledRow | None) -> list[str]:
         cautions.append(
             f"Wide intervals ({named}): wider than {100 * WIDE:.0f} % of the value, marked ~ in the"
             " tables; more prompts would narrow them."
-        )
-    if results.timed and best is not None and best.runs[0].head is not None:
-        cautions.append(
-            f"The fastest on these prompts, {best.name}, stops by a head. Whether the head pays"
-            " is judged on other prompts, too, and can come out otherwise."
         )
     return cautions
 
