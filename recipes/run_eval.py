@@ -26,7 +26,7 @@ from eval.measuring.methods import (
     with_fit,
 )
 from eval.measuring.results import read_results, write_results
-from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
+from eval.measuring.samples import SAMPLES, make_samples, read_samples
 from eval.reporting.report import Context, terminal, write_report
 from eval.runtime.engines import engine_on
 from recipes.checks import (
@@ -209,7 +209,8 @@ class Eval(Stage):
         results = results.model_copy(update={"verifiers": verifiers})
         write_results(self.folder / RESULTS, results)
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        write_samples(self.folder / SAMPLES, make_samples(prompts, self.folder, decode))
+        samples = make_samples(prompts, self.folder, decode)
+        write_json(self.folder / SAMPLES, samples.model_dump(mode="json"))
         verdict = _verdict(config, results)
         if verdict is not None:
             verdict.write(self.folder / VERDICT)

@@ -10,13 +10,8 @@ import pytest
 
 from eval.decode_config import Method
 from eval.measuring.records import record_file
-from eval.measuring.samples import (
-    PER_SET,
-    make_samples,
-    read_samples,
-    shown_prompts,
-    write_samples,
-)
+from eval.measuring.samples import PER_SET, make_samples, read_samples, shown_prompts
+from specdata.storage.files import write_json
 from tests.test_experiment import METHODS, PROMPTS, evaluate
 
 THEIRS = Method(name="theirs", decoder="assisted", length=3)
@@ -69,7 +64,7 @@ def test_samples_are_read_as_they_were_written_and_a_lost_or_damaged_file_is_non
     samples = make_samples(PROMPTS, folder, in_words)
     path = tmp_path / "samples.json"
     assert read_samples(path) is None
-    write_samples(path, samples)
+    write_json(path, samples.model_dump(mode="json"))
     assert read_samples(path) == samples
     assert samples.of("code") == samples.samples[PER_SET:]
     path.write_text(path.read_text()[:-9])

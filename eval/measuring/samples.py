@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from eval.measuring.records import Strict, record_file
 from specdata.errors import ManifestError
-from specdata.storage.files import write_json
 from specdata.storage.resume import read_record
 
 if TYPE_CHECKING:
@@ -24,9 +23,6 @@ SAMPLES = "samples.json"
 SCHEMA_VERSION: Literal[1] = 1
 PER_SET = 3
 """Prompts of each set whose text is kept: its first."""
-
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens included."""
 
 
 class Sample(Strict):
@@ -64,7 +60,9 @@ def shown_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompt for some in sets.values() for prompt in some[:PER_SET]]
 
 
-def make_samples(prompts: Sequence[Prompt], folder: Path, decode: Decode) -> Samples:
+def make_samples(
+    prompts: Sequence[Prompt], folder: Path, decode: Callable[[Sequence[int]], str]
+) -> Samples:
     """Texts of the prompts whose tokens were kept; none of an evaluation that kept none.
 
     Args:
@@ -96,11 +94,6 @@ def make_samples(prompts: Sequence[Prompt], folder: Path, decode: Decode) -> Sam
                 )
             )
     return Samples(schema_version=SCHEMA_VERSION, samples=samples)
-
-
-def write_samples(path: Path, samples: Samples) -> None:
-    """Write samples.json, whole or not at all."""
-    write_json(path, samples.model_dump(mode="json"))
 
 
 def read_samples(path: Path) -> Samples | None:
