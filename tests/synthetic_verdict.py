@@ -44,4 +44,5 @@ def synthetic_verdict(
         traces(0, skill=skill),
         test,
         prompts=[f"prompt {i}" for i in range(len(test.accept))],
+        questions={},
     )

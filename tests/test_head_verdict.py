@@ -119,6 +119,7 @@ def test_without_times_nothing_is_replayed_and_why_is_said() -> None:
         traces(0),
         test,
         prompts=[str(i) for i in range(len(test.accept))],
+        questions={},
     )
     assert one(made, "head").scores.mean_accept > 0.5
     assert (made.status, made.replay, made.clock) == ("not measured", [], [])
@@ -143,7 +144,7 @@ def test_a_head_that_costs_more_to_ask_saves_less() -> None:
             traces(0),
             test,
             prompts=[str(i) for i in range(len(test.accept))],
-            question_seconds=lambda rules, own=question: {"head": own},
+            questions={"head": question},
         )
         for question in (0.0, 0.002)
     ]
@@ -173,11 +174,10 @@ def test_a_stored_verdict_is_read_again_and_a_damaged_one_is_refused(tmp_path: P
 
 
 def test_measured_settings_are_ranked_by_their_expected_time(results: Results) -> None:
-    fit, dev = measured_times(results), traces(0)
-    assert fit is not None
-    assert fit.t_draft == pytest.approx(0.002, rel=0.2)
-    assert fit.t_target == pytest.approx(0.0114, rel=0.2)
-    times = Times(fit.t_draft, fit.t_target)
+    times, dev = measured_times(results), traces(0)
+    assert times is not None
+    assert times.draft_seconds == pytest.approx(0.002, rel=0.2)
+    assert times.target_seconds == pytest.approx(0.0114, rel=0.2)
     expected = expected_seconds(results, dev, times)
     known = {"fixed-4", "head-0.5", "confidence-0.4", "logit-0.7", "entropy-1.5", "transformers"}
     assert known <= set(expected)
@@ -207,9 +207,8 @@ def test_a_cost_rule_that_measured_its_costs_is_replayed_with_those_of_the_evalu
         for name, asked in (("with the head", "head"), ("without", None))
     ]
     both = results.model_copy(update={"runs": [*results.runs, *runs]})
-    fit, dev = measured_times(both), traces(0)
-    assert fit is not None
-    times = Times(fit.t_draft, fit.t_target)
+    times, dev = measured_times(both), traces(0)
+    assert times is not None
     expected = expected_seconds(both, dev, times)
     for method, asked in (("with the head", True), ("without", False)):
         counts = replayed(rule.model_copy(update={"head": asked}), dev, times)

@@ -11,7 +11,8 @@ takes less. `eval.reporting.recommendation` says it in words.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -28,10 +29,10 @@ from eval.analysis.replay import (
     replayed,
     saving,
 )
-from eval.drafting.stopping import STOPPING_RULES, StoppingRule
+from eval.drafting.stopping import STOPPING_RULES
 from eval.drafting.stopping.logistic import Calibration
 from eval.measuring.intervals import Interval
-from eval.measuring.metrics import LatencyFit, fit_latency
+from eval.measuring.metrics import fit_latency
 from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.records import Strict
 from eval.measuring.results import Results
@@ -213,7 +214,9 @@ def head_verdict(
         traces["dev"],
         traces.get("test"),
         prompts=rows.get("test", rows["dev"])["example_id"][:],
-        question_seconds=lambda rules: question_seconds(draft, head, sampling, rules, engine)[0],
+        questions=question_seconds(draft, head, sampling, every_setting({}), engine)[0]
+        if results.timed
+        else {},
     )
 
 
@@ -223,7 +226,7 @@ def judge_head(
     test: Traces | None,
     *,
     prompts: Sequence[str],
-    question_seconds: Callable[[Sequence[StoppingRule]], dict[str, float]] = lambda rules: {},
+    questions: Mapping[str, float],
 ) -> HeadVerdict:
     """Judge a head by traces that it was recorded in, and by an evaluation.
 
@@ -232,7 +235,7 @@ def judge_head(
         dev: what rivals are fitted and settings chosen on.
         test: what is judged on; None judges on dev.
         prompts: which prompt each rollout is of that is judged on.
-        question_seconds: measures a rule's `title` -> seconds of asking it.
+        questions: a rule's `title` -> seconds of asking it about a drafted token; 0 for others.
     """
     judged = dev if test is None else test
     fitted = fit_all_rules(dev)
@@ -242,29 +245,27 @@ def judge_head(
         "predictions": list(_predictions(dev, judged, fitted, prompts)),
         "reason": "speeds were not measured",
     }
-    if (fit := measured_times(results)) is not None:
-        times = Times(fit.t_draft, fit.t_target)
-        questions = question_seconds(every_setting(fitted))
+    if (times := measured_times(results)) is not None:
         on_dev, on_judged = (
             replay_rules(traces, fitted, times, questions) for traces in (dev, judged)
         )
-        fields |= {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
-        fields |= {"question_seconds": questions, **compare(on_dev, on_judged, prompts, times)}
+        fields |= {**asdict(times), "question_seconds": questions}
+        fields |= compare(on_dev, on_judged, prompts, times)
         fields |= by_clock(results, expected_seconds(results, dev, times, questions))
     status = status_of(fields.get("replay", ()), fields.get("clock", ()))
     return HeadVerdict(status=status, **fields)
 
 
-def measured_times(results: Results) -> LatencyFit | None:
+def measured_times(results: Results) -> Times | None:
     """t_d and t_t of all chains of an evaluation that ask no head, or else of all that do.
 
     None if they cannot be told apart.
     """
     chains = [r for r in results.runs if r.method.decoder == "plain" or r.method.is_chain]
-    fit = None
     for runs in ([run for run in chains if not run.head], chains):
-        fit = fit or fit_latency([record for run in runs for record in run.generations])
-    return None if fit is None or not fit.t_target > 0.0 else fit
+        if (fit := fit_latency([record for run in runs for record in run.generations])) is not None:
+            return Times(fit.t_draft, fit.t_target) if fit.t_target > 0.0 else None
+    return None
 
 
 def expected_seconds(
