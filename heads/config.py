@@ -55,9 +55,7 @@ class Training:
 
 
 TRAINING: dict[Kind, Training] = {
-    "specdec++": Training(
-        400, (3, math.inf), 0.0, 0.03, {}, ("width", "features", "draws", "cache")
-    ),
+    "specdec++": Training(400, (3, math.inf), 0.0, 0.03, {}, ("width", "features", "draws")),
     "immediate": Training(
         1500,
         (12, 24),
@@ -128,11 +126,6 @@ class HeadConfig(Config):
         gt=0.0,
         description="Adam's peak rate, then cosine; null: the paper's 5e-5 for states of width "
         "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3]",
-    )
-    cache: Literal["none", "disk"] = Field(
-        "none",
-        description="what the draft says of the tokens: none computes it at every step; disk once, "
-        "and keeps it, states in bfloat16, until the head is done [immediate alone]",
     )
     save_steps: int = Field(200, ge=1, description="steps between checkpoints")
     report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")

@@ -13,9 +13,8 @@ from the weights that it should have, where 1e-5 is allowed.
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from heads.config import Tracker
+from heads.config import TRAINING, HeadConfig, Tracker
 from heads.loss import HeadMetrics
 from heads.model import BaseHead
 from specdata.errors import ConfigError
@@ -73,22 +72,12 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
     # Heads are trained without a dataloader. One that a trainer before left at its end (an error in
     # its last step) would otherwise make every micro-batch a step of its own.
     alone = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
-    if report_to == "none":
-        return Accelerator(mixed_precision=precision, gradient_accumulation_plugin=alone)
     return Accelerator(
         mixed_precision=precision,
         gradient_accumulation_plugin=alone,
-        log_with=report_to,
+        log_with=None if report_to == "none" else report_to,
         project_dir=logs,
     )
-
-
-@contextmanager
-def deprecations_of_deepspeed_hidden() -> Iterator[None]:
-    """Hide warnings about collectives that torch renamed and DeepSpeed calls by their old names."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        yield
 
 
 @dataclass(slots=True)
@@ -110,28 +99,21 @@ class Engine:
     zero_stage: int | None
 
     @classmethod
-    def of(
-        cls,
-        accelerator: Accelerator,
-        head: BaseHead,
-        *,
-        micro_batch_size: int,
-        accumulation: int,
-        weight_decay: float,
-    ) -> Engine:
+    def of(cls, accelerator: Accelerator, head: BaseHead, config: HeadConfig) -> Engine:
         """Wrap a head; batch sizes are ours, not the launcher's.
 
         Args:
             accelerator: from `start_accelerator`.
             head: weights to start from.
-            micro_batch_size: rows a micro-batch, per process.
-            accumulation: micro-batches a step.
-            weight_decay: share of the learning rate by which weights shrink in a step; 0 is Adam.
+            config: says the batch sizes and, by the head's kind, AdamW's weight decay.
 
         Raises:
             RuntimeError: under DeepSpeed, if accelerate wrapped the head in something else.
         """
+        size = config.micro_batch_size
+        accumulation = math.ceil(config.batch_size / (size * accelerator.num_processes))
         accelerator.gradient_accumulation_steps = accumulation
+        weight_decay = TRAINING[config.kind].weight_decay
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=weight_decay)
         if accelerator.distributed_type != DistributedType.DEEPSPEED:
             model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
@@ -139,9 +121,9 @@ class Engine:
         from deepspeed import DeepSpeedEngine  # here, because it is heavy and rarely needed
 
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
-            train_micro_batch_size_per_gpu=micro_batch_size,
+            train_micro_batch_size_per_gpu=size,
             gradient_accumulation_steps=accumulation,
-            train_batch_size=micro_batch_size * accumulation * accelerator.num_processes,
+            train_batch_size=size * accumulation * accelerator.num_processes,
             gradient_clipping=MAX_GRAD_NORM,
             bf16={"enabled": False},
             fp16={"enabled": False},
@@ -180,25 +162,23 @@ class Engine:
 
         Every process must call this; there are moments after the first step.
         """
-        return {
-            name: self._whole(parameter, moment).detach().cpu().clone().contiguous()
-            for name, parameter in self.head.named_parameters()
-        }
-
-    def _whole(self, parameter: Any, moment: str | None) -> Any:
-        if not self.zero_stage:
-            return parameter if moment is None else self.optimizer.state[parameter][moment]
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        if moment is None:
-            return safe_get_full_fp32_param(parameter)
-        return safe_get_full_optimizer_state(parameter, moment)
+        if self.zero_stage:
+            from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+        values: dict[str, Any] = dict(self.head.named_parameters())
+        for name, parameter in self.head.named_parameters():
+            if self.zero_stage and moment is None:
+                values[name] = safe_get_full_fp32_param(parameter)
+            elif self.zero_stage:
+                values[name] = safe_get_full_optimizer_state(parameter, moment)
+            elif moment is not None:
+                values[name] = self.optimizer.state[parameter][moment]
+        return {name: v.detach().cpu().clone().contiguous() for name, v in values.items()}
 
     def restore_moments(self, checkpoint: Checkpoint, arguments: Sequence[Tensor]) -> None:
         """Put Adam back where it was; the weights go into the head before it is wrapped.
 
         Args:
-            checkpoint: holds the moments and the number of updates.
+            checkpoint: holds the moments, and a loss for each update.
             arguments: any arguments of the head. Optimizers create their state in the first step,
                 so one step at rate 0 is taken to have it.
         """
@@ -207,7 +187,7 @@ class Engine:
             with self.accelerator.accumulate(self.model):
                 self.backward(0.0 * self.model(*arguments).sum())
         for state in self.optimizer.state.values():
-            state["step"].fill_(checkpoint.step)
+            state["step"].fill_(len(checkpoint.losses))
         for moment in MOMENTS:
             for name, parameter in self.head.named_parameters():
                 value = checkpoint.moments[moment][name].to(self.accelerator.device)
@@ -242,24 +222,19 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """State after `step` updates; every tensor is whole, float32, on the CPU.
+    """State after some updates; every tensor is whole, float32, on the CPU.
 
     Attributes:
         before: what the untrained head was worth.
         weights: head parameters by name.
         moments: Adam's moments, `moments["exp_avg"]` and `moments["exp_avg_sq"]` by name.
-        losses: of all steps, float64.
+        losses: of all steps done, float64.
     """
 
     before: HeadMetrics
     weights: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]]
     losses: list[float]
-
-    @property
-    def step(self) -> int:
-        """Updates done."""
-        return len(self.losses)
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
@@ -283,7 +258,7 @@ class Checkpoint:
             for name, value in values.items()
         }
         tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
-        path = checkpoint_folder(folder, self.step)
+        path = checkpoint_folder(folder, len(self.losses))
         path.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path / STATE, metadata={"before": json.dumps(asdict(self.before))})
         complete(path)

@@ -19,10 +19,8 @@ from heads.config import DEFAULT_FEATURES
 from heads.inputs import FEATURES, DraftedTokens
 from heads.remote import auto_config, write_custom_generate, write_modeling
 from specdata.sampling import SamplingConfig
-from specdata.storage.files import atomic_write, read_object, write_json
+from specdata.storage.files import atomic_write, write_json
 from specdata.storage.resume import read_record
-
-HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
 class BaseHead(
@@ -53,12 +51,26 @@ class BaseHead(
     kind: ClassVar[str]
     lag: ClassVar[int]
     reads: tuple[str, ...]
-    hidden_size: int
-    depth: int
     rejection_weight: float
-    draft: str | None
-    sampling: dict[str, Any] | None
-    probe: Sequence[float] | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        depth: int,
+        draft: str | None,
+        sampling: dict[str, Any] | None,
+        probe: Sequence[float] | None,
+    ) -> None:
+        if hidden_size < 1 or depth < 0:
+            raise ValueError(
+                f"a head needs hidden_size >= 1 and depth >= 0, got {hidden_size} and {depth}"
+            )
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.depth = depth
+        self.draft = draft
+        self.sampling = sampling
+        self.probe = probe
 
     @property
     def sampling_config(self) -> SamplingConfig:
@@ -79,6 +91,13 @@ class BaseHead(
         """
         return torch.sigmoid(self.logits(drafted) + math.log(self.rejection_weight))
 
+    def _check_width(self, name: str, vectors: Tensor, width: int) -> None:
+        if vectors.shape[-1] != width:
+            raise ValueError(
+                f"this head reads {name} of width {width}, got {vectors.shape[-1]}; it was trained "
+                f"for the draft {self.draft or '(not recorded)'}"
+            )
+
     def _save_pretrained(self, save_directory: Path) -> None:
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
         with atomic_write(save_directory / SAFETENSORS_SINGLE_FILE) as temporary:
@@ -92,13 +111,16 @@ class BaseHead(
         write_json(save_directory / CONFIG_NAME, about)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> BaseHead:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *, map_location: str = "cpu", **hub: Any
+    ) -> BaseHead:
         """Load a head of any kind from a local folder or from the Hub, in evaluation mode.
 
         Args:
             pretrained_model_name_or_path: a folder written by `save_pretrained`, or a Hub id.
-            **options: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`
-                as everywhere in the Hub library, and `map_location` for the device.
+            map_location: the device.
+            **hub: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download` as
+                everywhere in the Hub library.
 
         Returns:
             A head of the kind that its `config.json` names.
@@ -106,78 +128,43 @@ class BaseHead(
         Raises:
             ValueError: if there is no head there, or what is there is something else.
         """
-        source = pretrained_model_name_or_path
+        source = str(pretrained_model_name_or_path)
         folder = Path(source)
-        if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
+        if (is_here := folder.is_dir()) and not (folder / CONFIG_NAME).is_file():
             raise ValueError(
                 f"{folder} holds no acceptance head: it has no {CONFIG_NAME}; "
                 "pass a folder written by AcceptanceHead.save_pretrained"
             )
-        if folder.is_dir():  # the library's own refusal would not name the file
-            read_record(folder / CONFIG_NAME, (), "restore it")
+
+        def file(name: str) -> Path:
+            return folder / name if is_here else Path(hf_hub_download(source, name, **hub))
+
         try:
-            path = folder / CONFIG_NAME
-            if not folder.is_dir():
-                hub = {name: options[name] for name in HUB_OPTIONS if name in options}
-                path = Path(hf_hub_download(str(source), CONFIG_NAME, **hub))
-            kind = read_object(path).get("kind")
+            settings = read_record(file(CONFIG_NAME), (), "restore it")
+            kind = settings.get("kind")
             if not isinstance(kind, str) or kind not in KINDS:
                 raise ValueError(
                     f"{source} is not an acceptance head that is known here: the kind in its "
                     f"{CONFIG_NAME} must be one of {', '.join(KINDS)}, got {kind!r}"
                 )
             actual = cls if issubclass(cls, KINDS[kind]) else KINDS[kind]
-            head: BaseHead = super(BaseHead, actual).from_pretrained(source, **options)
-        except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError) as error:
-            raise ValueError(
-                f"no acceptance head at {str(source)!r}: it is neither a folder here nor a Hub "
-                f"repository that can be reached ({type(error).__name__}: {error})"
-            ) from error
-        return head
-
-    @classmethod
-    def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
-        map_location: str = "cpu",
-        **settings: Any,
-    ) -> BaseHead:
-        if not {"hidden_size", "depth"} <= settings.keys():
-            raise ValueError(
-                f"{model_id} is not an acceptance head: its {CONFIG_NAME} must give hidden_size "
-                f"and depth, it gives {sorted(settings)} of a head's settings"
-            )
-        try:
-            head = cls(**settings)
+            names = actual._hub_mixin_init_parameters.keys() & settings.keys()
+            head = actual(**{name: settings[name] for name in names})
+            head.load_state_dict(load_file(file(SAFETENSORS_SINGLE_FILE)))
         except TypeError as error:
             raise ValueError(
-                f"{model_id} is not an acceptance head: a setting in its {CONFIG_NAME} is of "
-                f"another type ({error})"
+                f"{source} is not an acceptance head: a setting in its {CONFIG_NAME} is missing or "
+                f"of another type ({error})"
             ) from error
-        path = Path(model_id) / SAFETENSORS_SINGLE_FILE
-        if not Path(model_id).is_dir():
-            path = Path(
-                hf_hub_download(
-                    repo_id=model_id,
-                    filename=SAFETENSORS_SINGLE_FILE,
-                    revision=revision,
-                    cache_dir=cache_dir,
-                    force_download=force_download,
-                    local_files_only=local_files_only,
-                    token=token,
-                )
-            )
-        try:
-            head.load_state_dict(load_file(path))
         except (RuntimeError, SafetensorError) as error:
             raise ValueError(
-                f"the weights in {path} do not fit the head that {CONFIG_NAME} describes: {error}"
+                f"the weights of {source} do not fit the head that its {CONFIG_NAME} describes: "
+                f"{error}"
+            ) from error
+        except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError) as error:
+            raise ValueError(
+                f"no acceptance head at {source!r}: it is neither a folder here nor a Hub "
+                f"repository that can be reached ({type(error).__name__}: {error})"
             ) from error
         return head.to(map_location).eval()
 
@@ -206,9 +193,7 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
         depth: number of residual blocks before the linear layer; 0 is a linear head.
         rejection_weight: weight w of rejections in the training loss. It biases the raw output to
             a/(a + w(1 - a)); `probability` undoes that. 1 means no bias.
-        draft: name or path of the draft whose hidden states the head reads.
-        sampling: temperature, top_k and top_p under which its labels were made.
-        probe: values of that draft's hidden states; see `heads.probe`.
+        draft: as `BaseHead`, and so are sampling and probe.
 
     Raises:
         ValueError: if a size is out of range.
@@ -228,19 +213,10 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
         sampling: dict[str, Any] | None = None,
         probe: Sequence[float] | None = None,
     ) -> None:
-        if hidden_size < 1 or depth < 0:
-            raise ValueError(
-                f"a head needs hidden_size >= 1 and depth >= 0, got {hidden_size} and {depth}"
-            )
         if not 0.0 < rejection_weight < math.inf:
             raise ValueError(f"rejection_weight must be positive, got {rejection_weight}")
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.depth = depth
+        super().__init__(hidden_size, depth, draft, sampling, probe)
         self.rejection_weight = rejection_weight
-        self.draft = draft
-        self.sampling = sampling
-        self.probe = probe
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(depth))
         self.output = nn.Linear(hidden_size, 1)
 
@@ -256,11 +232,7 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
         Raises:
             ValueError: if the last dimension is not H.
         """
-        if hidden.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"this head reads hidden states of width {self.hidden_size}, got {hidden.shape[-1]}"
-                f"; it was trained for the draft {self.draft or '(not recorded)'}"
-            )
+        self._check_width("hidden states", hidden, self.hidden_size)
         # Autocast would quietly run the layers in half precision.
         with torch.autocast(hidden.device.type, enabled=False):
             state = hidden.to(self.output.weight.dtype)
@@ -291,9 +263,7 @@ class ImmediateHead(BaseHead):
         depth: number of layers between the sum and the output.
         scales: number feature -> (mean, standard deviation) by which it is standardised; vector ->
             (0, root mean square of its values); (0, 1) for those that are missing.
-        draft: name or path of the draft whose hidden states the head reads.
-        sampling: temperature, top_k and top_p under which its labels were made.
-        probe: values of that draft's hidden states; see `heads.probe`.
+        draft: as `BaseHead`, and so are sampling and probe.
 
     Raises:
         ValueError: if a size is out of range, or a name is unknown.
@@ -318,22 +288,16 @@ class ImmediateHead(BaseHead):
         sampling: dict[str, Any] | None = None,
         probe: Sequence[float] | None = None,
     ) -> None:
-        if hidden_size < 1 or embedding_size < 0 or width < 1 or depth < 0:
+        if embedding_size < 0 or width < 1:
             raise ValueError(
-                "a head needs hidden_size >= 1, embedding_size >= 0, width >= 1 and depth >= 0, "
-                f"got {hidden_size}, {embedding_size}, {width} and {depth}"
+                f"a head needs embedding_size >= 0 and width >= 1, got {embedding_size} and {width}"
             )
         if unknown := [name for name in reads if name not in FEATURES]:
             raise ValueError(f"unknown features {', '.join(unknown)}: known are {[*FEATURES]}")
-        super().__init__()
-        self.hidden_size = hidden_size
+        super().__init__(hidden_size, depth, draft, sampling, probe)
         self.embedding_size = embedding_size or hidden_size
         self.reads = tuple(reads)
         self.width = width
-        self.depth = depth
-        self.draft = draft
-        self.sampling = sampling
-        self.probe = probe
         self.scales = self._checked(scales or {})
         widths = {"hidden": self.hidden_size, "embedding": self.embedding_size}
         self.sizes = {
@@ -350,8 +314,7 @@ class ImmediateHead(BaseHead):
         for buffer, place in (("number_means", 0), ("number_deviations", 1)):
             values = torch.tensor([self.scales[name][place] for name in self.numbers])
             self.register_buffer(buffer, values, persistent=False)
-        # One row of three: a seed goes on giving the head that the published figures are of.
-        self.bias = nn.Parameter(torch.randn(3, width)[1].clone())
+        self.bias = nn.Parameter(torch.randn(width))
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.output = nn.Linear(width, 1)
 
@@ -384,12 +347,7 @@ class ImmediateHead(BaseHead):
         with torch.autocast(features[0].device.type, enabled=False):
             x: Tensor = self.bias
             for name, layer in self.vectors.items():
-                if given[name].shape[-1] != self.sizes[name]:
-                    raise ValueError(
-                        f"this head reads {name} of width {self.sizes[name]}, got "
-                        f"{given[name].shape[-1]}; it was trained for the draft "
-                        f"{self.draft or '(not recorded)'}"
-                    )
+                self._check_width(name, given[name], self.sizes[name])
                 x = x + layer(given[name].to(x.dtype) / self.scales[name][1])
             if self.numbers:
                 numbers = torch.stack([given[name].to(x.dtype) for name in self.numbers], dim=-1)

@@ -110,13 +110,13 @@ def _translated(weights: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
         KeyError: if one is missing.
         IndexError: if there are not two logits.
     """
-    ours = {
+    parameters = {
         f"blocks.{block}.linear.{kind}": weights[f"model.{block}.linear.{kind}"].float()
         for block in range(depth)
         for kind in ("weight", "bias")
     }
     for kind in ("weight", "bias"):
         rejected, accepted = weights[f"model.{depth}.{kind}"].double().unbind()
-        ours[f"output.{kind}"] = (accepted - rejected).reshape(1, -1).float()
-    ours["output.bias"] = ours["output.bias"].reshape(1)
-    return ours
+        parameters[f"output.{kind}"] = (accepted - rejected).reshape(1, -1).float()
+    parameters["output.bias"] = parameters["output.bias"].reshape(1)
+    return parameters

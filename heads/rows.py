@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict, cast
 
@@ -22,11 +22,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from specdata.errors import ConfigError
 from specdata.sampling import numpy_generator_for
 from specdata.storage.schema import MORE_DRAWS
+from specdata.texts import text_length
 
 Key = tuple[str | int, ...]
 COLUMNS = (
@@ -62,15 +62,15 @@ class LabelRows:
     Attributes:
         dataset: the label columns.
         usable: positions of the rows with a completion token within the maximum length.
-        sizes: labels that are kept of each usable row.
         labels: positions with a label, in all rows.
+        cut: those of them beyond the maximum length.
         fingerprint: digest of the content of all rows.
     """
 
     dataset: datasets.Dataset
     usable: list[int]
-    sizes: list[int]
     labels: int
+    cut: int
     fingerprint: str
 
     @classmethod
@@ -115,8 +115,9 @@ class LabelRows:
                 f"none of the {len(prompts)} {name} rows has a completion token within the draft's "
                 f"context of {max_length} tokens: make rollouts with shorter prompts"
             )
-        sizes = [min(lengths[i][1], max_length - lengths[i][0]) for i in usable]
-        return cls(columns, usable, sizes, sum(completions), digest.hexdigest())
+        kept = sum(min(lengths[i][1], max_length - lengths[i][0]) for i in usable)
+        labels = sum(completions)
+        return cls(columns, usable, labels, labels - kept, digest.hexdigest())
 
     def __len__(self) -> int:
         return len(self.usable)
@@ -129,11 +130,6 @@ class LabelRows:
         """Rows left out because nothing in them can be learned."""
         return len(self.dataset) - len(self.usable)
 
-    @property
-    def cut(self) -> int:
-        """Labels beyond the maximum length."""
-        return self.labels - sum(self.sizes)
-
     def order(self, seed: int, epoch: int) -> list[int]:
         """The order in which the rows are learned from in one epoch."""
         order: list[int] = numpy_generator_for("order", seed, epoch).permutation(len(self)).tolist()
@@ -145,17 +141,18 @@ class Row:
     """One text for the draft, and S tokens at each of n positions that are learned from.
 
     Attributes:
-        input_ids: (T,) int64.
-        columns: (n,) int64, where the draft's state is what is known of the tokens there.
+        text: `prompt_ids` and `completion_ids` (`specdata.texts`). The draft's state from which it
+            would draw a token of the completion is what is known of the tokens there.
+        places: (n,) int64, positions in the completion.
         tokens: (n, S) int64.
         accept: (n, S) float32, min(1, p/q) of each.
         counts: whether its labels count; those of a row that fills up a batch do not.
-        index: of the row in its dataset, to find what is cached of it; -1 if nothing is.
+        index: of the row in its dataset, to find what is kept of it; -1 if nothing is.
         draws: which S of the row's draws these are.
     """
 
-    input_ids: Tensor
-    columns: Tensor
+    text: Mapping[str, Sequence[int]]
+    places: Tensor
     tokens: Tensor
     accept: Tensor
     counts: bool = True
@@ -179,12 +176,14 @@ def mixed_row(row: LabelRow, *, rate: float, max_length: int, key: Key) -> Row:
     tokens, accept = drawn_tokens(row)
     uniform = numpy_generator_for(*key, row["example_id"], row["sample"]).random(len(tokens))
     is_drafted = uniform >= rate
-    target = np.asarray(row["completion_ids"])
-    text = [*row["prompt_ids"], *np.where(is_drafted, tokens[:, 0], target).tolist()]
-    places = is_drafted[: max_length - len(row["prompt_ids"])].nonzero()[0]
+    mixed = np.where(is_drafted, tokens[:, 0], np.asarray(row["completion_ids"]))
+    kept = mixed[: max_length - len(row["prompt_ids"])].tolist()
+    places = is_drafted[: len(kept)].nonzero()[0]
     return Row(
-        input_ids=torch.tensor(text[:max_length]),
-        columns=torch.from_numpy(places + len(row["prompt_ids"])),
+        # Moved by one: the state after a token is the one that the next is drawn from. The last
+        # one, of which nothing is asked, is drawn by nobody.
+        text={"prompt_ids": [*row["prompt_ids"], *kept[:1]], "completion_ids": [*kept[1:], 0]},
+        places=torch.from_numpy(places),
         tokens=torch.from_numpy(tokens[places, :1]),
         accept=torch.from_numpy(accept[places, :1]),
     )
@@ -197,7 +196,7 @@ def drawn_row(row: LabelRow, *, draws: Sequence[int], max_length: int, index: in
         row: the labels of one completion.
         draws: which of its draws, from 0.
         max_length: tokens of prompt + completion kept; the rest is cut at the end.
-        index: of the row in its dataset, if what the draft says of it is cached.
+        index: of the row in its dataset, if what the draft says of it may be kept.
 
     Raises:
         ValueError: if the row's columns do not fit each other.
@@ -208,8 +207,8 @@ def drawn_row(row: LabelRow, *, draws: Sequence[int], max_length: int, index: in
         raise _unfit(row, "prompt_ids must hold a token, as the first one is drafted after it")
     kept = min(len(tokens), max_length - len(prompt))
     return Row(
-        input_ids=torch.tensor([*prompt, *row["completion_ids"][: kept - 1]]),
-        columns=torch.arange(kept) + len(prompt) - 1,
+        text={"prompt_ids": prompt, "completion_ids": row["completion_ids"][:kept]},
+        places=torch.arange(kept),
         tokens=torch.from_numpy(tokens[:kept, list(draws)]),
         accept=torch.from_numpy(accept[:kept, list(draws)]),
         index=index,
@@ -263,46 +262,14 @@ def _unfit(row: LabelRow, problem: str) -> ValueError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows padded on the right to the longest, and their N positions in one line, S tokens each.
-
-    Attributes:
-        rows: B rows.
-        input_ids: (B, T).
-        row: (N,) the row of each position.
-        column: (N,) where its state stands in its row.
-        tokens: (N, S).
-        accept: (N, S).
-        mask: (N, S) bool, which labels count.
-    """
-
-    rows: Sequence[Row]
-    input_ids: Tensor
-    row: Tensor
-    column: Tensor
-    tokens: Tensor
-    accept: Tensor
-    mask: Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], device: torch.device) -> Batch:
-        """Pad the texts on the right and line up their positions."""
-        counts = [torch.full(each.tokens.shape, each.counts) for each in rows]
-        row = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(c) for c in counts]))
-        return cls(
-            rows,
-            pad_sequence([each.input_ids for each in rows], batch_first=True).to(device),
-            row.to(device),
-            torch.cat([each.columns for each in rows]).to(device),
-            torch.cat([each.tokens for each in rows]).to(device),
-            torch.cat([each.accept for each in rows]).to(device),
-            torch.cat(counts).to(device),
-        )
+def labels_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """(N, S) labels of the rows' positions in one line, and bool, which of them count."""
+    counts = torch.cat([torch.full(row.accept.shape, row.counts) for row in rows])
+    return torch.cat([row.accept for row in rows]), counts
 
 
 def micro_batches(
-    rows: Sequence[Row], *, size: int, count: int, process: int, processes: int
+    rows: Sequence[Row], *, size: int, process: int, processes: int, count: int | None = None
 ) -> Iterator[list[Row]]:
     """Yield one process's part of a global batch, in `count` micro-batches.
 
@@ -312,18 +279,14 @@ def micro_batches(
     Args:
         rows: the whole batch, the same on every process.
         size: rows a micro-batch.
-        count: micro-batches a process; size * count * processes must hold all rows.
         process: index of this process.
         processes: how many there are.
+        count: micro-batches a process; by default as many as the rows need.
     """
-    ordered = sorted(rows, key=lambda row: row.input_ids.numel())  # like lengths pad less
+    count = count or math.ceil(len(rows) / (size * processes))
+    ordered = sorted(rows, key=lambda row: text_length(row.text))  # like lengths pad less
     filler = replace(ordered[0], counts=False)
     ordered += [filler] * (size * count * processes - len(ordered))
     for index in range(count):
         start = (index * processes + process) * size
         yield ordered[start : start + size]
-
-
-def micro_batch_count(rows: int, *, size: int, processes: int) -> int:
-    """The number of micro-batches that a process needs for so many rows."""
-    return math.ceil(rows / (size * processes))

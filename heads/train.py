@@ -1,8 +1,8 @@
 """Train an acceptance head on a frozen draft: as a script, under accelerate or under DeepSpeed.
 
-The draft runs at every step, or once if what it says is stored (`heads.questions.FeatureCache`),
-outside DDP and DeepSpeed, and gets no gradient. All randomness derives from (seed, epoch, example),
-and the learning rate from the step.
+The draft runs outside DDP and DeepSpeed and gets no gradient; along the target's own text it runs
+once, as far as memory is set aside for what it says (`Questions.keep`). All randomness derives from
+(seed, epoch, example), and the learning rate from the step.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import hashlib
 import logging
 import math
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -26,14 +27,13 @@ from heads.engine import (
     MOMENTS,
     Checkpoint,
     Engine,
-    deprecations_of_deepspeed_hidden,
     start_accelerator,
 )
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
 from heads.model import AcceptanceHead, BaseHead, ImmediateHead
 from heads.probe import probe_of
-from heads.questions import DrawnQuestions, MixedQuestions, Questions, cached, feature_scales
-from heads.rows import Batch, LabelRows, Row, micro_batch_count, micro_batches
+from heads.questions import Questions, feature_scales
+from heads.rows import LabelRows, Row, labels_of, micro_batches
 from specdata.errors import TrainingDivergedError
 from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
 from specdata.lm_head import check_hidden_states
@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.json"
 CHECKPOINTS_NAME = "checkpoints"
-STATES_NAME = "states"
 LOGS_NAME = "logs"
 RUN_ALONE = ("micro_batch_size", "save_steps")
 
@@ -144,7 +143,8 @@ def train_head(
     )
     if (finished := finished_head(out, settings)) is not None:
         if is_main():
-            _remove_leftovers(out)  # of a run killed right before its end
+            # Those of a run that was killed right before its end.
+            shutil.rmtree(out / CHECKPOINTS_NAME, ignore_errors=True)
         return finished
     if (cut := train_rows.cut + dev_rows.cut) and is_main():
         labels = train_rows.labels + dev_rows.labels
@@ -152,142 +152,14 @@ def train_head(
             "the draft's context of %d tokens cuts off %d of %d labels", longest, cut, labels
         )
     was_training = draft.training
+    training = Training(draft.eval(), train_rows, dev_rows, out, config, seed, sampling, settings)
     try:
-        with deprecations_of_deepspeed_hidden():
-            return _train(draft.eval(), train_rows, dev_rows, out, config, seed, sampling, settings)
+        with warnings.catch_warnings():  # of collectives that DeepSpeed calls by their old names
+            of_old_names = r"`torch\.distributed\.\w+` is deprecated"
+            warnings.filterwarnings("ignore", of_old_names, FutureWarning)
+            return training.run()
     finally:
         draft.train(was_training)
-
-
-def _train(
-    draft: PreTrainedModel,
-    train_rows: LabelRows,
-    dev_rows: LabelRows,
-    out: Path,
-    config: HeadConfig,
-    seed: int,
-    sampling: SamplingConfig | None,
-    settings: Settings,
-) -> HeadResult:
-    joined = torch.distributed.is_initialized()  # then leaving is up to whoever joined
-    training = _begun(draft, train_rows, dev_rows, out, config, seed, sampling, settings)
-    engine, losses, rows_a_step = training.engine, training.losses, config.batch_size
-    is_main_process = engine.accelerator.is_main_process
-    per_epoch, epochs = math.ceil(len(train_rows) / rows_a_step), config.passes(len(train_rows))
-    steps, warmup_ratio = epochs * per_epoch, TRAINING[config.kind].warmup_ratio
-
-    # The order of rows and their mixing follow from (seed, epoch) and the rate from the step, so a
-    # resumed run does what an uninterrupted one does.
-    with (
-        until_checkpoint(),
-        progress(
-            steps, "acceptance head", "step", done=len(losses), is_shown=is_main_process
-        ) as bar,
-    ):
-        for epoch in range(len(losses) // per_epoch, epochs):
-            order = train_rows.order(seed, epoch)
-            done = (len(losses) - epoch * per_epoch) * rows_a_step
-            for start in range(done, len(order), rows_a_step):
-                rate = learning_rate(len(losses), steps, training.peak, warmup_ratio)
-                engine.set_learning_rate(rate)
-                batch = order[start : start + rows_a_step]
-                loss = training.step(
-                    [training.questions.row(train_rows[i], i, epoch) for i in batch]
-                )
-                if not math.isfinite(loss):
-                    raise training.diverged(f"the loss is {loss} in step {len(losses) + 1}")
-                losses.append(loss)
-                training.log({"loss": loss, "learning_rate": rate})
-                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-                bar.update()
-                stop = asked_of_any()
-                if stop or len(losses) % config.save_steps == 0:
-                    training.save()
-                if stop:
-                    engine.accelerator.wait_for_everyone()  # until it is written
-                    raise Interrupted(stop)
-
-    after, weights = training.evaluate(dev_rows), training.finite_weights()
-    training.log_metrics(after)
-    training.check(after, rows=len(train_rows), epochs=epochs)
-    result = HeadResult(
-        before=training.before,
-        after=after,
-        losses=tuple(losses),
-        steps=len(losses),
-        train_rows=len(train_rows),
-        skipped_rows=train_rows.skipped + dev_rows.skipped,
-        processes=engine.accelerator.num_processes,
-        engine=engine.name,
-        labels=train_rows.labels + dev_rows.labels,
-        cut_labels=train_rows.cut + dev_rows.cut,
-        epochs=epochs,
-        learning_rate=training.peak,
-    )
-    if is_main_process:
-        final = new_head(draft, config, seed, sampling, getattr(engine.head, "scales", None))
-        final.load_state_dict(weights)
-        final.save_pretrained(out)
-        write_json(out / METRICS_NAME, {"settings": settings.values, **asdict(result)})
-        _remove_leftovers(out)
-    engine.close(leave=not joined)
-    return result
-
-
-def _begun(
-    draft: PreTrainedModel,
-    train_rows: LabelRows,
-    dev_rows: LabelRows,
-    out: Path,
-    config: HeadConfig,
-    seed: int,
-    sampling: SamplingConfig | None,
-    settings: Settings,
-) -> Training:
-    """Join the other processes and wrap the head, as new or with what the last checkpoint holds."""
-    accelerator = start_accelerator(config.report_to, out / LOGS_NAME)
-    folder, size = out / CHECKPOINTS_NAME, config.micro_batch_size
-    newest = checkpoint_to_resume(folder, settings)
-    checkpoint = None if newest is None else Checkpoint.read(newest)
-    accelerator.wait_for_everyone()  # no process writes before all have looked
-    if draft.device != accelerator.device:  # which packed weights refuse even where they are there
-        draft.to(accelerator.device)
-    check_hidden_states(draft)
-    head, longest = new_head(draft, config, seed, sampling), positions(draft.config)
-    questions: MixedQuestions | DrawnQuestions
-    if isinstance(head, ImmediateHead):
-        questions = DrawnQuestions(draft, head.reads, head.sampling_config, config.draws, longest)
-        scales = feature_scales(questions, train_rows, size)
-        head = new_head(draft, config, seed, sampling, scales)
-        if config.cache == "disk":
-            cache = cached(accelerator, questions, train_rows, size, out / STATES_NAME)
-            questions = replace(questions, cache=cache)
-    else:
-        questions = MixedQuestions(draft, config.mixing, longest, seed)
-    if checkpoint is not None:
-        head.load_state_dict(checkpoint.weights)
-    if config.report_to != "none":
-        shown = {name: str(value) for name, value in settings.values["config"].items()}
-        accelerator.init_trackers("acceptance-head", config=shown)
-    engine = Engine.of(
-        accelerator,
-        head,
-        micro_batch_size=size,
-        accumulation=micro_batch_count(
-            config.batch_size, size=size, processes=accelerator.num_processes
-        ),
-        weight_decay=TRAINING[config.kind].weight_decay,
-    )
-    peak = config.peak_rate(head.hidden_size)
-    training = Training(engine, questions, size, peak, settings, folder)
-    if checkpoint is None:
-        training.before = training.evaluate(dev_rows)
-        training.log_metrics(training.before)
-    else:
-        some = Batch.of([questions.row(dev_rows[0], 0, None)], accelerator.device)
-        engine.restore_moments(checkpoint, questions.arguments(some))
-        training.before, training.losses = checkpoint.before, checkpoint.losses
-    return training
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
@@ -302,24 +174,161 @@ class Training:
     """One training at work.
 
     Attributes:
+        draft: the frozen draft.
+        train_rows: learned from.
+        dev_rows: judged by.
+        out: for the head and, until it is done, checkpoints.
+        config: of the head.
+        seed: of initial weights, order and mixing.
+        sampling: the distribution under which the labels were made.
+        settings: all that the weights depend on; its remedy is what an error advises.
         engine: the head, ready to train.
         questions: turns label rows into arguments of the head.
-        micro_batch_size: rows a micro-batch, per process.
-        peak: the largest learning rate.
-        settings: all that the weights depend on; its remedy is what an error advises.
-        folder: where checkpoints go.
         before: what the untrained head was worth.
         losses: of the steps done.
     """
 
-    engine: Engine
-    questions: Questions
-    micro_batch_size: int
-    peak: float
+    draft: PreTrainedModel
+    train_rows: LabelRows
+    dev_rows: LabelRows
+    out: Path
+    config: HeadConfig
+    seed: int
+    sampling: SamplingConfig | None
     settings: Settings
-    folder: Path
+    engine: Engine = field(init=False)
+    questions: Questions = field(init=False)
     before: HeadMetrics = field(init=False)
     losses: list[float] = field(default_factory=list)
+
+    def run(self) -> HeadResult:
+        """Train the head from where it stands, save it, and measure it."""
+        joined = torch.distributed.is_initialized()  # then leaving is up to whoever joined
+        self._begin()
+        engine, losses, config = self.engine, self.losses, self.config
+        per_epoch = math.ceil(len(self.train_rows) / config.batch_size)
+        epochs = config.passes(len(self.train_rows))
+        steps, warmup_ratio = epochs * per_epoch, TRAINING[config.kind].warmup_ratio
+
+        # The order of rows and their mixing follow from (seed, epoch) and the rate from the step,
+        # so a resumed run does what an uninterrupted one does.
+        with (
+            until_checkpoint(),
+            progress(steps, "acceptance head", "step", done=len(losses), is_shown=is_main()) as bar,
+        ):
+            for epoch in range(len(losses) // per_epoch, epochs):
+                order = self.train_rows.order(self.seed, epoch)
+                done = (len(losses) - epoch * per_epoch) * config.batch_size
+                for start in range(done, len(order), config.batch_size):
+                    rate = learning_rate(len(losses), steps, self.peak, warmup_ratio)
+                    engine.set_learning_rate(rate)
+                    batch = order[start : start + config.batch_size]
+                    loss = self.step(
+                        [self.questions.row(self.train_rows[i], i, epoch) for i in batch]
+                    )
+                    if not math.isfinite(loss):
+                        raise self.diverged(f"the loss is {loss} in step {len(losses) + 1}")
+                    losses.append(loss)
+                    self.log({"loss": loss, "learning_rate": rate})
+                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                    bar.update()
+                    stop = asked_of_any()
+                    if stop or len(losses) % config.save_steps == 0:
+                        self.save()
+                    if stop:
+                        engine.accelerator.wait_for_everyone()  # until it is written
+                        raise Interrupted(stop)
+
+        after, weights = self.evaluate(), self.finite("weights", engine.whole())
+        self.check(after, epochs)
+        train_rows, dev_rows = self.train_rows, self.dev_rows
+        result = HeadResult(
+            before=self.before,
+            after=after,
+            losses=tuple(losses),
+            steps=len(losses),
+            train_rows=len(train_rows),
+            skipped_rows=train_rows.skipped + dev_rows.skipped,
+            processes=engine.accelerator.num_processes,
+            engine=engine.name,
+            labels=train_rows.labels + dev_rows.labels,
+            cut_labels=train_rows.cut + dev_rows.cut,
+            epochs=epochs,
+            learning_rate=self.peak,
+        )
+        if engine.accelerator.is_main_process:
+            final = self._new_head(getattr(engine.head, "scales", None))
+            final.load_state_dict(weights)
+            final.save_pretrained(self.out)
+            write_json(
+                self.out / METRICS_NAME, {"settings": self.settings.values, **asdict(result)}
+            )
+            shutil.rmtree(self.folder, ignore_errors=True)
+        engine.close(leave=not joined)
+        return result
+
+    def _begin(self) -> None:
+        """Join the other processes and wrap the head, as new or as the last checkpoint holds it."""
+        draft, config = self.draft, self.config
+        accelerator = start_accelerator(config.report_to, self.out / LOGS_NAME)
+        newest = checkpoint_to_resume(self.folder, self.settings)
+        checkpoint = None if newest is None else Checkpoint.read(newest)
+        accelerator.wait_for_everyone()  # no process writes before all have looked
+        if draft.device != accelerator.device:  # packed weights refuse even to stay where they are
+            draft.to(accelerator.device)
+        check_hidden_states(draft)
+        head = self._new_head()
+        longest = positions(draft.config)
+        self.questions = Questions(
+            draft, head.reads, head.sampling_config, config, longest, self.seed
+        )
+        if config.kind == "immediate":
+            self.questions.keep(self.train_rows)
+            head = self._new_head(feature_scales(self.questions, self.train_rows))
+        if checkpoint is not None:
+            head.load_state_dict(checkpoint.weights)
+        if config.report_to != "none":
+            shown = {name: str(value) for name, value in self.settings.values["config"].items()}
+            accelerator.init_trackers("acceptance-head", config=shown)
+        self.engine = Engine.of(accelerator, head, config)
+        if checkpoint is None:
+            self.before = self.evaluate()
+        else:
+            row = self.questions.row(self.dev_rows[0], 0, None)
+            self.engine.restore_moments(checkpoint, self.questions.arguments([row]))
+            self.before, self.losses = checkpoint.before, checkpoint.losses
+
+    def _new_head(self, scales: Mapping[str, tuple[float, float]] | None = None) -> BaseHead:
+        """An untrained head of the kind that is asked for, the same one for the same seed."""
+        draft, config = self.draft, self.config
+        about: dict[str, Any] = {
+            "hidden_size": int(draft.get_output_embeddings().weight.shape[-1]),
+            "depth": config.depth,
+            "draft": draft.name_or_path or None,
+            "sampling": None if self.sampling is None else asdict(self.sampling),
+            "probe": probe_of(draft),
+        }
+        with torch.random.fork_rng(devices=[]):  # layers initialise from the global generator
+            torch.manual_seed(self.seed)
+            if config.kind == "specdec++":
+                return AcceptanceHead(rejection_weight=config.rejection_weight, **about)
+            return ImmediateHead(
+                embedding_size=int(draft.get_input_embeddings().weight.shape[-1]),
+                reads=config.features,
+                width=config.width,
+                scales=scales,
+                **about,
+            )
+
+    @property
+    def peak(self) -> float:
+        """The largest learning rate."""
+        return self.config.peak_rate(self.engine.head.hidden_size)
+
+    @property
+    def folder(self) -> Path:
+        """Where checkpoints go."""
+        return self.out / CHECKPOINTS_NAME
 
     def step(self, rows: Sequence[Row]) -> float:
         """Update the head once on a global batch; return the batch's loss.
@@ -335,79 +344,66 @@ class Training:
         # The engines average over processes and over micro-batches; this makes it a sum again.
         scale = accelerator.num_processes * count / mass
         total = torch.zeros((), device=accelerator.device)
-        for batch in self.parts(rows, count):
+        for part in self._parts(rows, count):
+            accept, counts = (each.to(accelerator.device) for each in labels_of(part))
             with accelerator.accumulate(engine.model):
                 # Tensors only: DDP and DeepSpeed look for them in arguments.
-                logits = engine.model(*self.questions.arguments(batch))
-                numerator = weighted_bce(logits, batch.accept, batch.mask, weight)
+                logits = engine.model(*self.questions.arguments(part))
+                numerator = weighted_bce(logits, accept, counts, weight)
                 engine.backward(numerator * scale)
             total += numerator.detach()
         return float(accelerator.reduce(total, "sum")) / mass
 
-    def parts(self, rows: Sequence[Row], count: int) -> list[Batch]:
+    def _parts(self, rows: Sequence[Row], count: int | None = None) -> Iterator[list[Row]]:
         """This process's part of a global batch, in so many micro-batches."""
         accelerator = self.engine.accelerator
-        parts = micro_batches(
+        return micro_batches(
             rows,
-            size=self.micro_batch_size,
-            count=count,
+            size=self.config.micro_batch_size,
             process=accelerator.process_index,
             processes=accelerator.num_processes,
+            count=count,
         )
-        return [Batch.of(part, accelerator.device) for part in parts]
 
     @torch.no_grad()
-    def evaluate(self, rows: LabelRows) -> HeadMetrics:
-        """Judge the head on all rows, which are always read the same."""
-        accelerator = self.engine.accelerator
+    def evaluate(self) -> HeadMetrics:
+        """Judge the head on all dev rows, which are always read the same, and report it."""
+        accelerator, rows = self.engine.accelerator, self.dev_rows
         read = [self.questions.row(rows[index], index, None) for index in range(len(rows))]
-        count = micro_batch_count(
-            len(read), size=self.micro_batch_size, processes=accelerator.num_processes
-        )
         pairs = []  # (n, 2): logit, label
-        for batch in self.parts(read, count):
-            logits = self.engine.model(*self.questions.arguments(batch))
-            pairs.append(torch.stack([logits, batch.accept], dim=-1)[batch.mask])
+        for part in self._parts(read):
+            accept, counts = (each.to(accelerator.device) for each in labels_of(part))
+            logits = self.engine.model(*self.questions.arguments(part))
+            pairs.append(torch.stack([logits, accept], dim=-1)[counts])
         local = torch.cat(pairs)
-        counts = accelerator.gather(torch.tensor([len(local)], device=local.device)).tolist()
+        sizes = accelerator.gather(torch.tensor([len(local)], device=local.device)).tolist()
         padded = accelerator.gather(accelerator.pad_across_processes(local))
-        padded = padded.view(len(counts), -1, 2)
-        seen = torch.cat([padded[i, :count] for i, count in enumerate(counts)])
-        return head_metrics(seen[:, 0], seen[:, 1], self.engine.head.rejection_weight)
+        padded = padded.view(len(sizes), -1, 2)
+        logits, accept = torch.cat([padded[i, :n] for i, n in enumerate(sizes)]).unbind(-1)
+        metrics = head_metrics(logits, accept, self.engine.head.rejection_weight)
+        self.log({f"dev/{name}": v for name, v in asdict(metrics).items() if v is not None})
+        return metrics
 
     def log(self, values: Mapping[str, float]) -> None:
         """Report to the tracker, if there is one."""
         if self.engine.accelerator.trackers:
             self.engine.accelerator.log(dict(values), step=len(self.losses))
 
-    def log_metrics(self, metrics: HeadMetrics) -> None:
-        """Report what dev rows say of the head."""
-        self.log({f"dev/{name}": v for name, v in asdict(metrics).items() if v is not None})
-
-    def finite_weights(self) -> dict[str, Tensor]:
-        """The head's parameters by name; every process must call this.
-
-        Raises:
-            TrainingDivergedError: on every process, if one is not finite.
-        """
-        weights = self.engine.whole()
-        self._check_finite("weights", weights)
-        return weights
-
     def save(self) -> None:
         """Write a checkpoint; every process takes part in gathering it, one writes."""
-        weights = self.finite_weights()
-        moments = {moment: self.engine.whole(moment) for moment in MOMENTS}
-        for values in moments.values():
-            self._check_finite("optimizer's moments", values)
-        if self.engine.accelerator.is_main_process:
+        engine = self.engine
+        weights = self.finite("weights", engine.whole())
+        moments = {name: self.finite("optimizer's moments", engine.whole(name)) for name in MOMENTS}
+        if engine.accelerator.is_main_process:
             Checkpoint(self.before, weights, moments, self.losses).write(self.folder)
 
-    def _check_finite(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def finite(self, name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, or TrainingDivergedError on every process if one is not finite."""
         if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
             raise self.diverged(f"its {name} are not finite")
+        return tensors
 
-    def check(self, after: HeadMetrics, *, rows: int, epochs: int) -> None:
+    def check(self, after: HeadMetrics, epochs: int) -> None:
         """Raise TrainingDivergedError if the trained head is not finite, or worse than chance."""
         if not all(math.isfinite(value) for value in asdict(after).values() if value is not None):
             raise self.diverged("what it predicts after the last step is not finite")
@@ -420,6 +416,7 @@ class Training:
         )
         last = fmean(self.losses[-max(1, len(self.losses) // 10) :])
         if epochs > 1 and last < min(self.losses[0], after.kl / 2):
+            rows = len(self.train_rows)
             error.by_heart = f"give it more than {rows:,} rows, or a head.epochs below {epochs}"
         raise error
 
@@ -430,40 +427,6 @@ class Training:
             last_good=newest_complete(self.folder),
             learning_rate=self.peak,
             remedy=self.settings.remedy,
-        )
-
-
-def new_head(
-    draft: PreTrainedModel,
-    config: HeadConfig,
-    seed: int,
-    sampling: SamplingConfig | None,
-    scales: Mapping[str, tuple[float, float]] | None = None,
-) -> BaseHead:
-    """An untrained head of the kind that is asked for, the same one for the same seed."""
-    hidden_size = int(draft.get_output_embeddings().weight.shape[-1])
-    provenance: dict[str, Any] = {
-        "draft": draft.name_or_path or None,
-        "sampling": None if sampling is None else asdict(sampling),
-        "probe": probe_of(draft),
-    }
-    with torch.random.fork_rng(devices=[]):  # layers initialise from the global generator
-        torch.manual_seed(seed)
-        if config.kind == "specdec++":
-            return AcceptanceHead(
-                hidden_size=hidden_size,
-                depth=config.depth,
-                rejection_weight=config.rejection_weight,
-                **provenance,
-            )
-        return ImmediateHead(
-            hidden_size=hidden_size,
-            embedding_size=int(draft.get_input_embeddings().weight.shape[-1]),
-            reads=config.features,
-            width=config.width,
-            depth=config.depth,
-            scales=scales,
-            **provenance,
         )
 
 
@@ -490,8 +453,3 @@ def finished_head(out: Path, settings: Settings) -> HeadResult | None:
     stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
     stored["losses"] = tuple(stored["losses"])
     return HeadResult(**stored)
-
-
-def _remove_leftovers(out: Path) -> None:
-    for name in (CHECKPOINTS_NAME, STATES_NAME):
-        shutil.rmtree(out / name, ignore_errors=True)

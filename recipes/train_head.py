@@ -27,7 +27,7 @@ from recipes.layout import (
 from recipes.make_logits import cached_rows, check_cache, identity, made_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
-from recipes.sizes import PAIR, draft_width, rows_size
+from recipes.sizes import PAIR, rows_size
 from specdata.processes import is_main
 from specdata.terminal import progress
 
@@ -167,13 +167,8 @@ class Head(Stage):
 
     @property
     def size(self) -> str:
-        """The head, and what its training keeps for a while."""
-        width = draft_width(self.config)
-        assert self.config.head is not None
-        if self.config.head.cache != "disk" or width is None:
-            return "the head"
-        size = rows_size(self.config, 2 * width)  # in bfloat16
-        return f"the head; until it is done, the draft's states along the rollouts: {size}"
+        """A small network."""
+        return "the head"
 
     def run(self) -> dict[str, Any]:
         """Train it, in every process."""

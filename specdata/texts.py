@@ -292,7 +292,7 @@ def in_chunks(
 ) -> dict[str, Tensor]:
     """(N, ...) columns on the CPU, made for `step` of `count` = N positions at once."""
     columns: dict[str, Tensor] = {}
-    for start in range(0, count, step):
+    for start in range(0, max(1, count), step):  # of no position, columns without a value
         chunk = slice(start, start + step)
         for name, piece in columns_at(chunk).items():
             # Small tensors kept one by one would cut up the memory that large ones leave.

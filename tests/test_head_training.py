@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens, logits_of_states
 from heads.loss import soft_auroc
 from heads.probe import probe_of
-from heads.questions import DrawnQuestions, MixedQuestions
-from heads.rows import Batch, drawn_row
+from heads.questions import Questions
+from heads.rows import Row, drawn_row, labels_of
 from heads.train import HeadResult, learning_rate, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
@@ -57,7 +58,7 @@ IMMEDIATE = HeadConfig.model_validate(
 )
 KINDS = {"specdec++": CONFIG, "immediate": IMMEDIATE}
 DRAWS = {"specdec++": 1, "immediate": 2}
-Made = tuple[Path, HeadResult]
+TrainedHead = tuple[Path, HeadResult]
 
 
 def keeping_checkpoints(out: Path) -> Path:
@@ -70,17 +71,17 @@ def keeping_checkpoints(out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainedHead]:
     """A head of each kind, trained once, and its checkpoints."""
-    made = {}
+    trained = {}
     for kind, config in KINDS.items():
         out = keeping_checkpoints(tmp_path_factory.mktemp("reference") / "head")
-        made[kind] = (out, drive(out, config, draws=DRAWS[kind]))
-    return made
+        trained[kind] = (out, drive(out, config, draws=DRAWS[kind]))
+    return trained
 
 
 @pytest.fixture
-def reference(references: dict[str, Made]) -> Made:
+def reference(references: dict[str, TrainedHead]) -> TrainedHead:
     return references["specdec++"]
 
 
@@ -93,7 +94,7 @@ def weights(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
-def assert_same_training(out: Path, reference: Made) -> None:
+def assert_same_training(out: Path, reference: TrainedHead) -> None:
     losses = metrics(out)["losses"]
     torch.testing.assert_close(
         torch.tensor(losses), torch.tensor(reference[1].losses), rtol=1e-5, atol=1e-6
@@ -148,12 +149,13 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
     """Each position and draw, by forwards of its own over prompt, X_<i and Y_i."""
     draft, sampling = tiny_draft().eval(), SamplingConfig(temperature=0.7, top_k=20)
     reads, to_logits = [*FEATURES], logits_of_states(draft)
-    questions = DrawnQuestions(draft, reads, sampling, draws=2, max_length=99)
+    questions = Questions(draft, reads, sampling, changed(IMMEDIATE, draws=2), 99, seed=0)
     labels = synthetic_rows(3, seed=1, draws=3)
-    batch = Batch.of([questions.row(labels[i], i, epoch=1) for i in range(3)], draft.device)
-    features = questions.arguments(batch)
-    assert batch.accept.shape == (sum(len(row["draft_ids"]) for row in labels), 2)
-    assert bool(batch.mask.all())
+    rows = [questions.row(labels[i], i, epoch=1) for i in range(3)]
+    features = questions.arguments(rows)
+    accept, counts = labels_of(rows)
+    assert accept.shape == (sum(len(row["draft_ids"]) for row in labels), 2)
+    assert bool(counts.all())
     place = 0
     for row in labels:
         others = np.reshape(row["more_draft_ids"], (-1, 2))
@@ -176,12 +178,12 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
                     torch.testing.assert_close(
                         values[place, draw], FEATURES[name].compute(expected), rtol=1e-5, atol=1e-5
                     )
-                assert float(batch.accept[place, draw]) == pytest.approx(LEVELS[token % 4])
+                assert float(accept[place, draw]) == pytest.approx(LEVELS[token % 4])
             place += 1
 
 
 def test_passes_take_one_draw_after_the_other_and_dev_rows_always_the_first() -> None:
-    questions = DrawnQuestions(tiny_draft(), (), SamplingConfig(), draws=1, max_length=99)
+    questions = Questions(tiny_draft(), (), SamplingConfig(), IMMEDIATE, 99, seed=0)
     row = synthetic_rows(1, seed=1, draws=3)[0]
     others = np.reshape(row["more_draft_ids"], (-1, 2))
     held = [row["draft_ids"], others[:, 0].tolist(), others[:, 1].tolist()]
@@ -196,12 +198,20 @@ def test_texts_may_hold_ids_that_only_the_target_has() -> None:
     """Matrices of one family are padded to different sizes."""
     draft, row = tiny_draft().eval(), synthetic_rows(1, seed=1)[0]
     row["completion_ids"] = [draft.config.vocab_size + 3] * len(row["completion_ids"])
-    drawn = DrawnQuestions(draft, ("log_q",), SamplingConfig(), draws=1, max_length=99)
-    for questions in (MixedQuestions(draft, rate=0.5, max_length=99, seed=0), drawn):
+    for config, name in ((changed(CONFIG, mixing=0.5), "hidden"), (IMMEDIATE, "log_q")):
+        questions = Questions(draft, (name,), SamplingConfig(), config, 99, seed=0)
         read = questions.row(row, 0, epoch=0)
-        assert int(read.input_ids.max()) >= draft.config.vocab_size
-        (values,) = questions.arguments(Batch.of([read], draft.device))
+        assert max(read.text["completion_ids"]) >= draft.config.vocab_size
+        (values,) = questions.arguments([read])
         assert bool(values.isfinite().all())
+
+
+def test_of_mixed_texts_without_a_drafted_token_nothing_is_asked() -> None:
+    config = changed(CONFIG, mixing=1 - 1e-9)
+    questions = Questions(tiny_draft(), ("hidden",), SamplingConfig(), config, 99, seed=0)
+    rows = [questions.row(labels, 0, epoch=0) for labels in synthetic_rows(3, seed=1)]
+    (states,) = questions.arguments(rows)
+    assert states.shape == (0, 1, 32)
 
 
 def test_the_draft_and_the_global_generator_are_left_as_they_were(tmp_path: Path) -> None:
@@ -244,14 +254,14 @@ def test_the_schedule_is_the_closed_form(warmup_ratio: float) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_accumulation_does_not_change_losses_or_weights(
-    kind: str, tmp_path: Path, references: dict[str, Made]
+    kind: str, tmp_path: Path, references: dict[str, TrainedHead]
 ) -> None:
     result = drive(tmp_path, changed(KINDS[kind], micro_batch_size=3), draws=DRAWS[kind])
     assert_same_training(tmp_path, references[kind])
     assert result.after.kl == pytest.approx(references[kind][1].after.kl, rel=1e-4)
 
 
-def test_the_seed_decides_everything(tmp_path: Path, reference: Made) -> None:
+def test_the_seed_decides_everything(tmp_path: Path, reference: TrainedHead) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps one a process
     try:
         # What an earlier training in this process asked for changes nothing.
@@ -283,7 +293,7 @@ ENGINES = {
     ],
 )
 def test_two_processes_train_the_same_head_as_one_and_one_can_go_on(
-    engine: str, tmp_path: Path, references: dict[str, Made], server: ForkServerContext
+    engine: str, tmp_path: Path, references: dict[str, TrainedHead], server: ForkServerContext
 ) -> None:
     kind, environment = ENGINES[engine]
     config, out = changed(KINDS[kind], micro_batch_size=3), keeping_checkpoints(tmp_path / "two")
@@ -311,45 +321,28 @@ def joined_without_deepspeed() -> None:
     os._exit(3)
 
 
-def test_states_on_the_disk_change_the_head_by_rounding_only_and_go_when_it_is_done(
-    tmp_path: Path, references: dict[str, Made], monkeypatch: pytest.MonkeyPatch
+def test_what_is_kept_of_the_draft_changes_nothing_but_how_often_it_runs(
+    tmp_path: Path, references: dict[str, TrainedHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads.questions, "ROWS_IN_SHARD", 16)
-    drive(tmp_path, changed(IMMEDIATE, cache="disk"), draws=2)
-    losses, expected = metrics(tmp_path)["losses"], references["immediate"][1].losses
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-3, atol=1e-3)
-    assert losses != [*expected]  # the states were rounded, so they were used
-    assert not (tmp_path / "states").exists()
+    """With memory for all rows, as in the reference, for some of them, and for none."""
+    monkeypatch.setattr(heads.questions, "ROWS_AT_ONCE", 16)
+    reads: list[int] = []
+    read = Questions.read
 
+    def counted(questions: Questions, rows: Sequence[Row], *report: Any) -> object:
+        reads.append(len(rows))
+        return read(questions, rows, *report)
 
-def test_states_of_a_killed_run_are_used_again_and_other_settings_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heads.questions, "ROWS_IN_SHARD", 16)
-    config = changed(IMMEDIATE, cache="disk")
-    made: list[int] = []
-    compute = DrawnQuestions.of_draft
-    is_down = True
-
-    def counted(questions: DrawnQuestions, batch: Batch) -> object:
-        if is_down and len(made) == 5:
-            raise KeyboardInterrupt  # in the third shard
-        made.append(len(batch.rows))
-        return compute(questions, batch)
-
-    monkeypatch.setattr(DrawnQuestions, "of_draft", counted)
-    monkeypatch.setattr("heads.train.feature_scales", lambda *_: None)
-    with pytest.raises(KeyboardInterrupt):
-        drive(tmp_path, config, draws=2)
-    kept = sorted(path.name for path in (tmp_path / "states").glob("*.safetensors"))
-    assert kept == ["states-00000.safetensors", "states-00001.safetensors"]
-    is_down = False
-    made.clear()
-    with pytest.raises(ManifestError, match="made with other settings"):
-        drive(tmp_path, config, draws=3)
-    drive(tmp_path, config, draws=2)
+    monkeypatch.setattr(Questions, "read", counted)
+    runs = {}
+    for name, room in {"all": 1 << 20, "some": 60_000, "none": 0}.items():
+        monkeypatch.setattr(heads.questions, "STATES_BYTES", room)
+        reads.clear()
+        drive(tmp_path / name, IMMEDIATE, draws=2)
+        runs[name] = sum(reads)
+        assert_same_training(tmp_path / name, references["immediate"])
     dev = 2 * 32  # the dev rows twice, filled up to whole batches
-    assert sum(made) == 50 - 32 + dev
+    assert runs["all"] == 50 + dev < runs["some"] < runs["none"]
 
 
 # --- resuming
@@ -359,7 +352,7 @@ def test_states_of_a_killed_run_are_used_again_and_other_settings_are_refused(
 def test_a_run_killed_in_the_middle_ends_with_the_same_bytes(
     tmp_path: Path, server: ForkServerContext
 ) -> None:
-    config = changed(IMMEDIATE, epochs=12, cache="disk")
+    config = changed(IMMEDIATE, epochs=12)
     arguments = (tmp_path / "killed", config, 50, 7, 2)
     process = server.Process(target=drive, args=arguments)
     process.start()
@@ -374,7 +367,7 @@ def test_a_run_killed_in_the_middle_ends_with_the_same_bytes(
 
 
 def test_a_checkpoint_is_gone_on_from_and_goes_when_the_head_is_done(
-    reference: Made, tmp_path: Path
+    reference: TrainedHead, tmp_path: Path
 ) -> None:
     kept = {path.name for path in (reference[0] / "checkpoints").glob("checkpoint-*")}
     assert kept == {"checkpoint-3", "checkpoint-6"}
@@ -388,7 +381,7 @@ def test_a_checkpoint_is_gone_on_from_and_goes_when_the_head_is_done(
 
 
 def test_a_head_that_diverges_ends_with_a_message_and_keeps_the_last_good_checkpoint(
-    tmp_path: Path, reference: Made
+    tmp_path: Path, reference: TrainedHead
 ) -> None:
     wild = changed(CONFIG, depth=3, learning_rate=2e8, save_steps=1)
     with pytest.raises(TrainingDivergedError) as refusal:
@@ -433,7 +426,7 @@ def test_a_head_that_knows_its_rows_by_heart_and_nothing_else_is_refused(tmp_pat
 
 
 def test_a_finished_run_is_not_trained_again_and_one_of_other_settings_is_refused(
-    reference: Made, tmp_path: Path
+    reference: TrainedHead, tmp_path: Path
 ) -> None:
     shutil.copytree(reference[0], tmp_path / "head")
     written = (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns

@@ -23,8 +23,9 @@ from heads.loss import (
     soft_auroc,
     weighted_bce,
 )
-from heads.rows import Batch, LabelRow, micro_batch_count, micro_batches, mixed_row
+from heads.rows import LabelRow, labels_of, micro_batches, mixed_row
 from heads.train import weights_fingerprint
+from specdata.texts import text_length
 from tests.drive_head import tiny_draft
 
 HIDDEN = 8
@@ -162,20 +163,21 @@ def test_the_weights_fingerprint_changes_with_any_parameter() -> None:
 def test_each_position_is_the_targets_token_without_label_or_the_drafts_with_its_label() -> None:
     row = make_row()
     mixed = mixed_row(row, rate=0.15, max_length=1000, key=("train", 0, 0))
-    tokens, places = mixed.input_ids[3:], mixed.columns - 3
-    assert mixed.input_ids[:3].tolist() == [0, 1, 2]
+    prompt, places = mixed.text["prompt_ids"], mixed.places
+    tokens = torch.tensor([*prompt[3:], *mixed.text["completion_ids"][:-1]])
+    assert prompt[:3] == [0, 1, 2]
     assert torch.equal((tokens == 200).nonzero().flatten(), places)
     assert bool(((tokens == 100) | (tokens == 200)).all())
     assert mixed.tokens.tolist() == [[200]] * len(places)
     accept = torch.tensor(row["accept_prob"], dtype=torch.float32)
     assert torch.equal(mixed.accept[:, 0], accept[places])
-    assert len(mixed_row(row, rate=0.0, max_length=1000, key=()).columns) == 400
+    assert len(mixed_row(row, rate=0.0, max_length=1000, key=()).places) == 400
     assert 0.85 - 0.06 < len(places) / 400 < 0.85 + 0.06  # 3.4 standard deviations of 400 draws
 
 
 def test_mixing_depends_on_key_and_example_only() -> None:
     def places(row: LabelRow, *key: str | int) -> list[int]:
-        return list(mixed_row(row, rate=0.5, max_length=1000, key=key).columns.tolist())
+        return list(mixed_row(row, rate=0.5, max_length=1000, key=key).places.tolist())
 
     assert places(make_row(), 0, 0) == places(make_row(), 0, 0)
     others = [
@@ -187,8 +189,8 @@ def test_mixing_depends_on_key_and_example_only() -> None:
     assert all(other != places(make_row(), 0, 0) for other in others)
     # A cut does not draw anew.
     cut = mixed_row(make_row(), rate=0.5, max_length=50, key=(0, 0))
-    assert cut.columns.tolist() == [place for place in places(make_row(), 0, 0) if place < 50]
-    assert cut.input_ids.shape == (50,)
+    assert cut.places.tolist() == [place for place in places(make_row(), 0, 0) if place < 47]
+    assert text_length(cut.text) == 50 + 1  # and a last one that nobody reads
 
 
 @pytest.mark.parametrize(
@@ -220,19 +222,18 @@ def test_every_token_is_computed_exactly_once_whatever_the_split(
         mixed_row(make_row(n, example_id=str(i)), rate=0.3, max_length=99, key=())
         for i, n in enumerate(lengths)
     ]
-    count = micro_batch_count(len(rows), size=size, processes=processes) + spare
+    count = math.ceil(len(rows) / (size * processes)) + spare
     parts = [
-        Batch.of(part, torch.device("cpu"))
+        part
         for process in range(processes)
         for part in micro_batches(
             rows, size=size, count=count, process=process, processes=processes
         )
     ]
-    assert all(len(part.input_ids) == size for part in parts)
+    assert all(len(part) == size for part in parts)
     whole = sorted(float(x) for row in rows for x in row.accept)
-    assert sorted(float(x) for part in parts for x in part.accept[part.mask]) == whole
-    for part in parts:
-        assert bool((part.input_ids[part.row, part.column] == 200).all())
+    labels = [accept[counts] for accept, counts in map(labels_of, parts)]
+    assert sorted(torch.cat(labels).tolist()) == whole
 
 
 # --- loss
