@@ -50,7 +50,6 @@ class _Request:
     number: int = 0
     begun: float = 0.0
     waits: bool = False
-    is_heard: bool = False
 
 
 _request = _Request()
@@ -60,23 +59,22 @@ _request = _Request()
 def stopping_on_signals() -> Iterator[None]:
     """Stop on these signals, as the module describes, while the block runs.
 
-    Only in the main thread and not within itself; elsewhere, and for a signal that this process
+    Only in the main thread; elsewhere, and for a signal that this process
     ignores (SIGINT in the background of a shell, SIGHUP under nohup), nothing changes.
     """
-    if threading.current_thread() is not threading.main_thread() or _request.is_heard:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     former = {number: signal.getsignal(number) for number in SIGNALS}
-    former = {number: known for number, known in former.items() if known != signal.SIG_IGN}
-    _request.is_heard = True
+    former = {number: handler for number, handler in former.items() if handler != signal.SIG_IGN}
     for number in former:
         signal.signal(number, _ask)
     try:
         yield
     finally:
-        for number, known in former.items():
-            signal.signal(number, known)
-        _request.number, _request.waits, _request.is_heard = 0, False, False
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        _request.number, _request.waits = 0, False
 
 
 @contextmanager
@@ -129,14 +127,3 @@ def _tell(text: str) -> None:
     """Write a line to stderr, past its buffer, which may be in the middle of another."""
     who = f"rank {rank()}: " if process_count() > 1 else ""
     os.write(2, f"\n{who}{text}\n".encode())
-
-
-def _forget() -> None:
-    """In a forked child, whose signals are its own business."""
-    if _request.is_heard:
-        for number in SIGNALS:
-            if signal.getsignal(number) is _ask:
-                signal.signal(number, signal.SIG_DFL)
-
-
-os.register_at_fork(after_in_child=_forget)

@@ -241,26 +241,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     )
 
 
-def hub_commit(name: str) -> str | None:
-    """The commit of a Hub model that has been loaded; None for a folder or file."""
-    source, revision = hub_source(name)
-    if Path(source).exists():
-        return None
-    # Only the cache tells which commit a branch was when it was loaded.
-    try:
-        path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
-    except ValueError:  # no Hub id, as the loading of it says
-        return None
-    return Path(path).parent.name if isinstance(path, str) else None
-
-
 def revision_of(name: str) -> str:
-    """The identity of a model: its commit on the Hub, or what its folder holds.
-
-    Args:
-        name: a model that has been loaded.
-    """
-    return hub_commit(name) or fingerprint(name)
+    """The identity of a loaded model: its commit on the Hub, or what its folder holds."""
+    source, revision = hub_source(name)
+    if not Path(source).exists():
+        # Only the cache tells which commit a branch was when it was loaded.
+        path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
+        if isinstance(path, str):
+            return Path(path).parent.name
+    return fingerprint(name)
 
 
 def device() -> torch.device:

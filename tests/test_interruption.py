@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -123,21 +122,6 @@ def test_what_was_ignored_stays_so_and_handlers_are_given_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is terminate
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.slow
-def test_a_forked_child_ends_by_its_signal_alone() -> None:
-    reader, writer = os.pipe()
-    with stopping_on_signals():
-        child = os.fork()
-        if child == 0:
-            os.write(writer, b"!")
-            time.sleep(60)
-            os._exit(0)
-        assert os.read(reader, 1) == b"!"
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        assert asked() == 0
 
 
 # --- drafts

@@ -22,12 +22,12 @@ from specdata.errors import ConfigError
 from specdata.models import (
     check_length,
     end_ids,
-    hub_commit,
     known_ids,
     load_configs,
     load_model,
     load_tokenizer,
     positions,
+    revision_of,
 )
 from specdata.saving import add_former_names, copy_tokenizer
 from specdata.sources import hub_source
@@ -228,7 +228,7 @@ def test_the_commit_of_a_hub_model_is_the_one_its_branch_had_when_it_was_loaded(
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / name).write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert hub_commit("me/model") == "a" * 40
-    assert hub_commit("me/model@v2") == "b" * 40
-    assert hub_commit(f"me/model@{'b' * 40}") == "b" * 40
-    assert hub_commit(str(tmp_path)) is None
+    assert revision_of("me/model") == "a" * 40
+    assert revision_of("me/model@v2") == "b" * 40
+    assert revision_of(f"me/model@{'b' * 40}") == "b" * 40
+    assert len(revision_of(str(repository))) != 40, "a folder is what it holds"

@@ -1,4 +1,4 @@
-"""Conversations as token ids: the model's own chat template, later turns, and loss masks."""
+"""Conversations as token ids: the model's own chat template, and loss masks."""
 
 from __future__ import annotations
 
@@ -64,45 +64,6 @@ def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
             "chat template, which conversations need: save one with it (chat_template.jinja in its "
             "folder), take a target that was tuned to chat, or use prompts that are plain text"
         )
-
-
-def user_turns(messages: Sequence[Message], which: str) -> list[tuple[Message, ...]]:
-    """The recorded conversation up to each of the user's turns: all of them, the first or the last.
-
-    Args:
-        messages: a conversation, answers included.
-        which: "all", "first" or "last".
-    """
-    ends = [index + 1 for index, message in enumerate(messages) if message["role"] == "user"]
-    kept = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}[which]
-    return [tuple(messages[:end]) for end in ends[kept]]
-
-
-def next_turn(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: str, follow_up: str
-) -> tuple[tuple[Message, ...], list[int]]:
-    """Continue a conversation with the model's answer and the user's next turn.
-
-    The answer is rendered from its text, as a server would that is sent the conversation.
-
-    Args:
-        tokenizer: the target's.
-        messages: the conversation so far, ending with the user.
-        answer: the model's answer, special tokens left out.
-        follow_up: what the user says next (the first of `Prompt.follow_ups`).
-
-    Returns:
-        The messages of the next prompt, and its ids.
-
-    Raises:
-        ConfigError: as `chat_ids`.
-    """
-    longer = (
-        *messages,
-        {"role": "assistant", "content": answer},
-        {"role": "user", "content": follow_up},
-    )
-    return longer, chat_ids(tokenizer, longer)
 
 
 def assistant_mask(

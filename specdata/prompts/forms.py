@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, Form
-from specdata.prompts.chat_templates import Message, user_turns
+from specdata.prompts.chat_templates import Message
 from specdata.prompts.config import PromptSet
 from specdata.prompts.natural import NATURAL
 
@@ -139,16 +139,18 @@ def prompts_in(
                 "`prompt`: make two sets of them"
             )
         messages = messages_of(recorded, form)
-        histories = user_turns(messages or [], turns)
+        # The conversation up to each of the user's turns, or up to one of them.
+        ends = [at for at, message in enumerate(messages or (), 1) if message["role"] == "user"]
+        ends = ends[{"all": slice(None), "first": slice(1), "last": slice(-1, None)}[turns]]
         role, content = form.keys
         if messages is None:
             must = f"`{form.messages}` must be a list of {{{role}, {content}}}, which are texts"
             yield Unusable("undecodable", must)
-        elif not histories:
+        elif not ends:
             roles = ", ".join(form.roles)
             yield Unusable("no_user_turn", f"it needs a user's turn, and roles of {roles} alone")
-        for history in histories:
-            yield RawPrompt(messages=history)
+        for end in ends:
+            yield RawPrompt(messages=tuple((messages or ())[:end]))
     elif form.questions and chat:
         asked = row[form.questions]
         if not asked or not _are_texts(asked):

@@ -43,8 +43,7 @@ class Prompt:
         split: "train", "dev" or "test".
         ids: its T token ids.
         messages: the conversation that a chat template rendered; empty for plain text.
-        follow_ups: the user's later turns, which depend on the model's answers
-            (`chat_templates.next_turn` renders the next).
+        follow_ups: the user's later turns, which depend on the model's answers.
         reference: the text that an answer is scored against, if its row has one.
     """
 

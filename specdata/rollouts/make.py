@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from specdata.prompts.chat_templates import Message, next_turn
+from specdata.prompts.chat_templates import Message, chat_ids
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Backend, Completion, Request
 from specdata.rollouts.config import RolloutConfig
@@ -117,10 +117,12 @@ class _Turn:
         index, sample, turn = self.place
         if turn == len(self.prompt.follow_ups):
             return None
+        # The answer is rendered from its text, as a server would that is sent the conversation.
         answer = dialogue.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        messages, ids = next_turn(
-            dialogue.tokenizer, self.messages, answer, self.prompt.follow_ups[turn]
-        )
+        answered = {"role": "assistant", "content": answer}
+        asked = {"role": "user", "content": self.prompt.follow_ups[turn]}
+        messages = (*self.messages, answered, asked)
+        ids = chat_ids(dialogue.tokenizer, messages)
         if len(ids) > dialogue.longest:
             return None
         return _Turn((index, sample, turn + 1), self.prompt, messages, ids)
