@@ -309,15 +309,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """As yaml's own, which it calls; keys that `<<` adds later may be given once more."""
         node = super().compose_mapping_node(anchor)
-        seen: list[Any] = []
-        for key_node, _ in node.value:
-            is_merge = key_node.tag == "tag:yaml.org,2002:merge"
-            key = "<<" if is_merge else self.construct_object(key_node, deep=True)
-            if key in seen:
+        keys = [key.value for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if key.value in keys[:place]:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is given twice", key_node.start_mark
+                    None, None, f"{key.value!r} is given twice", key.start_mark
                 )
-            seen.append(key)
         return node
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import sys
 
+from recipes.make_logits import Logits
+from recipes.make_rollouts import Pair, Rollouts
 from recipes.publish import Release
 from recipes.recipe import Recipe
 from recipes.run import Stage
-from recipes.run_eval import BEFORE, Eval
+from recipes.run_eval import Eval
+from recipes.train_draft import Draft, Finetuned, Initial
+from recipes.train_head import Head, Labels
 
-STAGES: tuple[type[Stage], ...] = (*BEFORE, Eval, Release)
+TRAINING = (Pair, Rollouts, Logits, Initial, Finetuned, Draft, Labels, Head)
+STAGES: tuple[type[Stage], ...] = (*TRAINING, Eval, Release)
 
 RECIPE = Recipe("Rollouts, draft, head, evaluation, report.", STAGES)
 

@@ -52,7 +52,7 @@ class Stage(ABC):
     """One stage of a run: what decides its result, what it reads, writes and refuses, its work.
 
     A new stage is a class in its recipe's file, its section of the configuration, and its places in
-    `recipes.layout.RECIPES` and among the stages of `recipes/run_eval.py` or `pipeline.py`.
+    `recipes.layout.RECIPES` and `recipes.pipeline.STAGES`.
 
     Attributes:
         config: the whole run's.
@@ -127,7 +127,8 @@ class Stage(ABC):
             elsewhere += "NEW/pair/draft"
         names = list(RECIPES)
         later = names[names.index(self.name) + 1 :] if self.name in names else []
-        made = [folder for name in later for folder in folders_made(self.config, name)]
+        output = Path(self.config.output)  # which may hold several heads and evaluations
+        made = [each.parent for name in later for each in sorted(output.glob(f"{name}*/{RUN}"))]
         return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *made]))}"
 
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
@@ -165,11 +166,6 @@ class Stage(ABC):
         """Raise OtherSettingsError if its folder was made with other settings."""
         asked = portable(self.decisive(), self.config.output)
         Settings(asked, self.remedy).check(stage_record(self.folder)["settings"], self.folder)
-
-
-def folders_made(config: PipelineConfig, stage: str) -> list[Path]:
-    """The folders of a run that a stage has begun: of heads and evaluations perhaps several."""
-    return sorted(each.parent for each in Path(config.output).glob(f"{stage}*/{RUN}"))
 
 
 def run_stage(stage: Stage) -> dict[str, Any]:

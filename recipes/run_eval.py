@@ -37,14 +37,10 @@ from recipes.checks import (
 )
 from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
-from recipes.make_logits import Logits
-from recipes.make_rollouts import Pair, Rollouts
 from recipes.recipe import Recipe
 from recipes.run import RUN, Stage, console, say, stage_record
 from recipes.sizes import prompt_count, reads_states
 from recipes.steps import CommandLine, Step
-from recipes.train_draft import Draft, Finetuned, Initial
-from recipes.train_head import Head, Labels
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
 from specdata.prompts.reading import is_file, prompt_inputs
@@ -62,17 +58,6 @@ if TYPE_CHECKING:
     from specdata.prompts.loading import LoadedPrompts
 
 
-BEFORE: tuple[type[Stage], ...] = (
-    Pair,
-    Rollouts,
-    Logits,
-    Initial,
-    Finetuned,
-    Draft,
-    Labels,
-    Head,
-)
-"""The stages before the evaluation, in order."""
 UNTIMED = 60.0
 """Seconds for the table of verifiers where the methods were not timed."""
 
@@ -200,10 +185,6 @@ class Eval(Stage):
         devices = measured_on(self.folder) or [environment.device]
         where = environment.model_copy(update={"devices": devices})
         results = replace(experiment, environment=where).results()
-        if results is None:
-            raise OSError(
-                f"records in {self.folder / 'prompts'} were removed while it was measured"
-            )
         with using_threads(config.eval.threads):
             verifiers = _verifiers(experiment, results)
         results = results.model_copy(update={"verifiers": verifiers})

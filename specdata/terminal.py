@@ -72,12 +72,11 @@ def visible(text: str) -> str:
     )
 
 
-def tell(error: Exception, *mistakes: type[Exception]) -> int:
+def tell(error: Exception) -> int:
     """Print an error that a user can act on, without passwords and control characters.
 
     Args:
         error: what a command raised.
-        mistakes: errors that unusable input raises here, beside `USER_ERRORS`.
 
     Returns:
         The exit status: 2 for unusable configuration or input, 1 for trouble while running.
@@ -88,7 +87,7 @@ def tell(error: Exception, *mistakes: type[Exception]) -> int:
     from safetensors import SafetensorError
 
     outside = trouble_outside(error) or error
-    if isinstance(error, (*USER_ERRORS, *mistakes)):
+    if isinstance(error, USER_ERRORS):
         status, text = 2, f"error: {error}"
     elif isinstance(outside, OSError | SafetensorError):
         status, text = 1, f"error while running: {outside}. Nothing finished is lost: mend the "

@@ -109,15 +109,14 @@ class Experiment:
         share = _Share(self, store, report)
         share_out(range(len(share.groups)), share.attempt)
 
-    def results(self) -> Results | None:
-        """The results, ready to be written; None if a prompt is not stored.
+    def results(self) -> Results:
+        """The results of stored prompts, ready to be written.
 
         Raises:
+            OSError: if a prompt is not stored.
             ManifestError: if a stored prompt is damaged, or was measured with other settings.
         """
         store = self._store()
-        if not all(store.has(prompt) for prompt in self.prompts):
-            return None
         measured: dict[tuple[str, str], list[PromptRecord]] = {}
         for prompt in self.prompts:
             for name, record in store.get(prompt).items():

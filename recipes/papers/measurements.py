@@ -134,9 +134,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
             total = len(prompts) * len(config.methods)
             with progress(total, f"{folder.name}, seed {seed}", "generation") as bar:
                 experiment.measure(bar.update)
-            results = experiment.results()
-            assert results is not None
-            by_seed.append(results)
+            by_seed.append(experiment.results())
     used = engine_on(config.engine, where.device)
     say(f"  {len(prompts)} prompts, {len(config.methods)} methods, forwards {used}")
     generations = [

@@ -20,8 +20,8 @@ from recipes.config import PipelineConfig, parse
 from recipes.layout import folder as stage_folder
 from recipes.papers.measurements import KINDS, ModelPair, evaluated
 from recipes.papers.tables import Record, page, pivot, selected, write_figure
+from recipes.pipeline import TRAINING
 from recipes.run import run_stage, say
-from recipes.run_eval import BEFORE
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.storage.files import fingerprint, locked, write_json, write_text
@@ -60,7 +60,7 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
             "this paper's experiments read labels, which are made for a head: add a head section, "
             "such as head: {kind: specdec++}"
         )
-    stages = [stage(config) for stage in BEFORE]
+    stages = [stage(config) for stage in TRAINING]
     names = [stage.name for stage in stages]
     last = max(names.index(name) for name in needed if name)
     if "labels" not in needed and config.draft is None:  # given as it is
