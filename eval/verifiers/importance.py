@@ -91,27 +91,20 @@ def as_distribution(distribution: Tensor) -> Array:
 
     Later steps subtract nearly equal sums, so the rounding of single precision would show.
     """
-    exact: Array = (
-        (distribution.detach().double() / distribution.detach().sum(dtype=torch.float64))
-        .cpu()
-        .numpy()
-    )
-    return exact
+    exact = distribution.detach().double() / distribution.detach().sum(dtype=torch.float64)
+    array: Array = exact.cpu().numpy()
+    return array
 
 
 def as_distributions(distributions: Sequence[Tensor]) -> list[Array]:
     """`as_distribution` of every draft, (V,); drafts with equal distributions share one array."""
-    distinct: list[tuple[Tensor, Array]] = []
-    shared = []
-    for distribution in distributions:
-        same = (
+    arrays: list[Array] = []
+    for index, distribution in enumerate(distributions):
+        equal = (
             array
-            for seen, array in distinct
+            for seen, array in zip(distributions[:index], arrays, strict=True)
             if seen.data_ptr() == distribution.data_ptr() or torch.equal(seen, distribution)
         )
-        array = next(same, None)
-        if array is None:
-            array = as_distribution(distribution)
-            distinct.append((distribution, array))
-        shared.append(array)
-    return shared
+        shared = next(equal, None)
+        arrays.append(as_distribution(distribution) if shared is None else shared)
+    return arrays

@@ -124,20 +124,15 @@ def residuals_after_round(
         accepted: how many drafted tokens were accepted.
         token: the token emitted after them.
     """
-    for depth in range(accepted):
+    for depth, x in enumerate([*tree.token_list[:accepted], token]):
+        if depth == accepted and new is not None:
+            residuals = (*residuals, new)
         if residuals:
-            residuals = _advance_at(residuals, tree, target, depth, tree.token_list[depth])
-    if new is not None:
-        residuals = (*residuals, new)
-    return _advance_at(residuals, tree, target, accepted, token) if residuals else ()
-
-
-def _advance_at(
-    residuals: PersistentResiduals, tree: DraftTree, target: Tensor, depth: int, token: int
-) -> PersistentResiduals:
-    q = draft_distribution(tree, depth)
-    # The target as modified by the newest residual is not needed to update the ratios.
-    return advance(residuals, modified_targets(residuals[:-1], target[depth], q), q, token)
+            q = draft_distribution(tree, depth)
+            # The target as modified by the newest residual is not needed to update the ratios.
+            targets = modified_targets(residuals[:-1], target[depth], q)
+            residuals = advance(residuals, targets, q, x)
+    return residuals
 
 
 def needs_tail(residuals: Sequence[PersistentResidual], length: int) -> bool:

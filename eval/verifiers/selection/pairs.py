@@ -88,11 +88,6 @@ class PairRule:
         )
 
 
-def constant_rule(size: int, first: float) -> PairRule:
-    """Select the first draft with probability `first` whatever the tokens (of `size`) are."""
-    return PairRule(np.zeros(size, dtype=np.int64), np.zeros((1, 1)), first)
-
-
 def pair_masses(q1: Array, q2: Array) -> Array:
     """(m,), (m,) -> (m, m) probability of every unordered pair of different tokens; diagonal 0."""
     masses: Array = np.outer(q1, q2)

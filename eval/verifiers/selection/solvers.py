@@ -26,7 +26,7 @@ from eval.verifiers.selection.groups import (
 )
 from eval.verifiers.selection.linear_program import solve_linear_program, solve_max_flow
 from eval.verifiers.selection.luce import fit_pair, fit_race
-from eval.verifiers.selection.pairs import NO_IDS, PairRule, constant_rule, pair_masses
+from eval.verifiers.selection.pairs import NO_IDS, PairRule, pair_masses
 
 Solver = Literal["lp", "truncated", "truncated_nosort", "luce"]
 
@@ -77,7 +77,7 @@ def selector(solver: Solver, s: int) -> Select:
         "lp": full_program,
         "truncated": partial(truncated, s=s),
         "truncated_nosort": partial(truncated_nosort, s=s),
-        "luce": luce_pair,
+        "luce": lambda p, q1, q2: iter([fit_pair(p, q1, q2)]),
     }
     return _cached(partial(_select, rules[solver], solver))
 
@@ -115,10 +115,18 @@ def tournament(rules: PairRules, p: Array, distributions: Sequence[Array]) -> Se
     """Select from the first two drafts, then from the selected one and the next, and so on."""
     distribution, chain = distributions[0], []
     for following in distributions[1:]:
-        rule, distribution = best_rule(
-            p, distribution, following, rules(p, distribution, following)
-        )
-        chain.append(rule)
+        # Of the rule's forms and constant choices the one with the highest acceptance. One half
+        # gives b = q for drafts of one distribution; with 1 and 0 the acceptance is at least that
+        # of the better draft alone.
+        constants = (0.5,) if distribution is following else (0.5, 1.0, 0.0)
+        one_group, no_shares = np.zeros(len(p), dtype=np.int64), np.zeros((1, 1))
+        forms = [
+            *rules(p, distribution, following),
+            *(PairRule(one_group, no_shares, first) for first in constants),
+        ]
+        reached = [(form, form.distribution(distribution, following)) for form in forms]
+        best, distribution = max(reached, key=lambda pair: float(np.minimum(p, pair[1]).sum()))
+        chain.append(best)
 
     def weights(tokens: list[int]) -> list[float]:
         chances = [1.0]
@@ -130,16 +138,6 @@ def tournament(rules: PairRules, p: Array, distributions: Sequence[Array]) -> Se
         return chances
 
     return Selection(distribution, weights)
-
-
-def best_rule(p: Array, q1: Array, q2: Array, rules: Iterator[PairRule]) -> tuple[PairRule, Array]:
-    """The rule with the highest acceptance, constant rules included, and its distribution (V,)."""
-    # One half gives b = q for drafts of one distribution; with 1 and 0 the acceptance is at least
-    # that of the better draft alone.
-    constants = (0.5,) if q1 is q2 else (0.5, 1.0, 0.0)
-    candidates = (*rules, *(constant_rule(len(p), first) for first in constants))
-    distributions = [(rule, rule.distribution(q1, q2)) for rule in candidates]
-    return max(distributions, key=lambda pair: float(np.minimum(p, pair[1]).sum()))
 
 
 def full_program(p: Array, q1: Array, q2: Array) -> Iterator[PairRule]:
@@ -171,11 +169,6 @@ def truncated(p: Array, q1: Array, q2: Array, s: int) -> Iterator[PairRule]:
 def truncated_nosort(p: Array, q1: Array, q2: Array, s: int) -> Iterator[PairRule]:
     """The variant of appendix G.1: pairs outside the s best tokens are shared evenly."""
     yield _ordered(p, q1, q2, largest(p - q1 * q2, s), NO_IDS)
-
-
-def luce_pair(p: Array, q1: Array, q2: Array) -> Iterator[PairRule]:
-    """Luce selection from two drafts; p, q1 and q2 are (V,)."""
-    yield fit_pair(p, q1, q2)
 
 
 def _ordered(p: Array, q1: Array, q2: Array, head: Ids, ranked: Ids) -> PairRule:
