@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from eval.analysis.ties import (
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafter
 from eval.runtime.model import CachedModel
+from recipes.command import run_tool
 from tests.families import tiny
 
 BUDGET = 24
@@ -161,3 +163,21 @@ def test_a_defect_after_a_tie_is_still_a_bug() -> None:
     assert judged(head) == "bug", "it ends before the budget without an end token"
     assert judged(expected[:-1]) == "bug", "it ends before the budget without an end token"
     assert judged([*expected, 5]) == "bug", "it goes on after the budget"
+
+
+def test_the_command_compares_each_method_and_names_what_it_cannot_use(
+    tiny_pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
+    asked += ["--count", "2", "--max-new-tokens", "8"]
+    assert run_tool("compare", [*asked, "--method", "{length: 2}", "--engine", "captured"]) == 0
+    assert "{length: 2}: " in capsys.readouterr().out
+    for changes, message in [
+        (["--prompts", "nothing.jsonl"], "nothing.jsonl"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be 1"),
+        (["--head", "/nowhere"], "/nowhere"),
+        (["--method", "{stop: head}"], "needs an acceptance head"),
+        (["--method", "{verifier: block, drafter: tree}"], "method '{verifier: block, drafter"),
+    ]:
+        assert run_tool("compare", [*asked, *changes]) == 2
+        assert message in capsys.readouterr().err
