@@ -8,7 +8,6 @@ import pytest
 from eval.analysis.expectation import Counts, Times
 from eval.analysis.replay import saving
 from eval.drafting.stopping.recorded import Reals
-from eval.measuring.intervals import Interval
 
 TIMES = Times(draft_seconds=0.2, target_seconds=1.0)
 
@@ -62,7 +61,3 @@ def test_other_rollouts_are_not_compared() -> None:
         saving(random_counts(0), random_counts(0, 50), TIMES)
     with pytest.raises(ValueError, match="3 prompts were named for 60 rollouts"):
         saving(random_counts(0), random_counts(1), TIMES, ["a", "b", "c"])
-
-
-def test_an_interval_says_its_percents() -> None:
-    assert str(Interval(0.061, 0.049, 0.0721)) == "6.1 % [4.9, 7.2]"

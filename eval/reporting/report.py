@@ -49,8 +49,6 @@ RATES_SHOWN = {
     "verification_rate": 3,
 }
 """The rates in the columns, each with its decimals."""
-UNTIMED = "not measured"
-"""A speed in results without times."""
 MARKS = {
     "★": "fastest lossless method, green if it is faster than the target alone",
     "≈": "not told apart from it, by a paired 95 % interval",
@@ -116,7 +114,7 @@ class ReportRow:
             and a "~" where that is wide.
         mark: "★" for the fastest method, "≈" for one that cannot be told apart from it.
         note: "†" for a biased verifier, with its measured bias; else empty.
-        wins: whether it is lossless, drafts, and its speed-up's interval lies above 1.
+        wins: whether it is the fastest, and its speed-up's interval lies above 1.
     """
 
     method: str
@@ -143,17 +141,15 @@ def rows_of(results: Results, datasets: Sequence[str] = ()) -> list[ReportRow]:
             note += f" TV {bias.value:.3f} [{bias.low:.3f}, {bias.high:.3f}]"
         figures = []
         for name, decimals in RATES_SHOWN.items():
-            rate, is_speed = row.rate(name), name in ("speedup", "tokens_per_second")
-            if rate is None:
-                untimed = is_speed and row.rate("tokens_per_second") is None
-                figures.append(UNTIMED if untimed else NOT_MEASURED)
+            if (rate := row.rate(name)) is None:
+                figures.append(NOT_MEASURED)
                 continue
             unit = "x" if name == "speedup" else ""
             wide = "~" if name == "speedup" and is_wide(rate) else ""
             within = f"[{rate.low:.{decimals}f}, {rate.high:.{decimals}f}]{wide}"
             figures.append(f"{rate.value:.{decimals}f}{unit} {within}")
         speedup = row.rate("speedup")
-        gain = row.method.lossless and speedup is not None and speedup.low > 1
+        gain = row is best and speedup is not None and speedup.low > 1
         rows.append(ReportRow(row.name, tuple(figures), mark, note, gain))
     return rows
 
@@ -180,7 +176,7 @@ def terminal(results: Results, context: Context) -> Group:
     for row in rows_of(results):
         if row.method not in shown:
             continue
-        style = "bold green" if row.mark == "★" and row.wins else ""
+        style = "bold green" if row.wins else ""
         # There is room for one interval.
         first, *others = row.figures[:SHORT]
         cells = [first, *(each.partition(" [")[0] for each in others)]
@@ -274,7 +270,7 @@ def _all_sets(results: Results) -> Fold:
         COLUMNS,
         [(row.title, row.figures) for row in rows],
         note=legend(" ".join([each for row in rows for each in (row.title, *row.figures)])),
-        wins=[row.title for row in rows if row.mark == "★" and row.wins],
+        wins=[row.title for row in rows if row.wins],
     )
 
 

@@ -136,10 +136,10 @@ class CostEstimates(ActiveRule):
 
     If t_d and lambda are given, nothing is measured and generations do not influence each other.
     Otherwise what is missing, the mean acceptance and the models of acceptance are measured over
-    the last rounds, whatever sequence they belong to: t_d as what a round takes
-    longer for one more drafted token (draft, target and stopping rule together), lambda as the time
-    of these rounds per emitted token, prefills apart. Before the first measurement, and in batches,
-    whose rounds have no times of their own, t_d is `DRAFT_SHARE` of lambda.
+    the last rounds, whatever sequence they belong to: t_d as what a round takes longer for one more
+    drafted token (draft, target and stopping rule together), lambda as the time of these rounds per
+    emitted token, prefills apart. Before the first measurement, and in batches, whose rounds have
+    no times of their own, t_d is `DRAFT_SHARE` of lambda.
 
     Args:
         rule: the parameters.
