@@ -139,7 +139,7 @@ def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture
     for given, said in (
         (["blok"], "did you mean 'block'?"),
         (["block", "--prompts", "0"], "--prompts must be at least 1"),
-        (["block", "--eval.threads", "9999"], "eval.threads must be at most"),
+        (["block", "--eval.threads", "-1"], "eval.threads: must be greater than or equal to 0"),
         (["block", "--config", f"{TOY}.old"], "does not exist"),
     ):
         assert run_tool("reproduce", given) == 2
