@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -339,6 +340,17 @@ def _of_base(name: str, base: str, load: Callable[[], T]) -> T:
         ) from error
 
 
+def _damaged_weights(name: str) -> str:
+    """Which file of weights in a model's folder cannot be read, and why; empty if each can."""
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{path} is damaged ({error})"
+    return ""
+
+
 def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
     """Load something that transformers reads, with errors that say what to do.
 
@@ -368,6 +380,10 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
                 f"the {what} {name!r} needs code that comes with it (auto_map in its config.json "
                 "or tokenizer_config.json), and such code is never run here: give one whose "
                 "architecture transformers itself has"
+            ) from error
+        if what == "model" and (damaged := _damaged_weights(name)):
+            raise ConfigError(
+                f"cannot load the model {name!r}: {damaged}: restore it, or make the model again"
             ) from error
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         advice = (

@@ -171,9 +171,7 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
 def test_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:
     tiny_llama(0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(
-        ConfigError, match=r"cannot load the model .*: check the files of the model there"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot load the model .*model\.safetensors is damaged"):
         load_model(str(tmp_path))
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         load_tokenizer("nobody/nothing")
