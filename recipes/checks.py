@@ -7,14 +7,15 @@ sets and configurations of models that are on the Hub are checked when a pipelin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
 from eval.measuring.methods import path_drafts
 from recipes.config import PipelineConfig
-from recipes.layout import is_within
+from recipes.layout import absolute, is_within
 from recipes.run import Stage
 from recipes.sizes import (
     WEIGHTS,
@@ -24,6 +25,7 @@ from recipes.sizes import (
     sizes_of,
 )
 from specdata.errors import ConfigError
+from specdata.loading import check_vocabularies
 from specdata.processes import local_process_count, process_count
 from specdata.storage.files import read_object
 
@@ -32,18 +34,43 @@ CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_
 
 
 def check_paths(stages: Sequence[Stage]) -> None:
-    """Refuse inputs that are nowhere. Raises ConfigError."""
+    """Refuse an output that cannot be written, and inputs that are nowhere. Raises ConfigError."""
+    output = stages[0].config.output
+    folder = next(path for path in (absolute(output), *absolute(output).parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "may not be written into" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"cannot write into {output} ({folder} {why}): choose another --output")
     for stage in stages:
         for name, source in stage.inputs.items():
             # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
             is_path = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
-            if "://" in source or not is_path or is_within(source, stage.config.output):
+            if "://" in source or not is_path or is_within(source, output):
                 continue  # what is missing in the output may be made before the run
             if not Path(source).exists():
                 raise ConfigError(
                     f"{stage.name} reads {name} from {source}, and there is no such file or "
                     "folder: mend the path, or give a Hub id (OWNER/NAME)"
                 )
+
+
+def check_shared(config: PipelineConfig, models: Iterable[str]) -> None:
+    """Refuse models whose tokenizers differ from the first one's, of those on this machine.
+
+    Files may lack tokens that transformers adds at the end: only ids that both name are compared.
+    Raises VocabularyMismatchError.
+    """
+    vocabularies = []
+    for model in models:
+        folder = None if is_made_here(config, model) else on_this_machine(model)
+        if folder and (folder / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            with suppress(Exception):  # its own; the loading of the model says what is wrong
+                stored = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+                vocabularies.append({index: token for token, index in stored.items()})
+    for other in vocabularies[1:]:
+        both = vocabularies[0].keys() & other.keys()
+        check_vocabularies(*({i: each[i] for i in both} for each in (vocabularies[0], other)))
 
 
 def check_training_splits(config: PipelineConfig) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from recipes.checks import (
     check_loading,
     check_room,
+    check_shared,
+    given_models,
     has_chat_template,
     is_shared,
 )
@@ -137,6 +139,7 @@ class Rollouts(Stage):
             )
         check_loading(config, "rollouts")
         check_room(config, "rollouts", rollouts.max_new_tokens, [config.models.target])
+        check_shared(config, given_models(config))
         report = check_sets(
             rollouts.sets, config.seed, here_alone=True, has_template=has_chat_template(config)
         )

@@ -32,6 +32,7 @@ from eval.runtime.engines import engine_on
 from recipes.checks import (
     check_loading,
     check_room,
+    check_shared,
     given_models,
     has_chat_template,
 )
@@ -140,6 +141,7 @@ class Eval(Stage):
             )
         models = [*given_models(config), *path_drafts(config.eval)]
         check_room(config, "eval", config.eval.max_new_tokens, models)
+        check_shared(config, models)
         has_template = has_chat_template(config)
         if config.draft or config.head:
             trained = {each.name for each in config.rollouts.sets if each.split == "train"}

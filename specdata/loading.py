@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from specdata.config import Config
+from specdata.errors import VocabularyMismatchError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["target", "draft"]
@@ -101,3 +102,21 @@ class PairLoading(Config):
     draft: DraftLoading = Field(
         default=DraftLoading(), description="the draft, and other drafts of methods"
     )
+
+
+def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str]) -> None:
+    """Compare two vocabularies, id -> token. Sizes of embedding matrices may differ by padding.
+
+    Raises:
+        VocabularyMismatchError: naming the first ids that differ.
+    """
+    wrong = [index for index in sorted({*target, *draft}) if target.get(index) != draft.get(index)]
+    if wrong:
+        first = ", ".join(
+            f"{index} is {target.get(index)!r} in the target and {draft.get(index)!r} in the draft"
+            for index in wrong[:3]
+        )
+        raise VocabularyMismatchError(
+            f"target and draft must share a vocabulary; {len(wrong)} ids differ (first: {first}). "
+            "Use a draft of the target's own family, or train one on the target's tokenizer"
+        )

@@ -27,8 +27,8 @@ from transformers.distributed import DistributedConfig
 
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.eagle3 import eagle3_class
-from specdata.errors import ConfigError, VocabularyMismatchError, trouble_outside
-from specdata.loading import ONE_DEVICE, Loading
+from specdata.errors import ConfigError, trouble_outside
+from specdata.loading import ONE_DEVICE, Loading, check_vocabularies
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.states_draft import KEY, reads_states, states_class, states_input
@@ -409,16 +409,6 @@ def check_shared_vocabulary(
     Raises:
         VocabularyMismatchError: naming the first ids that differ.
     """
-    first, second = (
-        {index: token for token, index in each.get_vocab().items()} for each in (target, draft)
+    check_vocabularies(
+        *({index: token for token, index in each.get_vocab().items()} for each in (target, draft))
     )
-    wrong = [index for index in sorted({*first, *second}) if first.get(index) != second.get(index)]
-    if wrong:
-        shown = ", ".join(
-            f"{index} is {first.get(index)!r} in the target and {second.get(index)!r} in the draft"
-            for index in wrong[:3]
-        )
-        raise VocabularyMismatchError(
-            f"target and draft must share a vocabulary; {len(wrong)} ids differ (first: {shown}). "
-            "Use a draft of the target's own family, or train one on the target's tokenizer"
-        )

@@ -173,18 +173,18 @@ def test_a_plan_looks_for_what_a_run_reads_and_writes(
     *_, a, b = vocabulary
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "file").touch()
     models = [f"--models.{name}={trained_pair / name}" for name in ("target", "draft")]
     flags = [f"--output={out}", "--toy=null", *models]
     for more, message in (
         (["--models.target=/models/my-7b"], "from /models/my-7b, and there is no such"),
         (["--models.draft=./no"], "from ./no, and there is no such"),
+        ([f"--models.draft={other}"], "must share a vocabulary; 2 ids differ"),
         ([f"--rollouts.sets=[{both}]"], "of split dev to train on, and all of them were dropped"),
         (["--models.load.draft.attn_implementation=x"], "must be 'eager' or 'sdpa'"),
+        ([f"--output={tmp_path}/file/out"], f"{tmp_path}/file is no folder"),
     ):
         refuse(pipeline.RECIPE, [*flags, *more], message, out, capsys)
-    assert pipeline.RECIPE.run([*flags, f"--models.draft={other}"]) == 2
-    assert "must share a vocabulary; 2 ids differ" in capsys.readouterr().err
-    assert not out.exists()
     (out / "eval").mkdir(parents=True)
     (out / "eval" / "mine.txt").touch()
     for more in (["--plan"], []):
