@@ -114,7 +114,7 @@ class Eval(Stage):
     def size(self) -> str:
         """Generations."""
         evaluation = self.config.eval
-        prompts = prompt_count(evaluation.sets)
+        prompts = prompt_count(evaluation.sets, self.config.seed)
         return (
             f"results, samples and report.html of {prompts or 'all'} prompts x "
             f"{len(evaluation.methods)} methods, at most {evaluation.max_new_tokens} tokens each"

@@ -11,7 +11,9 @@ from typing import Any
 from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
 from recipes.layout import absolute, is_cut, is_within
+from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.config import PromptSet
+from specdata.prompts.reading import is_remote, raw_prompts
 from specdata.sources import base_of_adapters, hub_source
 from specdata.storage.files import read_object
 
@@ -133,9 +135,14 @@ def _weights(file: Path) -> int:
     return sum(math.prod(tensor["shape"]) for tensor in header.values())
 
 
-def prompt_count(sets: Sequence[PromptSet]) -> int | None:
-    """Prompts that are read of sets, at most; None if one is read whole."""
-    counts = [dataset.count for dataset in sets]
+def prompt_count(sets: Sequence[PromptSet], seed: int) -> int | None:
+    """Prompts that are read of sets, files counted; None if one on the Hub is read whole."""
+    counts = [
+        dataset.count
+        if dataset.name in EMBEDDED or is_remote(dataset)
+        else sum(1 for _ in raw_prompts(dataset, seed, has_template=True))
+        for dataset in sets
+    ]
     return sum(counts) if all(counts) else None
 
 
@@ -143,7 +150,7 @@ def rows_size(config: PipelineConfig, token_bytes: int) -> str:
     """The size on the disk of rollouts, or of what has as many rows, at so many bytes a token."""
     rollouts = config.rollouts
     most = rollouts.samples * rollouts.max_new_tokens  # tokens of a prompt's completions
-    prompts = prompt_count(rollouts.sets)
+    prompts = prompt_count(rollouts.sets, config.seed)
     if prompts is None:
         return f"at most {most:,} tokens a prompt, {in_bytes(most * token_bytes)}"
     return (

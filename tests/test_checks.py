@@ -157,7 +157,7 @@ def test_a_plan_reads_prompts_as_a_run_does(
         refuse(pipeline.RECIPE, flags, message, out, capsys)
     else:  # one of two rows can be read
         assert pipeline.RECIPE.run([*flags, "--plan"]) == 0
-        assert "all prompts x" in capsys.readouterr().out
+        assert "2 prompts x" in capsys.readouterr().out
 
 
 def test_a_plan_looks_for_what_a_run_reads_and_writes(
@@ -213,7 +213,7 @@ def test_init_writes_a_configuration_that_can_be_planned(
     assert "(16 train, 2 dev, 2 test)" in capsys.readouterr().out  # equal lines are one
     assert len((tmp_path / "my-pair.yaml").read_text().splitlines()) <= 15
     assert main(["pipeline", "--config", "my-pair.yaml", "--plan"]) == 0
-    assert "at most 256 tokens a prompt" in capsys.readouterr().out
+    assert "18 completions" in capsys.readouterr().out
     assert main(asked) == 2
     assert "my-pair.yaml, my-pair-train.jsonl" in capsys.readouterr().err
     useless = rows(tmp_path, "numbers.jsonl", *({"prompt": n} for n in range(25)))

@@ -13,8 +13,6 @@ from recipes.layout import folder
 from recipes.make_rollouts import Rollouts
 from recipes.publish import _texts_of_draft
 from recipes.run import run_stage
-from recipes.run_eval import _context
-from tests.synthetic_results import synthetic_results
 from tests.test_initial import stored
 
 ACCEPTANCE = {"acceptance_before": 0.5, "acceptance_after": 0.5, "steps": 0, "is_bound": False}
@@ -91,14 +89,6 @@ def test_a_reporter_that_is_not_installed_is_refused_in_a_plan(
     asked = arguments(target, "--draft.report_to", "[wandb]", "--plan")
     assert train_draft.RECIPE.run(asked) == 2
     assert "draft.report_to names 'wandb'" in capsys.readouterr().err
-
-
-def test_the_report_has_the_times_of_all_stages_that_make_the_draft(target: Path) -> None:
-    flags = ["--draft.finetune.epochs", "1", "--draft.finetune.max_length", "32"]
-    config = parse(arguments(target, *flags)).config
-    finish(config)
-    context = _context(config, synthetic_results(), None)
-    assert list(context.stages) == ["rollouts", "initial", "finetuned", "draft"]
 
 
 @pytest.mark.parametrize(

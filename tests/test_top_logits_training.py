@@ -25,7 +25,8 @@ from specdata.logits.make import ModelLogits
 from specdata.models import load_model
 from specdata.probability import SamplingConfig
 from specdata.top_logits import TopLogitDistributions, TopLogits
-from tests.test_distill import QUICK, changed, rollouts
+from tests.random_pair import texts_of
+from tests.test_distill import QUICK, changed
 from tests.test_losses import gradient, random_logits
 
 NAMES = sorted(LOSSES)
@@ -149,7 +150,7 @@ def test_the_trainers_loss_from_top_logits_is_the_targets_wherever_p_is_known(
     pair: Path, tmp_path: Path, which: str, warp: str
 ) -> None:
     target, student = load_model(str(pair / "target")), load_model(str(pair / "draft"))
-    sampling, rows = SAMPLERS[which], rollouts(pair, 5, seed=3)
+    sampling, rows = SAMPLERS[which], texts_of(pair, 5, seed=3)
     compared = sampling if warp == "sampler" else PLAIN
     # Truncated ones need few logits, the others all.
     count = 60 if warp == "sampler" and which != "plain" else ALL
@@ -178,7 +179,7 @@ def test_measured_from_all_logits_the_figures_are_the_targets(
     models: tuple[PreTrainedModel, PreTrainedModel], pair: Path
 ) -> None:
     target, draft = models
-    rows = rollouts(pair, 6, seed=2)
+    rows = texts_of(pair, 6, seed=2)
     for sampling in SAMPLERS.values():
         kept = kept_of(target, rows, ALL if sampling == PLAIN else 60)
         known = TopLogits(ALL if sampling == PLAIN else 60, ALL).distributions(sampling)
@@ -193,7 +194,7 @@ def test_measured_with_one_bucket_acceptance_and_kl_are_bounds_and_expected_toke
     models: tuple[PreTrainedModel, PreTrainedModel], pair: Path
 ) -> None:
     target, draft = models
-    rows = rollouts(pair, 6, seed=2)
+    rows = texts_of(pair, 6, seed=2)
     expected = HeldOut(target, rows, PLAIN).measure(draft).overall
     for count in (2, 20):
         kept = kept_of(target, rows, count)
@@ -223,8 +224,8 @@ def from_top_logits(
     return distil(
         target=bare,
         draft=pair / "draft",
-        train=kept_of(target, rollouts(pair, 48, seed=1), count),
-        dev=kept_of(target, rollouts(pair, 8, seed=2), count),
+        train=kept_of(target, texts_of(pair, 48, seed=1), count),
+        dev=kept_of(target, texts_of(pair, 8, seed=2), count),
         out=folder / f"draft-{count}",
         config=config,
         sampling=sampling,
@@ -241,8 +242,8 @@ def test_a_draft_from_top_logits_ends_where_one_beside_its_target_does(
     beside = distil(
         target=pair / "target",
         draft=pair / "draft",
-        train=rollouts(pair, 48, seed=1),
-        dev=rollouts(pair, 8, seed=2),
+        train=texts_of(pair, 48, seed=1),
+        dev=texts_of(pair, 8, seed=2),
         out=tmp_path / "beside",
         config=config,
         sampling=PLAIN,
@@ -254,7 +255,7 @@ def test_a_draft_from_top_logits_ends_where_one_beside_its_target_does(
     part = from_top_logits(tmp_path, pair, models[0], 128, config)
     assert part.is_bound
     assert part.acceptance_after >= part.acceptance_before
-    dev = HeldOut(models[0], rollouts(pair, 8, seed=2), PLAIN)
+    dev = HeldOut(models[0], texts_of(pair, 8, seed=2), PLAIN)
     truly = dev.measure(load_model(str(tmp_path / "draft-128"))).overall.acceptance
     assert truly <= part.acceptance_after
     gained = beside.acceptance_after - beside.acceptance_before
@@ -312,7 +313,7 @@ def positions_of(rows: Dataset) -> int:
 def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
     pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
-    train, dev = (kept_of(models[0], rollouts(pair, n, seed=n), 8) for n in (16, 8))
+    train, dev = (kept_of(models[0], texts_of(pair, n, seed=n), 8) for n in (16, 8))
 
     def of(every: int, name: str) -> DistilResult:
         return distil(
@@ -343,7 +344,7 @@ def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
 
 def test_an_undecided_position_adds_nothing_to_the_loss(pair: Path, tmp_path: Path) -> None:
     target, student = load_model(str(pair / "target")), load_model(str(pair / "draft"))
-    kept = kept_of(target, rollouts(pair, 4, seed=3), 8)
+    kept = kept_of(target, texts_of(pair, 4, seed=3), 8)
     known = TopLogits(8, ALL).distributions(TIED)
     tied = with_ties(kept, 7)
     trainer = trainer_of(known, student, tied, tmp_path, TIED)

@@ -29,12 +29,12 @@ from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from specdata.top_logits import TopLogits
+from tests.random_pair import texts_of
 from tests.test_distill import (
     assert_same_weights,
     changed,
     distilled,
     pair,
-    rollouts,
 )
 
 __all__ = ["pair"]  # a fixture
@@ -53,7 +53,7 @@ def models(pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
 @pytest.fixture(scope="module")
 def dev(pair: Path) -> Dataset:
     """Nine rollouts of two prompt sets, unequally many."""
-    sets = {"maths": rollouts(pair, 6, seed=2), "sums": rollouts(pair, 3, seed=3)}
+    sets = {"maths": texts_of(pair, 6, seed=2), "sums": texts_of(pair, 3, seed=3)}
     named = [rows.add_column("dataset", [name] * len(rows)) for name, rows in sets.items()]
     return concatenate_datasets(named)
 
@@ -299,7 +299,7 @@ def trained(pair: Path, dev: Dataset, out: Path, config: DistilConfig = WATCHED)
     return distil(
         target=pair / "target",
         draft=pair / "draft",
-        train=rollouts(pair, 48, seed=1),
+        train=texts_of(pair, 48, seed=1),
         dev=dev,
         out=out,
         config=changed(config, eval_rollouts=4),
