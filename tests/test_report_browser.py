@@ -134,6 +134,6 @@ def test_words_stand_out_from_what_is_behind_them(dark: bool, browser: Browser, 
     found = browser.ask(CONTRAST)
     assert len(found) > 300
     assert [words[:40] for contrast, words in found if contrast < 4.5] == []
-    drawn = '[...document.querySelectorAll("svg[role=img]")]'
-    inks = f"[...new Set({drawn}.map(e => getComputedStyle(e).color))]"
+    whiskers = '[...document.querySelectorAll(".bars .within")]'
+    inks = f"[...new Set({whiskers}.map(e => getComputedStyle(e).stroke))]"
     assert browser.ask(inks) == [browser.ask("getComputedStyle(document.body).color")]
