@@ -102,7 +102,8 @@ def test_the_committed_report_is_of_the_shipped_head() -> None:
     report = json.loads(REPORT.read_text())
     check(report)
     measured = report["settings"]["head"]  # of a commit with more settings
-    assert all(measured[name] == v for name, v in SHIPPED.model_dump(mode="json").items())
+    shipped = SHIPPED.model_dump(mode="json", exclude={"mixing"})  # which this kind does not read
+    assert all(measured[name] == value for name, value in shipped.items())
     assert all(report["domains"][domain]["prompts"] >= 500 for domain in DOMAINS)
     assert {*DOMAINS} == report["domains"].keys()
     named = [row["variant"] for row in report["ablation"]["rows"]]

@@ -11,6 +11,7 @@ from benchmarks.distill_figures.data import SEED, Data, of_domains
 from distill.config import InitConfig, ToyPairConfig
 from distill.initial import make_initial
 from distill.toy import train_toy_pair
+from specdata.storage.files import read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Initial:
     """The results of `distill.initial`.
 
     Attributes:
-        settings: of `draft.init`.
+        settings: of `draft.init`; of the target two layers.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +43,7 @@ STARTS: Mapping[str, Sized | Initial] = {
         f"{layers} x {width}": Sized(layers, width)
         for layers, width in ((1, 64), (1, 96), (1, 192), (2, 128))
     },
-    "2 of the target's layers, even": Initial({"kind": "target", "layers": [0, 11]}),
+    "2 of the target's layers, even": Initial({"kind": "target"}),
     **{
         f"1 x 128, {size} tokens": Initial({"kind": "model", "vocabulary": size})
         for size in (512, 1024)
@@ -69,12 +70,16 @@ def started(start: Sized | Initial, data: Data, rollouts: Mapping[str, int], *, 
         )
         train_toy_pair(folder, config, seed=SEED)
     elif not (folder / "draft").exists():
+        settings = dict(start.settings)
+        if settings["kind"] == "target":  # its first layer and its last
+            last = read_object(data.target / "config.json")["num_hidden_layers"] - 1
+            settings["layers"] = [0, last]
         make_initial(
             target=data.target,
-            draft=data.draft if start.settings["kind"] == "model" else None,
+            draft=data.draft if settings["kind"] == "model" else None,
             rollouts=of_domains(data.train, rollouts),
             out=folder / "draft",
-            config=InitConfig.model_validate(start.settings),
+            config=InitConfig.model_validate(settings),
             seed=SEED,
         )
     return folder / "draft"
