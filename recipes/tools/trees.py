@@ -39,7 +39,10 @@ def main(given: argparse.Namespace) -> int:
             f"--budget must be at least 1 and --ratio at least 0; got {given.budget} and "
             f"{given.ratio:g}"
         )
-    sampling = SamplingConfig(**read_manifest(given.rollouts)["settings"].get("sampling", {}))
+    settings = read_manifest(given.rollouts)["settings"]
+    if "sampling" not in settings:
+        raise ConfigError(f"{given.rollouts} does not say how its rollouts were sampled")
+    sampling = SamplingConfig(**settings["sampling"])
     if sampling.temperature == 0:
         raise ConfigError(
             "these rollouts were sampled at temperature 0, where the draft has one candidate for a "
@@ -47,10 +50,16 @@ def main(given: argparse.Namespace) -> int:
         )
     from eval.analysis.replay import rows_of_split
     from recipes.papers.trees import WIDTHS, acceptance_along, search
-    from specdata.models import load_model
+    from specdata.models import load_model, revision_of
     from specdata.states_draft import reads_states
     from specdata.storage.dataset import stream_stored
 
+    writer, revision = settings.get("target"), revision_of(given.target)
+    if isinstance(writer, dict) and writer.get("revision", revision) != revision:
+        raise ConfigError(
+            f"--target must be the model that wrote {given.rollouts}, {writer.get('name')}; the "
+            f"one in {given.target} is another (contents {writer['revision']} -> {revision})"
+        )
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
     if reads_states(draft.config):
         raise ConfigError(
