@@ -277,16 +277,18 @@ def build_results(
 
 
 def fit_latencies(results: Results) -> dict[str, LatencyFit | None]:
-    """Times of one forward for each dataset, from its plain and chain runs.
+    """Times of one forward for each dataset."""
+    return {name: fit_latency(fitted_records(results, name)) for name in results.datasets()}
+
+
+def fitted_records(results: Results, dataset: str) -> list[PromptRecord]:
+    """What times of a forward are fitted to: the generations of plain and chain runs.
 
     Trees are left out: their N_draft counts nodes, many of which share one draft forward. So is
     transformers, whose loop has costs of its own.
     """
-    chains: dict[str, list[PromptRecord]] = {dataset: [] for dataset in results.datasets()}
-    for run in results.runs:
-        if run.method.decoder == "plain" or run.method.is_chain:
-            chains[run.dataset] += run.generations
-    return {dataset: fit_latency(records) for dataset, records in chains.items()}
+    runs = [r for r in results.of(dataset) if r.method.decoder == "plain" or r.method.is_chain]
+    return [record for run in runs for record in run.generations]
 
 
 def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
