@@ -227,7 +227,8 @@ def together(evaluations: Sequence[Results]) -> Results:
 def _shared_and_own(results: Results) -> tuple[dict[str, Any], list[dict[str, list[Any]]]]:
     """What all evaluations of some settings share, by a name for it; and one's `repeats`."""
     same = results.environment.model_copy(update={"date": ""})
-    shared, own = {"machine, packages or commit": [same]}, []
+    shared: dict[str, list[Any]] = {"machine, packages or commit": [same]}
+    own = []
     for run in results.runs:
         columns = {
             name: [getattr(each, name) for each in run.generations]
