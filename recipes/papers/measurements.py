@@ -254,9 +254,14 @@ def _records(
                     each_seed = [each[method].value(rate) or 0.0 for each in seeds]
                     figure["deviation"] = statistics.stdev(each_seed)
                 record[rate] = figure
+            if pooled.timed:
+                record["time"] = asdict(Interval.of(1 / row.rates["speedup"]))
             if "over" in given:
-                gain = row.over(rows[given["over"]], "block_efficiency")
+                gain = row.over(other := rows[given["over"]], "block_efficiency")
                 record["over"] = {key: 100 * (x - 1) for key, x in asdict(gain).items()}
+                if pooled.timed:
+                    saved = 1 - other.rates["speedup"] / row.rates["speedup"]
+                    record["saved"] = asdict(Interval.of(100 * saved))
             record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
         if name != ALL_SETS and pooled.timed and pooled.latency[name] is not None:
