@@ -1,8 +1,8 @@
 """Measurements of a paper's protocol on a pair: a function each, which gives records.
 
 A record is a flat mapping: keys (set, method, verifier, k, ...) and figures, each a number or an
-interval. Evaluations decode as run-eval does; acceptance of several candidates is exact, given p
-and q, at positions of the text that the target alone writes, so that rules differ by what they do
+interval. Evaluations decode as run-eval does; acceptance of several candidates is computed from p
+and q at positions of the text that the target alone writes, so that rules differ by what they do
 and not by luck; k search expects rounds along such texts without decoding.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from eval.analysis.expectation import Counts, Times
     from eval.measuring.results import Results
     from specdata.prompts.loading import Prompt
 
 UNDECODED = ("over", "label")
 """Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""
+COUNTED = ("prompts", "tokens", "rounds", "n_draft", "n_discarded", "draft_forwards")
+"""Raw counts that a record keeps."""
 
 
 @dataclass(frozen=True)
@@ -52,36 +56,52 @@ class ModelPair:
         config: the run's.
         given: its values before defaults.
         folder: of all measurements.
-        prompts: of each set; None as the configuration says.
+        prompts: of each set; None as the protocol or else the configuration says.
+        further: name -> further drafts, where the protocol has any.
+        measured: the draft that is measured; "" is the one in use.
+        loaded: the models that were.
     """
 
     config: PipelineConfig
     given: Mapping[str, Any]
     folder: Path
     prompts: int | None = None
+    further: Mapping[str, str] = field(default_factory=dict)
+    measured: str = ""
+    loaded: dict[str, PreTrainedModel] = field(default_factory=dict, repr=False)
 
-    @cached_property
+    @property
+    def draft_name(self) -> str:
+        """Folder or Hub id of the draft that is measured."""
+        return self.measured or draft_in_use(self.config)
+
+    @property
     def target(self) -> PreTrainedModel:
         """The target, loaded."""
         return self._load(self.config.models.target, "target")
 
-    @cached_property
+    @property
     def draft(self) -> PreTrainedModel:
-        """The draft in use, loaded."""
-        return self._load(draft_in_use(self.config), "draft")
+        """The draft that is measured, loaded."""
+        return self._load(self.draft_name, "draft")
 
     def _load(self, name: str, role: Any) -> PreTrainedModel:
         from specdata.models import load_model
 
-        prepare_libraries()
-        models = self.config.models
-        return load_model(name, load=models.loading(role), target=models.target)
+        if name not in self.loaded:
+            prepare_libraries()
+            models = self.config.models
+            self.loaded[name] = load_model(name, load=models.loading(role), target=models.target)
+        return self.loaded[name]
 
     def identity(self) -> dict[str, Any]:
         """What decides every measurement, paths in the run's output relative to it."""
         names = {"target": self.config.models.target, "draft": draft_in_use(self.config)}
+        names |= {f"draft-{n}": path for n, path in enumerate(self.further.values())}
         values = {
-            "pair": {role: [name, fingerprint(name)] for role, name in names.items()},
+            "pair": {
+                role: {"name": name, "digest": fingerprint(name)} for role, name in names.items()
+            },
             "sampling": asdict(self.config.sampling),
             "seed": self.config.seed,
             "dtype": self.config.models.dtype,
@@ -95,7 +115,7 @@ class ModelPair:
         from specdata.models import load_tokenizer, longest_prompt
         from specdata.prompts.loading import load_prompts
 
-        names = [self.config.models.target, draft_in_use(self.config)]
+        names = [self.config.models.target, self.draft_name]
         room = min(longest_prompt(name, evaluation.max_new_tokens) for name in names)
         tokenizer = load_tokenizer(names[0])
         loaded = load_prompts(evaluation.sets, tokenizer, seed=self.config.seed, max_tokens=room)
@@ -121,7 +141,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     config, sampling, methods = evaluated(pair, spec)
     prompts = pair.load_prompts(config)
     head = BaseHead.from_pretrained(pair.folder / spec["head"]) if "head" in spec else None
-    names = {"target": pair.config.models.target, "draft": draft_in_use(pair.config), "head": None}
+    names = {"target": pair.config.models.target, "draft": pair.draft_name, "head": None}
     models = Artefacts(pair.target, pair.draft, head, names)
     by_seed: list[Results] = []
     with using_threads(config.threads):
@@ -144,7 +164,8 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     pooled = build_results(where, generations)
     keys = {method["name"]: method for method in methods} | {PLAIN: {}}
     shared = {"measurement": folder.name, **asdict(sampling)}
-    return [shared | record for record in _records(pooled, by_seed, keys)]
+    records = [shared | record for record in _records(pooled, by_seed, keys)]
+    return [*records, *as_long(records)]
 
 
 def evaluated(
@@ -164,8 +185,8 @@ def evaluated(
         section["max_new_tokens"] = min(both)
     sets = []
     for prompts in pair.config.eval.sets:
-        fewest = min(filter(None, (prompts.count, spec.get("prompts"))), default=0)  # 0: all
-        sets.append(asdict(prompts) | {"count": pair.prompts or fewest})
+        most = filter(None, (pair.prompts, spec.get("prompts")))
+        sets.append(asdict(prompts) | {"count": min(most, default=prompts.count)})
     listed = [{key: method[key] for key in method if key not in UNDECODED} for method in methods]
     plain = {"name": PLAIN, "decoder": "plain"}
     whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
@@ -225,18 +246,55 @@ def _records(
             record |= given.get("verifier_args", {}) | given.get("label", {})
             settings = given.keys() - {"name", "verifier_args", *UNDECODED}
             record |= {key: shape(given[key]) for key in given if key in settings}
+            if "widths" in given:
+                record["paths"] = math.prod(given["widths"])
             for rate, values in row.rates.items():
                 figure = asdict(Interval.of(values))
                 if len(seeds) > 1:
                     each_seed = [each[method].value(rate) or 0.0 for each in seeds]
                     figure["deviation"] = statistics.stdev(each_seed)
                 record[rate] = figure
+            if pooled.timed:
+                record["time"] = asdict(Interval.of(1 / row.rates["speedup"]))
             if "over" in given:
-                gain = row.over(rows[given["over"]], "block_efficiency")
+                gain = row.over(other := rows[given["over"]], "block_efficiency")
                 record["over"] = {key: 100 * (x - 1) for key, x in asdict(gain).items()}
+                if pooled.timed:
+                    saved = 1 - other.rates["speedup"] / row.rates["speedup"]
+                    record["saved"] = asdict(Interval.of(100 * saved))
+            record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
-        if name != ALL_SETS and pooled.timed and (fit := pooled.latency[name]) is not None:
-            yield {"set": name, "fit": "in use", **asdict(fit)}
+        if name != ALL_SETS and pooled.timed and pooled.latency[name] is not None:
+            yield {"set": name, "fit": "in use", **_fitted(pooled, name)}
+
+
+def as_long(records: Sequence[Record]) -> Iterator[Record]:
+    """Of each set SD once more, as long as the fastest k-configuration (MCSD, Table 2)."""
+    for name in dict.fromkeys(record["set"] for record in records):
+        of_set = [record for record in records if record["set"] == name]
+        if trees := [record for record in of_set if record.get("of") == "MCSD"]:
+            best = max(trees, key=lambda tree: float(tree["speedup"]["value"]))
+            alike = [each for each in of_set if each.get("of") == "SD, best length"]
+            yield from (
+                {**each, "of": "SD, same length"}
+                for each in alike
+                if each["length"] == best["length"]
+            )
+
+
+def _fitted(results: Results, dataset: str) -> Record:
+    """The fitted times of a set, each with its interval over prompts."""
+    from eval.measuring.metrics import fit_latency
+    from eval.measuring.results import fitted_records
+
+    generations = np.array(fitted_records(results, dataset), dtype=object)
+    _, group = np.unique([each.prompt_id for each in generations], return_inverse=True)
+    drawn = resamples(int(group.max()) + 1).astype(int)
+    fits = [fit_latency(np.repeat(generations, row[group]).tolist()) for row in drawn]
+    return {
+        name: asdict(Interval.of(np.array([getattr(fit, name, np.nan) for fit in fits])))
+        for name in ("t_draft", "t_target", "r_squared")
+    }
 
 
 def formula(_pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -281,6 +339,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     )
     in_set = {name: np.array(rows["dataset"]) == name for name in dict.fromkeys(rows["dataset"])}
     in_set[ALL_SETS] = np.ones(len(rows), dtype=bool)
+    prompts = np.array(rows["example_id"])
     records: list[Record] = []
     for depth, weight in itertools.product(spec["depths"], spec["weights"]):
         out = folder / "heads" / f"depth-{depth}-weight-{weight:g}"
@@ -303,32 +362,44 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
             for threshold in spec["thresholds"]:
                 counts = replayed(Head(threshold=threshold), traces.select(these), times)
                 assert counts is not None
-                figures = {
-                    "threshold": threshold,
-                    "speedup": times.target_seconds / counts.seconds_per_token(times),
-                    "discard_rate": counts.discard_rate,
-                    "verification_rate": counts.verification_rate,
-                }
-                tried.append({"set": name, **shared, **figures})
-            best = max(tried, key=lambda each: each["speedup"])
+                figures = _expected(counts, times, prompts[these])
+                tried.append({"set": name, **shared, "threshold": threshold, **figures})
+            best = max(tried, key=lambda each: each["speedup"]["value"])
             records += [{**each, "best": each is best} for each in tried]
     head = BaseHead.from_pretrained(pair.folder / spec["head"])
     traces = acceptance_traces(rows, draft=pair.draft, sampling=sampling, head=head)
     if len(in_set) == 2:  # all are those of the one set
         del in_set[ALL_SETS]
     for name, these in in_set.items():
-        of_set, prompts = traces.select(these), np.array(rows["example_id"])[these].tolist()
+        of_set = traces.select(these)
         results = bounds(of_set, times) + replay_rules(of_set, {}, times)
-        every = [r for r in result_rows(results, times, prompts) if r["rule"] in spec["rules"]]
-        for row in every:
+        rows_of = result_rows(results, times, prompts[these].tolist())
+        for result, row in zip(results, rows_of, strict=True):
             seconds, rule = row["seconds_per_token"], row["rule"]
-            least = min(each["seconds_per_token"] for each in every if each["rule"] == rule)
+            if rule not in spec["rules"]:
+                continue
+            least = min(each["seconds_per_token"] for each in rows_of if each["rule"] == rule)
             saved = {key: 100 * x for key, x in row["saving_over_best_length"].items()}
-            figures = {"speedup": times.target_seconds / seconds, "saved": saved}
-            figures |= {key: row[key] for key in ("discard_rate", "verification_rate")}
-            record = {"set": name, "rule": rule, "method": row["setting"], **figures}
+            record = {"set": name, "rule": rule, "method": row["setting"], "saved": saved}
+            record |= _expected(result.counts, times, prompts[these])
             records.append({**record, "best": seconds == least})
     return [{"measurement": folder.name, **record} for record in records]
+
+
+def _expected(counts: Counts, times: Times, prompts: np.ndarray[Any, Any]) -> Record:
+    """Rates and speed-up of expected counts (R,), with intervals over prompts, and the counts."""
+    _, group = np.unique(prompts, return_inverse=True)
+    drawn = resamples(int(group.max()) + 1)
+    names = ("tokens", "n_target", "n_draft", "n_discarded")
+    of_rule = {name: getattr(counts, name) for name in names} | {"seconds": counts.seconds(times)}
+    sums = {name: drawn @ np.bincount(group, each) for name, each in of_rule.items()}
+    rates = {
+        "speedup": times.target_seconds * sums["tokens"] / sums["seconds"],
+        "discard_rate": sums["n_discarded"] / sums["tokens"],
+        "verification_rate": sums["n_target"] / sums["tokens"],
+    }
+    figures: Record = {name: asdict(Interval.of(values)) for name, values in rates.items()}
+    return figures | {"counts": {name: float(sums[name][0]) for name in names}}
 
 
 def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -401,6 +472,9 @@ def tree_search(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[
             ("most tokens", max(within, key=lambda each: each["block_efficiency"]["value"])),
         ):
             record = {"measurement": folder.name, "set": ALL_SETS, "paths": budget, "by": by}
+            tokens = best["block_efficiency"]
+            faster = best["speedup"] / tokens["value"]
+            record["speedup"] = {key: faster * x for key, x in tokens.items()}
             records.append({**best, **record})
     return records
 
@@ -442,12 +516,30 @@ def _columns(
             yield [rule], partial(RULES[rule["rule"]], **parameters)
 
 
+def of_drafts(measure: Measure) -> Measure:
+    """The measurement, or with each further draft if it is `further`; records say which (`draft`).
+
+    There is none where the run trains no draft and no other was given.
+    """
+
+    def measured(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+        if not spec.get("further"):
+            return [{**each, "draft": "in use"} for each in measure(pair, spec, folder)]
+        return [
+            {**each, "draft": name}
+            for number, (name, path) in enumerate(pair.further.items())
+            for each in measure(replace(pair, measured=path), spec, folder / f"draft-{number}")
+        ]
+
+    return measured
+
+
 Measure = Callable[[ModelPair, Mapping[str, Any], Path], list[Record]]
 KINDS: dict[str, tuple[Measure, str | None]] = {
-    "evaluation": (evaluation, "draft"),
+    "evaluation": (of_drafts(evaluation), "draft"),
     "replay": (replay, "labels"),
     "formula": (formula, None),
-    "acceptance": (acceptance, "draft"),
-    "tree_search": (tree_search, "draft"),
+    "acceptance": (of_drafts(acceptance), "draft"),
+    "tree_search": (of_drafts(tree_search), "draft"),
 }
 """Kind of measurement -> what makes its records, and the last stage that it needs."""
