@@ -11,9 +11,23 @@ import pytest
 from recipes.command import run_tool
 from recipes.config import TOY, parse
 from recipes.papers.examples import batches, rejections
-from recipes.papers.measurements import KINDS, ModelPair, evaluated, expanded, formula
+from recipes.papers.measurements import (
+    KINDS,
+    ModelPair,
+    evaluated,
+    evaluation,
+    expanded,
+    formula,
+)
 from recipes.papers.reproduce import PAPERS, protocol_of
-from recipes.papers.tables import WORDS, markdown_table, paper_figures, pivot, selected
+from recipes.papers.tables import (
+    WORDS,
+    markdown_table,
+    paper_figures,
+    pivot,
+    selected,
+    write_figure,
+)
 
 SEEDS = ("seed-0", "seed-1")
 
@@ -98,6 +112,39 @@ def test_the_best_record_of_a_row_and_column_is_shown_and_rows_keep_their_order(
     speeds = [("a", "x", 1.0), ("b", "x", 3.0), ("a", "y", 2.0), ("a", "z", 1.5), ("b", "y", 2.0)]
     records = [{"set": r, "of": "SD", "method": m, "speedup": v} for r, m, v in speeds]
     assert pivot(table, records) == {"a": {"SD": "y"}, "b": {"SD": "x"}}
+
+
+def test_a_record_that_is_not_on_the_axis_is_a_level(tmp_path: Path) -> None:
+    figure = {"of": "m", "x": "second", "y": "rate", "lines": ["scheme"]}
+    records: list[dict[str, Any]] = [{"scheme": "IS", "second": x, "rate": x} for x in (1.2, 1.6)]
+    records.append({"scheme": "single draft", "second": "N/A", "rate": 1.0})
+    for name, measured in (("level", records), ("none", records[:2])):
+        write_figure(tmp_path / name, figure, {"m": measured}, WORDS)
+        drawn = (tmp_path / name).read_text()
+        assert (drawn.count("stroke-dasharray"), drawn.count("N/A")) == (2 * (name == "level"), 0)
+        assert ("single draft" in drawn) == (name == "level")
+
+
+def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
+    trained_pair: Path, tmp_path: Path
+) -> None:
+    sets = f"[{{name: instruct, count: 2}}, {{name: {tmp_path / 'none.jsonl'}}}]"
+    (tmp_path / "none.jsonl").write_text('{"prompt": "What is a map for?"}\n')
+    given = ["--output", str(tmp_path), "--toy", "null", "--draft", "null", "--head", "null"]
+    given += ["--models.target", str(trained_pair / "target"), "--eval.sets", sets]
+    given += ["--models.draft", str(trained_pair / "draft"), "--eval.max_new_tokens", "12"]
+    given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
+    command = parse(given, "canonical")
+    methods = [{"name": "K=1", "length": 1}, {"name": "K=3", "length": 3, "over": "K=1"}]
+    spec = {"timed": True, "scores": ["rougeL"], "methods": methods}
+    made = evaluation(ModelPair(command.config, command.given, tmp_path), spec, tmp_path / "m")
+    of = {(each["set"], each.get("method")): each for each in made}
+    one, three = of["instruct", "K=1"], of["instruct", "K=3"]
+    for gain, rate in (("over", "block_efficiency"), ("faster", "tokens_per_second")):
+        ratio = three[rate]["value"] / one[rate]["value"]
+        assert three[gain]["value"] == pytest.approx(100 * (ratio - 1))
+    assert 0 < one["rougeL"]["low"] <= one["rougeL"]["value"] <= one["rougeL"]["high"] < 1
+    assert {name for name, method in of if "rougeL" in of[name, method]} == {"instruct"}
 
 
 def said(page: Path) -> list[str]:
