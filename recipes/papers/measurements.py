@@ -134,7 +134,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     models = Artefacts(pair.target, pair.draft, head, names)
     scorer = None
     if config.scores and any(prompt.reference for prompt in prompts):
-        scorer = Scorer(config.scores, prompts, load_tokenizer(names["target"]), None)
+        scorer = Scorer(config.scores, prompts, load_tokenizer(pair.config.models.target), None)
     by_seed: list[Results] = []
     with using_threads(config.threads):
         where = describe_environment(
@@ -249,9 +249,9 @@ def _records(
                     if rate in row.rates:
                         gain = row.over(rows[given["over"]], rate)
                         record[key] = {part: 100 * (x - 1) for part, x in asdict(gain).items()}
-            scored = row.runs[0] if len(row.runs) == 1 else None
-            for score, value in scored.scores.items() if scored else ():
-                low, high = scored.intervals[score]
+            scores = row.runs[0].scores if len(row.runs) == 1 else {}
+            for score, value in scores.items():
+                low, high = row.runs[0].intervals[score]
                 record[score] = {"value": value, "low": low, "high": high}
             record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
