@@ -244,11 +244,17 @@ def _records(
                     each_seed = [each[method].value(rate) or 0.0 for each in seeds]
                     figure["deviation"] = statistics.stdev(each_seed)
                 record[rate] = figure
+            if pooled.timed:
+                record["time"] = asdict(Interval.of(1 / row.rates["speedup"]))
             if "over" in given:
+                other = rows[given["over"]]
                 for key, rate in (("over", "block_efficiency"), ("faster", "tokens_per_second")):
                     if rate in row.rates:
-                        gain = row.over(rows[given["over"]], rate)
+                        gain = row.over(other, rate)
                         record[key] = {part: 100 * (x - 1) for part, x in asdict(gain).items()}
+                if pooled.timed:
+                    saved = 1 - other.rates["speedup"] / row.rates["speedup"]
+                    record["saved"] = asdict(Interval.of(100 * saved))
             scores = row.runs[0].scores if len(row.runs) == 1 else {}
             for score, value in scores.items():
                 low, high = row.runs[0].intervals[score]

@@ -112,17 +112,17 @@ def _measured_at(environment: Mapping[str, Any]) -> str:
     """Date, commit and hardware of a measurement."""
     hardware, commit = environment["hardware"], environment["git_commit"] or "unknown"
     changed = ", files changed since" if environment["git_dirty"] else ""
-    chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
+    chip = hardware["gpu"] or f"{hardware['cpu']}, threads: {hardware['threads']}"
     return f"{environment['date'][:10]} at commit {commit[:7]}{changed}, {chip}"
 
 
 def _rounded(value: Any) -> Any:
-    """JSON values with ten significant digits: more than a page shows, which rounds but once."""
+    """JSON values with eight significant digits: more than a page shows, which rounds but once."""
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
-    return float(f"{value:.10g}") if isinstance(value, float) else value
+    return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
 def reproduce(
