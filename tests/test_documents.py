@@ -31,9 +31,11 @@ def blocks(document: str, language: str) -> list[str]:
 def test_the_configurations_in_the_documents_are_usable() -> None:
     (pair,) = map(yaml.safe_load, blocks("README.md", "yaml"))
     large, served = map(yaml.safe_load, blocks("docs/targets.md", "yaml"))
-    draft, *on_states = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
+    (draft,) = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
+    on_states = map(yaml.safe_load, blocks("docs/drafts-on-states.md", "yaml"))
+    (head,) = map(yaml.safe_load, blocks("docs/heads.md", "yaml"))
     (methods,) = map(yaml.safe_load, blocks("docs/evaluation.md", "yaml"))
-    for section in (pair, {**pair, **methods}):
+    for section in (pair, {**pair, **methods}, {**pair, **head}):
         config = build(section)
         check_methods(config.eval, config.sampling, head=config.head is not None)
     assert build({**pair, **served}).logits is not None
