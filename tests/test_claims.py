@@ -6,8 +6,8 @@ After its figures a page says where they are from, in their order, in a comment:
     <!-- from docs/heads.json: domains/instruct/saving_over_best_k/{value|low|high} -->
 
 Sources are separated by ";". `a=x&b=y` finds the row of a list, `{a|b}` are two paths, `all/METHOD`
-and `sets/SET/METHOD` are an evaluation's rates with intervals, "A over B" and "1 - A" are computed,
-"=REASON" is of a figure that was not measured (a goal). A file holds until another is named.
+and `SET/METHOD` are an evaluation's rates (value, low, high) and the spread of its runs, "A over B"
+is computed, "=REASON" is of a figure that was not measured (a goal). A file holds until another is.
 `<!-- not measured: REASON -->` stands after figures that are settings or formulas.
 
     pytest -s tests/test_claims.py      # prints the table: page, figure, source
@@ -19,6 +19,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 import pytest
 
 from eval.measuring.intervals import Interval
-from eval.measuring.pooled import pool
+from eval.measuring.pooled import PooledRow, medians
 from eval.measuring.results import read_results
 
 ROOT = Path(__file__).parent.parent
@@ -57,21 +58,15 @@ def stored(path: str) -> Any:
     values = json.loads((ROOT / path).read_text())
     if "runs" in values and "environment" in values:
         results = read_results(ROOT / path)
-        chosen = {name: [name] for name in results.datasets()}
-        values["sets"] = {name: rates(pool(results, sets)) for name, sets in chosen.items()}
-        values["all"] = rates(pool(results))
+        values["all"] = {row.name: rates(row) for row in medians(results)}
+        for name in results.datasets():
+            values[name] = {row.name: rates(row) for row in medians(results, [name])}
     return values
 
 
-def rates(rows: list[Any]) -> dict[str, Any]:
-    def spread(row: Any) -> dict[str, Any]:
-        return {name: vars_of(Interval.of(values)) for name, values in row.rates.items()}
-
-    return {row.name: spread(row) for row in rows}
-
-
-def vars_of(interval: Interval) -> dict[str, float]:
-    return {name: getattr(interval, name) for name in ("value", "low", "high")}
+def rates(row: PooledRow) -> dict[str, Any]:
+    of_row = {name: asdict(Interval.of(values)) for name, values in row.rates.items()}
+    return {**of_row, "spread": row.spread}
 
 
 def value_of(path: str, source: str) -> float:
@@ -79,13 +74,11 @@ def value_of(path: str, source: str) -> float:
     if " over " in source:
         above, below = source.split(" over ")
         return value_of(path, above) / value_of(path, below)
-    if source.startswith("1 - "):
-        return 1.0 - value_of(path, source.removeprefix("1 - "))
     here = stored(path)
     for step in source.split("/"):
         if isinstance(here, dict):
             here = here[step]
-        elif step.isdigit():
+        elif step.isdigit():  # of a list
             here = here[int(step)]
         else:
             wanted = dict(part.split("=", 1) for part in step.split("&"))

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from eval.decode_config import Method
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
-from eval.measuring.pooled import PooledRow, pool
+from eval.measuring.pooled import ALL_SETS, PooledRow, medians, pool
 from eval.measuring.records import record_prompt
 from eval.measuring.results import (
     Results,
     build_results,
     check_metrics,
     read_results,
+    together,
     write_results,
 )
 from eval.reporting.rendering import NOT_MEASURED
 from eval.reporting.table import ROWS, readme_table, shown_methods
 from eval.rounds import Round
 from recipes.command import run_tool
+from specdata.errors import ConfigError
 from tests.synthetic_results import synthetic_results
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +96,80 @@ def test_the_command_prints_the_table_and_writes_what_to_commit(
     with Image.open(out / "speedup.png") as picture:
         assert picture.width == 8 * 150
         assert picture.height < 300, "a bar for each set takes little room"
+
+
+def again(results: Results, slower: Mapping[str, float], dataset: str = "alpaca") -> Results:
+    """The same tokens in other seconds: those of some methods, on one set, times a factor."""
+    return build_results(
+        results.environment.model_copy(update={"date": "later"}),
+        [
+            (run, [replace(each, seconds=each.seconds * factor) for each in run.generations])
+            for run in results.runs
+            for factor in [slower.get(run.name, 1.0) if run.dataset == dataset else 1.0]
+        ],
+    )
+
+
+def test_of_several_evaluations_each_figure_is_the_median_run_and_has_the_spread_of_all(
+    results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The median is each figure's own: of fixed-4 the first run, of block-6 the last."""
+    factors = ({"fixed-4": 0.5, "block-6": 2.0}, {"fixed-4": 1.25, "block-6": 1.25})
+    evaluations = [results, *(again(results, each) for each in factors)]
+    for number, each in enumerate(evaluations):
+        write_results(tmp_path / f"{number}" / "results.json", each)
+    folders, out = [str(tmp_path / f"{number}") for number in range(3)], tmp_path / "out"
+    shown = ["--method", "fixed-4", "--method", "block-6", "--method", PLAIN]
+    assert run_tool("table", [*folders, *shown, "--out", str(out)]) == 0
+    rows = cells(printed := capsys.readouterr().out)
+    for name, of_run in (("fixed-4", 0), ("block-6", 2)):
+        speeds = []
+        for each in evaluations:
+            (row,) = (row for row in pool(each, ["alpaca"]) if row.name == name)
+            speeds.append(row.rate("speedup"))
+        found, all_of_them = speeds[of_run], [speed.value for speed in speeds if speed]
+        assert found is not None
+        assert sorted(all_of_them)[1] == found.value
+        assert rows[name][0] == (
+            f"{found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"
+            f" ({min(all_of_them):.2f} to {max(all_of_them):.2f})"
+        )
+    assert rows["method"][2] == ALL_SETS
+    assert rows[PLAIN][:3] == ["1.00x [1.00, 1.00] (1.00 to 1.00)"] * 3
+    assert "median of 3 runs" in printed
+    # What is committed holds all runs, in little more than the first one's room.
+    kept = read_results(out / "results.json")
+    check_metrics(kept)
+    assert [each.runs for each in kept.repetitions()] == [each.runs for each in evaluations]
+    assert readme_table(kept, ["fixed-4", "block-6", PLAIN]) == printed
+    assert together([kept]) == kept
+    assert (out / "results.json").stat().st_size < (tmp_path / "0/results.json").stat().st_size
+
+
+def test_evaluations_of_other_tokens_are_not_put_together_but_rules_that_follow_the_clock_are(
+    results: Results,
+) -> None:
+    plain, fixed = (run for run in results.of("alpaca") if run.name in (PLAIN, "fixed-4"))
+
+    def measured(method: Method, tokens: int) -> Results:
+        setup = fixed.model_copy(update={"method": method})
+        first, *others = fixed.generations
+        changed = replace(first, tokens=first.tokens + tokens, rounds=first.rounds + tokens)
+        return build_results(
+            results.environment, [(plain, plain.generations), (setup, [changed, *others])]
+        )
+
+    token = Method(name="K=4", length=4)
+    with pytest.raises(ConfigError, match="counts, and differs in alpaca, K=4"):
+        together([measured(token, 0), measured(token, 1)])
+    with pytest.raises(ConfigError, match="differs in alpaca, K=4"):
+        together([measured(token, 0), measured(Method(name="K=4", length=5), 0)])
+    cost = Method(name="cost", stop="cost")
+    one, two = (measured(cost, tokens) for tokens in (0, 1))
+    assert [each.runs for each in together([one, two]).repetitions()] == [one.runs, two.runs]
+    elsewhere = one.environment.model_copy(update={"git_commit": "another"})
+    with pytest.raises(ConfigError, match="differs in machine, packages or commit"):
+        together([one, one.model_copy(update={"environment": elsewhere})])
 
 
 def test_acceptance_under_the_names_of_vllm_is_counted_as_vllm_counts_it(
@@ -186,7 +265,9 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
 
 
 def test_sentences_about_all_prompt_sets_are_what_the_results_give() -> None:
-    real, warm = ({row.name: row for row in pool(read_results(ROOT / p))} for p in (REAL, AT_ONE))
+    real, warm = (
+        {row.name: row for row in medians(read_results(ROOT / p))} for p in (REAL, AT_ONE)
+    )
 
     def said(figure: Interval) -> str:
         return f"{figure.value:.2f}x [{figure.low:.2f}, {figure.high:.2f}]"

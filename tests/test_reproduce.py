@@ -13,7 +13,7 @@ from recipes.config import TOY, parse
 from recipes.papers.examples import batches, rejections
 from recipes.papers.measurements import KINDS, ModelPair, evaluated, expanded, formula
 from recipes.papers.reproduce import PAPERS, protocol_of
-from recipes.papers.tables import markdown_table, paper_figures, pivot, selected
+from recipes.papers.tables import WORDS, markdown_table, paper_figures, pivot, selected
 
 SEEDS = ("seed-0", "seed-1")
 
@@ -49,6 +49,19 @@ def test_a_protocol_fits_the_demos_pair_and_names_what_it_measures(paper: str, q
     for shown in [*protocol["tables"], *protocol.get("figures", [])]:
         of = [shown["of"]] if isinstance(shown["of"], str) else shown["of"]
         assert {*of} <= {*protocol["measurements"]}, shown["title"]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_headings_and_axes_are_words_and_no_field_of_a_record(paper: str) -> None:
+    protocol = protocol_of(paper, quick=False)
+    words, used = WORDS | protocol.get("words", {}), set()
+    for table in protocol["tables"]:
+        for keys in (table["rows"], table.get("columns", []), [*table["values"].values()][:1]):
+            used |= {keys} if isinstance(keys, str) else {*keys}
+    for figure in protocol["figures"]:
+        used |= {figure[axis] for axis in "xy" if f"{axis}_label" not in figure}
+    assert used <= words.keys()
+    assert not [word for word in words.values() if "_" in word]
 
 
 def test_simulated_rejections_are_those_of_theorem_1() -> None:
@@ -87,6 +100,11 @@ def test_the_best_record_of_a_row_and_column_is_shown_and_rows_keep_their_order(
     assert pivot(table, records) == {"a": {"SD": "y"}, "b": {"SD": "x"}}
 
 
+def said(page: Path) -> list[str]:
+    """A page without its day."""
+    return [line for line in page.read_text().splitlines() if "Measured on" not in line]
+
+
 def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,16 +116,23 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     given += ["--eval.methods", "[{name: plain, decoder: plain}]", "--eval.max_new_tokens", "12"]
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     page, stored = tmp_path / "page/README.md", tmp_path / "page/results.json"
-    first, measured = page.read_bytes(), tmp_path / "papers/block-quick/measured/decoding"
+    first, measured = said(page), tmp_path / "papers/block-quick/measured/decoding"
     assert str(tmp_path) not in stored.read_text() + page.read_text()
     assert (tmp_path / "page/figure-2.svg").stat().st_size > 1000
-    counts, records = json.loads(stored.read_text())["measured"], measured / "records.json"
+    result = json.loads(stored.read_text())
+    counts, records = result["measured"], measured / "records.json"
+    of_all = [each["counts"] for each in counts["decoding"] if each["set"] == "all prompt sets"]
+    assert [each["prompts"] for each in of_all] == [4] * len(of_all)
+    assert of_all[0]["rounds"] == of_all[0]["tokens"] > of_all[1]["rounds"]  # plain, then token
+    where, digest = result["environments"]["decoding"], result["pair"]["draft"]["digest"]
+    commit = f"{where['date'][:10]} at commit {where['git_commit'][:7]}"
+    assert all(part in page.read_text() for part in (commit, where["hardware"]["cpu"], digest))
     kept, lost = (next((measured / seed / "prompts").rglob("*.json")) for seed in SEEDS)
     before = kept.stat().st_mtime_ns
     records.unlink()  # as after a kill in the second seed, whose prompts are one batch
     lost.unlink()
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err
-    assert (kept.stat().st_mtime_ns, page.read_bytes()) == (before, first)
+    assert (kept.stat().st_mtime_ns, said(page)) == (before, first)
     assert json.loads(stored.read_text())["measured"] == counts
     assert run_tool("reproduce", [*given, "--seed", "1"]) == 2
     assert "remove" in capsys.readouterr().err
@@ -126,13 +151,16 @@ def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     home = tmp_path / f"papers/{paper}-quick"
     folder = next(home.glob("measured/acceptance*"))
-    first, kept = json.loads((home / "results.json").read_text()), folder / "instruct.json"
+    first, kept = (
+        json.loads((home / "results.json").read_text())["measured"],
+        folder / "instruct.json",
+    )
     before = kept.stat().st_mtime_ns
     (folder / "records.json").unlink()  # as after a kill in the second set
     (folder / "maths.json").unlink()
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     assert kept.stat().st_mtime_ns == before
-    assert json.loads((home / "results.json").read_text()) == first
+    assert json.loads((home / "results.json").read_text())["measured"] == first
 
 
 def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,6 +230,17 @@ def test_rows_of_one_law_are_one_figure_because_they_are_at_the_same_places() ->
         assert rows[one].expected_tokens.value == pytest.approx(tokens, rel=1e-5)
 
 
+def test_at_temperature_0_every_verifier_of_a_tree_follows_the_targets_own_token() -> None:
+    """Siblings are the draft's likeliest tokens; no optimum of drawn ones is theirs."""
+    prompts = [("a", prompt) for prompt in tiny_prompts(4)]
+    measured = Measured(*TINY, prompts, SamplingConfig(0.0), seed=9, max_new_tokens=8)
+    for kind in ("4 siblings", "tree 2x2x1, distinct", "tree 4x2x2, greedy"):
+        rows = verifier_rows(KINDS[kind], measured, 0.0)
+        assert [row.verifier for row in rows] == [name for name, _ in KINDS[kind].rows()]
+        assert len({row.expected_tokens.value for row in rows}) == 1
+        assert {row.ceiling for row in rows} == {None}
+
+
 def test_where_no_place_of_a_set_weighs_there_is_no_ceiling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

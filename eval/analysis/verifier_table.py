@@ -392,7 +392,8 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
     begun = time.thread_time()
     config, rows = kind.config(measured.sampling), kind.rows()
     ends = end_ids(measured.target.generation_config)
-    verifiers = [Enumerated(VERIFIERS[name].make(**parameters), ends) for name, parameters in rows]
+    configs = [kind.config(measured.sampling, name, **parameters) for name, parameters in rows]
+    verifiers = [Enumerated(each.make_verifier(), ends) for each in configs]
     references = verifiers[: len(kind.references)]
     timed: list[tuple[DraftTree, Tensor]] = []
     places, texts = _places(kind, config, measured, references, seconds / 2, timed)
@@ -432,7 +433,6 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
                 times = measured.times[config.drafter != "chain"]
                 extra = 1e-6 * (micros[index] - micros[0])
                 speedup = times.speedup(tokens.value, forwards, nodes, extra)
-            alike = kind.config(measured.sampling, name, **parameters)
             table.append(
                 VerifierRow(
                     dataset=dataset,
@@ -450,7 +450,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
                     microseconds=micros[index],
                     speedup=speedup,
                     decoded=next(
-                        (m for m, each in measured.decoded.items() if each == alike), None
+                        (m for m, each in measured.decoded.items() if each == configs[index]), None
                     ),
                 )
             )
@@ -535,7 +535,7 @@ def _microseconds(verifier: Verifier, drafts: Sequence[tuple[DraftTree, Tensor]]
 
 def _optima(config: DecodeConfig, places: Sequence[Scored]) -> list[float]:
     """Best acceptance of siblings at the first places; of other drafts it is not known."""
-    if len(config.widths) != 1 or config.how not in ("iid", "distinct"):
+    if len(config.widths) != 1 or config.how not in ("iid", "distinct") or config.chooses:
         return []
     how: Literal["iid", "distinct"] = "iid" if config.how == "iid" else "distinct"
     return [

@@ -6,6 +6,7 @@ KV cache in step with the committed sequence. None proposes anything after a dra
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
 from eval.runtime.sequence import CachedSequence, ForwardCoroutine, StatesSequence
+from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, draw_and_read, draw_one, draw_several
 
 
@@ -327,19 +329,29 @@ class BranchingDrafter(Drafter):
 def _candidates(
     distribution: Tensor, count: int, how: How, generator: torch.Generator
 ) -> list[int]:
-    """Draw siblings from one distribution (V,), in order.
+    """Draw siblings from one distribution (V,), in order; "chosen" are its likeliest tokens.
 
     There are fewer than `count` if its support is smaller, except with "iid".
+
+    Raises:
+        NotFiniteError: if it is no distribution.
     """
     if how == "iid":
         return draw_several(distribution, count, generator)
+    if how == "chosen":
+        best = distribution.topk(min(count, len(distribution)))
+        chances = best.values.tolist()
+        if math.isnan(chances[0]):
+            raise NotFiniteError
+        chosen: list[int] = best.indices[: sum(chance > 0 for chance in chances)].tolist()
+        return chosen
     rest, tokens = distribution.clone(), []
     if how == "greedy":
         ordered = distribution.sort(descending=True, stable=True)
-        best = zip(
+        likely = zip(
             ordered.indices[: count - 1].tolist(), ordered.values[: count - 1].tolist(), strict=True
         )
-        tokens = [token for token, chance in best if chance > 0]
+        tokens = [token for token, chance in likely if chance > 0]
         rest[tokens] = 0.0
         count = len(tokens) + 1
     count = min(count, len(tokens) + int(rest.count_nonzero()))

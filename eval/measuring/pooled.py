@@ -10,7 +10,7 @@ ratios of two methods are paired.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,10 +31,12 @@ class PooledRow:
         runs: what was measured of it, one run a set.
         rates: name -> the pooled value, then those of the bootstrap resamples: (1 + RESAMPLES,);
             those of `RATES` that exist, and "speedup" where the target alone was timed.
+        spread: lowest and highest speed-up of several evaluations of the same settings.
     """
 
     runs: tuple[Run, ...]
     rates: dict[str, Array]
+    spread: tuple[float, float] | None = None
 
     @property
     def method(self) -> Method:
@@ -95,9 +97,29 @@ def pool(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
     return list(rows.values())
 
 
+def medians(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
+    """`pool`, with each method as the evaluation has it in which its speed-up is the median.
+
+    Of an even number of evaluations the slower of the two in the middle.
+    """
+    rows = []
+    pools = [pool(each, datasets) for each in results.repetitions()]
+    for of_method in zip(*pools, strict=True):
+        ranked = sorted(of_method, key=merit)
+        row, low, high = (ranked[place] for place in ((len(ranked) - 1) // 2, 0, -1))
+        if results.repeats and "speedup" in row.rates:
+            spread = (float(low.rates["speedup"][0]), float(high.rates["speedup"][0]))
+            row = replace(row, spread=spread)
+        rows.append(row)
+    return rows
+
+
 def merit(row: PooledRow) -> tuple[float, float]:
-    """What methods are ranked by: tokens a second, or tokens a forward where none is timed."""
-    return row.speed(), row.value("block_efficiency") or 0.0
+    """What methods are ranked by: speed, over the target's where it was timed; else tokens a call.
+
+    Speed-ups of several evaluations can be compared; tokens a second need a machine as fast.
+    """
+    return row.value("speedup") or row.speed(), row.value("block_efficiency") or 0.0
 
 
 def fastest(rows: Sequence[PooledRow]) -> tuple[PooledRow, list[PooledRow]] | None:

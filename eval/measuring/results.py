@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import LatencyFit, Metrics, compute_metrics, fit_latency
 from eval.measuring.records import PromptRecord, Strict
-from specdata.errors import ManifestError
+from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -159,13 +160,17 @@ class VerifierRow(Strict):
 
 
 class Results(Strict):
-    """The whole file."""
+    """The whole file; `repeats` of it are what further evaluations of the same settings measured.
+
+    That is, for each of `runs`: the fields of its generations that may differ, a list a field.
+    """
 
     schema_version: Literal[1]
     environment: Environment
     latency: dict[str, LatencyFit | None]
     runs: list[Run]
     verifiers: list[VerifierRow] = Field(default_factory=list)
+    repeats: list[list[dict[str, list[Any]]]] = Field(default_factory=list)
 
     def datasets(self) -> list[str]:
         """Names in the order they were run."""
@@ -183,6 +188,58 @@ class Results(Strict):
     def plain(self, dataset: str) -> Run | None:
         """Plain decoding of that dataset, if it was run."""
         return next((run for run in self.of(dataset) if run.method.name == PLAIN), None)
+
+    def repetitions(self) -> list[Results]:
+        """Each evaluation that is in here by itself, the first one first."""
+        alone = [self.model_copy(update={"repeats": []})]
+        for repeat in self.repeats:
+            measured = []
+            for run, columns in zip(self.runs, repeat, strict=True):
+                rows = zip(run.generations, *columns.values(), strict=True)
+                records = [
+                    replace(old, **dict(zip(columns, new, strict=True))) for old, *new in rows
+                ]
+                measured.append((run, records))
+            alone.append(build_results(self.environment, measured))
+        return alone
+
+
+def together(evaluations: Sequence[Results]) -> Results:
+    """Several evaluations of the same settings as one: the first, the others its `repeats`.
+
+    Raises:
+        ConfigError: unless they share settings, machine and commit, and the counts of every
+            generation but those of rules that follow the clock.
+    """
+    first, *others = [alone for each in evaluations for alone in each.repetitions()]
+    ours, _ = _shared_and_own(first)
+    repeats = []
+    for number, (theirs, own) in enumerate(map(_shared_and_own, others), start=2):
+        if odd := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+            raise ConfigError(
+                f"evaluation {number} must have the first one's settings and counts, and differs in"
+                f" {odd[0]}: measure both with the same models, prompts and methods"
+            )
+        repeats.append(own)
+    return first.model_copy(update={"repeats": repeats})
+
+
+def _shared_and_own(results: Results) -> tuple[dict[str, Any], list[dict[str, list[Any]]]]:
+    """What all evaluations of some settings share, by a name for it; and one's `repeats`."""
+    same = results.environment.model_copy(update={"date": ""})
+    shared: dict[str, list[Any]] = {"machine, packages or commit": [same]}
+    own = []
+    for run in results.runs:
+        columns = {
+            name: [getattr(each, name) for each in run.generations]
+            for name in PromptRecord.__dataclass_fields__
+        }
+        kept = [name for name in columns if not name.endswith("seconds")]
+        kept = ["prompt_id"] if run.method.stop.measured else kept
+        settings = [getattr(run, name) for name in Setup.model_fields]
+        shared[f"{run.dataset}, {run.name}"] = [*settings, *(columns.pop(name) for name in kept)]
+        own.append(columns)
+    return shared, own
 
 
 def build_results(
@@ -221,16 +278,18 @@ def build_results(
 
 
 def fit_latencies(results: Results) -> dict[str, LatencyFit | None]:
-    """Times of one forward for each dataset, from its plain and chain runs.
+    """Times of one forward for each dataset."""
+    return {name: fit_latency(fitted_records(results, name)) for name in results.datasets()}
+
+
+def fitted_records(results: Results, dataset: str) -> list[PromptRecord]:
+    """What times of a forward are fitted to: the generations of plain and chain runs.
 
     Trees are left out: their N_draft counts nodes, many of which share one draft forward. So is
     transformers, whose loop has costs of its own.
     """
-    chains: dict[str, list[PromptRecord]] = {dataset: [] for dataset in results.datasets()}
-    for run in results.runs:
-        if run.method.decoder == "plain" or run.method.is_chain:
-            chains[run.dataset] += run.generations
-    return {dataset: fit_latency(records) for dataset, records in chains.items()}
+    runs = [r for r in results.of(dataset) if r.method.decoder == "plain" or r.method.is_chain]
+    return [record for run in runs for record in run.generations]
 
 
 def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
@@ -259,6 +318,10 @@ def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
                     f"{path} was changed: {where}: {name} is {getattr(run, name)} in the file but "
                     f"its generations give {value}; {REMEDY}"
                 )
+    try:
+        results.repetitions()
+    except (TypeError, ValueError) as error:
+        raise ManifestError(f"{path} was changed: unusable repeats: {error}; {REMEDY}") from error
 
 
 def write_results(path: Path, results: Results) -> None:

@@ -22,7 +22,7 @@ from rich.text import Text
 from eval.analysis.head_verdict import HeadVerdict
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.metrics import divide, prompt_ids
-from eval.measuring.pooled import ALL_SETS, fastest, pool
+from eval.measuring.pooled import ALL_SETS, fastest, medians, pool
 from eval.measuring.results import Results, Run
 from eval.measuring.samples import Samples
 from eval.reporting import verifiers
@@ -244,7 +244,7 @@ def picture(
         methods: which; by default the best setting of each kind.
         datasets: prompt sets that they are over together; by default all.
     """
-    rows = {row.name: row for row in pool(results, datasets)}
+    rows = {row.name: row for row in medians(results, datasets)}
     shown = next(name for name in PICTURE if any(name in row.rates for row in rows.values()))
     best = best_of(list(rows.values()))
     unit, of_what = PICTURE[shown]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.measuring.methods import PLAIN
-from eval.measuring.pooled import PooledRow, merit, pool
+from eval.measuring.pooled import ALL_SETS, PooledRow, medians, merit
 from eval.measuring.results import Results
 from eval.reporting.rendering import NOT_MEASURED, escape_markdown
 from specdata.config import nearest
@@ -19,27 +19,31 @@ def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
     """A Markdown table: a method a row, its speed-up on each prompt set and its counts over all.
 
     Args:
-        results: of one evaluation.
+        results: of an evaluation; of several (`together`) it shows the medians and their spread.
         methods: which, in this order; by default of each kind of method the one setting that is
             fastest over all prompt sets, plain decoding first, at most ROWS.
 
     Raises:
         ConfigError: if a method is not in the results.
     """
-    sets, pooled = results.datasets(), {row.name: row for row in pool(results)}
+    sets, pooled = results.datasets(), {row.name: row for row in medians(results)}
+    of_set = {each: {row.name: row for row in medians(results, [each])} for each in sets}
+    if results.repeats and len(sets) > 1:
+        of_set[ALL_SETS] = pooled
     lines = [
-        _line("method", *(escape_markdown(name) for name in sets), *COUNTS),
-        _line("---", *["---:"] * (len(sets) + len(COUNTS))),
+        _line("method", *(escape_markdown(name) for name in of_set), *COUNTS),
+        _line("---", *["---:"] * (len(of_set) + len(COUNTS))),
     ]
     for name in shown_methods(results, methods):
-        runs = {run.dataset: run for run in results.runs if run.name == name}
-        mark = "" if all(run.method.lossless for run in runs.values()) else " †"
-        cells = [escape_markdown(name) + mark]
-        for each in sets:
+        found = [rows.get(name) for rows in of_set.values()]
+        biased = any(row is not None and not row.method.lossless for row in found)
+        cells = [escape_markdown(name) + (" †" if biased else "")]
+        for row in found:
             cell = NOT_MEASURED
-            if each in runs and (speed := runs[each].speedup) is not None:
-                low, high = runs[each].intervals["speedup"]
-                cell = f"{speed:.2f}x [{low:.2f}, {high:.2f}]"
+            if row is not None and (speed := row.rate("speedup")) is not None:
+                cell = f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
+                if row.spread:
+                    cell += f" ({row.spread[0]:.2f} to {row.spread[1]:.2f})"
             cells.append(cell)
         for rate, decimals in COUNTS.values():
             value = pooled[name].value(rate) if name in pooled else None
@@ -65,7 +69,7 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
     if methods:
         return list(methods)
     kinds: dict[tuple[str, ...], list[PooledRow]] = {}
-    for row in pool(results):
+    for row in medians(results):
         method = row.method
         if method.name != PLAIN:
             kind = (method.decoder, method.drafter, method.verifier, method.stop.name)
@@ -92,6 +96,12 @@ def _footnote(results: Results, *, by_hand: bool) -> str:
         "Speed-up over the target alone, same prompts, interleaved; brackets hold 95 % bootstrap"
         f" intervals over prompts. Counts are over all prompt sets. {conditions(results)}"
     )
+    if results.repeats:
+        text += (
+            f" Each speed-up is the median of {1 + len(results.repeats)} runs, each a process of"
+            " its own, with its interval over prompts; parentheses hold the lowest and the highest"
+            " run."
+        )
     if not by_hand:
         text += " Of each kind of method the setting that was fastest on these prompts."
     if any(not run.method.lossless for run in results.runs):

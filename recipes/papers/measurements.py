@@ -37,11 +37,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from eval.analysis.expectation import Counts, Times
     from eval.measuring.results import Results
     from specdata.prompts.loading import Prompt
 
 UNDECODED = ("over", "label")
 """Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""
+COUNTED = ("prompts", "tokens", "rounds", "n_draft", "n_discarded", "draft_forwards")
+"""Raw counts that a record keeps."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class ModelPair:
         """What decides every measurement, paths in the run's output relative to it."""
         names = {"target": self.config.models.target, "draft": draft_in_use(self.config)}
         values = {
-            "pair": {role: [name, fingerprint(name)] for role, name in names.items()},
+            "pair": {
+                role: {"name": name, "digest": fingerprint(name)} for role, name in names.items()
+            },
             "sampling": asdict(self.config.sampling),
             "seed": self.config.seed,
             "dtype": self.config.models.dtype,
@@ -164,8 +169,8 @@ def evaluated(
         section["max_new_tokens"] = min(both)
     sets = []
     for prompts in pair.config.eval.sets:
-        fewest = min(filter(None, (prompts.count, spec.get("prompts"))), default=0)  # 0: all
-        sets.append(asdict(prompts) | {"count": pair.prompts or fewest})
+        most = (pair.prompts or prompts.count, spec.get("prompts"))
+        sets.append(asdict(prompts) | {"count": min(filter(None, most), default=0)})  # 0: all
     listed = [{key: method[key] for key in method if key not in UNDECODED} for method in methods]
     plain = {"name": PLAIN, "decoder": "plain"}
     whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
@@ -234,9 +239,25 @@ def _records(
             if "over" in given:
                 gain = row.over(rows[given["over"]], "block_efficiency")
                 record["over"] = {key: 100 * (x - 1) for key, x in asdict(gain).items()}
+            record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
-        if name != ALL_SETS and pooled.timed and (fit := pooled.latency[name]) is not None:
-            yield {"set": name, "fit": "in use", **asdict(fit)}
+        if name != ALL_SETS and pooled.timed and pooled.latency[name] is not None:
+            yield {"set": name, "fit": "in use", **_fitted(pooled, name)}
+
+
+def _fitted(results: Results, dataset: str) -> Record:
+    """The fitted times of a set, each with its interval over prompts."""
+    from eval.measuring.metrics import fit_latency
+    from eval.measuring.results import fitted_records
+
+    generations = np.array(fitted_records(results, dataset), dtype=object)
+    _, group = np.unique([each.prompt_id for each in generations], return_inverse=True)
+    drawn = resamples(int(group.max()) + 1).astype(int)
+    fits = [fit_latency(np.repeat(generations, row[group]).tolist()) for row in drawn]
+    return {
+        name: asdict(Interval.of(np.array([getattr(fit, name, np.nan) for fit in fits])))
+        for name in ("t_draft", "t_target", "r_squared")
+    }
 
 
 def formula(_pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -281,6 +302,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     )
     in_set = {name: np.array(rows["dataset"]) == name for name in dict.fromkeys(rows["dataset"])}
     in_set[ALL_SETS] = np.ones(len(rows), dtype=bool)
+    prompts = np.array(rows["example_id"])
     records: list[Record] = []
     for depth, weight in itertools.product(spec["depths"], spec["weights"]):
         out = folder / "heads" / f"depth-{depth}-weight-{weight:g}"
@@ -303,32 +325,44 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
             for threshold in spec["thresholds"]:
                 counts = replayed(Head(threshold=threshold), traces.select(these), times)
                 assert counts is not None
-                figures = {
-                    "threshold": threshold,
-                    "speedup": times.target_seconds / counts.seconds_per_token(times),
-                    "discard_rate": counts.discard_rate,
-                    "verification_rate": counts.verification_rate,
-                }
-                tried.append({"set": name, **shared, **figures})
-            best = max(tried, key=lambda each: each["speedup"])
+                figures = _expected(counts, times, prompts[these])
+                tried.append({"set": name, **shared, "threshold": threshold, **figures})
+            best = max(tried, key=lambda each: each["speedup"]["value"])
             records += [{**each, "best": each is best} for each in tried]
     head = BaseHead.from_pretrained(pair.folder / spec["head"])
     traces = acceptance_traces(rows, draft=pair.draft, sampling=sampling, head=head)
     if len(in_set) == 2:  # all are those of the one set
         del in_set[ALL_SETS]
     for name, these in in_set.items():
-        of_set, prompts = traces.select(these), np.array(rows["example_id"])[these].tolist()
+        of_set = traces.select(these)
         results = bounds(of_set, times) + replay_rules(of_set, {}, times)
-        every = [r for r in result_rows(results, times, prompts) if r["rule"] in spec["rules"]]
-        for row in every:
+        rows_of = result_rows(results, times, prompts[these].tolist())
+        for result, row in zip(results, rows_of, strict=True):
             seconds, rule = row["seconds_per_token"], row["rule"]
-            least = min(each["seconds_per_token"] for each in every if each["rule"] == rule)
+            if rule not in spec["rules"]:
+                continue
+            least = min(each["seconds_per_token"] for each in rows_of if each["rule"] == rule)
             saved = {key: 100 * x for key, x in row["saving_over_best_length"].items()}
-            figures = {"speedup": times.target_seconds / seconds, "saved": saved}
-            figures |= {key: row[key] for key in ("discard_rate", "verification_rate")}
-            record = {"set": name, "rule": rule, "method": row["setting"], **figures}
+            record = {"set": name, "rule": rule, "method": row["setting"], "saved": saved}
+            record |= _expected(result.counts, times, prompts[these])
             records.append({**record, "best": seconds == least})
     return [{"measurement": folder.name, **record} for record in records]
+
+
+def _expected(counts: Counts, times: Times, prompts: np.ndarray[Any, Any]) -> Record:
+    """Rates and speed-up of expected counts (R,), with intervals over prompts, and the counts."""
+    _, group = np.unique(prompts, return_inverse=True)
+    drawn = resamples(int(group.max()) + 1)
+    names = ("tokens", "n_target", "n_draft", "n_discarded")
+    of_rule = {name: getattr(counts, name) for name in names} | {"seconds": counts.seconds(times)}
+    sums = {name: drawn @ np.bincount(group, each) for name, each in of_rule.items()}
+    rates = {
+        "speedup": times.target_seconds * sums["tokens"] / sums["seconds"],
+        "discard_rate": sums["n_discarded"] / sums["tokens"],
+        "verification_rate": sums["n_target"] / sums["tokens"],
+    }
+    figures: Record = {name: asdict(Interval.of(values)) for name, values in rates.items()}
+    return figures | {"counts": {name: float(sums[name][0]) for name in names}}
 
 
 def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -401,6 +435,9 @@ def tree_search(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[
             ("most tokens", max(within, key=lambda each: each["block_efficiency"]["value"])),
         ):
             record = {"measurement": folder.name, "set": ALL_SETS, "paths": budget, "by": by}
+            tokens = best["block_efficiency"]
+            faster = best["speedup"] / tokens["value"]
+            record["speedup"] = {key: faster * x for key, x in tokens.items()}
             records.append({**best, **record})
     return records
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import yaml
 
+from eval.measuring.environment import describe_environment, using_threads
 from eval.reporting.rendering import escape_markdown
 from recipes.checks import check_whole_run
 from recipes.config import PipelineConfig, parse
 from recipes.layout import folder as stage_folder
 from recipes.papers.measurements import KINDS, ModelPair, evaluated
-from recipes.papers.tables import Record, page, pivot, selected, write_figure
+from recipes.papers.tables import WORDS, page, pivot, selected, write_figure
 from recipes.pipeline import TRAINING
-from recipes.run import run_stage, say
+from recipes.run import prepare_libraries, run_stage, say
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.storage.files import fingerprint, locked, write_json, write_text
@@ -74,8 +75,8 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
         run_stage(stage)
 
 
-def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> list[Record]:
-    """The records of a measurement: those that are stored, or made now and stored.
+def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A measurement's `records` and `environment`: those that are stored, or made now and stored.
 
     Raises:
         ManifestError: if its folder was made with other settings.
@@ -90,24 +91,38 @@ def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> list[Record]
     with locked(folder / ".lock"):
         if settings.check_file(folder / SETTINGS) and (folder / RECORDS).is_file():
             say(f"{name}: already measured, {folder}", style="green")
-            return list(read_record(folder / RECORDS, ("records",), settings.remedy)["records"])
+            return read_record(folder / RECORDS, ("environment", "records"), settings.remedy)
         say(f"{name}: measuring", style="bold")
         settings.write(folder / SETTINGS)
+        prepare_libraries()
+        from specdata.models import device
+
         begun = time.perf_counter()
-        records = json.loads(json.dumps(_rounded(kind(pair, spec, folder))))
+        with using_threads(pair.config.eval.threads):
+            where = describe_environment(device=str(device()), dtype=pair.config.models.dtype)
+            records = json.loads(json.dumps(_rounded(kind(pair, spec, folder))))
         took = time.perf_counter() - begun
-        write_json(folder / RECORDS, {"seconds": took, "records": records})
+        made = {"seconds": took, "environment": where.model_dump(), "records": records}
+        write_json(folder / RECORDS, made)
         say(f"{name}: measured in {took:.0f} s", style="green")
-    return list(records)
+    return made
+
+
+def _measured_at(environment: Mapping[str, Any]) -> str:
+    """Date, commit and hardware of a measurement."""
+    hardware, commit = environment["hardware"], environment["git_commit"] or "unknown"
+    changed = ", files changed since" if environment["git_dirty"] else ""
+    chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
+    return f"{environment['date'][:10]} at commit {commit[:7]}{changed}, {chip}"
 
 
 def _rounded(value: Any) -> Any:
-    """JSON values with six significant digits, so that a stored figure is what a page shows."""
+    """JSON values with ten significant digits: more than a page shows, which rounds but once."""
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return float(f"{value:.10g}") if isinstance(value, float) else value
 
 
 def reproduce(
@@ -142,22 +157,28 @@ def reproduce(
         if spec["kind"] == "evaluation":
             evaluated(pair, spec)
     make_stages(config, specs)
-    measured = {name: measure(pair, name, spec) for name, spec in specs.items()}
+    made = {name: measure(pair, name, spec) for name, spec in specs.items()}
+    measured = {name: each["records"] for name, each in made.items()}
+    where = {name: each["environment"] for name, each in made.items()}
     identity = pair.identity()
+    models = [
+        f"{escape_markdown(each['name'])} ({each['digest']})" for each in identity["pair"].values()
+    ]
     of = (
         f"`draftsmith reproduce {paper}{' --quick' * quick}"
-        f"{f' --prompts {prompts}' if prompts else ''}`: "
-        f"{escape_markdown(identity['pair']['target'][0])} with "
-        f"{escape_markdown(identity['pair']['draft'][0])}. Brackets hold 95 % intervals over "
-        "prompts; ± is the deviation over seeds; what the paper prints is marked *paper*."
+        f"{f' --prompts {prompts}' if prompts else ''}`: {' with '.join(models)}. Measured on "
+        f"{'; '.join(dict.fromkeys(map(_measured_at, where.values())))}. Brackets hold 95 % "
+        "intervals over prompts; ± is the deviation over seeds; what the paper prints is marked "
+        "*paper*. Names are followed by digests of contents; `results.json` has all counts."
     )
     tables = [
         {"title": table["title"], "rows": pivot(table, selected(table, measured))}
         for table in protocol["tables"]
     ]
     for figure in protocol["figures"]:
-        write_figure(out / f"{figure['name']}.svg", figure, measured)
-    stored = {"paper": paper, "quick": quick, **identity, "tables": tables}
+        words = WORDS | protocol.get("words", {})
+        write_figure(out / f"{figure['name']}.svg", figure, measured, words)
+    stored = {"paper": paper, "quick": quick, **identity, "environments": where, "tables": tables}
     lines = [  # one record a line: a third of the size
         f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, records)) + "\n]"
         for name, records in measured.items()

@@ -15,6 +15,44 @@ from specdata.storage.files import atomic_write
 
 Record = dict[str, Any]
 ABSENT = ""
+WORDS = {
+    "set": "prompt set",
+    "method": "method",
+    "verifier": "verification",
+    "rule": "rule",
+    "name": "rule",
+    "scheme": "rule",
+    "of": "decoding",
+    "by": "by",
+    "measurement": "measured",
+    "length": "draft length",
+    "widths": "k-configuration",
+    "k": "candidates",
+    "paths": "paths",
+    "drafts": "drafts",
+    "second": "temperature of the further drafts",
+    "alphabet": "tokens in the alphabet",
+    "tokens left": "tokens that are left",
+    "x": "probability of the first token",
+    "weight": "weight of rejections",
+    "depth": "depth",
+    "threshold": "threshold",
+    "kl": "KL divergence in nats",
+    "acceptance": "acceptance probability",
+    "share": "share of positions",
+    "block_efficiency": "tokens a target call",
+    "speedup": "speed-up over the target alone",
+    "tokens_per_second": "tokens a second",
+    "acceptance_rate": "accepted of drafted",
+    "total_variation": "bias a token (total variation)",
+    "discard_rate": "discarded tokens an emitted token",
+    "verification_rate": "target calls an emitted token",
+    "over": "gain in percent",
+    "saved": "time saved in percent",
+    "t_draft": "seconds of a drafted token",
+    "t_target": "seconds of a target call",
+}
+"""Keys and fields of records in words, with their unit; a protocol adds its own (`words`)."""
 
 
 def selected(table: Mapping[str, Any], measured: Mapping[str, Sequence[Record]]) -> list[Record]:
@@ -74,14 +112,17 @@ def figure_text(figure: Any, digits: int) -> str:
     return f"{text} [{figure['low']:.{digits}f}, {figure['high']:.{digits}f}]"
 
 
-def markdown_table(table: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
+def markdown_table(
+    table: Mapping[str, Any],
+    rows: Mapping[str, Mapping[str, Any]],
+    words: Mapping[str, str] = WORDS,
+) -> str:
     """A table with the paper's figures: in the same cell where we have it, else in own rows."""
     printed = paper_figures(table)
     every = [*rows.values(), *printed.values()]
     columns = list(dict.fromkeys(column for row in every for column in row))
     digits = table.get("digits", 3)
-    heads = table["rows"] if isinstance(table["rows"], str) else ", ".join(table["rows"])
-    lines = [[heads, *columns], ["---", *("---:" for _ in columns)]]
+    lines = [[_words(table["rows"], words), *columns], ["---", *("---:" for _ in columns)]]
     for name, row in rows.items():
         paper, cells = printed.get(name, {}), []
         for column in columns:
@@ -93,6 +134,11 @@ def markdown_table(table: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any
         if name not in rows:
             lines.append([f"*paper: {name}*", *(f"{paper.get(c, ABSENT)}" for c in columns)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _words(keys: str | Sequence[str], words: Mapping[str, str]) -> str:
+    names = [keys] if isinstance(keys, str) else keys
+    return ", ".join(words.get(name, name) for name in names)
 
 
 def paper_figures(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -112,9 +158,13 @@ def page(protocol: Mapping[str, Any], measured: Mapping[str, Sequence[Record]], 
         of: what they were measured on, and by which command.
     """
     parts = [f"# {protocol['title']}", of, protocol["differs"].strip()]
+    words = WORDS | protocol.get("words", {})
     for table in protocol["tables"]:
-        rows = pivot(table, selected(table, measured))
-        body = markdown_table(table, rows)
+        body = markdown_table(table, pivot(table, selected(table, measured)), words)
+        cells = [*table["values"].values()] if len(table["values"]) == 1 else []
+        if cells and "columns" in table:  # headings say only what differs
+            cells = [f"Cells: {_words(cells, words)}; columns: {_words(table['columns'], words)}."]
+            body = "\n\n".join([*cells, body])
         parts += [f"## {table['title']}", *filter(None, [table.get("note", "").strip()]), body]
     for figure in protocol["figures"]:
         parts += [f"## {figure['title']}", *filter(None, [figure.get("note", "").strip()])]
@@ -123,7 +173,10 @@ def page(protocol: Mapping[str, Any], measured: Mapping[str, Sequence[Record]], 
 
 
 def write_figure(
-    path: Path, figure: Mapping[str, Any], measured: Mapping[str, Sequence[Record]]
+    path: Path,
+    figure: Mapping[str, Any],
+    measured: Mapping[str, Sequence[Record]],
+    words: Mapping[str, str],
 ) -> None:
     """Draw a figure as SVG: lines or bars of one field over another, a panel a key."""
     import matplotlib as mpl
@@ -149,9 +202,9 @@ def write_figure(
         every = drawn.subplots(lines, columns, squeeze=False, sharey=True).flatten()
         for axes, (name, of_panel) in zip(every, panels.items(), strict=False):
             axes.set_title(name, loc="left", fontweight="bold")
-            axes.set_xlabel(figure.get("x_label", figure["x"]))
+            axes.set_xlabel(figure.get("x_label", _words(figure["x"], words)))
             _draw(axes, figure, of_panel)
-        every[0].set_ylabel(figure.get("y_label", figure["y"]))
+        every[0].set_ylabel(figure.get("y_label", _words(figure["y"], words)))
         for axes in every[len(panels) :]:
             axes.set_axis_off()
         shown, words = every[0].get_legend_handles_labels()

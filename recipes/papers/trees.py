@@ -11,7 +11,8 @@ where m(t) = sum_x (p - t q)+ and z is the mass of q that is still drawn from (1
 k rejections is (p(x) - t q(x))+, so one of the first k candidates is accepted and is that token
 with probability A_k = min(1, t q(x)/p(x)) given the text. With replacement that is exact. Without,
 t depends on which tokens were drawn and rejected: they are drawn from norm((q - p)+), once a
-position, by a seeded generator.
+position, by a seeded generator. At temperature 0 candidates are the draft's k likeliest tokens:
+A_k is 1 where the text's token is among them, else 0.
 
 A round that starts at some position accepts at least d tokens of the text with probability
 v_d = A_{k_1} A_{k_2} ... A_{k_d}, each at its own position. Every lossless verifier continues as p
@@ -178,16 +179,22 @@ def acceptance_along(
         shape = (len(row["completion_ids"]), most - 1)
         return torch.rand(shape, generator=generator_for(*key), dtype=torch.float64)
 
-    drawn_of = [uniforms(row) for row in texts] if siblings == "distinct" else []
+    greedy = sampling.temperature == 0.0
+    drawn_of = [uniforms(row) for row in texts] if siblings == "distinct" and not greedy else []
 
     def columns(p: Tensor, q: Tensor, batch: TextBatch, chunk: slice) -> dict[str, Tensor]:
+        if greedy:  # q is the draft's own distribution
+            tokens = batch.tokens[chunk, None].to(q.device)
+            rank = (q > q.gather(-1, tokens)).sum(dim=-1, keepdim=True)
+            return {"accepted": (rank < torch.arange(1, most + 1, device=q.device)).double()}
         drawn = None
         if drawn_of:
             drawn = torch.cat([drawn_of[each] for each in batch.examples])[chunk].to(p.device)
         return {"accepted": accepted(p, q, batch.tokens[chunk].to(p.device), drawn, most)}
 
     with progress(len(texts), "held-out rollouts", "rollout") as bar:
-        columns_of = along_pair((target, draft), texts, sampling, columns, report=bar.update)
+        drawn_by = SamplingConfig() if greedy else sampling
+        columns_of = along_pair((target, draft), texts, drawn_by, columns, report=bar.update)
     lengths = np.array([len(row["completion_ids"]) for row in texts], dtype=np.int64)
     of_most = np.zeros((len(texts), int(lengths.max()), most))
     for row, values in zip(of_most, columns_of, strict=True):

@@ -1,6 +1,8 @@
 """Print a finished evaluation as a table for a README, and copy what to commit of it.
 
-draftsmith table RESULTS [--method NAME ...] [--out FOLDER] [--format vllm]
+draftsmith table RESULTS ... [--method NAME ...] [--out FOLDER] [--format vllm]
+
+Of several evaluations of the same settings it shows the median of each figure and the spread.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from eval.measuring.results import Results, check_metrics, read_results
+from eval.measuring.results import Results, check_metrics, read_results, together
 from eval.reporting.report import picture
 from eval.reporting.table import readme_table, shown_methods
 from eval.reporting.vllm_metrics import vllm_metrics
@@ -49,7 +51,12 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command line."""
-    parser.add_argument("results", type=Path, help="results.json, or the folder that holds it")
+    parser.add_argument(
+        "results",
+        type=Path,
+        nargs="+",
+        help="results.json, or the folder that holds it; again for more of the same settings",
+    )
     parser.add_argument(
         "--method",
         action="append",
@@ -73,16 +80,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Print the table; returns the exit status, 2 for unusable input."""
-    path = given.results / RESULTS if given.results.is_dir() else given.results
-    results = read_results(path)
-    check_metrics(results, path)
+    paths = [each / RESULTS if each.is_dir() else each for each in given.results]
+    evaluations = [read_results(path) for path in paths]
+    for each, path in zip(evaluations, paths, strict=True):
+        check_metrics(each, path)
+    results = together(evaluations)
     methods = shown_methods(results, given.method)
     table = readme_table(results, given.method)
     if given.out is not None:
         if not results.timed:
-            raise ConfigError(f"{path} holds no speeds to draw: measure with eval.batch 1")
-        if given.out.resolve() == path.parent.resolve():
-            raise ConfigError(f"--out must be another folder than that of {path}")
+            raise ConfigError(f"{paths[0]} holds no speeds to draw: measure with eval.batch 1")
+        if given.out.resolve() in [path.parent.resolve() for path in paths]:
+            raise ConfigError(f"--out must be another folder than that of {paths[0]}")
         write_evidence(results, given.out, methods)
     if given.format == "vllm":
         runs = [run for run in results.runs if run.name in given.method or not given.method]

@@ -43,11 +43,6 @@ def main(given: argparse.Namespace) -> int:
     if "sampling" not in settings:
         raise ConfigError(f"{given.rollouts} does not say how its rollouts were sampled")
     sampling = SamplingConfig(**settings["sampling"])
-    if sampling.temperature == 0:
-        raise ConfigError(
-            "these rollouts were sampled at temperature 0, where the draft has one candidate for a "
-            "position and every tree is a chain: make rollouts at a temperature above 0"
-        )
     from eval.analysis.replay import rows_of_split
     from recipes.papers.trees import WIDTHS, acceptance_along, search
     from specdata.models import load_model, revision_of

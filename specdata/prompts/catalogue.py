@@ -214,7 +214,7 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         # Not on the Hub as far as we know: `source` must be a downloaded question.jsonl.
         hub="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/"
         "question.jsonl",
-        licence="not stated with the file; its questions come from six data sets with their own",
+        licence="apache-2.0 (of the collection; its questions come from six data sets)",
         splits={"test": Part("train")},
         form=Form(plain=("USER: {turns.0}\nASSISTANT:",), questions="turns"),
     ),
