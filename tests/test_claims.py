@@ -7,7 +7,7 @@ After its figures a page says where they are from, in their order, in a comment:
 
 Sources are separated by ";". `a=x&b=y` finds the row of a list, `{a|b}` are two paths, `all/METHOD`
 and `SET/METHOD` are an evaluation's rates (value, low, high) and the spread of its runs, "A over B"
-is computed, "=REASON" is of a figure that was not measured (a goal). A file holds until another is.
+is computed, "=REASON" is of a figure that was not measured (a goal). A file is named once.
 `<!-- not measured: REASON -->` stands after figures that are settings or formulas.
 
     pytest -s tests/test_claims.py      # prints the table: page, figure, source
@@ -39,7 +39,7 @@ PAGES = sorted(
     if page.name != "PAPERS.md" and "papers" not in str(page.relative_to(ROOT))
 )
 FIGURE = re.compile(
-    r"(?<![\w.])(-?(?:\d*\.\d+|\d+(?= ?%|x\b| (?:hours?|minutes?|seconds?|min|ms|s)\b)))(?![.\d])"
+    r"(?<![\w.-])(-?(?:\d*\.\d+|\d+(?= ?%|x\b| (?:hours?|minutes?|seconds?|min|ms|s)\b)))(?![.\d])"
     r"( ?%| min)?"
 )
 NO_FIGURES = re.compile(
