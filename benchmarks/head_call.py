@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,10 @@ def main() -> None:
         made = results["drafts"][called] = {"parameters": draft.num_parameters()}
         for engine in options.engines:
             for sampling, warp in ((SamplingConfig(), ""), (SamplingConfig(top_p=0.9), ", top-p")):
-                times = drafting_seconds(
+                turns = drafting_seconds(
                     draft, asked, sampling, engine=engine, drafts=options.times
                 )
+                times = {name: statistics.median(each) for name, each in turns.items()}
                 step = times["no head"]
                 made[engine + warp] = {
                     name: {"microseconds": round(1e6 * value, 1), "share": value / step - 1.0}

@@ -15,7 +15,6 @@ from eval.analysis.head_verdict import (
     HeadVerdict,
     Prediction,
     Rival,
-    by_clock,
     compare,
     expected_seconds,
     head_verdict,
@@ -23,15 +22,14 @@ from eval.analysis.head_verdict import (
     measured_times,
     status_of,
 )
-from eval.analysis.replay import RuleResult, replayed, saving
+from eval.analysis.replay import RuleResult, saving
 from eval.analysis.traces import acceptance_traces
-from eval.decode_config import Method
-from eval.drafting.stopping import STOPPING_RULES
-from eval.drafting.stopping.cost import Cost
+from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.logistic import fit_calibration
 from eval.drafting.stopping.recorded import recorded_lengths
-from eval.drafting.stopping.thresholds import Fixed
 from eval.measuring.intervals import Interval
+from eval.measuring.pooled import pool
+from eval.measuring.question import price
 from eval.measuring.results import Results, Run
 from eval.reporting import recommendation as words
 from heads import AcceptanceHead, ImmediateHead
@@ -72,6 +70,12 @@ def labels() -> Dataset:
 def judged(labels: Dataset, head: AcceptanceHead | ImmediateHead) -> HeadVerdict:
     draft = tiny_llama(1, vocab=VOCABULARY).float()
     return head_verdict(synthetic_results(datasets=("d",)), labels, draft, head, sampling=SAMPLING)
+
+
+def evaluated(results: Results, questions: dict[str, Interval] | None = None) -> HeadVerdict:
+    """Of a head that pays on rollouts."""
+    prompts = [str(number) for number in range(24)]
+    return judge_head(results, traces(0), traces(1), prompts=prompts, questions=questions or {})
 
 
 def one(made: HeadVerdict, predictor: str) -> Prediction:
@@ -136,21 +140,36 @@ def test_a_head_that_knows_more_is_found_better_and_saves_more() -> None:
     assert good.replay[0].rule == "fixed"
 
 
+def priced(price: Interval) -> HeadVerdict:
+    return evaluated(
+        synthetic_results(datasets=("alpaca", "gsm8k")), questions={"head": price, "logit": price}
+    )
+
+
 def test_a_head_that_costs_more_to_ask_saves_less() -> None:
-    test = traces(1)
-    made = [
-        judge_head(
-            synthetic_results(datasets=("alpaca", "gsm8k")),
-            traces(0),
-            test,
-            prompts=[str(i) for i in range(len(test.accept))],
-            questions={"head": question},
-        )
-        for question in (0.0, 0.002)
-    ]
+    made = [priced(Interval(*[question] * 3)) for question in (0.0, 0.002)]
     free, dear = (each.replay[0].saved.value for each in made)
     assert dear < free - 0.05, "as much as a draft step"
-    assert "2000 of head microseconds" in words.head_basis(made[1])
+    assert "2000 to 2000 of head and" in words.head_basis(made[1])
+
+
+def test_a_price_below_the_noise_of_its_measurement_is_an_interval_and_never_0() -> None:
+    drawn = np.random.default_rng(0).normal(1e-3, 1e-4, (2, 50))
+    noise = price(*drawn)
+    assert noise.low == 0.0 < noise.value < noise.high < 1e-4
+    assert price(drawn[1], drawn[0]).value > 0.0
+    sure = price(drawn[0] + 1e-3, drawn[1])
+    assert 0.0 < sure.low < sure.value < sure.high
+    # A saving holds what prices hold: from the dearest head and the cheapest rival on.
+    dear, cheap = (
+        priced(Interval(*[each] * 3)).replay[0].saved for each in (noise.high, noise.low)
+    )
+    unknown = {rival.rule: rival.saved for rival in priced(noise).replay}
+    assert (unknown["fixed"].low, unknown["fixed"].high) == (dear.low, cheap.high)
+    made = evaluated(synthetic_results(datasets=("alpaca", "gsm8k")), questions={"head": noise})
+    free = {rival.rule: rival.saved for rival in made.replay}
+    assert unknown["logit"].low == free["logit"].low
+    assert unknown["logit"].high > free["logit"].high
 
 
 def test_without_dev_nothing_is_judged_and_without_test_it_is_said(labels: Dataset) -> None:
@@ -173,48 +192,17 @@ def test_a_stored_verdict_is_read_again_and_a_damaged_one_is_refused(tmp_path: P
         HeadVerdict.read(path)
 
 
-def test_measured_settings_are_ranked_by_their_expected_time(results: Results) -> None:
+def test_measured_thresholds_are_ranked_by_their_expected_time(results: Results) -> None:
     times, dev = measured_times(results), traces(0)
     assert times is not None
     assert times.draft_seconds == pytest.approx(0.002, rel=0.2)
     assert times.target_seconds == pytest.approx(0.0114, rel=0.2)
     expected = expected_seconds(results, dev, times)
-    known = {"fixed-4", "head-0.5", "confidence-0.4", "logit-0.7", "entropy-1.5", "transformers"}
-    assert known <= set(expected)
-    assert {"tree-4x2x1", "plain", "biased-0.05"}.isdisjoint(expected)
-    lengths = recorded_lengths(Fixed(length=4), dev.tokens)
+    assert set(expected) == {f"head-{threshold}" for threshold in (0.3, 0.5, 0.7, 0.9)}
+    lengths = recorded_lengths(Head(threshold=0.5), dev.tokens)
     assert lengths is not None
-    assert expected["fixed-4"] == expected_counts(dev, lengths).seconds_per_token(times)
+    assert expected["head-0.5"] == expected_counts(dev, lengths).seconds_per_token(times)
     assert measured_times(synthetic_results(datasets=("alpaca",), timed=False)) is None
-
-
-def test_a_cost_rule_that_measured_its_costs_is_replayed_with_those_of_the_evaluation(
-    results: Results,
-) -> None:
-    rule = STOPPING_RULES["cost"].model_validate({"calibration": (4.0, 1.2)})
-    assert isinstance(rule, Cost)
-    assert rule.measured
-    base = next(run for run in results.runs if run.name == "fixed-4")
-    runs = [
-        base.model_copy(
-            update={
-                "head": asked,
-                "method": Method(
-                    name=name, stop=rule.model_copy(update={"head": asked is not None})
-                ),
-            }
-        )
-        for name, asked in (("with the head", "head"), ("without", None))
-    ]
-    both = results.model_copy(update={"runs": [*results.runs, *runs]})
-    times, dev = measured_times(both), traces(0)
-    assert times is not None
-    expected = expected_seconds(both, dev, times)
-    for method, asked in (("with the head", True), ("without", False)):
-        counts = replayed(rule.model_copy(update={"head": asked}), dev, times)
-        assert counts is not None
-        assert expected[method] == pytest.approx(counts.seconds_per_token(times))
-    assert expected["with the head"] != expected["without"]
 
 
 PROMPTS = ["a", "a", "b", "c", "d", "e"]
@@ -269,88 +257,96 @@ def runs_of(results: Results, name: str) -> list[Run]:
     return [run for run in results.runs if run.name == name]
 
 
-EXPECTED = {
-    **{f"fixed-{k}": float(s) for k, s in ((2, 5), (4, 3), (6, 4), (8, 6), (12, 9))},
-    **{f"head-{h}": s for h, s in ((0.3, 4.0), (0.5, 2.5), (0.7, 3.0), (0.9, 5.0))},
-    "block-6": 1.0,
-    "confidence-0.4": 3.5,
-    "logit-0.7": 3.6,
-}
-
-
-def test_the_clock_judges_on_the_prompts_what_was_chosen_on_dev(results: Results) -> None:
-    found = by_clock(results, EXPECTED)
-    # Not the fastest on the prompts: the one that is expected to cost least.
-    chosen = [found[name] for name in ("method", "threshold", "candidates")]
-    assert chosen == ["head-0.5", 0.5, 4]
-    settings = {rival.rule: rival.setting for rival in found["clock"]}
-    assert sorted(settings) == ["assisted", "confidence", "entropy", "fixed", "logit"]
-    assert settings["fixed"] == "fixed-4"  # block-6 verifies otherwise
-    saved = found["clock"][0].saved
-    seconds = [  # of a token, each set counting alike
-        sum(run.seconds["total"] / run.tokens for run in runs_of(results, name))
-        for name in ("head-0.5", "fixed-4")
-    ]
-    assert saved.value == pytest.approx(1 - seconds[0] / seconds[1])
-    assert saved.low < saved.value < saved.high
+def test_a_rival_by_the_clock_is_the_fastest_of_its_kind_in_the_table(results: Results) -> None:
+    made = evaluated(results)
+    table = {row.name: row for row in pool(results)}
+    expected = expected_seconds(results, traces(0), measured_times(results))  # type: ignore[arg-type]
+    # The head's threshold is not the fastest by the clock: it is the one of dev rollouts.
+    assert (made.method, made.candidates) == (min(expected, key=lambda n: expected[n]), 4)
+    assert made.method is not None
+    chosen = {rival.rule: rival.setting for rival in made.clock}
+    of_kind = {
+        "fixed": [f"fixed-{length}" for length in (2, 4, 6, 8, 12)] + ["block-6"],
+        "tree": ["tree-4x2x1"],
+        "assisted": ["transformers"],
+        **{name.split("-")[0]: [name] for name in ("confidence-0.4", "entropy-1.5", "logit-0.7")},
+    }
+    assert chosen == {
+        kind: max(names, key=lambda name: table[name].speed()) for kind, names in of_kind.items()
+    }
+    head = table[made.method].speed()
+    for rival in made.clock:
+        assert rival.saved.value == pytest.approx(1 - table[rival.setting].speed() / head)
+        assert rival.saved.low < rival.saved.value < rival.saved.high
+    best = min(made.clock, key=lambda rival: rival.saved.value).setting
+    assert best == max(chosen.values(), key=lambda name: table[name].speed())
+    assert f"over {best} by the clock" in words.answer(results, made).head
 
 
 @pytest.mark.parametrize(
-    ("factors", "status"),
+    ("rival", "factors", "says"),
     [
-        ((0.5, 0.5), "pays"),
-        ((1.0, 1.0), "cannot tell"),
-        ((0.6, 1.6), "cannot tell"),  # slower by 9 %, but on every other prompt only
-        ((2.0, 2.0), "does not pay"),
+        ("fixed-4", (0.5, 0.5), "The head pays"),
+        ("fixed-4", (1.0, 1.0), "So few prompts cannot tell whether the head pays"),
+        ("fixed-4", (0.6, 1.3), "So few prompts cannot tell whether the head pays"),
+        ("fixed-4", (2.0, 2.0), "The head does not pay"),
+        # Replay prefers K = 4, and it is another one that is fast.
+        ("fixed-12", (0.5, 0.5), "The head pays"),
+        ("fixed-12", (1.3, 1.3), "The head does not pay"),
+        ("block-6", (0.6, 1.3), "So few prompts cannot tell whether the head pays"),
+        ("tree-4x2x1", (1.3, 1.3), "The head does not pay"),
     ],
 )
-def test_by_the_clock_a_head_pays_only_if_its_interval_says_so_against_every_rival(
-    results: Results, factors: tuple[float, float], status: str
+def test_a_head_pays_only_if_its_intervals_say_so_against_every_rival_of_the_table(
+    results: Results, rival: str, factors: tuple[float, float], says: str
 ) -> None:
     def timed_as(run: Run) -> Run:
-        """A head's run as the fixed length's, at another speed: equal means not told apart."""
-        if not run.name.startswith("head-"):
-            return run
-        (fixed,) = [r for r in results.of(run.dataset) if r.name == "fixed-4"]
+        """All others take three times as long; a head as long as the rival, times a factor."""
+        heads = run.name.startswith("head-")
+        name = rival if heads else run.name
+        (timed,) = [each for each in results.of(run.dataset) if each.name == name]
+        factor = factors if heads else (1.0, 1.0) if name == rival else (3.0, 3.0)
         records = [
-            replace(g, seconds=g.seconds * factors[number % 2])
-            for number, g in enumerate(fixed.generations)
+            replace(g, seconds=g.seconds * factor[number % 2])
+            for number, g in enumerate(timed.generations)
         ]
         return run.model_copy(update={"generations": records})
 
-    kept = [run for run in results.runs if run.method.stop.name in ("fixed", "head")]
-    changed = results.model_copy(update={"runs": [timed_as(run) for run in kept]})
-    clock = by_clock(changed, EXPECTED)["clock"]
-    assert status_of([], clock) == status
-    assert clock[0].saved.value == pytest.approx(1 - sum(factors) / 2, abs=0.05)
+    changed = results.model_copy(update={"runs": [timed_as(run) for run in results.runs]})
+    made = evaluated(changed)
+    assert min(each.saved.low for each in made.replay) > 0.0, "the clock decides here"
+    sentence = words.answer(changed, made).head
+    assert sentence.startswith(f"{says}: ")
+    assert f"over {rival} by the clock" in sentence
+    by_clock = {each.setting: each.saved for each in made.clock}
+    assert (by_clock[rival].low > 0.0) == sentence.startswith("The head pays")
+    assert by_clock[rival].value == pytest.approx(1 - sum(factors) / 2, abs=0.05)
 
 
-def test_what_is_missing_is_said_and_never_guessed(results: Results) -> None:
-    no_fixed = [
-        run for run in results.runs if not run.method.fixed_length or run.method.verifier == "block"
-    ]
-    without = results.model_copy(update={"runs": no_fixed})
-    assert "no fixed length" in by_clock(without, EXPECTED)["reason"]
-    assert "no threshold was measured" in by_clock(results, {"fixed-4": 1.0})["reason"]
-    # Two settings and no way to choose between them: left out, not picked by the test set.
-    second = [
-        run.model_copy(update={"method": run.method.replace(name="entropy-2", threshold=2.0)})
-        for run in runs_of(results, "entropy-1.5")
-    ]
-    own = [
+def test_of_a_threshold_under_two_verifiers_the_faster_is_judged(results: Results) -> None:
+    blocks = [
         run.model_copy(
-            update={"method": run.method.replace(name="transformers K=9", stop="fixed", length=9)}
+            update={
+                "method": run.method.replace(name="block head", verifier="block"),
+                "generations": [replace(g, seconds=g.seconds / 2) for g in run.generations],
+            }
         )
-        for run in runs_of(results, "transformers")
+        for run in runs_of(results, str(evaluated(results).method))
     ]
-    more = results.model_copy(update={"runs": [*results.runs, *second, *own]})
-    found = by_clock(more, EXPECTED)
-    assert sorted(found["left_out"]) == ["assisted", "entropy"]
-    assert {"entropy", "assisted"}.isdisjoint(rival.rule for rival in found["clock"])
-    # Transformers' loop has no verifier's name, and is a rival whatever verifies the head.
-    ranked = by_clock(more, {**EXPECTED, "transformers": 2.0, "transformers K=9": 1.0})
-    (assisted,) = [rival for rival in ranked["clock"] if rival.rule == "assisted"]
-    assert assisted.setting == "transformers K=9"
+    made = evaluated(results.model_copy(update={"runs": [*results.runs, *blocks]}))
+    assert (made.method, made.verifier, made.candidates) == ("block head", "block", 5)
+
+
+@pytest.mark.parametrize(
+    ("left", "reason"),
+    [("fixed", "no threshold of a head was measured"), ("head", "no fixed length was measured")],
+)
+def test_what_was_not_measured_by_the_clock_is_said(
+    results: Results, left: str, reason: str
+) -> None:
+    kept = [run for run in results.runs if run.method.stop.name == left]
+    made = evaluated(results.model_copy(update={"runs": kept}))
+    assert (made.clock, made.reason) == ([], reason)
 
 
 SAVES, LOSES = Interval(0.06, 0.05, 0.07), Interval(-0.03, -0.04, -0.02)
@@ -381,8 +377,13 @@ FEW = "So few prompts cannot tell whether the head pays: it saves "
     [
         (
             on_rollouts(SAVES, SAVES),
+            clocked(SAVES, SAVES),
+            f"{PAYS}K=6 on held-out rollouts and {SAVES} over K=4 by the clock.",
+        ),
+        (
+            on_rollouts(SAVES, SAVES),
             clocked(MAYBE_SAVES, SAVES),
-            f"{PAYS}K=6 on held-out rollouts and {MAYBE_SAVES} over K=4 by the clock.",
+            f"{FEW}6.0 % [5.0, 7.0] over K=6 on held-out rollouts and {MAYBE_SAVES} over K=4 by",
         ),
         ([], clocked(SAVES, SAVES), f"{PAYS}K=4 by the clock."),
         (on_rollouts(SAVES, SAVES), [], f"{PAYS}K=6 on held-out rollouts (by the clock: not"),
@@ -440,7 +441,7 @@ def test_one_table_has_both_judgements_of_every_rule_positive_where_the_head_is_
     assert table.wins == ["fixed length", "logit"]
     basis = table.note
     assert "24 test rollouts, which neither draft nor head was trained on" in basis
-    assert "All settings were chosen on 24 dev rollouts." in basis
+    assert "Other settings were chosen on 24 dev rollouts." in basis
     rows = dict(quality.rows)
     assert rows["head (as soon as the token is drawn)"][0].startswith(
         f"{one(made, 'head').scores.auroc.value:.3f} ["  # type: ignore[union-attr]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from eval.drafting.drafters import ChainDrafter
 from eval.drafting.stopping import ActiveRule, DraftedToken, StoppingRule
 from eval.drafting.stopping.thresholds import Fixed
+from eval.measuring.intervals import Interval
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
@@ -48,8 +50,8 @@ def drafting_seconds(
     *,
     engine: Engine = "captured",
     drafts: int = 50,
-) -> dict[str, float]:
-    """The median seconds of a drafted token, by the rule that is asked about it.
+) -> dict[str, list[float]]:
+    """Seconds of a drafted token in each turn, by the rule that is asked about it.
 
     Drafts of `LENGTH` tokens, whatever the rules say. So all else is the same and a difference is
     the rule's, with what is captured for its head. Rules take turns. On a CPU time is the thread's
@@ -90,7 +92,26 @@ def drafting_seconds(
     for _ in range(drafts):
         for name, drafting in compared.items():
             seconds[name].append(drafting())
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
+
+
+def price(asked: Sequence[float], unasked: Sequence[float]) -> Interval:
+    """What asking takes: the median difference of turns, and its interval by ranks.
+
+    An interval that holds 0 is noise: then the price is only known to lie between 0 and the noise,
+    and half of that is its value.
+
+    Args:
+        asked: seconds of each turn with the question.
+        unasked: of the same turns without it.
+    """
+    differences = np.sort(np.subtract(asked, unasked))
+    middle, half = len(differences) // 2, math.ceil(0.98 * math.sqrt(len(differences)))
+    low, high = (float(differences[place]) for place in (middle - half, middle + half))
+    if low > 0.0:
+        return Interval(float(np.median(differences)), low, high)
+    noise = max(-low, high)
+    return Interval(noise / 2, 0.0, noise)
 
 
 def question_seconds(
@@ -99,7 +120,7 @@ def question_seconds(
     sampling: SamplingConfig,
     rules: Iterable[StoppingRule],
     engine: Engine = "captured",
-) -> tuple[dict[str, float], float]:
+) -> tuple[dict[str, Interval], float]:
     """Seconds of asking each rule that looks at tokens, and of a step of the draft unasked.
 
     Args:
@@ -113,5 +134,6 @@ def question_seconds(
     looking = [rule for rule in rules if rule.adaptive]
     asked |= {rule.title: (rule, head if rule.reads_head else None) for rule in looking}
     seconds = drafting_seconds(draft, asked, sampling, engine=engine)
-    step = seconds.pop("")
-    return {name: max(0.0, value - step) for name, value in seconds.items()}, step
+    unasked = seconds.pop("")
+    prices = {name: price(turns, unasked) for name, turns in seconds.items()}
+    return prices, float(np.median(unasked))

@@ -261,7 +261,7 @@ def head_rivals(verdict: HeadVerdict | None) -> Fold | None:
             )
             for rule in rules
         ],
-        first="rule, at its best setting on dev rollouts",
+        first="rule, at its best setting",
         note=head_basis(verdict),
         wins=[_row(rule) for rule in rules if rule not in tied],
     )
@@ -279,19 +279,21 @@ def head_basis(verdict: HeadVerdict) -> str:
             f" head stops at {verdict.replay_setting}. "
         )
         if verdict.question_seconds:
-            asked = [f"{1e6 * s:.0f} of {name}" for name, s in verdict.question_seconds.items()]
+            asked = [
+                f"{1e6 * s.low:.0f} to {1e6 * s.high:.0f} of {name}"
+                for name, s in verdict.question_seconds.items()
+            ]
             text += f"An answer takes, measured here, {_list(asked)} microseconds. "
     if verdict.clock:
         text += f"By the clock: wall time on the evaluation's prompts of {verdict.method}"
         several = verdict.candidates > 1
-        text += f", of {verdict.candidates} measured thresholds. " if several else ". "
+        text += f", of {verdict.candidates} measured methods with a head, " if several else " "
+        text += "against the fastest measured of each kind. "
     if verdict.judged_on == "dev":
         text += "Settings were chosen on the same rollouts, as labels hold no test rollouts:"
         text += " all figures look better than they are."
     else:
-        text += f"All settings were chosen on {verdict.rollouts['dev']} dev rollouts."
-    if verdict.left_out:
-        text += f" Left out, as labels do not record what they read: {_list(verdict.left_out)}."
+        text += f"Other settings were chosen on {verdict.rollouts['dev']} dev rollouts."
     return text + " Brackets hold 95 % intervals; negative means that the head takes longer."
 
 

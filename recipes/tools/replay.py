@@ -130,7 +130,7 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     if given.head:
         rules = every_setting(fitted)
         asked, step = question_seconds(models["draft"], models["head"], models["sampling"], rules)
-        questions = {name: given.draft_seconds * each / step for name, each in asked.items()}
+        questions = {name: given.draft_seconds * each.value / step for name, each in asked.items()}
         if given.question_share is not None:
             share = given.draft_seconds * given.question_share
             questions |= {rule.title: share for rule in rules if rule.reads_head}
