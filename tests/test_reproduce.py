@@ -14,10 +14,12 @@ from recipes.papers.examples import batches, rejections
 from recipes.papers.measurements import (
     KINDS,
     ModelPair,
+    as_long,
     evaluated,
     evaluation,
     expanded,
     formula,
+    of_drafts,
 )
 from recipes.papers.reproduce import PAPERS, protocol_of
 from recipes.papers.tables import (
@@ -97,8 +99,9 @@ def test_methods_of_a_grid_have_its_values_in_their_names() -> None:
 def test_a_table_has_the_papers_figure_beside_ours_or_in_a_row_of_its_own() -> None:
     ours = {"value": 2.0, "low": 1.5, "high": 2.5, "deviation": 0.25}
     records = [{"set": name, "K": k, "speed": ours} for name in ("a", "b") for k in (2, 4)]
-    paper = {"a": {2: 1.9}, "LM1B": {4: "3.10"}}
+    paper = {"a": {2: 1.9}, "LM1B": [None, "3.10"]}
     table: dict[str, Any] = {"of": "m", "where": {"K": [2, 4]}, "rows": "set", "columns": "K"}
+    table |= {"paper_columns": [2, 4]}
     table |= {"values": {"speed": "speed"}, "digits": 2, "paper": paper}
     shown = markdown_table(table, pivot(table, selected(table, {"m": records})))
     assert shown.splitlines()[2:] == [
@@ -150,6 +153,29 @@ def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
     assert {name for name, method in of if "rougeL" in of[name, method]} == {"instruct"}
 
 
+def test_sd_as_long_as_the_fastest_tree_of_its_set_is_shown_once_more() -> None:
+    def record(name: str, of: str, length: int, speed: float) -> dict[str, Any]:
+        return {"set": name, "of": of, "length": length, "speedup": {"value": speed}}
+
+    chains = [record(name, "SD, best length", n, 1.0 + n) for name in "ab" for n in (2, 3)]
+    trees = [record("a", "MCSD", 2, 3.0), record("a", "MCSD", 3, 2.0), record("b", "MCSD", 3, 2.0)]
+    alike = [(each["set"], each["length"], each["of"]) for each in as_long([*chains, *trees])]
+    assert alike == [("a", 2, "SD, same length"), ("b", 3, "SD, same length")]
+
+
+def test_a_measurement_of_further_drafts_is_made_with_each_and_says_which(tmp_path: Path) -> None:
+    command = parse([], "mcsd")
+    further = {"before training": "elsewhere/draft", "mine": "mine"}
+    pair = ModelPair(command.config, command.given, tmp_path, further=further)
+    measured = of_drafts(lambda pair, _, folder: [{"of": pair.draft_name, "in": folder.name}])
+    (own,) = measured(pair, {}, tmp_path)
+    assert own == {"of": pair.draft_name, "in": tmp_path.name, "draft": "in use"}
+    assert [each["of"] for each in measured(pair, {"further": True}, tmp_path)] == [
+        *further.values()
+    ]
+    assert len({each["in"] for each in measured(pair, {"further": True}, tmp_path)}) == 2
+
+
 def said(page: Path) -> list[str]:
     """A page without its day."""
     return [line for line in page.read_text().splitlines() if "Measured on" not in line]
@@ -198,6 +224,8 @@ def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
     given += ["--models.draft", str(trained_pair / "draft"), "--eval.max_new_tokens", "6"]
     given += ["--eval.sets", "[{name: instruct, count: 1}, {name: maths, count: 1}]"]
     given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
+    if paper == "mcsd":
+        given += ["--drafts", str(trained_pair / "draft")]
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     home = tmp_path / f"papers/{paper}-quick"
     folder = next(home.glob("measured/acceptance*"))
@@ -216,6 +244,7 @@ def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
 def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     for given, said in (
         (["blok"], "did you mean 'block'?"),
+        (["block", "--drafts", "mine"], "block measures one draft"),
         (["block", "--prompts", "0"], "--prompts must be at least 1"),
         (["block", "--eval.threads", "-1"], "eval.threads: must be greater than or equal to 0"),
         (["block", "--config", f"{TOY}.old"], "does not exist"),

@@ -19,6 +19,7 @@ from eval.reporting.rendering import escape_markdown
 from recipes.checks import check_whole_run
 from recipes.config import PipelineConfig, parse
 from recipes.layout import folder as stage_folder
+from recipes.layout import initial_draft
 from recipes.papers.measurements import KINDS, ModelPair, evaluated
 from recipes.papers.tables import WORDS, page, pivot, selected, write_figure
 from recipes.pipeline import TRAINING
@@ -132,6 +133,7 @@ def reproduce(
     quick: bool = False,
     prompts: int | None = None,
     out: Path | None = None,
+    drafts: Sequence[str] = (),
 ) -> Path:
     """Run a paper's protocol and write its page, JSON and figures; returns the page's path.
 
@@ -141,6 +143,7 @@ def reproduce(
         quick: measure less: minutes.
         prompts: of each set, instead of the configuration's `count`.
         out: folder of page and figures; by default OUTPUT/papers/PAPER.
+        drafts: further ones, for protocols of several; by default the draft before its training.
 
     Raises:
         ConfigError: if the pair cannot be measured so.
@@ -152,7 +155,14 @@ def reproduce(
     config, specs = command.config, protocol["measurements"]
     home = Path(config.output) / "papers" / (paper + ("-quick" if quick else ""))
     out = out or home
-    pair = ModelPair(config, command.given, home / "measured", prompts)
+    further: dict[str, str] = {}
+    if any(spec.get("further") for spec in specs.values()):
+        further = {name: name for name in drafts}
+        if config.draft and not drafts:
+            further = {"before training": initial_draft(config)}
+    elif drafts:
+        raise ConfigError(f"{paper} measures one draft, that of models.draft; got --drafts")
+    pair = ModelPair(config, command.given, home / "measured", prompts, further)
     for spec in specs.values():  # what cannot be measured is refused before anything is made
         if spec["kind"] == "evaluation":
             evaluated(pair, spec)
