@@ -79,9 +79,12 @@ def next_recipe(config: PipelineConfig, recipe: str, line: CommandLine) -> list[
     return []
 
 
-def load_draft(source: str | Path) -> Step:
-    """A line of Python that loads a draft."""
-    load = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(source), ensure_ascii=False)})"
+def load_draft(source: str | Path, *, states: bool = False) -> Step:
+    """A line of Python that loads a draft; transformers loads none on its target's `states`."""
+    name = json.dumps(str(source), ensure_ascii=False)
+    if states:
+        return Step("load", f"from specdata.models import load_model; draft = load_model({name})")
+    load = f"AutoModelForCausalLM.from_pretrained({name})"
     return Step("load", f"from transformers import AutoModelForCausalLM; draft = {load}")
 
 

@@ -1,8 +1,8 @@
 """Measurements of a paper's protocol on a pair: a function each, which gives records.
 
 A record is a flat mapping: keys (set, method, verifier, k, ...) and figures, each a number or an
-interval. Evaluations decode as run-eval does; acceptance of several candidates is exact, given p
-and q, at positions of the text that the target alone writes, so that rules differ by what they do
+interval. Evaluations decode as run-eval does; acceptance of several candidates is computed from p
+and q at positions of the text that the target alone writes, so that rules differ by what they do
 and not by luck; k search expects rounds along such texts without decoding.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from pydantic import TypeAdapter
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.methods import PLAIN, EvalConfig, check_methods
 from eval.measuring.pooled import ALL_SETS
+from eval.measuring.scores import can_score
 from recipes.config import PipelineConfig, build
 from recipes.layout import draft_in_use, portable
 from recipes.layout import folder as stage_folder
@@ -55,34 +57,48 @@ class ModelPair:
         config: the run's.
         given: its values before defaults.
         folder: of all measurements.
-        prompts: of each set; None as the configuration says.
+        prompts: of each set; None as the protocol or else the configuration says.
+        further: name -> further drafts, where the protocol has any.
+        measured: the draft that is measured; "" is the one in use.
+        loaded: the models that were.
     """
 
     config: PipelineConfig
     given: Mapping[str, Any]
     folder: Path
     prompts: int | None = None
+    further: Mapping[str, str] = field(default_factory=dict)
+    measured: str = ""
+    loaded: dict[str, PreTrainedModel] = field(default_factory=dict, repr=False)
 
-    @cached_property
+    @property
+    def draft_name(self) -> str:
+        """Folder or Hub id of the draft that is measured."""
+        return self.measured or draft_in_use(self.config)
+
+    @property
     def target(self) -> PreTrainedModel:
         """The target, loaded."""
         return self._load(self.config.models.target, "target")
 
-    @cached_property
+    @property
     def draft(self) -> PreTrainedModel:
-        """The draft in use, loaded."""
-        return self._load(draft_in_use(self.config), "draft")
+        """The draft that is measured, loaded."""
+        return self._load(self.draft_name, "draft")
 
     def _load(self, name: str, role: Any) -> PreTrainedModel:
         from specdata.models import load_model
 
-        prepare_libraries()
-        models = self.config.models
-        return load_model(name, load=models.loading(role), target=models.target)
+        if name not in self.loaded:
+            prepare_libraries()
+            models = self.config.models
+            self.loaded[name] = load_model(name, load=models.loading(role), target=models.target)
+        return self.loaded[name]
 
     def identity(self) -> dict[str, Any]:
         """What decides every measurement, paths in the run's output relative to it."""
         names = {"target": self.config.models.target, "draft": draft_in_use(self.config)}
+        names |= {f"draft-{n}": path for n, path in enumerate(self.further.values())}
         values = {
             "pair": {
                 role: {"name": name, "digest": fingerprint(name)} for role, name in names.items()
@@ -100,7 +116,7 @@ class ModelPair:
         from specdata.models import load_tokenizer, longest_prompt
         from specdata.prompts.loading import load_prompts
 
-        names = [self.config.models.target, draft_in_use(self.config)]
+        names = [self.config.models.target, self.draft_name]
         room = min(longest_prompt(name, evaluation.max_new_tokens) for name in names)
         tokenizer = load_tokenizer(names[0])
         loaded = load_prompts(evaluation.sets, tokenizer, seed=self.config.seed, max_tokens=room)
@@ -115,19 +131,25 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
 
     A record a set and method, and one for all sets; with several seeds the generations are pooled
     and each rate has its deviation over seeds. Where it is timed, also a record of the fitted times
-    of each set (`fit`).
+    of each set (`fit`). `scores` are those of prompts that have a reference, where their packages
+    are installed.
     """
     from eval.measuring.environment import describe_environment, using_threads
     from eval.measuring.experiment import Artefacts, Experiment
     from eval.measuring.results import build_results
+    from eval.measuring.scores import Scorer
     from eval.runtime.engines import engine_on
     from heads import BaseHead
+    from specdata.models import load_tokenizer
 
     config, sampling, methods = evaluated(pair, spec)
     prompts = pair.load_prompts(config)
     head = BaseHead.from_pretrained(pair.folder / spec["head"]) if "head" in spec else None
-    names = {"target": pair.config.models.target, "draft": draft_in_use(pair.config), "head": None}
+    names = {"target": pair.config.models.target, "draft": pair.draft_name, "head": None}
     models = Artefacts(pair.target, pair.draft, head, names)
+    scorer = None
+    if config.scores and any(prompt.reference for prompt in prompts):
+        scorer = Scorer(config.scores, prompts, load_tokenizer(pair.config.models.target), None)
     by_seed: list[Results] = []
     with using_threads(config.threads):
         where = describe_environment(
@@ -135,7 +157,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         )
         for seed in spec.get("seeds", [pair.config.seed]):
             one = folder / f"seed-{seed}"
-            experiment = Experiment(models, prompts, one, config, sampling, seed, where)
+            experiment = Experiment(models, prompts, one, config, sampling, seed, where, scorer)
             total = len(prompts) * len(config.methods)
             with progress(total, f"{folder.name}, seed {seed}", "generation") as bar:
                 experiment.measure(bar.update)
@@ -149,7 +171,8 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     pooled = build_results(where, generations)
     keys = {method["name"]: method for method in methods} | {PLAIN: {}}
     shared = {"measurement": folder.name, **asdict(sampling)}
-    return [shared | record for record in _records(pooled, by_seed, keys)]
+    records = [shared | record for record in _records(pooled, by_seed, keys)]
+    return [*records, *as_long(records)]
 
 
 def evaluated(
@@ -164,13 +187,14 @@ def evaluated(
     section = {"batch": 16, "engine": "eager", "threads": given.get("threads", 0)}
     if spec.get("timed"):
         section = {key: given[key] for key in ("engine", "threads") if key in given}
+    section["scores"] = [name for name in spec.get("scores", []) if can_score(name)]
     if "max_new_tokens" in given or "max_new_tokens" in spec:
         both = [each["max_new_tokens"] for each in (given, spec) if "max_new_tokens" in each]
         section["max_new_tokens"] = min(both)
     sets = []
     for prompts in pair.config.eval.sets:
-        most = (pair.prompts or prompts.count, spec.get("prompts"))
-        sets.append(asdict(prompts) | {"count": min(filter(None, most), default=0)})  # 0: all
+        most = filter(None, (pair.prompts, spec.get("prompts")))
+        sets.append(asdict(prompts) | {"count": min(most, default=prompts.count)})
     listed = [{key: method[key] for key in method if key not in UNDECODED} for method in methods]
     plain = {"name": PLAIN, "decoder": "plain"}
     whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
@@ -230,19 +254,47 @@ def _records(
             record |= given.get("verifier_args", {}) | given.get("label", {})
             settings = given.keys() - {"name", "verifier_args", *UNDECODED}
             record |= {key: shape(given[key]) for key in given if key in settings}
+            if "widths" in given:
+                record["paths"] = math.prod(given["widths"])
             for rate, values in row.rates.items():
                 figure = asdict(Interval.of(values))
                 if len(seeds) > 1:
                     each_seed = [each[method].value(rate) or 0.0 for each in seeds]
                     figure["deviation"] = statistics.stdev(each_seed)
                 record[rate] = figure
+            if pooled.timed:
+                record["time"] = asdict(Interval.of(1 / row.rates["speedup"]))
             if "over" in given:
-                gain = row.over(rows[given["over"]], "block_efficiency")
-                record["over"] = {key: 100 * (x - 1) for key, x in asdict(gain).items()}
+                other = rows[given["over"]]
+                for key, rate in (("over", "block_efficiency"), ("faster", "tokens_per_second")):
+                    if rate in row.rates:
+                        gain = row.over(other, rate)
+                        record[key] = {part: 100 * (x - 1) for part, x in asdict(gain).items()}
+                if pooled.timed:
+                    saved = 1 - other.rates["speedup"] / row.rates["speedup"]
+                    record["saved"] = asdict(Interval.of(100 * saved))
+            scores = row.runs[0].scores if len(row.runs) == 1 else {}
+            for score, value in scores.items():
+                low, high = row.runs[0].intervals[score]
+                record[score] = {"value": value, "low": low, "high": high}
             record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
         if name != ALL_SETS and pooled.timed and pooled.latency[name] is not None:
             yield {"set": name, "fit": "in use", **_fitted(pooled, name)}
+
+
+def as_long(records: Sequence[Record]) -> Iterator[Record]:
+    """Of each set SD once more, as long as the fastest k-configuration (MCSD, Table 2)."""
+    for name in dict.fromkeys(record["set"] for record in records):
+        of_set = [record for record in records if record["set"] == name]
+        if trees := [record for record in of_set if record.get("of") == "MCSD"]:
+            best = max(trees, key=lambda tree: float(tree["speedup"]["value"]))
+            alike = [each for each in of_set if each.get("of") == "SD, best length"]
+            yield from (
+                {**each, "of": "SD, same length"}
+                for each in alike
+                if each["length"] == best["length"]
+            )
 
 
 def _fitted(results: Results, dataset: str) -> Record:
@@ -371,8 +423,8 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     Finished prompt sets are kept in the folder. A record a prompt set and rule, and one of all
     sets, positions weighing alike; intervals are bootstraps over prompts. `rules` are listed as
     methods are: `rule` names a function of `acceptance.RULES` and `k` the candidates, other keys
-    are its parameters; `rule: alphabet` with `top_p` counts the tokens that truncation
-    leaves. `positions` a text; `draft_temperature` where it is not the target's.
+    are its parameters; `rule: alphabet` with `of` (p or q) and `top_p` counts the tokens that
+    truncation leaves. `positions` a text; `draft_temperature` where it is not the target's.
     """
     from recipes.papers.acceptance import values_along
 
@@ -404,7 +456,8 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         for index, keys in enumerate(every, start=1):
             field = "share" if "tokens left" in keys else "acceptance"
             figure = asdict(Interval.of(total[:, index] / total[:, 0]))
-            records.append({**shared, "set": name, **keys, field: figure})
+            counts = {"positions": int(total[0, 0])}
+            records.append({**shared, "set": name, **keys, field: figure, "counts": counts})
     return records
 
 
@@ -473,18 +526,36 @@ def _columns(
     for rule in expanded(spec["rules"]):
         if rule["rule"] == "alphabet":
             keys = [{**rule, "tokens left": name} for name in BUCKETS]
-            yield keys, partial(effective_alphabet, top_p=rule["top_p"])
+            yield keys, partial(effective_alphabet, of=rule["of"], top_p=rule["top_p"])
         else:
             parameters = {key: rule[key] for key in rule if key not in ("name", "rule")}
             yield [rule], partial(RULES[rule["rule"]], **parameters)
 
 
+def of_drafts(measure: Measure) -> Measure:
+    """The measurement, or with each further draft if it is `further`; records say which (`draft`).
+
+    There is none where the run trains no draft and no other was given.
+    """
+
+    def measured(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+        if not spec.get("further"):
+            return [{**each, "draft": "in use"} for each in measure(pair, spec, folder)]
+        return [
+            {**each, "draft": name}
+            for number, (name, path) in enumerate(pair.further.items())
+            for each in measure(replace(pair, measured=path), spec, folder / f"draft-{number}")
+        ]
+
+    return measured
+
+
 Measure = Callable[[ModelPair, Mapping[str, Any], Path], list[Record]]
 KINDS: dict[str, tuple[Measure, str | None]] = {
-    "evaluation": (evaluation, "draft"),
+    "evaluation": (of_drafts(evaluation), "draft"),
     "replay": (replay, "labels"),
     "formula": (formula, None),
-    "acceptance": (acceptance, "draft"),
-    "tree_search": (tree_search, "draft"),
+    "acceptance": (of_drafts(acceptance), "draft"),
+    "tree_search": (of_drafts(tree_search), "draft"),
 }
 """Kind of measurement -> what makes its records, and the last stage that it needs."""
