@@ -456,7 +456,8 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         for index, keys in enumerate(every, start=1):
             field = "share" if "tokens left" in keys else "acceptance"
             figure = asdict(Interval.of(total[:, index] / total[:, 0]))
-            records.append({**shared, "set": name, **keys, field: figure})
+            counts = {"positions": int(total[0, 0])}
+            records.append({**shared, "set": name, **keys, field: figure, "counts": counts})
     return records
 
 
