@@ -1,4 +1,4 @@
-"""Acceptance of K candidates for one position, by rule: exact given p and q, without a draw.
+"""Acceptance of K candidates for one position, by rule: computed from p and q, without a draw.
 
 "Acceptance" is the probability that the emitted token is one of the candidates. Its mean over the
 positions of the target's own text is what papers print as the acceptance rate.

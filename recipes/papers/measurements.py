@@ -1,8 +1,8 @@
 """Measurements of a paper's protocol on a pair: a function each, which gives records.
 
 A record is a flat mapping: keys (set, method, verifier, k, ...) and figures, each a number or an
-interval. Evaluations decode as run-eval does; acceptance of several candidates is exact, given p
-and q, at positions of the text that the target alone writes, so that rules differ by what they do
+interval. Evaluations decode as run-eval does; acceptance of several candidates is computed from p
+and q at positions of the text that the target alone writes, so that rules differ by what they do
 and not by luck; k search expects rounds along such texts without decoding.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,34 +59,48 @@ class ModelPair:
         config: the run's.
         given: its values before defaults.
         folder: of all measurements.
-        prompts: of each set; None as the configuration says.
+        prompts: of each set; None as the protocol or else the configuration says.
+        further: name -> further drafts, where the protocol has any.
+        measured: the draft that is measured; "" is the one in use.
+        loaded: the models that were.
     """
 
     config: PipelineConfig
     given: Mapping[str, Any]
     folder: Path
     prompts: int | None = None
+    further: Mapping[str, str] = field(default_factory=dict)
+    measured: str = ""
+    loaded: dict[str, PreTrainedModel] = field(default_factory=dict, repr=False)
 
-    @cached_property
+    @property
+    def draft_name(self) -> str:
+        """Folder or Hub id of the draft that is measured."""
+        return self.measured or draft_in_use(self.config)
+
+    @property
     def target(self) -> PreTrainedModel:
         """The target, loaded."""
         return self._load(self.config.models.target, "target")
 
-    @cached_property
+    @property
     def draft(self) -> PreTrainedModel:
-        """The draft in use, loaded."""
-        return self._load(draft_in_use(self.config), "draft")
+        """The draft that is measured, loaded."""
+        return self._load(self.draft_name, "draft")
 
     def _load(self, name: str, role: Any) -> PreTrainedModel:
         from specdata.models import load_model
 
-        prepare_libraries()
-        models = self.config.models
-        return load_model(name, load=models.loading(role), target=models.target)
+        if name not in self.loaded:
+            prepare_libraries()
+            models = self.config.models
+            self.loaded[name] = load_model(name, load=models.loading(role), target=models.target)
+        return self.loaded[name]
 
     def identity(self) -> dict[str, Any]:
         """What decides every measurement, paths in the run's output relative to it."""
         names = {"target": self.config.models.target, "draft": draft_in_use(self.config)}
+        names |= {f"draft-{n}": path for n, path in enumerate(self.further.values())}
         values = {
             "pair": {
                 role: {"name": name, "digest": fingerprint(name)} for role, name in names.items()
@@ -103,7 +118,7 @@ class ModelPair:
         from specdata.models import load_tokenizer, longest_prompt
         from specdata.prompts.loading import load_prompts
 
-        names = [self.config.models.target, draft_in_use(self.config)]
+        names = [self.config.models.target, self.draft_name]
         room = min(longest_prompt(name, evaluation.max_new_tokens) for name in names)
         tokenizer = load_tokenizer(names[0])
         loaded = load_prompts(evaluation.sets, tokenizer, seed=self.config.seed, max_tokens=room)
@@ -129,7 +144,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     config, sampling, methods = evaluated(pair, spec)
     prompts = pair.load_prompts(config)
     head = BaseHead.from_pretrained(pair.folder / spec["head"]) if "head" in spec else None
-    names = {"target": pair.config.models.target, "draft": draft_in_use(pair.config), "head": None}
+    names = {"target": pair.config.models.target, "draft": pair.draft_name, "head": None}
     models = Artefacts(getattr(pair, spec.get("alone", "target")), pair.draft, head, names)
     by_seed: list[Results] = []
     with using_threads(config.threads):
@@ -153,7 +168,8 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     keys = {method["name"]: method for method in methods}
     keys[PLAIN] = {"label": {"rule": f"{spec.get('alone', 'target')} alone"}}
     shared = {"measurement": folder.name, **asdict(sampling)}
-    return [shared | record for record in _records(pooled, by_seed, keys)]
+    records = [shared | record for record in _records(pooled, by_seed, keys)]
+    return [*records, *as_long(records)]
 
 
 def evaluated(
@@ -173,8 +189,8 @@ def evaluated(
         section["max_new_tokens"] = min(both)
     sets = []
     for prompts in pair.config.eval.sets:
-        most = (pair.prompts or prompts.count, spec.get("prompts"))
-        sets.append(asdict(prompts) | {"count": min(filter(None, most), default=0)})  # 0: all
+        most = filter(None, (pair.prompts, spec.get("prompts")))
+        sets.append(asdict(prompts) | {"count": min(most, default=prompts.count)})
     listed = [{key: method[key] for key in method if key not in UNDECODED} for method in methods]
     plain = {"name": PLAIN, "decoder": "plain"}
     whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
@@ -234,15 +250,22 @@ def _records(
             record |= given.get("verifier_args", {}) | given.get("label", {})
             settings = given.keys() - {"name", "verifier_args", *UNDECODED}
             record |= {key: shape(given[key]) for key in given if key in settings}
+            if "widths" in given:
+                record["paths"] = math.prod(given["widths"])
             for rate, values in row.rates.items():
                 figure = asdict(Interval.of(values))
                 if len(seeds) > 1:
                     each_seed = [each[method].value(rate) or 0.0 for each in seeds]
                     figure["deviation"] = statistics.stdev(each_seed)
                 record[rate] = figure
+            if pooled.timed:
+                record["time"] = asdict(Interval.of(1 / row.rates["speedup"]))
             if "over" in given:
-                gain = row.over(rows[given["over"]], "block_efficiency")
+                gain = row.over(other := rows[given["over"]], "block_efficiency")
                 record["over"] = {key: 100 * (x - 1) for key, x in asdict(gain).items()}
+                if pooled.timed:
+                    saved = 1 - other.rates["speedup"] / row.rates["speedup"]
+                    record["saved"] = asdict(Interval.of(100 * saved))
             record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
         of_rule: dict[str, list[PromptRecord]] = {}
@@ -252,6 +275,20 @@ def _records(
                 of_rule.setdefault(label["rule"], []).extend(run.generations)
         for rule, generations in of_rule.items():
             yield {"set": name, "fit": rule, **_fitted(generations, rule)}
+
+
+def as_long(records: Sequence[Record]) -> Iterator[Record]:
+    """Of each set SD once more, as long as the fastest k-configuration (MCSD, Table 2)."""
+    for name in dict.fromkeys(record["set"] for record in records):
+        of_set = [record for record in records if record["set"] == name]
+        if trees := [record for record in of_set if record.get("of") == "MCSD"]:
+            best = max(trees, key=lambda tree: float(tree["speedup"]["value"]))
+            alike = [each for each in of_set if each.get("of") == "SD, best length"]
+            yield from (
+                {**each, "of": "SD, same length"}
+                for each in alike
+                if each["length"] == best["length"]
+            )
 
 
 def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
@@ -367,7 +404,7 @@ def _labelled(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> Pipelin
     trained = [each | {"count": spec["rows"]} for each in sets if each["split"] == "train"][:1]
     held_out = [each | {"count": spec["judged_rows"]} for each in sets if each["split"] == "dev"]
     given = {**pair.given, **dict.fromkeys(("toy", "logits", "draft")), "labels": {}, "head": {}}
-    given["models"] = {**given["models"], "draft": draft_in_use(pair.config)}
+    given["models"] = {**given["models"], "draft": pair.draft_name}
     given["rollouts"] = {**given["rollouts"], "sets": trained + held_out}
     config = build(given | {"output": str(folder), "sampling": asdict(sampling_of(pair, spec))})
     for stage in (Rollouts(config), Labels(config)):
@@ -522,12 +559,30 @@ def _columns(
             yield [rule], partial(RULES[rule["rule"]], **parameters)
 
 
+def of_drafts(measure: Measure) -> Measure:
+    """The measurement, or with each further draft if it is `further`; records say which (`draft`).
+
+    There is none where the run trains no draft and no other was given.
+    """
+
+    def measured(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+        if not spec.get("further"):
+            return [{**each, "draft": "in use"} for each in measure(pair, spec, folder)]
+        return [
+            {**each, "draft": name}
+            for number, (name, path) in enumerate(pair.further.items())
+            for each in measure(replace(pair, measured=path), spec, folder / f"draft-{number}")
+        ]
+
+    return measured
+
+
 Measure = Callable[[ModelPair, Mapping[str, Any], Path], list[Record]]
 KINDS: dict[str, tuple[Measure, bool]] = {
-    "evaluation": (evaluation, True),
+    "evaluation": (of_drafts(evaluation), True),
     "replay": (replay, True),
     "formula": (formula, False),
-    "acceptance": (acceptance, True),
-    "tree_search": (tree_search, True),
+    "acceptance": (of_drafts(acceptance), True),
+    "tree_search": (of_drafts(tree_search), True),
 }
 """Kind of measurement -> what makes its records, and whether it is of a pair."""

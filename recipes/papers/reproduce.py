@@ -18,6 +18,7 @@ from eval.measuring.environment import describe_environment, using_threads
 from eval.reporting.rendering import escape_markdown
 from recipes.checks import check_whole_run
 from recipes.config import PipelineConfig, parse
+from recipes.layout import initial_draft
 from recipes.papers.measurements import KINDS, ModelPair, evaluated
 from recipes.papers.tables import WORDS, page, pivot, selected, write_figure
 from recipes.pipeline import TRAINING
@@ -101,17 +102,17 @@ def _measured_at(environment: Mapping[str, Any]) -> str:
     """Date, commit and hardware of a measurement."""
     hardware, commit = environment["hardware"], environment["git_commit"] or "unknown"
     changed = ", files changed since" if environment["git_dirty"] else ""
-    chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
+    chip = hardware["gpu"] or f"{hardware['cpu']}, threads: {hardware['threads']}"
     return f"{environment['date'][:10]} at commit {commit[:7]}{changed}, {chip}"
 
 
 def _rounded(value: Any) -> Any:
-    """JSON values with ten significant digits: more than a page shows, which rounds but once."""
+    """JSON values with eight significant digits: more than a page shows, which rounds but once."""
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
-    return float(f"{value:.10g}") if isinstance(value, float) else value
+    return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
 def reproduce(
@@ -121,6 +122,7 @@ def reproduce(
     quick: bool = False,
     prompts: int | None = None,
     out: Path | None = None,
+    drafts: Sequence[str] = (),
 ) -> Path:
     """Run a paper's protocol and write its page, JSON and figures; returns the page's path.
 
@@ -130,6 +132,7 @@ def reproduce(
         quick: measure less: minutes.
         prompts: of each set, instead of the configuration's `count`.
         out: folder of page and figures; by default OUTPUT/papers/PAPER.
+        drafts: further ones, for protocols of several; by default the draft before its training.
 
     Raises:
         ConfigError: if the pair cannot be measured so.
@@ -141,7 +144,14 @@ def reproduce(
     config, specs = command.config, protocol["measurements"]
     home = Path(config.output) / "papers" / (paper + ("-quick" if quick else ""))
     out = out or home
-    pair = ModelPair(config, command.given, home / "measured", prompts)
+    further: dict[str, str] = {}
+    if any(spec.get("further") for spec in specs.values()):
+        further = {name: name for name in drafts}
+        if config.draft and not drafts:
+            further = {"before training": initial_draft(config)}
+    elif drafts:
+        raise ConfigError(f"{paper} measures one draft, that of models.draft; got --drafts")
+    pair = ModelPair(config, command.given, home / "measured", prompts, further)
     for spec in specs.values():  # what cannot be measured is refused before anything is made
         if spec["kind"] == "evaluation":
             evaluated(pair, spec)

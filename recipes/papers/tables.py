@@ -17,26 +17,19 @@ Record = dict[str, Any]
 ABSENT = ""
 WORDS = {
     "set": "prompt set",
-    "method": "method",
     "verifier": "verification",
-    "rule": "rule",
     "name": "rule",
     "scheme": "rule",
     "of": "decoding",
-    "by": "by",
     "measurement": "measured",
     "length": "draft length",
     "widths": "k-configuration",
     "k": "candidates",
-    "paths": "paths",
-    "drafts": "drafts",
     "second": "temperature of the further drafts",
     "alphabet": "tokens in the alphabet",
     "tokens left": "tokens that are left",
     "x": "probability of the first token",
     "weight": "weight of rejections",
-    "depth": "depth",
-    "threshold": "threshold",
     "kl": "KL divergence in nats",
     "acceptance": "acceptance probability",
     "share": "share of positions",
@@ -142,11 +135,16 @@ def _words(keys: str | Sequence[str], words: Mapping[str, str]) -> str:
 
 
 def paper_figures(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the paper prints, row label -> column label -> figure."""
-    return {
-        str(name): {str(column): value for column, value in row.items()}
-        for name, row in table.get("paper", {}).items()
-    }
+    """What the paper prints, row label -> column label -> figure.
+
+    A row may be a list, of figures in the columns `paper_columns`.
+    """
+    printed = {}
+    for name, row in table.get("paper", {}).items():
+        listed = isinstance(row, list)
+        cells = zip(table["paper_columns"], row, strict=True) if listed else row.items()
+        printed[str(name)] = {str(column): value for column, value in cells if value is not None}
+    return printed
 
 
 def page(protocol: Mapping[str, Any], measured: Mapping[str, Sequence[Record]], of: str) -> str:

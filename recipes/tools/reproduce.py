@@ -24,13 +24,15 @@ from specdata.terminal import whole_number
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command line; further options are those of the configuration."""
     parser.usage = (
-        "%(prog)s PAPER [--config FILE] [--quick] [--prompts N] [--out FOLDER] [--KEY VALUE ...]"
+        "%(prog)s PAPER [--config FILE] [--quick] [--prompts N] [--out FOLDER] "
+        "[--drafts DRAFT ...] [--KEY VALUE ...]"
     )
     add = parser.add_argument
     add("paper", metavar="PAPER", help=", ".join(PAPERS))
     add("--config", default=TOY, help="the pair's YAML (default: the demo's pair)")
     add("--quick", action="store_true", help="fewer prompts and settings: minutes")
     add("--prompts", type=whole_number, metavar="N", help="of each set, not its `count`")
+    add("--drafts", nargs="+", default=[], metavar="DRAFT", help="further ones (mcsd)")
     add("--out", type=Path, help="folder of page and figures (default: OUTPUT/papers/PAPER)")
 
 
@@ -44,6 +46,7 @@ def main(given: argparse.Namespace) -> int:
                 quick=given.quick,
                 prompts=given.prompts,
                 out=given.out,
+                drafts=given.drafts,
             )
         except KeyboardInterrupt as stop:
             print("\ninterrupted: run the same command again to continue", file=sys.stderr)
