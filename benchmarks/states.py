@@ -1,6 +1,6 @@
 """Plain drafts against drafts on their target's states, at equal rollouts and at equal seconds.
 
-    python benchmarks/states.py RUN [--rollouts 128 512 1376] [--seeds 0 1] [--out FILE]
+    python benchmarks/states.py RUN [--rollouts 128 512 1376] [--name NAME] [--out FILE]
 
 RUN is the output of a run whose rollouts are made, with rollouts.store_states and store_taps 2,
 n/2, n - 3, n; drafts are trained in the precision in which they were. Every row is trained on as
@@ -106,6 +106,7 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
     draft = load_model(str(work / "draft"))
     found = HeldOut(load_model(target, dtype=dtype), dev, sampling).measure(draft)
     made = {key: row[key] for key in ("name", "rollouts", "seed")}
+    made |= {"layout": row["init"].get("layout")}
     made |= {"epochs": round(config["epochs"], 2), "seconds": round(seconds, 1)}
     made |= {"steps": result.steps, "parameters": draft.num_parameters()}
     for name, each in {"all": found.overall, **found.sets}.items():
@@ -142,6 +143,7 @@ def main() -> None:
     add("--optimizer", choices=["adamw", "muon"], default="adamw")
     add("--vocabulary", type=int, help="tokens that the drafts can propose (default: all)")
     add("--only", nargs="+", help="names of rows (default: all)")
+    add("--name", default="smollm2", help="of the pair in FILE, which keeps other pairs' figures")
     add("--work", type=Path, default=Path("runs/bench/states"))
     add("--out", type=Path, default=Path("runs/bench/states.json"))
     given = parser.parse_args()
@@ -171,7 +173,9 @@ def main() -> None:
     about |= {"learning_rate": given.learning_rate, "optimizer": given.optimizer}
     dtype = read_manifest(given.run / "rollouts")["settings"]["dtype"]
     environment = describe_environment(device="cpu", dtype=dtype).model_dump()
-    write_json(given.out, {**about, "environment": environment, "rows": figures})
+    pairs = json.loads(given.out.read_text()) if given.out.exists() else {}
+    pairs[given.name] = {**about, "environment": environment, "rows": figures}
+    write_json(given.out, pairs)
 
 
 if __name__ == "__main__":

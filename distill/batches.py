@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from specdata.errors import ConfigError
-from specdata.models import positions
+from specdata.models import check_ids, positions
 from specdata.storage.schema import TARGET_STATES, TARGET_TAPS, TOP_LOGITS
 from specdata.texts import Row, TextBatch, text_length
 from specdata.top_logits import has_logits, logits_content
@@ -85,21 +85,26 @@ def tokens_of(rollouts: Dataset) -> Dataset:
 
 
 def check_context(configs: Mapping[str, PreTrainedConfig], *rollouts: Dataset) -> None:
-    """Make sure that models have positions for every rollout.
+    """Make sure that models have positions for every rollout, and its tokens.
 
     Args:
         configs: of each model, by its role.
         rollouts: with `prompt_ids` and `completion_ids`.
 
     Raises:
-        ConfigError: naming the longest rollout and the positions.
+        ConfigError: naming the longest rollout and the positions, or ids of no token.
     """
-    longest = max(
-        len(prompt) + len(completion)
+    texts = (
+        prompt + completion
         for each in rollouts
         for prompt, completion in zip(each["prompt_ids"], each["completion_ids"], strict=True)
     )
+    lengths, least, largest = zip(
+        *((len(ids), min(ids), max(ids)) for ids in texts if ids), strict=True
+    )
+    longest = max(lengths)
     for role, config in configs.items():
+        check_ids(config, min(least), max(largest))
         if longest > (limit := positions(config)):
             raise ConfigError(
                 f"the longest rollout has {longest} tokens, but the {role} "

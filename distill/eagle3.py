@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from datasets import Dataset
-from huggingface_hub.errors import StrictDataclassError
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,11 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from distill.states import SILENCED, fit_rows, ridge
 from distill.training import special_ids
+from specdata.config import Config, read_stored
 from specdata.draft_vocabulary import SIZE
-from specdata.eagle3 import Norms, eagle3_class
+from specdata.eagle3 import eagle3_class
 from specdata.errors import ConfigError
 from specdata.saving import copy_tokenizer
-from specdata.states_draft import KEY
+from specdata.states_draft import KEY, Norms, TargetStates
 from specdata.storage.files import atomic_folder, read_object, write_json
 from specdata.taps import attach, decoder_layers, read_taps, record_of
 
@@ -59,6 +60,36 @@ vLLM takes these numbers as they are. SGLang adds 1 to numbers in config.json: g
     vllm serve {target} --speculative-config \\
       '{{"method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {drafted}}}'
 """
+
+
+class _Read(Config):
+    """A part of a published config.json: what is read of it; more may be there."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Layer(_Read):
+    """The one layer of a draft, of Llama's kind."""
+
+    model_type: Literal["llama"] = "llama"
+    num_hidden_layers: Literal[1] = 1
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    max_position_embeddings: PositiveInt = 2048
+    rms_norm_eps: PositiveFloat = 1e-6
+    rope_theta: PositiveFloat | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+
+class _Taps(_Read):
+    eagle_aux_hidden_state_layer_ids: list[NonNegativeInt] | None = None  # speculators' may be null
 
 
 def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
@@ -97,18 +128,13 @@ def settings_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list
     """The taps and the norm flags of a config.json, or what engines take where it is silent.
 
     Raises:
-        ConfigError: if there are taps, and they are no numbers of layers.
+        ConfigError: if they are no numbers of layers, or a flag is neither true nor false.
     """
     layers = target.config.get_text_config().num_hidden_layers
-    eagle = settings.get("eagle_config", settings)
-    key = "eagle_aux_hidden_state_layer_ids"
-    taps = (eagle.get(key) or []) if isinstance(eagle, dict) else eagle  # speculators may say null
-    if not (isinstance(taps, list) and all(isinstance(tap, int) for tap in taps)):
-        raise ConfigError(f"{key} in config.json must be a list of layers, it says {taps!r}")
-    taps = taps or [2, layers // 2, layers - 3]
-    return taps, Norms(
-        **{each.name: bool(settings.get(each.name, False)) for each in fields(Norms)}
-    )
+    eagle = read_stored(_Taps, settings.get("eagle_config", settings), "config.json")
+    flags = {each.name: settings[each.name] for each in fields(Norms) if each.name in settings}
+    taps = eagle.eagle_aux_hidden_state_layer_ids or [2, layers // 2, layers - 3]
+    return taps, read_stored(Norms, flags, "config.json")
 
 
 def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) -> Tensor:
@@ -148,26 +174,14 @@ def built(
     name: str,
 ) -> PreTrainedModel:
     """A draft of a config.json and its tensors, with these taps and flags."""
-    layer = settings.get("transformer_layer_config", settings)
-    kind = layer.get("model_type", "llama")
-    if kind != "llama" or layer.get("num_hidden_layers", 1) != 1:
-        raise ConfigError(
-            f"{name} must have one layer of Llama's kind, it has "
-            f"{layer.get('num_hidden_layers', 1)} of {kind}: others cannot be read"
-        )
+    layer = read_stored(
+        Layer,
+        settings.get("transformer_layer_config", settings),
+        f"the layer of {name}'s config.json",
+    )
     tensors = {TOKENS: target.get_input_embeddings().weight, **tensors}
     tensors.pop("d2t", None)
-    keys = {*LlamaConfig().to_dict(), "rope_theta", "rope_scaling"} - {"architectures", "dtype"}
-    size = target.config.get_text_config().vocab_size
-    try:
-        config = LlamaConfig.from_dict(
-            {key: value for key, value in layer.items() if key in keys}
-            | {"vocab_size": size, "tie_word_embeddings": False, SIZE: len(ids)}
-        )
-    except (StrictDataclassError, ArithmeticError, TypeError, ValueError) as error:
-        raise ConfigError(f"config.json of {name} describes no layer: {error}") from error
-    setattr(config, KEY, {**record_of(target, taps), "layout": asdict(norms)})
-    return _made(config, tensors, ids, target, name)
+    return _made(layer.model_dump(exclude_none=True), taps, norms, tensors, ids, target, name)
 
 
 def first_eagle3(
@@ -218,27 +232,33 @@ def first_eagle3(
             tensors[f"{LAYER}{key}"] = weight
     tensors["norm.weight"] = target.base_model.norm.weight
     tensors["lm_head.weight"] = target.get_output_embeddings().weight
-    sizes = {key: getattr(text, key) for key in SIZES if hasattr(text, key)}
-    config = LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False)
-    setattr(config, SIZE, text.vocab_size)
-    setattr(config, KEY, {**record_of(target, taps), "layout": asdict(Norms())})
-    return _made(config, tensors, torch.arange(text.vocab_size), target, "the new draft")
+    layer = {key: getattr(text, key) for key in SIZES if hasattr(text, key)}
+    layer["num_hidden_layers"] = 1
+    ids = torch.arange(text.vocab_size)
+    return _made(layer, taps, Norms(), tensors, ids, target, "the new draft")
 
 
 def _made(
-    config: LlamaConfig,
+    layer: Mapping[str, Any],
+    taps: Sequence[int],
+    norms: Norms,
     tensors: Mapping[str, Tensor],
     ids: Tensor,
     target: PreTrainedModel,
     name: str,
 ) -> PreTrainedModel:
     """A draft with these tensors, and the (N,) ids of its tokens."""
-    draft = eagle3_class(LlamaForCausalLM)(config)
-    tensors, is_fed_back = dict(tensors), config.target_states["layout"]["norm_output"]
-    tensors["model.norm.weight" if is_fed_back else "lm_head.norm.weight"] = tensors.pop(
-        "norm.weight"
-    )
-    shapes = {key: each.shape for key, each in draft.state_dict().items()}
+    tensors, record = dict(tensors), {**record_of(target, taps), "layout": asdict(norms)}
+    final = "model.norm.weight" if norms.norm_output else "lm_head.norm.weight"
+    tensors[final] = tensors.pop("norm.weight")
+    size = {"vocab_size": target.config.get_text_config().vocab_size, SIZE: len(ids)}
+    try:
+        config = LlamaConfig.from_dict({**layer, **size, "tie_word_embeddings": False, KEY: record})
+        with torch.device("meta"):  # sizes may be any until they are those of the tensors
+            shapes = eagle3_class(LlamaForCausalLM)(config).state_dict()
+    except Exception as error:  # of transformers and torch: whatever they make of these values
+        raise ConfigError(f"config.json of {name} describes no layer: {error!r}") from error
+    shapes = {key: each.shape for key, each in shapes.items()}
     del shapes["d2t"], shapes["t2d"]
     given = {key: each.shape for key, each in tensors.items()}
     for what, wrong in (
@@ -253,6 +273,7 @@ def _made(
                 f"{len(wrong)} tensors of {name} {what} (as {first}, {got}): norm flags or "
                 "taps in config.json are others, or it is of another target or layout"
             )
+    draft = eagle3_class(LlamaForCausalLM)(config)
     draft.load_state_dict(tensors, strict=False)
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     draft.d2t, draft.t2d = ids - torch.arange(len(ids)), t2d
@@ -300,6 +321,13 @@ def tensors_of(stored_tensors: Mapping[str, Tensor], folder: str) -> dict[str, T
                 f"{folder} has no tensor {name.split('.')[0] if 'states' not in name else 'fc'}, "
                 "which every EAGLE-3 draft has: it is of another kind, or incomplete"
             )
+    for name, each in tensors.items():
+        is_whole = not (each.is_floating_point() or each.is_complex())
+        if each.dim() == 0 or len(each) == 0 or is_whole != (name == "d2t"):
+            raise ConfigError(
+                f"{name} in {folder} must have rows of {'integers' if name == 'd2t' else 'floats'},"
+                f" it is {str(each.dtype).removeprefix('torch.')} of shape {[*each.shape]}"
+            )
     return tensors
 
 
@@ -320,8 +348,8 @@ def write_eagle3(
         ConfigError: if the draft is of another layout, or its folder is incomplete.
     """
     settings = config_of(draft)
-    record = settings.get("target_states", {})
-    if "layout" not in record:
+    record = TargetStates.of(settings) if KEY in settings else None
+    if record is None or record.layout is None or SIZE not in settings:
         raise ConfigError(
             f"{draft} must be a draft of draft.init.layout eagle3, or one that "
             "import-eagle3 wrote: engines cannot hold any other, train one with this layout"
@@ -333,9 +361,10 @@ def write_eagle3(
     for name, each in stored(draft).items():
         ours = next((each for each in names if name.startswith(each)), "")
         tensors[name.replace(ours, names[ours], 1) if ours else name] = each
-    norms, taps, target = record["layout"], record["taps"], record["target"]
-    layer = {key: each for key, each in settings.items() if key not in ("target_states", *norms)}
-    size = {"draft_vocab_size": layer.pop("draft_vocab_size")}
+    norms, taps, target = asdict(record.layout), record.taps, record.target
+    layer = {key: each for key, each in settings.items() if key not in (KEY, SIZE, *norms)}
+    layer["model_type"] = "llama"
+    size = {SIZE: settings[SIZE]}
     ids = {"eagle_aux_hidden_state_layer_ids": taps}
     if layout == "eagle":
         layer["architectures"] = ["LlamaForCausalLMEagle3"]
@@ -349,7 +378,7 @@ def write_eagle3(
             **size,
             **norms,
             **ids,
-            "target_hidden_size": record["width"] // len(taps),
+            "target_hidden_size": record.width // len(taps),
             "transformer_layer_config": layer,
             "speculators_config": {
                 "algorithm": "eagle3",

@@ -21,7 +21,7 @@ from transformers import (
     set_seed,
 )
 
-from distill.batches import content_of
+from distill.batches import check_context, content_of
 from distill.config import ARCHITECTURES, InitConfig
 from distill.eagle3 import first_eagle3
 from distill.states import fit_inputs, fit_rows, silence
@@ -85,8 +85,8 @@ def make_initial(
         What was made, as JSON values.
 
     Raises:
-        ConfigError: if a model cannot be loaded, the target's layers cannot be cut or are fewer, or
-            the vocabulary cannot be reduced as asked.
+        ConfigError: if a model cannot be loaded, the target's layers cannot be cut or are fewer,
+            the vocabulary cannot be reduced as asked, or rollouts are not of the target.
         VocabularyMismatchError: if an existing draft has another vocabulary.
         ManifestError: if `out` was made with other settings.
         ValueError: if there are no rollouts, or all their completions are empty.
@@ -106,6 +106,7 @@ def make_initial(
         },
         remedy=f"choose another output folder, or remove {out}",
     )
+    check_context({"target": load_configs(str(target))[0]}, rollouts)
     folder = ModelFolder(out, settings)
     if folder.result() is None and join_processes().is_main_process:
         record: dict[str, Any] = {"kind": config.kind}

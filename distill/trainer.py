@@ -34,7 +34,7 @@ from specdata.models import end_ids, positions
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
-from specdata.states_draft import KEY, states_input
+from specdata.states_draft import TargetStates, reads_states, states_input
 from specdata.taps import decoder_layers
 from specdata.target_states import TAPS, has_states, has_taps, reading_stored
 from specdata.texts import IGNORED
@@ -193,13 +193,13 @@ def draft_trainer(
     schedule = Schedule.of(config, len(train), config.save_steps)
     if config.freeze_embeddings or states_input(base_of(student)) is not None:
         _freeze_embeddings(student)
-    record = getattr(student.config, KEY, None)
-    if record and "layout" not in record and has_taps(train) and record["taps"] != train[0][TAPS]:
+    record = TargetStates.of(student.config) if reads_states(student.config) else None
+    if record and not record.layout and has_taps(train) and record.taps != train[0][TAPS]:
         logger.warning(
             "the rollouts keep the taps %s, and the draft reads %s: the target reads the rollouts "
             "again in every pass. Give rollouts.store_taps and draft.init.taps alike",
             train[0][TAPS],
-            record["taps"],
+            record.taps,
         )
     pad_id, texts = 0, None
     taught: Teacher | TopLogitsTeacher

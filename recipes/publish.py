@@ -88,13 +88,6 @@ class Release(Stage):
             check_repository(name)
             if name is not None and trained is None:
                 raise ConfigError(f"publish.{what} is set, but this configuration trains none")
-        if reads_states(config):
-            if publish.draft_id or publish.head_id:
-                raise ConfigError(
-                    "publish.draft_id and head_id must be left out: the draft reads its target's "
-                    "states, and no engine but this one loads it"
-                )
-            return
         if config.draft and not any(
             method.uses_draft and method.drafter == "chain" and not method.stop.adaptive
             for method in methods
@@ -103,9 +96,9 @@ class Release(Stage):
                 "a draft's card needs a measured draft length: add a method with stop: fixed, "
                 f"such as {{name: K=4, length: 4}}, to eval.methods{_TOO}"
             )
-        if config.head and not any(method.stop.needs_head for method in methods):
+        if config.head and not any(method.stop.reads_head for method in methods):
             raise ConfigError(
-                "the run trains a head and no method stops by it, so its card has no figures: "
+                "the run trains a head and no method asks it, so its card has no figures: "
                 f"leave head out, or add {{name: head, stop: head}} to eval.methods{_TOO}"
             )
 
@@ -116,8 +109,6 @@ class Release(Stage):
         from eval.reporting.rendering import public_name
 
         config = self.config
-        if reads_states(config):
-            return {}
         results = _results(config)
         publish, private = config.publish, config.publish.private
         parts: dict[str, Callable[..., object]] = {}
@@ -180,9 +171,6 @@ class Release(Stage):
     def show(self, results: dict[str, Any]) -> None:
         """Print where the copies are; nothing is left to be made of the datasets."""
         remove_caches(self.config)
-        if reads_states(self.config):
-            say(f"  nothing is assembled: {draft_in_use(self.config)} reads its target's states,")
-            say("  and no engine but this one loads it")
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():
             where = "not uploaded"
@@ -196,12 +184,13 @@ class Release(Stage):
         """Load, serve and upload what was assembled."""
         config, unnamed = self.config, []
         steps = [Step("look", str(eval_folder(config) / "report.html"))]
-        if reads_states(config):
-            return steps
         if config.draft:
-            draft = config.publish.draft_id or str(self.folder / "draft")
+            draft, states = (
+                config.publish.draft_id or str(self.folder / "draft"),
+                reads_states(config),
+            )
             unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
-            steps += [load_draft(draft), *_serve(config, draft)]
+            steps += [load_draft(draft, states=states)] + ([] if states else _serve(config, draft))
         if config.head:
             steps.append(load_head(config.publish.head_id or self.folder / "head"))
             unnamed += [] if config.publish.head_id else ["--publish.head_id", HUB_ID]

@@ -275,13 +275,13 @@ def load_experiment(
 
 
 def _head_asked(config: PipelineConfig) -> str | None:
-    """The run's head; None if no method stops by it."""
-    asks = any(method.stop.needs_head for method in config.eval.methods)
+    """The run's head; None if no method asks it."""
+    asks = any(method.stop.reads_head for method in config.eval.methods)
     return head_in_use(config) if asks else None
 
 
 def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
-    """The run's head judged by its labels and its evaluation; None if no method stops by one."""
+    """The run's head judged by its labels and its evaluation; None if no method asks it."""
     if (head := _head_asked(config)) is None:
         return None
     from specdata.labels.make import load_labels, sampling_of

@@ -79,10 +79,13 @@ def next_recipe(config: PipelineConfig, recipe: str, line: CommandLine) -> list[
     return []
 
 
-def load_draft(source: str | Path) -> Step:
-    """A line of Python that loads a draft."""
-    load = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(source), ensure_ascii=False)})"
-    return Step("load", f"from transformers import AutoModelForCausalLM; draft = {load}")
+def load_draft(source: str | Path, *, states: bool = False) -> Step:
+    """A line of Python that loads a draft; transformers loads none on its target's `states`."""
+    module, load = "transformers", "AutoModelForCausalLM.from_pretrained"
+    if states:
+        module, load = "specdata.models", "load_model"
+    call = f"{load}({json.dumps(str(source), ensure_ascii=False)})"
+    return Step("load", f"from {module} import {load.split('.')[0]}; draft = {call}")
 
 
 def load_head(source: str | Path) -> Step:

@@ -123,6 +123,14 @@ def read_config(kind: type[T], values: Mapping[str, Any]) -> T:
         raise ConfigError(f"unusable configuration:\n  {lines}") from error
 
 
+def read_stored(kind: type[T], values: Any, where: str) -> T:
+    """As `read_config`, of what anybody may have written; its error names the file, `where`."""
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError(f"{where} cannot be used: {mistakes(error, kind)[0]}") from error
+
+
 def mistakes(error: ValidationError, kind: type) -> list[str]:
     """One line for each mistake that pydantic found in the values of a configuration class."""
     lines = []

@@ -9,7 +9,6 @@ drafts from the folders that engines load.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,27 +16,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from specdata.draft_vocabulary import ReducedOutput, install_output
-from specdata.states_draft import KEY, StatesInput, without_first
+from specdata.states_draft import Norms, StatesInput, TargetStates, without_first
 
 if TYPE_CHECKING:
     from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
-
-
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """Where a draft normalises, in the words of speculators' config.json; all are off at first.
-
-    Attributes:
-        norm_before_residual: the residual stream begins with the normalised state.
-        norm_before_fc: one norm over the target's states together.
-        fc_norm: one norm over each of them.
-        norm_output: the draft's own states are fed back after its final norm (EAGLE 3.1).
-    """
-
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
 
 
 class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
@@ -140,10 +122,10 @@ def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
     class Eagle3(architecture):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
-            record, model = getattr(config, KEY), self.base_model
-            norms, taps = Norms(**record["layout"]), len(record["taps"])
+            record, model = TargetStates.of(config), self.base_model
+            norms, taps = record.layout or Norms(), len(record.taps)
             model.layers[0] = Eagle3Layer(config, norm_before_residual=norms.norm_before_residual)
-            size, epsilon = record["width"] // taps, config.rms_norm_eps
+            size, epsilon = record.width // taps, config.rms_norm_eps
             tokens = self.get_input_embeddings()
             self.set_input_embeddings(Eagle3Input(tokens, taps, size, norms, epsilon))
             norm = model.norm

@@ -31,7 +31,13 @@ from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_vocabularies
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
-from specdata.states_draft import KEY, reads_states, states_class, states_input
+from specdata.states_draft import (
+    MODEL_TYPE,
+    TargetStates,
+    reads_states,
+    states_class,
+    states_input,
+)
 from specdata.storage.files import fingerprint
 from specdata.taps import attach
 
@@ -91,7 +97,7 @@ def load_model(
         )
     model = _placed(model, name, load).eval()
     if reads_states(model.config):
-        reader, at = states_input(model), target or getattr(model.config, KEY)["target"]
+        reader, at = states_input(model), target or TargetStates.of(model.config).target
         assert reader is not None
 
         def read(ids: Tensor) -> Tensor:
@@ -126,14 +132,15 @@ def read_model(
     Raises:
         OSError, ValueError: of transformers.
     """
-    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    config, options = _config(source, revision), _options(load)
     kind: Any = AutoModelForCausalLM
     architecture: Any = None
     if is_reduced(config) or reads_states(config):
         with torch.device("meta"):
             architecture = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
         kind = architecture
-    is_eagle3 = reads_states(config) and "layout" in getattr(config, KEY)
+        options["config"] = config
+    is_eagle3 = reads_states(config) and TargetStates.of(config).layout is not None
     if reads_states(config):
         kind = eagle3_class(kind) if is_eagle3 else states_class(kind)
     if is_reduced(config) and not is_eagle3:
@@ -144,11 +151,20 @@ def read_model(
         revision=revision,
         trust_remote_code=False,
         output_loading_info=True,
-        **_options(load),
+        **options,
     )
     if architecture is not None:
         model.__class__ = architecture
     return settle(model) if is_reduced(config) else model, info
+
+
+def _config(source: str, revision: str | None) -> PreTrainedConfig:
+    """A model's configuration; of a draft on its target's states, that of its layers."""
+    values, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    if values.get("model_type") != MODEL_TYPE:
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    values |= {"model_type": TargetStates.of(values).model_type, "name_or_path": source}
+    return AutoConfig.for_model(**values)
 
 
 def _options(load: Loading) -> dict[str, Any]:
@@ -235,11 +251,17 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if not (Path(name) / "tokenizer_config.json").is_file() and (base := base_of_adapters(name)):
         return _of_base(name, base, lambda: load_tokenizer(base))
     source, revision = hub_source(name)
-    return from_hub(
-        "tokenizer",
-        name,
-        lambda: AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False),
-    )
+
+    def load() -> PreTrainedTokenizerBase:
+        try:
+            options = {"config": _config(source, revision)}
+        except (OSError, ValueError):  # a tokenizer alone, or what is refused below
+            options = {}
+        return AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=False, **options
+        )
+
+    return from_hub("tokenizer", name, load)
 
 
 def revision_of(name: str) -> str:
@@ -269,7 +291,7 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
     source, revision = hub_source(name)
 
     def load() -> tuple[PreTrainedConfig, GenerationConfig]:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        config = _config(source, revision)
         try:
             return config, GenerationConfig.from_pretrained(source, revision=revision)
         except OSError:  # it has no generation_config.json
@@ -292,6 +314,17 @@ def check_length(config: PreTrainedConfig, longest: int) -> None:
             f"the longest prompt and max_new_tokens make {longest} tokens, but "
             f"{config.name_or_path or 'the model'} has positions for {limit}: lower "
             "max_new_tokens or leave out long prompts"
+        )
+
+
+def check_ids(config: PreTrainedConfig, least: int, largest: int) -> None:
+    """Raise ConfigError if a model has no such token ids, the least and the largest of texts."""
+    vocabulary = config.get_text_config().vocab_size
+    if not 0 <= least <= largest < vocabulary:
+        raise ConfigError(
+            f"token ids of a text must be from 0 to {vocabulary - 1}, those that "
+            f"{config.name_or_path or 'the model'} has, and are from {least} to {largest}: its "
+            "rollouts were made with another model, or damaged; make them again"
         )
 
 

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from specdata.errors import ConfigError
 from specdata.models import load_tokenizer
 from specdata.sources import hub_source
+from specdata.states_draft import KEY, MODEL_TYPE
 from specdata.storage.files import write_json
 
 # Files that transformers and the engines read tokenizers of: their settings, chat templates, and
@@ -81,6 +82,8 @@ def add_former_names(folder: Path) -> None:
     `rope_theta`, `rope_scaling` and `torch_dtype`. Without them those take defaults and say
     nothing: the model answers, with other rotations. transformers 5 reads both.
 
+    A draft on its target's states gets a `model_type` that transformers does not know.
+
     Args:
         folder: a folder written by `save_pretrained`.
     """
@@ -96,4 +99,6 @@ def add_former_names(folder: Path) -> None:
             former["rotary_pct" if neox else "partial_rotary_factor"] = share
         if rope.get("rope_type", "default") != "default":
             former["rope_scaling"] = rope
+    if KEY in config and config["model_type"] != MODEL_TYPE:
+        config[KEY]["model_type"], config["model_type"] = config["model_type"], MODEL_TYPE
     write_json(path, dict(sorted({**former, **config}.items())))

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from specdata.config import Config, read_stored
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +31,58 @@ if TYPE_CHECKING:
 EPSILON = 1e-6
 KEY = "target_states"
 """The key of config.json by which such a draft is known."""
+MODEL_TYPE = "on-target-states_load-with-draftsmith_see-README.md"
+"""Its `model_type` on the disk: transformers, which would load a model with random embeddings,
+knows none of this name and repeats it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Where a draft in EAGLE-3's layout normalises, in the words of speculators' config.json.
+
+    Attributes:
+        norm_before_residual: the residual stream begins with the normalised state.
+        norm_before_fc: one norm over the target's states together.
+        fc_norm: one norm over each of them.
+        norm_output: the draft's own states are fed back after its final norm (EAGLE 3.1).
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class TargetStates(Config):
+    """What config.json says of the target whose states a draft reads.
+
+    Attributes:
+        taps: which states (`specdata.taps`).
+        target: folder or Hub id.
+        width: of all taps together.
+        probe: some values of the taps (`specdata.taps.record_of`).
+        layout: of a draft in EAGLE-3's layout, its norms.
+        model_type: the architecture of the layers, where the file's own is `MODEL_TYPE`.
+    """
+
+    taps: list[NonNegativeInt] = Field(min_length=1)
+    target: str
+    width: PositiveInt
+    probe: list[float] = Field(min_length=1)
+    layout: Norms | None = None
+    model_type: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.width % len(self.taps):
+            raise ValueError(f"width {self.width} must be that of {len(self.taps)} taps")
+        return self
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """Of a draft's configuration, or of what its config.json holds. Raises ConfigError."""
+        values = config.get(KEY) if isinstance(config, dict) else getattr(config, KEY)
+        return read_stored(cls, values, f"{KEY} in a draft's config.json")
 
 
 class StatesInput(nn.Module):
@@ -145,9 +200,9 @@ def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
             width = config.get_text_config().hidden_size
-            tokens, record = self.get_input_embeddings(), getattr(config, KEY)
-            taps = len(record["taps"])
-            reads = StatesInput(tokens, width, taps, record["width"] // taps)
+            tokens, record = self.get_input_embeddings(), TargetStates.of(config)
+            taps = len(record.taps)
+            reads = StatesInput(tokens, width, taps, record.width // taps)
             self.set_input_embeddings(reads)
 
     ReadsStates.__name__, ReadsStates.__module__ = architecture.__name__, architecture.__module__

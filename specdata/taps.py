@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specdata.errors import ConfigError
 from specdata.state_store import StateStore
-from specdata.states_draft import KEY, StatesInput, states_input
+from specdata.states_draft import KEY, StatesInput, TargetStates, states_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -170,21 +170,22 @@ def attach(
         ConfigError: if the target is not the one that the draft was made for, or the draft was
             loaded without what reads them.
     """
-    record, reads = getattr(draft.config, KEY), states_input(draft)
+    record, reads = TargetStates.of(draft.config), states_input(draft)
     if reads is None:
         raise ConfigError(
             "the draft's config.json says that it reads its target's states, and it was loaded as "
             "a model that reads none: load it with specdata.models.load_model"
         )
-    taps: list[int] = record["taps"]
+    taps = record.taps
     if max(taps) <= target.config.get_text_config().num_hidden_layers:
         probe, width = _probe_of(target, taps)
-        values, recorded = torch.tensor(probe), torch.tensor(record["probe"])
-        if width == record["width"] and (values - recorded).norm() <= BOUND * recorded.norm():
+        values, recorded = torch.tensor(probe), torch.tensor(record.probe)
+        alike = width == record.width and values.shape == recorded.shape
+        if alike and (values - recorded).norm() <= BOUND * recorded.norm():
             reads.read_target = _Reader(target, taps, store or StateStore())
             return taps
     raise ConfigError(
-        f"the draft reads states of the target that it was made for, {record['target']} (taps "
+        f"the draft reads states of the target that it was made for, {record.target} (taps "
         f"{', '.join(map(str, taps))}), and those of {target.name_or_path} are others: give that "
         "target, or make a draft for this one"
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, find_lm_head
-from specdata.states_draft import KEY, states_input
+from specdata.states_draft import TargetStates, states_input
 from specdata.storage.schema import TARGET_STATES, TARGET_TAPS
 
 (COLUMN,) = TARGET_STATES.names
@@ -48,7 +48,7 @@ def has_states(rollouts: Dataset) -> bool:
 
 def has_taps(rollouts: Dataset) -> bool:
     """True if rollouts are stored with states inside the target."""
-    return TAPPED in rollouts.column_names
+    return {TAPS, TAPPED} <= {*rollouts.column_names}
 
 
 @contextmanager
@@ -64,23 +64,25 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
         ConfigError: if what is stored is not as long as the rows.
     """
     reads = states_input(draft)
-    record = {} if reads is None else getattr(draft.config, KEY)
+    record = None if reads is None else TargetStates.of(draft.config)
     # Those stored are of unit size, and EAGLE-3 reads them as they are.
-    taps = None if "layout" in record else record.get("taps")
-    if reads is None or not rows or not all(TAPPED in row and row[TAPS] == taps for row in rows):
+    taps = record.taps if record and not record.layout else None
+    is_stored = all(row.get(TAPPED) and row.get(TAPS) == taps for row in rows)
+    if reads is None or not taps or not rows or not is_stored:
         yield
         return
     width = reads.states.in_features
     states = torch.zeros(len(rows), length, width, dtype=reads.weight.dtype)
     for place, row in enumerate(rows):
         count = len(row["prompt_ids"]) + len(row["completion_ids"]) - 1
-        stored = torch.frombuffer(bytearray(row[TAPPED]), dtype=torch.float16)
-        if len(stored) % width or len(stored) < count * width:
+        numbers = len(row[TAPPED]) / torch.float16.itemsize
+        if numbers % width or numbers < count * width:
             raise ConfigError(
-                f"the rollouts keep {len(stored):,} numbers of the target's states for {count} "
+                f"the rollouts keep {numbers:,g} numbers of the target's states for {count} "
                 f"tokens of {width} numbers each: they were made with another target, or cut; "
                 "make the rollouts again"
             )
+        stored = torch.frombuffer(bytearray(row[TAPPED]), dtype=torch.float16)
         states[place, : min(count, length)] = stored.view(-1, width)[: min(count, length)]
     with reads.reading(states):
         yield

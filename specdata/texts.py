@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdata.lm_head import LMHead, find_lm_head
-from specdata.models import check_length
+from specdata.models import check_ids, check_length
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 from specdata.state_store import StateStore
 from specdata.target_states import reading_stored, stored_states
@@ -122,10 +122,11 @@ class TextBatch:
             rows: the rows that `examples` are of, which may store these states.
 
         Raises:
-            ConfigError: if a text is longer than the model's context.
+            ConfigError: if a text is longer than the model's context, or has ids of no token.
         """
         ids = self.input_ids[:, :-1].to(head.model.device)
         check_length(head.model.config, ids.shape[1])
+        check_ids(head.model.config, *map(int, self.input_ids.aminmax()))
         stored = [] if rows is None else [rows[example] for example in self.examples]
         with reading_stored(head.model, stored, ids.shape[1]):
             return head.states(ids)[self.is_predicted.to(ids.device)]

@@ -31,9 +31,11 @@ def blocks(document: str, language: str) -> list[str]:
 def test_the_configurations_in_the_documents_are_usable() -> None:
     (pair,) = map(yaml.safe_load, blocks("README.md", "yaml"))
     large, served = map(yaml.safe_load, blocks("docs/targets.md", "yaml"))
-    draft, *on_states = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
+    (draft,) = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
+    on_states = map(yaml.safe_load, blocks("docs/drafts-on-states.md", "yaml"))
+    (head,) = map(yaml.safe_load, blocks("docs/heads.md", "yaml"))
     (methods,) = map(yaml.safe_load, blocks("docs/evaluation.md", "yaml"))
-    for section in (pair, {**pair, **methods}):
+    for section in (pair, {**pair, **methods}, {**pair, **head}):
         config = build(section)
         check_methods(config.eval, config.sampling, head=config.head is not None)
     assert build({**pair, **served}).logits is not None
@@ -83,8 +85,9 @@ def test_every_file_that_the_documents_name_exists() -> None:
     sources = [path for room in ROOM for path in (ROOT / room).rglob("*.py")]
     of_tests = re.compile(r"\btests/\w+\.py")
     named += [(path, name) for path in sources for name in of_tests.findall(path.read_text())]
-    # docs/extending.md has them made.
-    new = {*re.findall(r"^New file `(.*)`", (ROOT / "docs/extending.md").read_text(), re.M)}
+    # docs/extending*.md have them made.
+    pages = [page.read_text() for page in (ROOT / "docs").glob("extending*.md")]
+    new = {name for page in pages for name in re.findall(r"^New file `(.*)`", page, re.M)}
     missing = [(page.name, name) for page, name in named if not (ROOT / name).is_file()]
     assert len(named) > 50
     assert [each for each in missing if each[1] not in new] == []

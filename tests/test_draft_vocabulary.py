@@ -147,6 +147,22 @@ def test_the_decoders_output_has_the_targets_distribution_with_a_reduced_draft(n
     assert p_value(counts, distribution) > LEVEL
 
 
+def test_a_greedy_tree_of_a_reduced_draft_gives_the_targets_own_text() -> None:
+    """Wider than the draft's vocabulary: all of its tokens, and text beyond them."""
+    target, draft = tiny_llama(0), tiny_llama(1)
+    reduce_vocabulary(draft, SMALL)
+    tree = DecodeConfig("rrs_wor", drafter="tree", widths=(8, 2), temperature=0.0)
+    plain, trees = (
+        SpeculativeDecoder.from_config(target, each, config).generate(
+            torch.tensor([2, 3]), max_new_tokens=12, generator=torch.Generator()
+        )
+        for each, config in ((None, DecodeConfig(temperature=0.0)), (draft, tree))
+    )
+    assert trees.tokens.tolist() == plain.tokens.tolist()
+    assert {*plain.tokens.tolist()} - {*SMALL}
+    assert max(record.drafted for record in trees.rounds) <= len(SMALL) * 3
+
+
 def test_a_captured_draft_keeps_its_reduced_matrix_packed() -> None:
     """Of the graph's products none is as wide as the vocabulary, and none is left unpacked."""
     draft = tiny("llama", 0, vocab=4096, hidden_size=128, dtype=torch.float32)

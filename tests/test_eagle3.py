@@ -347,18 +347,11 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
         (tmp_path / message[:4] / "config.json").write_text(json.dumps(config))
         with pytest.raises(ConfigError, match=message):
             read_eagle3(tmp_path / message[:4], model)
-    published(tmp_path / "deep", vocabulary, "eagle", num_hidden_layers=2)
-    with pytest.raises(ConfigError, match="one layer of Llama's kind, it has 2"):
-        read_eagle3(tmp_path / "deep", model)
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     ids = "eagle_aux_hidden_state_layer_ids"
     for said, message in (
         ("{", r"config\.json is damaged"),
         ("[]", "damaged .*must hold a JSON object"),
-        (json.dumps({**config, "eagle_config": None}), "must be a list of layers, it says None"),
-        (json.dumps({**config, "eagle_config": {ids: "abc"}}), "a list of layers, it says 'abc'"),
-        (json.dumps({**config, "hidden_size": "big"}), "describes no layer: .*hidden_size"),
-        (json.dumps({**config, "num_attention_heads": 0, "head_dim": None}), "describes no layer"),
     ):
         (tmp_path / "whole" / "config.json").write_text(said)
         with pytest.raises(ConfigError, match=f"(?s){message}"):
@@ -373,6 +366,46 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "whole" / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"safetensors, .*convert a \.bin"):
         read_eagle3(tmp_path / "whole", model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", None, "hidden_size: must be a valid integer .got None"),
+        ("hidden_size", [16], "hidden_size: must be a valid integer"),
+        ("intermediate_size", -3, "must be greater than 0 .got -3"),
+        ("num_attention_heads", 0, "must be greater than 0 .got 0"),
+        ("num_key_value_heads", "two", "num_key_value_heads: must be a valid integer"),
+        ("num_hidden_layers", 2, "num_hidden_layers: must be 1 .got 2"),
+        ("model_type", "qwen3", "model_type: must be 'llama'"),
+        ("head_dim", 10**18, "describes no layer"),
+        ("intermediate_size", 10**12, "have another shape"),
+        ("hidden_act", "abc", "describes no layer"),
+        ("rope_parameters", {"rope_type": "abc"}, "describes no layer"),
+        ("rope_theta", 0, "must be greater than 0"),
+        ("norm_output", "perhaps", "norm_output: must be a valid boolean"),
+        ("eagle_config", None, "must be a section"),
+        ("eagle_config", {"eagle_aux_hidden_state_layer_ids": "abc"}, "must be a valid list"),
+        ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [-1]}, "or equal to 0"),
+        ("transformer_layer_config", {}, "hidden_size: is missing"),
+        ("transformer_layer_config", None, "must be a section"),
+        ("d2t", torch.ones(KEPT), "d2t .* must have rows of integers, it is float32"),
+        ("lm_head.weight", torch.tensor(1.0), "lm_head.weight .* rows of floats, .* shape .."),
+        ("norm.weight", torch.ones(H, dtype=torch.int8), "must have rows of floats, it is int8"),
+    ],
+)
+def test_a_published_draft_says_sizes_flags_and_taps_or_is_refused(
+    target: Path, tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    model = load_model(str(target))
+    tensors = published(tmp_path / "ill", model.config.vocab_size, "eagle")
+    path = tmp_path / "ill" / "config.json"
+    if isinstance(value, Tensor):
+        save_file({**tensors, key: value}, tmp_path / "ill" / "model.safetensors")
+    else:
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(ConfigError, match=message):
+        read_eagle3(tmp_path / "ill", model)
 
 
 def test_a_draft_without_weights_is_not_released(

@@ -1,4 +1,4 @@
-"""The edits of docs/extending.md, made in a copy of the tree, tested and used there."""
+"""The edits of docs/extending*.md, made in a copy of the tree, tested and used there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.test_stages import CONFIG
 
 pytestmark = pytest.mark.exhaustive
 ROOT = Path(__file__).parent.parent
-_, *PARTS = re.split(r"^## ", (ROOT / "docs/extending.md").read_text(), flags=re.M)
+PAGES = [path.read_text() for path in sorted((ROOT / "docs").glob("extending*.md"))]
+PARTS = [part for page in PAGES for part in re.split(r"^## ", page, flags=re.M)[1:]]
 SECTIONS = {part.split("\n")[0]: part for part in PARTS}
 TESTS = re.compile(r"tests/test_\w+\.py")
 BLOCK = re.compile(

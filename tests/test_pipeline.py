@@ -242,8 +242,27 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
     methods = ["--method", "K=3", "--method", "head", "--eval.verifiers", "4"]
     done = run(tmp_path, "pipeline.py", *flags, *methods)
     assert done.returncode == 0, done.stderr
-    assert "nothing is assembled" in done.stdout
+    release = tmp_path / "out" / "release"
+    assert all(f"out/release/{name}, not uploaded" in done.stdout for name in ("draft", "head"))
+    assert "load_model" in done.stdout
+    # An evaluation of what was assembled gives the same tokens.
+    other = ["--draft", "null", "--head", "null", "--output", "again"]
+    other += ["--models.draft", str(release / "draft"), "--toy", "null"]
+    other += ["--method", "K=3", "--eval.verifiers", "0"]
+    again = run(tmp_path, "run_eval.py", *other)
+    assert again.returncode == 0, again.stderr
     results = read_results(tmp_path / "out" / "eval" / "results.json")
+    texts = [
+        {
+            sample["prompt_id"]: sample["methods"]["K=3"]
+            for sample in json.loads((tmp_path / at / "eval" / "samples.json").read_text())[
+                "samples"
+            ]
+        }
+        for at in ("out", "again")
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0]
     check_metrics(results)
     assert {entry.name for entry in results.runs} == {"plain", "K=3", "head"}
     verdict = HeadVerdict.read(tmp_path / "out" / "eval" / "verdict.json")

@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from distill.config import InitConfig
+from distill.initial import make_initial
 from eval.analysis.head_verdict import HeadVerdict
 from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
@@ -33,11 +35,13 @@ from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.table import shown_methods
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
+from specdata.models import load_model
 from specdata.toy.tokenizer import train_tokenizer
 from tests.drive_published_code import drive
 from tests.hub import Server
 from tests.synthetic_results import synthetic_results
 from tests.synthetic_verdict import synthetic_verdict
+from tests.test_initial import ROWS
 
 HIDDEN = 16
 
@@ -440,6 +444,57 @@ def stranger(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         }
         environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(out)}
         return drive(out, orders, **environment)
+
+
+@pytest.mark.parametrize("layout", [None, "eagle3"])
+def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_measured(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any
+) -> None:
+    init = InitConfig(kind="states", layers=1, vocabulary=40, layout=layout)
+    made, target = tmp_path / "made", str(pair.target)
+    make_initial(target=target, draft=None, rollouts=ROWS, out=made, config=init, seed=0)
+    runs = [
+        run.model_copy(update={"draft": run.draft and str(made)})
+        for run in pair.results.runs
+        if run.method.decoder != "assisted"
+    ]
+    results = pair.results.model_copy(update={"runs": runs})
+    root, names = tmp_path / "hub", ("acme/draft", "acme/head")
+    with Server(root) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        files = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        release_draft(made, tmp_path / "draft", results, push_to=names[0])
+        release_head(pair.head, tmp_path / "head", results, About(names[0]), push_to=names[1])
+        with pytest.raises(ValueError, match=r"load-with-draftsmith_see-README\.md"):
+            AutoModelForCausalLM.from_pretrained(names[0])
+        cards = [(root / name / "README.md").read_text(encoding="utf-8") for name in names]
+        codes = [code_blocks(ModelCard(card), "python") for card in cards]
+        for name, (code,) in zip(names, codes, strict=True):
+            assert "AutoModel" not in code, name
+            shown: dict[str, Any] = {}
+            exec(code.replace(json.dumps(loadable(target)), json.dumps(target)), shown)
+            asked = shown["config"], shown.get("head")
+            decoder = SpeculativeDecoder.from_config(shown["target"], load_model(str(made)), *asked)
+            expected = decoder.generate(
+                shown["inputs"]["input_ids"][0],
+                max_new_tokens=128,
+                generator=torch.Generator().manual_seed(0),
+            )
+            assert torch.equal(shown["out"].tokens, expected.tokens)
+            accepted, same = (
+                [(each.drafted, each.accepted) for each in out.rounds]
+                for out in (shown["out"], expected)
+            )
+            assert accepted == same
+    for card in cards:
+        assert str(tmp_path) not in card
+    assert ("export-eagle3" in cards[0]) == (layout is not None)
+    assert str(pair.target.parent) not in (root / names[0] / "config.json").read_text()
+    assert "40 of" in cards[0]
+    assert not (root / names[0] / "custom_generate").exists()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from specdata.models import load_model
 from specdata.probability import SamplingConfig, draw_one
 from specdata.states_draft import states_input, token_embedding, unit
 from specdata.taps import attach, default_taps, install, read_taps
+from specdata.target_states import reading_stored
 from tests.families import tiny
 from tests.test_branching import CASES
 from tests.test_decoder import PROMPT
@@ -330,7 +332,7 @@ def test_silent_layers_pass_on_what_they_are_given_and_leave_the_target_alone() 
     before = {name: each.clone() for name, each in target.state_dict().items()}
     model = cut(target, [1, 2])
     silence(model)
-    x = torch.randn(1, 4, 16, dtype=torch.float64)
+    x = torch.randn(1, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model.base_model(inputs_embeds=x)[0], model.model.norm(x))
     for name, each in target.state_dict().items():
         assert torch.equal(each, before[name])
@@ -401,12 +403,73 @@ def test_a_draft_on_states_loaded_as_another_and_a_target_that_is_gone_are_refus
     target: Path, tmp_path: Path
 ) -> None:
     made(target, tmp_path / "draft", vocabulary=None)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match=r"load-with-draftsmith_see-README\.md"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    plain = AutoModelForCausalLM.from_pretrained(target)
+    plain.config.target_states = load_model(str(tmp_path / "draft")).config.target_states
     with pytest.raises(ConfigError, match=r"reads none: load it with specdata\.models\.load_model"):
         SpeculativeDecoder.from_config(load_model(str(target)), plain, DecodeConfig())
     draft = load_model(str(tmp_path / "draft"), target=str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match=r"reads the states of its target, .*gone"):
         draft(input_ids=torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *((key, ..., f"{key}: is missing") for key in ("taps", "target", "width", "probe")),
+        ("taps", "abc", "taps: must be a valid list"),
+        ("taps", [], "taps: .* at least 1 item"),
+        ("taps", [-1, 2], "or equal to 0"),
+        ("taps", [9, 1, 2], "states of the target that it was made for"),
+        ("probe", [None], "probe.0: must be a valid number"),
+        ("probe", [1.0], "states of the target that it was made for"),
+        ("target", 3, "target: must be a valid string"),
+        ("width", 0, "width: must be greater than 0"),
+        ("width", 7, "width 7 must be that of 3 taps"),
+        ("layout", "eagle3", "layout: must be a section"),
+        (None, [], "must be a section"),
+    ],
+)
+def test_a_draft_says_which_states_of_which_target_it_reads_or_is_refused(
+    target: Path, tmp_path: Path, key: str | None, value: Any, message: str
+) -> None:
+    made(target, tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    record = config["target_states"] | {key: value}
+    kept = {name: each for name, each in record.items() if each is not ...}
+    path.write_text(json.dumps(config | {"target_states": value if key is None else kept}))
+    with pytest.raises(ConfigError, match=message):
+        attach(load_model(str(tmp_path / "draft")), load_model(str(target)))
+
+
+def test_rollouts_of_other_tokens_or_without_their_taps_are_refused_or_read_again(
+    target: Path, tmp_path: Path
+) -> None:
+    for name, ids, message in (
+        ("none", [], "at least one completion token"),
+        ("negative", [[-1]], "from 0 to .* from -1 to"),
+        ("beyond", [[100_000]], "from 0 to .* to 100000"),
+    ):
+        rows = Dataset.from_dict({"prompt_ids": ids, "completion_ids": ids})
+        config = InitConfig(kind="states", layers=1)
+        ask: dict[str, Any] = {"target": target, "draft": None, "config": config, "seed": 3}
+        with pytest.raises(ValueError, match=message):
+            make_initial(rollouts=rows, out=tmp_path / name, **ask)
+    theirs = load_model(str(target))
+    with pytest.raises(ConfigError, match=r"from 0 to .* to 100000"):
+        HeldOut(theirs, rows, SamplingConfig()).measure(theirs)
+    draft_at = tmp_path / "draft"
+    make_initial(rollouts=ROWS, out=draft_at, **ask)
+    draft = load_model(str(draft_at), target=str(target))
+    row = {"prompt_ids": [5], "completion_ids": [6, 7], "target_taps": b"abc"}
+    for more in ({}, {"taps": None}):
+        with reading_stored(draft, [{**row, **more}], 2):  # without their taps: read of the target
+            draft(input_ids=torch.tensor([[5, 6]]))
+    taps = draft.config.target_states["taps"]
+    with pytest.raises(ConfigError, match="numbers of the target's states"):
+        reading_stored(draft, [{**row, "taps": taps}], 2).__enter__()
 
 
 def test_taps_and_targets_that_cannot_be_had_are_refused(target: Path, tmp_path: Path) -> None:

@@ -286,9 +286,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--starts", nargs="+", choices=list(STARTS), help="default: all")
     parser.add_argument("--timed", type=int, default=8, help="prompts a domain of the clock")
-    parser.add_argument(
-        "--draft-cost", type=float, default=0.182, help="t_d / t_t, as measured on the demo's pair"
-    )
+    parser.add_argument("--draft-cost", type=float, default=0.182, help="t_d / t_t, assumed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/distill.json"))
     return parser.parse_args()

@@ -145,9 +145,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=2, help="of each head of the ablation")
     parser.add_argument("--prompts", type=int, default=128, help="decoded of each domain")
     parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
-    parser.add_argument(
-        "--draft-seconds", type=float, default=0.182, help="t_d, as measured on the demo's pair"
-    )
+    parser.add_argument("--draft-seconds", type=float, default=0.182, help="t_d over t_t, assumed")
     parser.add_argument("--target-seconds", type=float, default=1.0, help="t_t")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/heads.json"))

@@ -48,6 +48,7 @@ from specdata.models import (
 )
 from specdata.probability import SamplingConfig, draw, probabilities
 from specdata.saving import add_former_names, copy_tokenizer
+from specdata.states_draft import KEY, TargetStates, reads_states
 from specdata.storage.files import atomic_folder, write_json, write_text
 
 CARD = "README.md"
@@ -72,8 +73,9 @@ def release_draft(
     """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, code, card.
 
     The settings make transformers draft as many tokens a round as were measured to be best in its
-    own loop; where that was not measured they leave it to transformers. The folder appears when all
-    of it, the upload included, is done.
+    own loop; where that was not measured they leave it to transformers. A draft on its target's
+    states, which transformers refuses, comes without code, as it was measured, and names its
+    target. The folder appears when all of it, the upload included, is done.
 
     Args:
         source: folder of the draft, as the results name it.
@@ -101,6 +103,7 @@ def release_draft(
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
     model = _load_whole(source)
+    states = TargetStates.of(model.config) if reads_states(model.config) else None
     lengths = {engine: rows[0].method.deepest for engine, rows in fastest.items() if rows}
     if "transformers" in lengths:
         # What makes transformers draft exactly so many tokens a round.
@@ -124,7 +127,7 @@ def release_draft(
         about,
         name=name,
         target=target,
-        library="transformers",
+        library="draftsmith" if states else "transformers",
         tag="draft-model",
         relation="finetune",
         measured=[run for run in fixed if run.name == method.name],
@@ -146,6 +149,7 @@ def release_draft(
         vocabulary=config.vocab_size,
         target_vocabulary=targets.vocab_size,
         reduced=None if reduced is None else len(reduced),
+        states=states,
         longest=longest,
         lengths=lengths,
         length_cells={engine: length_cells(rows) for engine, rows in fastest.items() if rows},
@@ -153,7 +157,9 @@ def release_draft(
         serving=serving_lines(released, loadable(target)),
         served_lengths=DEFAULT_LENGTHS,
     ) as folder:
-        if reduced is not None:
+        if states:
+            getattr(model.config, KEY)["target"] = loadable(target)
+        elif reduced is not None:
             model.save_pretrained(folder / REDUCED)
             add_former_names(folder / REDUCED)
             copy_tokenizer(target, folder / REDUCED)
@@ -161,7 +167,8 @@ def release_draft(
         model.save_pretrained(folder)
         add_former_names(folder)
         copy_tokenizer(target, folder)
-        write_custom_generate(folder)
+        if not states:
+            write_custom_generate(folder)
     return out
 
 
@@ -215,6 +222,7 @@ def release_head(
             "draft": loadable(draft),
         },
         head=head,
+        states=reads_states(load_configs(str(used.draft))[0]),
         width=getattr(head, "width", None),
         trained=trained,
         verdict=verdict,
@@ -246,11 +254,12 @@ def head_run(results: Results, method: str | None = None) -> Run:
     heads = [
         row
         for row in pool(results)
-        if row.method.lossless and row.method.uses_draft and row.method.stop.needs_head
+        if row.method.lossless and all(run.head is not None for run in row.runs)
     ]
+    heads = [row for row in heads if row.method.stop.needs_head] or heads
     if not heads:
         raise ManifestError(
-            "the card of a head needs a method with stop: head measured on every prompt set"
+            "the card of a head needs a method that asks it (stop: head) on every prompt set"
         )
     return max([row for row in heads if row.name == method] or heads, key=merit).runs[0]
 
