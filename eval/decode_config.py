@@ -89,7 +89,7 @@ class Method(Config):
     siblings: SiblingOption = Field(
         default="auto",
         description="how a tree's siblings are drawn: iid, distinct, greedy, or auto: what the "
-        "verifier has a proof for, iid if that is among them",
+        "verifier has a proof for, iid if that is among them; at temperature 0 the likeliest",
     )
     nodes: int = Field(default=0, ge=0, description="most nodes of a dynamic tree")
     depth: int = Field(default=0, ge=0, description="most levels of a dynamic tree")

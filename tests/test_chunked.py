@@ -125,6 +125,7 @@ def test_chunks_give_the_value_and_the_gradients_of_all_positions_at_once(
 
 def test_no_logits_of_all_positions_are_made() -> None:
     seen: list[int] = []
+    torch.manual_seed(0)
     head = LMHead(tiny_llama(0), nn.Linear(H, V), lambda logits: logits, V)
     states = torch.randn(POSITIONS, H, requires_grad=True)
 
@@ -140,6 +141,7 @@ def test_no_logits_of_all_positions_are_made() -> None:
 
 def test_no_position_gives_zero_and_gradients_of_zero() -> None:
     """A process without a row of its own must take part in the sum of the gradients."""
+    torch.manual_seed(0)
     target = torch.randn(0, V)
     for embedding in (nn.Linear(H, V), ReducedHead([0, 3], torch.randn(2, H))):
         head = LMHead(tiny_llama(0), embedding, lambda logits: logits, V)

@@ -141,6 +141,7 @@ def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
     assert shared_graphs(model, "captured") is first
     config = DecodeConfig(temperature=0.0)
     before = tokens(SpeculativeDecoder.from_config(model, None, config, engine="captured"), 0)
+    torch.manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.3)

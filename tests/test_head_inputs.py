@@ -131,7 +131,7 @@ def test_numbers_follow_their_definitions(q: list[float]) -> None:
 
 
 def test_only_what_a_head_reads_is_computed() -> None:
-    tokens, states = torch.zeros(4, dtype=torch.long), torch.randn(4, HIDDEN)
+    tokens, states = torch.zeros(4, dtype=torch.long), torch.ones(4, HIDDEN)
     drafted = DraftedTokens(tokens=tokens, before=lambda: states)  # the rest is not to be had
     assert make_head(reads=["hidden_before"]).logits(drafted).shape == (4,)
     with pytest.raises(ValueError, match="a feature that is not known here"):

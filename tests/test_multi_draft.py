@@ -108,7 +108,7 @@ def test_two_drafts_of_the_papers_examples_reach_theorem_3(
 ) -> None:
     found: dict[float, dict[str, float]] = {}
     for row in two_drafts(q, [first], 9):
-        found.setdefault(row["x"], {})[row["verifier"]] = row["acceptance"]
+        found.setdefault(row["x"], {})[row["scheme"]] = row["acceptance"]
     for x, acceptance in found.items():
         p = [*first, x, 1 - sum(first) - x]
         # min over S of P(S) + Q(S^c)^2 + 2 Q(S) Q(S^c) = P(S) + 1 - Q(S)^2.
@@ -116,12 +116,13 @@ def test_two_drafts_of_the_papers_examples_reach_theorem_3(
             float(np.dot(p, chosen) + 1 - np.dot(q, chosen) ** 2)
             for chosen in product([0, 1], repeat=len(q))
         )
-        assert acceptance["optimum"] == pytest.approx(theorem, abs=1e-12)
-        assert acceptance["rrs"] <= acceptance["kseq"] + 1e-12 <= acceptance["optimum"] + 2e-12
+        best = acceptance["optimal"]
+        assert best == pytest.approx(theorem, abs=1e-12)
+        assert acceptance["SpecInfer"] <= acceptance["SpecTr"] + 1e-12 <= best + 2e-12
         if (
             not first
         ):  # Example 1: two fair drafts always suffice for p in [1/4, 3/4], and only there
-            assert (acceptance["optimum"] > 1 - 1e-12) == (0.25 <= x <= 0.75)
+            assert (best > 1 - 1e-12) == (0.25 <= x <= 0.75)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

@@ -72,7 +72,7 @@ def test_a_released_head_keeps_its_acceptance_probabilities(
     elif depth == 3:  # of tied tensors one is stored
         assert len(load_file(tmp_path / "theirs/model.safetensors")) == 4
     ours = from_released(tmp_path / "theirs", draft="org/draft")
-    hidden = 3.0 * torch.randn(50, 4, HIDDEN)
+    hidden = 3.0 * torch.randn(50, 4, HIDDEN, generator=torch.Generator().manual_seed(1))
     found, expected = torch.sigmoid(ours(hidden)).detach(), accepted(theirs, hidden)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert float(expected.std()) > 0.05
@@ -85,7 +85,8 @@ def test_a_released_head_keeps_its_acceptance_probabilities(
 def test_the_command_writes_a_head_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs, hidden = released(tmp_path / "theirs", 3), torch.randn(20, HIDDEN)
+    theirs = released(tmp_path / "theirs", 3)
+    hidden = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1))
     out = tmp_path / "ours"
     command = [str(tmp_path / "theirs"), "--out", str(out)]
     assert not run_tool(

@@ -16,12 +16,20 @@ from recipes.papers.measurements import (
     ModelPair,
     as_long,
     evaluated,
+    evaluation,
     expanded,
     formula,
     of_drafts,
 )
 from recipes.papers.reproduce import PAPERS, protocol_of
-from recipes.papers.tables import WORDS, markdown_table, paper_figures, pivot, selected
+from recipes.papers.tables import (
+    WORDS,
+    markdown_table,
+    paper_figures,
+    pivot,
+    selected,
+    write_figure,
+)
 
 SEEDS = ("seed-0", "seed-1")
 
@@ -108,6 +116,41 @@ def test_the_best_record_of_a_row_and_column_is_shown_and_rows_keep_their_order(
     speeds = [("a", "x", 1.0), ("b", "x", 3.0), ("a", "y", 2.0), ("a", "z", 1.5), ("b", "y", 2.0)]
     records = [{"set": r, "of": "SD", "method": m, "speedup": v} for r, m, v in speeds]
     assert pivot(table, records) == {"a": {"SD": "y"}, "b": {"SD": "x"}}
+
+
+def test_a_record_that_is_not_on_the_axis_is_a_level(tmp_path: Path) -> None:
+    figure = {"of": "m", "x": "second", "y": "rate", "lines": ["scheme"]}
+    records: list[dict[str, Any]] = [{"scheme": "IS", "second": x, "rate": x} for x in (1.2, 1.6)]
+    records.append({"scheme": "single draft", "second": "N/A", "rate": 1.0})
+    drawn = []
+    for name, measured in (("with", records), ("without", records[:2])):
+        write_figure(tmp_path / f"{name}.svg", figure, {"m": measured}, WORDS)
+        drawn.append((tmp_path / f"{name}.svg").read_text())
+    assert ["single draft" in each for each in drawn] == [True, False]
+    assert drawn[0].count("dasharray") > drawn[1].count("dasharray")
+    assert "N/A" not in drawn[0]
+
+
+def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
+    trained_pair: Path, tmp_path: Path
+) -> None:
+    sets = f"[{{name: instruct, count: 2}}, {{name: {tmp_path / 'none.jsonl'}}}]"
+    (tmp_path / "none.jsonl").write_text('{"prompt": "What is a map for?"}\n')
+    given = ["--output", str(tmp_path), "--toy", "null", "--draft", "null", "--head", "null"]
+    given += ["--models.target", str(trained_pair / "target"), "--eval.sets", sets]
+    given += ["--models.draft", str(trained_pair / "draft"), "--eval.max_new_tokens", "12"]
+    given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
+    command = parse(given, "canonical")
+    methods = [{"name": "K=1", "length": 1}, {"name": "K=3", "length": 3, "over": "K=1"}]
+    spec = {"timed": True, "scores": ["rougeL"], "methods": methods}
+    made = evaluation(ModelPair(command.config, command.given, tmp_path), spec, tmp_path / "m")
+    of = {(each["set"], each.get("method")): each for each in made}
+    one, three = of["instruct", "K=1"], of["instruct", "K=3"]
+    for gain, rate in (("over", "block_efficiency"), ("faster", "tokens_per_second")):
+        ratio = three[rate]["value"] / one[rate]["value"]
+        assert three[gain]["value"] == pytest.approx(100 * (ratio - 1))
+    assert 0 < one["rougeL"]["low"] <= one["rougeL"]["value"] <= one["rougeL"]["high"] < 1
+    assert {name for name, method in of if "rougeL" in of[name, method]} == {"instruct"}
 
 
 def test_sd_as_long_as_the_fastest_tree_of_its_set_is_shown_once_more() -> None:

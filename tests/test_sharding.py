@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +156,7 @@ def test_when_the_main_process_dies_the_other_finishes_the_shards_and_then_ends_
     main.send_signal(signal.SIGKILL)
     while not json.loads((dataset / "manifest.json").read_text())["finished"]:
         assert other.poll() is None
-    begun = time.monotonic()
     (_, (status, errors)) = end([main, other])
-    assert time.monotonic() - begun < 15
     assert status == 1
     assert errors.count("\n") < 3
     assert f"no main process has been at work in {dataset.relative_to(tmp_path)}" in errors

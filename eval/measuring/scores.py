@@ -24,10 +24,15 @@ PACKAGES = {"rougeL": "rouge_score", "bleu": "sacrebleu"}
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
+def can_score(name: str) -> bool:
+    """True if what a score needs is installed."""
+    return name not in PACKAGES or find_spec(PACKAGES[name]) is not None
+
+
 def check_scores(names: Sequence[str]) -> None:
     """Raise ConfigError unless what these scores need is installed."""
     for name in names:
-        if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+        if not can_score(name):
             raise ConfigError(
                 f"the score {name!r} needs {PACKAGES[name]}, which is not installed: pip install "
                 "'draftsmith[scores]', or take it out of eval.scores"

@@ -190,7 +190,7 @@ _SPECS = (
         "multipath_block",
         "multipath_block.multipath_block",
         PATHS,
-        "ours: selection (arXiv:2410.18234) and block verification (arXiv:2403.10444)",
+        "selection (arXiv:2410.18234) and block verification (arXiv:2403.10444) combined",
         whole_draft=True,
         grid=({"solver": "truncated", "s": 5}, {"solver": "luce"}),
         examples=({"solver": "lp"}, {"solver": "truncated", "s": 1}, {"solver": "luce"}, {}),

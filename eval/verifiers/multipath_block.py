@@ -16,8 +16,9 @@ from eval.verifiers.selection.solvers import Solver, selector
 def multipath_block(solver: Solver = "truncated", s: int = 5) -> Rule:
     """Selection down the paths, then block verification with the selected tokens' distributions.
 
-    Ours: the canonical decomposition of Khisti et al. 2025 (arXiv:2410.18234) at every position,
-    and Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2, along the selected path. At every depth
+    The canonical decomposition of Khisti et al. 2025 (arXiv:2410.18234) at every position, and Sun
+    et al. 2025 (arXiv:2403.10444v2), Algorithm 2, along the selected path; other ways to verify
+    blocks of several drafts are arXiv:2602.16961 and arXiv:2604.25925. At every depth
     one of the tokens of the paths still alive is selected, with a distribution b that is known
     exactly, and the paths with that token stay alive. The selected tokens are then a single draft
     whose distributions are the b's: which paths are alive has the same probability under p and b,

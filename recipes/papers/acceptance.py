@@ -112,9 +112,9 @@ BUCKETS["128+"] = (128, 1 << 62)
 """Least and most tokens of the buckets that effective alphabets are counted in, by name."""
 
 
-def effective_alphabet(p: Tensor, _q: Tensor, top_p: float) -> list[float]:
-    """1 for the bucket that the size of p's effective alphabet is in, what top-p leaves; else 0."""
-    left = int((nucleus(p, top_p) > 0).sum())
+def effective_alphabet(p: Tensor, q: Tensor, of: str, top_p: float) -> list[float]:
+    """1 for the bucket of the effective alphabet of p or q (`of`), what top-p leaves; else 0."""
+    left = int((nucleus({"p": p, "q": q}[of], top_p) > 0).sum())
     return [float(least <= left <= most) for least, most in BUCKETS.values()]
 
 
@@ -193,7 +193,7 @@ def two_drafts(
         points: how many x, evenly from 0 to the rest.
 
     Returns:
-        Records of `target`, `x`, `verifier` ("optimum", "kseq", "rrs") and `acceptance`.
+        Records of `target`, `x`, `scheme` ("optimal", "SpecTr", "SpecInfer") and `acceptance`.
     """
     draft = torch.tensor(q, dtype=torch.float64)
     records = []
@@ -202,7 +202,7 @@ def two_drafts(
         name = f"p = ({', '.join([*(f'{each:.3g}' for each in first), 'x', f'{rest:.3g} - x'])})"
         for x in np.linspace(0.0, rest, points).tolist():
             p = torch.tensor([*first, x, rest - x], dtype=torch.float64)
-            for rule in ("optimum", "kseq", "rrs"):
+            for scheme, rule in (("optimal", "optimum"), ("SpecTr", "kseq"), ("SpecInfer", "rrs")):
                 accepted = RULES[rule](p, draft, 2)
-                records.append({"target": name, "x": x, "verifier": rule, "acceptance": accepted})
+                records.append({"target": name, "x": x, "scheme": scheme, "acceptance": accepted})
     return records

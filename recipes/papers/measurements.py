@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.methods import PLAIN, EvalConfig, check_methods
 from eval.measuring.pooled import ALL_SETS
+from eval.measuring.scores import can_score
 from recipes.config import PipelineConfig, build
 from recipes.layout import draft_in_use, portable
 from recipes.layout import folder as stage_folder
@@ -130,19 +131,25 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
 
     A record a set and method, and one for all sets; with several seeds the generations are pooled
     and each rate has its deviation over seeds. Where it is timed, also a record of the fitted times
-    of each set (`fit`).
+    of each set (`fit`). `scores` are those of prompts that have a reference, where their packages
+    are installed.
     """
     from eval.measuring.environment import describe_environment, using_threads
     from eval.measuring.experiment import Artefacts, Experiment
     from eval.measuring.results import build_results
+    from eval.measuring.scores import Scorer
     from eval.runtime.engines import engine_on
     from heads import BaseHead
+    from specdata.models import load_tokenizer
 
     config, sampling, methods = evaluated(pair, spec)
     prompts = pair.load_prompts(config)
     head = BaseHead.from_pretrained(pair.folder / spec["head"]) if "head" in spec else None
     names = {"target": pair.config.models.target, "draft": pair.draft_name, "head": None}
     models = Artefacts(pair.target, pair.draft, head, names)
+    scorer = None
+    if config.scores and any(prompt.reference for prompt in prompts):
+        scorer = Scorer(config.scores, prompts, load_tokenizer(pair.config.models.target), None)
     by_seed: list[Results] = []
     with using_threads(config.threads):
         where = describe_environment(
@@ -150,7 +157,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         )
         for seed in spec.get("seeds", [pair.config.seed]):
             one = folder / f"seed-{seed}"
-            experiment = Experiment(models, prompts, one, config, sampling, seed, where)
+            experiment = Experiment(models, prompts, one, config, sampling, seed, where, scorer)
             total = len(prompts) * len(config.methods)
             with progress(total, f"{folder.name}, seed {seed}", "generation") as bar:
                 experiment.measure(bar.update)
@@ -180,6 +187,7 @@ def evaluated(
     section = {"batch": 16, "engine": "eager", "threads": given.get("threads", 0)}
     if spec.get("timed"):
         section = {key: given[key] for key in ("engine", "threads") if key in given}
+    section["scores"] = [name for name in spec.get("scores", []) if can_score(name)]
     if "max_new_tokens" in given or "max_new_tokens" in spec:
         both = [each["max_new_tokens"] for each in (given, spec) if "max_new_tokens" in each]
         section["max_new_tokens"] = min(both)
@@ -257,11 +265,18 @@ def _records(
             if pooled.timed:
                 record["time"] = asdict(Interval.of(1 / row.rates["speedup"]))
             if "over" in given:
-                gain = row.over(other := rows[given["over"]], "block_efficiency")
-                record["over"] = {key: 100 * (x - 1) for key, x in asdict(gain).items()}
+                other = rows[given["over"]]
+                for key, rate in (("over", "block_efficiency"), ("faster", "tokens_per_second")):
+                    if rate in row.rates:
+                        gain = row.over(other, rate)
+                        record[key] = {part: 100 * (x - 1) for part, x in asdict(gain).items()}
                 if pooled.timed:
                     saved = 1 - other.rates["speedup"] / row.rates["speedup"]
                     record["saved"] = asdict(Interval.of(100 * saved))
+            scores = row.runs[0].scores if len(row.runs) == 1 else {}
+            for score, value in scores.items():
+                low, high = row.runs[0].intervals[score]
+                record[score] = {"value": value, "low": low, "high": high}
             record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
         if name != ALL_SETS and pooled.timed and pooled.latency[name] is not None:
@@ -408,8 +423,8 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     Finished prompt sets are kept in the folder. A record a prompt set and rule, and one of all
     sets, positions weighing alike; intervals are bootstraps over prompts. `rules` are listed as
     methods are: `rule` names a function of `acceptance.RULES` and `k` the candidates, other keys
-    are its parameters; `rule: alphabet` with `top_p` counts the tokens that truncation
-    leaves. `positions` a text; `draft_temperature` where it is not the target's.
+    are its parameters; `rule: alphabet` with `of` (p or q) and `top_p` counts the tokens that
+    truncation leaves. `positions` a text; `draft_temperature` where it is not the target's.
     """
     from recipes.papers.acceptance import values_along
 
@@ -441,7 +456,8 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         for index, keys in enumerate(every, start=1):
             field = "share" if "tokens left" in keys else "acceptance"
             figure = asdict(Interval.of(total[:, index] / total[:, 0]))
-            records.append({**shared, "set": name, **keys, field: figure})
+            counts = {"positions": int(total[0, 0])}
+            records.append({**shared, "set": name, **keys, field: figure, "counts": counts})
     return records
 
 
@@ -510,7 +526,7 @@ def _columns(
     for rule in expanded(spec["rules"]):
         if rule["rule"] == "alphabet":
             keys = [{**rule, "tokens left": name} for name in BUCKETS]
-            yield keys, partial(effective_alphabet, top_p=rule["top_p"])
+            yield keys, partial(effective_alphabet, of=rule["of"], top_p=rule["top_p"])
         else:
             parameters = {key: rule[key] for key in rule if key not in ("name", "rule")}
             yield [rule], partial(RULES[rule["rule"]], **parameters)

@@ -103,7 +103,8 @@ def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> dict[str, An
             where = describe_environment(device=str(device()), dtype=pair.config.models.dtype)
             records = json.loads(json.dumps(_rounded(kind(pair, spec, folder))))
         took = time.perf_counter() - begun
-        made = {"seconds": took, "environment": where.model_dump(), "records": records}
+        at = where.model_dump(exclude={"batch_size", "devices"})  # one's own of each measurement
+        made = {"seconds": took, "environment": at, "records": records}
         write_json(folder / RECORDS, made)
         say(f"{name}: measured in {took:.0f} s", style="green")
     return made

@@ -219,6 +219,10 @@ def _draw(axes: Any, figure: Mapping[str, Any], records: Sequence[Record]) -> No
         if record.get(figure["x"]) is not None and record.get(figure["y"]) is not None:
             groups.setdefault(_label(record, figure.get("lines", [])), []).append(record)
     for number, (name, points) in enumerate(groups.items()):
+        if len(points) == 1 and isinstance(points[0][figure["x"]], str):  # not on the axis: a level
+            middle = _middle(points[0][figure["y"]])
+            axes.axhline(middle, color="0.4", linestyle=":", linewidth=1.2, label=name)
+            continue
         middles = [_middle(record[figure["y"]]) for record in points]
         low, high = (
             [_middle(record[figure["y"]], side) for record in points] for side in ("low", "high")

@@ -154,7 +154,10 @@ def _rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
         texts = write(dataset.name, dataset.split, dataset.count, seed=seed)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return enumerate(({"prompt": text} for text in texts), start=1)
+    rows: Iterator[PromptRow] = ({"prompt": text} for text in texts)
+    if isinstance(texts, dict):
+        rows = ({"prompt": text, "reference": texts[text]} for text in texts)
+    return enumerate(rows, start=1)
 
 
 def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:

@@ -55,8 +55,10 @@ MOST = {"train": 50_000, "dev": 6_250, "test": 6_250}
 """Prompts of each split that a family is read for; writing more takes minutes of one processor."""
 
 
-def prompts(family: str, split: str, count: int, *, seed: int) -> list[str]:
-    """Return `count` distinct prompts of one split; no prompt belongs to two splits, for any seed.
+def prompts(family: str, split: str, count: int, *, seed: int) -> dict[str, str]:
+    """Return `count` prompts of one split, each with one of its many possible answers.
+
+    No prompt belongs to two splits, for any seed.
 
     Raises:
         ValueError: if the family or the split is unknown, or has fewer prompts.
@@ -67,7 +69,7 @@ def prompts(family: str, split: str, count: int, *, seed: int) -> list[str]:
             "lower `count`"
         )
     chosen = _take(_split(family, split, seed), count, f"the {split} split of {family!r}")
-    return [example.prompt for example in chosen]
+    return {example.prompt: example.completion for example in chosen}
 
 
 def split_of(prompt: str) -> str:
