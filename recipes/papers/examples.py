@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,7 @@ from eval.verifiers import VERIFIERS
 from eval.verifiers.biased import opt_loss, uno_loss
 from recipes.papers import theory
 from recipes.papers.acceptance import two_drafts
-
-Record = dict[str, Any]
-
+from recipes.papers.tables import Record
 
 ACCEPTED = {
     "token": theory.token_accepted,
