@@ -81,11 +81,11 @@ def next_recipe(config: PipelineConfig, recipe: str, line: CommandLine) -> list[
 
 def load_draft(source: str | Path, *, states: bool = False) -> Step:
     """A line of Python that loads a draft; transformers loads none on its target's `states`."""
-    module, load = "transformers", "AutoModelForCausalLM.from_pretrained"
+    name = json.dumps(str(source), ensure_ascii=False)
     if states:
-        module, load = "specdata.models", "load_model"
-    call = f"{load}({json.dumps(str(source), ensure_ascii=False)})"
-    return Step("load", f"from {module} import {load.split('.')[0]}; draft = {call}")
+        return Step("load", f"from specdata.models import load_model; draft = load_model({name})")
+    load = f"AutoModelForCausalLM.from_pretrained({name})"
+    return Step("load", f"from transformers import AutoModelForCausalLM; draft = {load}")
 
 
 def load_head(source: str | Path) -> Step:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,10 +162,15 @@ def read_model(
 def _config(source: str, revision: str | None) -> PreTrainedConfig:
     """A model's configuration; of a draft on its target's states, that of its layers."""
     values, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
-    if values.get("model_type") != MODEL_TYPE:
-        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    values |= {"model_type": TargetStates.of(values).model_type, "name_or_path": source}
-    return AutoConfig.for_model(**values)
+    if values.get("model_type") == MODEL_TYPE:
+        values |= {"model_type": TargetStates.of(values).model_type, "name_or_path": source}
+        config = AutoConfig.for_model(**values)
+    else:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    for size in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
+        if (found := getattr(config.get_text_config(), size, None)) is not None and not found > 0:
+            raise ConfigError(f"{size} in config.json must be greater than 0, it is {found}")
+    return config
 
 
 def _options(load: Loading) -> dict[str, Any]:
@@ -251,15 +257,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if not (Path(name) / "tokenizer_config.json").is_file() and (base := base_of_adapters(name)):
         return _of_base(name, base, lambda: load_tokenizer(base))
     source, revision = hub_source(name)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
 
     def load() -> PreTrainedTokenizerBase:
-        try:
-            options = {"config": _config(source, revision)}
-        except (OSError, ValueError):  # a tokenizer alone, or what is refused below
-            options = {}
-        return AutoTokenizer.from_pretrained(
-            source, revision=revision, trust_remote_code=False, **options
-        )
+        with suppress(OSError, ValueError):  # a tokenizer alone, or what is refused below
+            options["config"] = _config(source, revision)
+        return AutoTokenizer.from_pretrained(source, **options)
 
     return from_hub("tokenizer", name, load)
 
@@ -319,12 +322,11 @@ def check_length(config: PreTrainedConfig, longest: int) -> None:
 
 def check_ids(config: PreTrainedConfig, least: int, largest: int) -> None:
     """Raise ConfigError if a model has no such token ids, the least and the largest of texts."""
-    vocabulary = config.get_text_config().vocab_size
-    if not 0 <= least <= largest < vocabulary:
+    if not 0 <= least <= largest < config.get_text_config().vocab_size:
         raise ConfigError(
-            f"token ids of a text must be from 0 to {vocabulary - 1}, those that "
-            f"{config.name_or_path or 'the model'} has, and are from {least} to {largest}: its "
-            "rollouts were made with another model, or damaged; make them again"
+            f"token ids must be from 0 to {config.get_text_config().vocab_size - 1}, which are "
+            f"those of {config.name_or_path or 'the model'}, and a text has {least} to {largest}: "
+            "it is another model's, or damaged; make the rollouts again"
         )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from specdata.config import Config, read_stored
@@ -54,15 +54,9 @@ class Norms:
 
 
 class TargetStates(Config):
-    """What config.json says of the target whose states a draft reads.
+    """What config.json says of the target whose states a draft reads (`specdata.taps.record_of`).
 
-    Attributes:
-        taps: which states (`specdata.taps`).
-        target: folder or Hub id.
-        width: of all taps together.
-        probe: some values of the taps (`specdata.taps.record_of`).
-        layout: of a draft in EAGLE-3's layout, its norms.
-        model_type: the architecture of the layers, where the file's own is `MODEL_TYPE`.
+    `layout` is of EAGLE-3's; `model_type` that of the layers, where the file's own is `MODEL_TYPE`.
     """
 
     taps: list[NonNegativeInt] = Field(min_length=1)
@@ -71,12 +65,6 @@ class TargetStates(Config):
     probe: list[float] = Field(min_length=1)
     layout: Norms | None = None
     model_type: str = ""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.width % len(self.taps):
-            raise ValueError(f"width {self.width} must be that of {len(self.taps)} taps")
-        return self
 
     @classmethod
     def of(cls, config: Any) -> Self:

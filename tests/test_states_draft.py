@@ -426,7 +426,7 @@ def test_a_draft_on_states_loaded_as_another_and_a_target_that_is_gone_are_refus
         ("probe", [1.0], "states of the target that it was made for"),
         ("target", 3, "target: must be a valid string"),
         ("width", 0, "width: must be greater than 0"),
-        ("width", 7, "width 7 must be that of 3 taps"),
+        ("width", 7, "cannot load the model"),
         ("layout", "eagle3", "layout: must be a section"),
         (None, [], "must be a section"),
     ],
@@ -449,7 +449,7 @@ def test_rollouts_of_other_tokens_or_without_their_taps_are_refused_or_read_agai
 ) -> None:
     for name, ids, message in (
         ("none", [], "at least one completion token"),
-        ("negative", [[-1]], "from 0 to .* from -1 to"),
+        ("negative", [[-1]], "from 0 to .* a text has -1 to"),
         ("beyond", [[100_000]], "from 0 to .* to 100000"),
     ):
         rows = Dataset.from_dict({"prompt_ids": ids, "completion_ids": ids})
