@@ -2,7 +2,8 @@
 
     python benchmarks/heads_clock.py --demo DIR ... [--smollm2 DIR ...] --calls FILE [--out FILE]
 
-How the evaluations are made is said in docs/heads.md; FILE is what benchmarks/head_call.py wrote.
+How the evaluations are made is said in docs/evidence/head-clock.md; FILE is what
+benchmarks/head_call.py wrote.
 Of each evaluation: the fastest fixed length, the fastest rule without training, and the fastest
 head, over all prompt sets together, paired by prompt, each chosen on the same prompts: there are
 more rivals than heads, so that leans against the head.

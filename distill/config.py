@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from specdata.config import Config
+from specdata.config import MOST_TIMES, MOST_TOKENS, Config, Count, Few
 from specdata.errors import ConfigError
 
 TOY_POSITIONS = 1024
@@ -66,6 +66,7 @@ class InitConfig(Config):
     vocabulary: int | None = Field(
         default=None,
         ge=1,
+        le=MOST_TOKENS,
         description="tokens that the draft can propose: the most frequent in the rollouts "
         "(default: all)",
     )
@@ -132,12 +133,12 @@ class FinetuneConfig(Config):
         description="conversations: JSONL, JSON or parquet files, folders, sharegpt or Hub ids "
         "(default: the rollouts, which is sequence-level distillation)",
     )
-    epochs: float = Field(default=3.0, gt=0.0, description="passes over the texts")
-    max_length: int = Field(
+    epochs: float = Field(default=3.0, gt=0.0, le=MOST_TIMES, description="passes over the texts")
+    max_length: Count = Field(
         default=2048, ge=2, description="tokens of a row; longer texts become several"
     )
-    batch_size: int = Field(default=8, ge=1, description="rows in a batch, over all processes")
-    accumulation: int = Field(
+    batch_size: Count = Field(default=8, ge=1, description="rows in a batch, over all processes")
+    accumulation: Few = Field(
         default=1, ge=1, description="batches added up before an optimizer step"
     )
     learning_rate: float = Field(default=2e-5, gt=0.0, description="largest learning rate")
@@ -160,7 +161,7 @@ class FinetuneConfig(Config):
 class LoraConfig(Config):
     """Low-rank adapters in place of full weights, merged when the draft is saved."""
 
-    rank: int = Field(
+    rank: Count = Field(
         default=16, ge=1, description="rank of the adapters, which are scaled by two (alpha / rank)"
     )
 
@@ -212,21 +213,25 @@ class DistilConfig(Config):
     epochs: float = Field(
         3.0,
         ge=0.0,
+        le=MOST_TIMES,
         description="passes over the training rollouts; 0 keeps the draft as it starts",
     )
     # At equal seconds two gave SmolLM2's draft more acceptance and more tokens of a round than
     # three; EAGLE-3's 7 are for drafts that train a hundred times as long.
-    readings: int = Field(
+    readings: Few = Field(
         2,
         ge=2,
         description="with init.kind states: times that a batch is read, first after the target's "
         "states, then after the draft's own (training-time test)",
     )
     max_length: int | None = Field(
-        None, ge=2, description="tokens of a rollout; what is longer is cut (default: nothing is)"
+        None,
+        ge=2,
+        le=MOST_TOKENS,
+        description="tokens of a rollout; what is longer is cut (default: nothing is)",
     )
-    batch_size: int = Field(8, ge=1, description="rollouts in a batch, over all processes")
-    accumulation: int = Field(1, ge=1, description="batches added up before an optimizer step")
+    batch_size: Count = Field(8, ge=1, description="rollouts in a batch, over all processes")
+    accumulation: Few = Field(1, ge=1, description="batches added up before an optimizer step")
     learning_rate: float = Field(1e-4, gt=0.0, description="largest learning rate")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
@@ -241,17 +246,17 @@ class DistilConfig(Config):
     warmup_ratio: float = Field(
         0.1, ge=0.0, lt=1.0, description="share of the steps over which the learning rate rises"
     )
-    save_steps: int = Field(
+    save_steps: Count = Field(
         100, ge=1, description="steps between checkpoints, from which a killed run goes on"
     )
     precision: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="of the draft's forward; its weights and their updates stay float32",
     )
-    eval_steps: int = Field(
+    eval_steps: Count = Field(
         50, ge=1, description="steps between measurements on rollouts that are not trained on"
     )
-    eval_rollouts: int = Field(
+    eval_rollouts: Count = Field(
         128,
         ge=1,
         description="how many of these are read each time, evenly over prompt sets; all are before "
@@ -310,22 +315,22 @@ class DistilConfig(Config):
 class ToyPairConfig(Config):
     """The two models and how long they train; the defaults take minutes on two cores."""
 
-    vocab_size: int = Field(2048, ge=1, description="tokens of the shared vocabulary")
-    examples_per_family: int = Field(
+    vocab_size: Count = Field(2048, ge=1, description="tokens of the shared vocabulary")
+    examples_per_family: Count = Field(
         2000, ge=1, description="training documents of each prompt family"
     )
-    library_characters: int = Field(
+    library_characters: Count = Field(
         100_000, ge=0, description="library text in the training documents, at most"
     )
-    block_size: int = Field(128, ge=1, description="tokens of one training block")
-    target_layers: int = Field(12, ge=1, description="layers of the target")
-    target_width: int = Field(256, ge=6, multiple_of=2, description="hidden size of the target")
-    target_steps: int = Field(450, ge=1, description="training steps of the target")
-    draft_layers: int = Field(1, ge=1, description="layers of the draft")
-    draft_width: int = Field(128, ge=6, multiple_of=2, description="hidden size of the draft")
-    draft_steps: int = Field(
+    block_size: Count = Field(128, ge=1, description="tokens of one training block")
+    target_layers: Few = Field(12, ge=1, description="layers of the target")
+    target_width: Count = Field(256, ge=6, multiple_of=2, description="hidden size of the target")
+    target_steps: Count = Field(450, ge=1, description="training steps of the target")
+    draft_layers: Few = Field(1, ge=1, description="layers of the draft")
+    draft_width: Count = Field(128, ge=6, multiple_of=2, description="hidden size of the draft")
+    draft_steps: Count = Field(
         400, ge=1, description="training steps of the base draft; distillation goes on"
     )
-    save_steps: int = Field(
+    save_steps: Count = Field(
         100, ge=1, description="steps between checkpoints, from which a killed run goes on"
     )

@@ -1,6 +1,6 @@
 """Train a draft on texts: conversations, or completions of its target (TRL's SFTTrainer).
 
-This is how Vicuna-68M was made of LLaMA-68M (MCSD, arXiv 2401.06706, section 5.1).
+This is how Vicuna-68M was made of LLaMA-68M (MCSD, arXiv 2401.06706, section 5).
 """
 
 from __future__ import annotations

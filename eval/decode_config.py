@@ -27,7 +27,7 @@ from pydantic import (
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule, read_rule
 from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.verifiers import VERIFIERS
-from specdata.config import Config, mistakes, nearest
+from specdata.config import Config, Count, Few, mistakes, nearest
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
@@ -81,7 +81,7 @@ class Method(Config):
         description="chain, paths (independent rollouts of one length), tree (a k-configuration) "
         "or dynamic_tree (the draft's most probable continuations)",
     )
-    paths: int = Field(default=1, ge=1, description="number of paths")
+    paths: Few = Field(default=1, ge=1, description="number of paths")
     widths: tuple[int, ...] = Field(
         default=(),
         description="children of every node of a tree at depth 0, 1, ..., such as [4, 2, 2]",
@@ -91,8 +91,8 @@ class Method(Config):
         description="how a tree's siblings are drawn: iid, distinct, greedy, or auto: what the "
         "verifier has a proof for, iid if that is among them; at temperature 0 the likeliest",
     )
-    nodes: int = Field(default=0, ge=0, description="most nodes of a dynamic tree")
-    depth: int = Field(default=0, ge=0, description="most levels of a dynamic tree")
+    nodes: Count = Field(default=0, ge=0, description="most nodes of a dynamic tree")
+    depth: Few = Field(default=0, ge=0, description="most levels of a dynamic tree")
     gain: float = Field(
         default=0.0,
         ge=0.0,

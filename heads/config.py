@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from specdata.config import Config
+from specdata.config import MOST_TIMES, Config, Count, Few
 
 Kind = Literal["specdec++", "immediate"]
 Tracker = Literal["none", "tensorboard", "wandb"]
@@ -79,13 +79,13 @@ class HeadConfig(Config):
         description="specdec++: the published head, on the state after the token; immediate: ours, "
         "on what is known once the token is drawn, and better",
     )
-    depth: int = Field(
+    depth: Few = Field(
         3,
         ge=0,
         description="residual blocks, 0 is a linear head [immediate: layers after the sum of what "
         "it reads, 0]",
     )
-    width: int = Field(64, ge=1, description="width of its layers [immediate alone]")
+    width: Count = Field(64, ge=1, description="width of its layers [immediate alone]")
     features: tuple[FeatureName, ...] = Field(
         DEFAULT_FEATURES,
         min_length=1,
@@ -98,7 +98,7 @@ class HeadConfig(Config):
         description="share of positions that keep the target's token [specdec++ alone: ours judges "
         "each token after the target's own text]",
     )
-    draws: int = Field(
+    draws: Few = Field(
         1,
         ge=1,
         description="drafted tokens a position in one pass, of those that the labels hold; the "
@@ -112,11 +112,14 @@ class HeadConfig(Config):
     epochs: int | None = Field(
         None,
         ge=1,
+        le=MOST_TIMES,
         description="passes over the training rows; null: as many as make 400 steps, at least 3 "
         "[immediate: 1500 steps, 12 to 24 passes]",
     )
-    batch_size: int = Field(32, ge=1, description="rows a step, over all processes [immediate: 12]")
-    micro_batch_size: int = Field(
+    batch_size: Count = Field(
+        32, ge=1, description="rows a step, over all processes [immediate: 12]"
+    )
+    micro_batch_size: Count = Field(
         8,
         ge=1,
         description="rows a forward pass, per process; does not change the result [immediate: 12]",
@@ -127,7 +130,7 @@ class HeadConfig(Config):
         description="Adam's peak rate, then cosine; null: the paper's 5e-5 for states of width "
         "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3]",
     )
-    save_steps: int = Field(200, ge=1, description="steps between checkpoints")
+    save_steps: Count = Field(200, ge=1, description="steps between checkpoints")
     report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")
     folder: str = Field(
         "head",

@@ -35,6 +35,8 @@ from specdata.rollouts.config import RolloutConfig
 from specdata.sampling import SamplingConfig
 
 TOY = Path(__file__).parent / "configs" / "toy.yaml"
+MOST_BYTES, MOST_VALUES = 2**17, 10_000
+"""Of a YAML file; ours hold 5,000 bytes and 200 values."""
 SHARED = ("output", "seed", "models", "sampling")
 """The sections that every stage reads besides its own."""
 
@@ -291,7 +293,9 @@ def _options(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = _load_yaml(path.read_text(encoding="utf-8"))
+        if path.exists() and not (path.is_file() and path.stat().st_size <= MOST_BYTES):
+            raise ConfigError(f"{path} must be a regular file of at most {MOST_BYTES:,} bytes")
+        tree = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"configuration file {path} does not exist") from error
     except OSError as error:
@@ -304,7 +308,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping; YAML itself would keep the last."""
+    """Refuses a key that stands twice in one mapping; YAML itself would keep the last.
+
+    And what would grow without end where aliases (`*name`) are written out.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        """As yaml's own."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _written_out(node, {})
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """As yaml's own, which it calls; keys that `<<` adds later may be given once more."""
@@ -318,7 +332,29 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return node
 
 
-def _load_yaml(text: str) -> Any:
+def _written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """Values of a document once each alias is replaced by what it names.
+
+    Args:
+        node: the document, or a part.
+        known: the same of parts that were counted; 0 of those that are being counted.
+
+    Raises:
+        ConstructorError: if they are more than MOST_VALUES, or one names what it stands within.
+    """
+    if node not in known:
+        known[node] = 0
+        below = [] if isinstance(node, yaml.ScalarNode) else node.value
+        parts = [part for each in below for part in (each if isinstance(each, tuple) else (each,))]
+        known[node] = 1 + sum(_written_out(part, known) for part in parts)
+    if not 0 < known[node] <= MOST_VALUES:
+        problem = f"must hold at most {MOST_VALUES:,} values with its aliases written out"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return known[node]
+
+
+def load_yaml(text: str) -> Any:
+    """What YAML of a user holds. Raises yaml.YAMLError, ValueError or RecursionError."""
     return yaml.load(text, Loader=_UniqueKeyLoader)
 
 
@@ -334,9 +370,9 @@ def _is_literal(info: FieldInfo, text: str) -> bool:
 
 def _value(key: str, text: str) -> Any:
     try:
-        return _load_yaml(text)
+        return load_yaml(text)
     except yaml.constructor.ConstructorError as error:
-        raise ConfigError(f"--{key}: {text!r}: {error.problem}") from error
+        raise ConfigError(f"--{key}: {text[:80]!r}: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--{key}: {text[:80]!r} is not a YAML value") from error
 

@@ -11,12 +11,13 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from unicodedata import category
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -29,8 +30,13 @@ from specdata.errors import ConfigError, without_passwords
 
 T = TypeVar("T")
 
-MOST_TOKENS = 2**24
-"""No model has so many positions; what is asked for beyond is a slip of the keyboard."""
+MOST_TOKENS, MOST_TIMES = 2**24, 10_000
+"""No model has so many positions, and nobody repeats or stacks a thing so often: what is asked for
+beyond is a slip of the keyboard."""
+Count = Annotated[int, Field(le=MOST_TOKENS)]
+"""Of tokens, prompts, rows or steps, and sizes."""
+Few = Annotated[int, Field(le=MOST_TIMES)]
+"""Of what multiplies the work: samples of a prompt, passes, layers, tokens of a draft."""
 _NO_SECTION = ("model_type", "model_attributes_type", "dataclass_type", "dataclass_exact_type")
 FREE_TEXT = ("template",)
 """Fields that may hold line breaks and tabs; other texts are names, paths and addresses."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,17 @@ def whole_number(text: str) -> int:
     if not text.isdecimal() or len(text) > 10 or int(text) >= 2**31:
         raise argparse.ArgumentTypeError(f"must be a whole number below 2**31, got {text!r}")
     return int(text)
+
+
+def positive_number(text: str) -> float:
+    """A number of a command line that is above 0 and finite."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0.0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and finite, got {text!r}")
+    return number
 
 
 def accept_any_text() -> None:

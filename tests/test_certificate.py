@@ -143,13 +143,14 @@ def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
 ) -> None:
     sets = [{"name": "instruct", "split": "test", "count": 2}]
     methods = [{"name": "plain", "decoder": "plain"}, {"name": "K=2", "length": 2}]
-    asked = evaluation_of(trained_pair, tmp_path / "run", sets=sets, methods=methods)
+    asked = evaluation_of(trained_pair, tmp_path / "run", sets=sets, methods=methods, threads=2)
     RECIPE.main(build(asked))
     folder = (tmp_path / "run").rename(tmp_path / "moved") / "eval"
     assert run_tool("certify", [str(folder), "--texts", "16"]) == 0
     made = json.loads((folder / CERTIFICATE).read_text())
     (found,) = (Certified.model_validate_json(json.dumps(each)) for each in made["methods"])
     assert found.is_exact
+    assert made["environment"]["hardware"]["threads"] == 2, "those of the evaluation"
     assert made["sentence"] == sentence([found])
     assert made["sentence"] in capsys.readouterr().out
     assert not list(folder.glob(".cert*"))

@@ -154,3 +154,9 @@ def test_every_commit_that_a_document_names_is_in_the_history() -> None:
     assert len(named) > 3
     absent = [each for each in named if git("cat-file", "-e", f"{each[1]}^{{commit}}").returncode]
     assert absent == []
+
+
+def test_a_guide_has_at_most_900_words() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+        assert len(text.split()) <= 900, page.name

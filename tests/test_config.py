@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
-from recipes.config import PipelineConfig, _load_yaml, parse
+from recipes.command import run_tool
+from recipes.config import PipelineConfig, _options, load_yaml, parse
 from recipes.run_eval import Eval
 from recipes.train_head import Head
 from specdata.config import fields_of, section_type
@@ -82,10 +85,10 @@ draft: {<<: *second, steps: 5, batch_size: 8}
 
 
 def test_merge_keys_are_loaded_and_a_key_beside_them_wins() -> None:
-    loaded = _load_yaml(MERGED)
+    loaded = load_yaml(MERGED)
     assert loaded["draft"] == {"batch_size": 8, "epochs": 4, "steps": 5}
     assert loaded["anchors"]["deep"] == {"batch_size": 7, "epochs": 4}
-    assert _load_yaml("[&a {x: 1}, &b {y: 2}, {<<: [*a, *b], x: 3}]")[2] == {"x": 3, "y": 2}
+    assert load_yaml("[&a {x: 1}, &b {y: 2}, {<<: [*a, *b], x: 3}]")[2] == {"x": 3, "y": 2}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_merge_keys_are_loaded_and_a_key_beside_them_wins() -> None:
 )
 def test_a_key_that_is_given_twice_is_refused_beside_merge_keys_too(text: str) -> None:
     with pytest.raises(yaml.constructor.ConstructorError, match="is given twice"):
-        _load_yaml(text)
+        load_yaml(text)
 
 
 def test_a_key_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -106,6 +109,84 @@ def test_a_key_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -> N
     path.write_text(CONFIGS[0].read_text() + "\nseed: 1\n")
     with pytest.raises(ConfigError, match=r"(?s)'seed' is given twice.*line \d+"):
         parse(["--config", str(path)], "")
+
+
+COUNTS = [
+    key
+    for key, info in _options(PipelineConfig, "")
+    if int in {info.annotation, *get_args(info.annotation)} and key not in ("draft.init.layers",)
+] + ["draft.epochs", "draft.finetune.epochs"]
+
+
+@pytest.mark.parametrize("key", COUNTS)
+def test_a_count_that_nothing_could_hold_is_refused_where_it_is_read(key: str) -> None:
+    assert len(COUNTS) > 40
+    with pytest.raises(ConfigError, match=rf"{key.rpartition('.')[2]}\W.*\(?got 1(0{{30}}|e\+30)"):
+        parse([f"--{key}", "1" + "0" * 30], "")
+
+
+@pytest.mark.parametrize("name", ["length", "limit", "paths", "nodes", "depth"])
+def test_a_count_of_a_method_is_bounded_too(name: str) -> None:
+    rule = "entropy" if name == "limit" else "fixed"
+    drafter = {"paths": "paths", "nodes": "dynamic_tree", "depth": "dynamic_tree"}
+    method = {"name": "a", "stop": rule, "drafter": drafter.get(name, "chain"), name: 10**30}
+    with pytest.raises(ConfigError, match=rf"{name}: must be less than or equal to"):
+        parse(["--method", str(method)], "")
+
+
+ALIASES = [
+    "&a [*a]",
+    "&a {b: *a}",
+    "&a {<<: *a}",
+    "[&a0 [x]" + "".join(f", &a{n} [{f'*a{n - 1}, ' * 10}]" for n in range(1, 10)) + "]",
+]
+
+
+@pytest.mark.parametrize("text", ALIASES)
+@pytest.mark.parametrize("key", ["draft.epochs", "eval.methods", "method"])
+def test_yaml_that_grows_where_aliases_are_written_out_is_refused(
+    text: str, key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"--{key}: .*at most 10,000 values with its aliases"):
+        parse([f"--{key}", text], "")
+    (tmp_path / "pair.yaml").write_text(f"output: {text}\n")
+    with pytest.raises(ConfigError, match=r"pair\.yaml .*at most 10,000 values"):
+        parse(["--config", str(tmp_path / "pair.yaml")], "")
+
+
+def test_what_is_no_file_of_a_configurations_size_is_never_read(tmp_path: Path) -> None:
+    large, pipe = tmp_path / "large.yaml", tmp_path / "pipe"
+    large.write_bytes(b"#" * 20_000_000)
+    os.mkfifo(pipe)
+    for path in (large, pipe, tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="must be a regular file of at most 131,072 bytes"):
+            parse(["--config", str(path)], "")
+
+
+@pytest.mark.parametrize("text", ["1e400", "-1e400", ".inf", "1.0e+400", ".nan"])
+@pytest.mark.parametrize("key", ["draft.epochs", "sampling.temperature", "eval.verifiers"])
+def test_a_number_that_is_not_finite_is_refused(key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
+        parse([f"--{key}={text}"], "")
+
+
+@pytest.mark.parametrize(
+    ("tool", "option"),
+    [
+        *(("verifiers", f"--seconds={seconds}") for seconds in ("inf", "nan", "0", "-1", "x")),
+        ("verifiers", "--seed=-1"),
+        ("verifiers", "--count=1" + "0" * 30),
+        ("replay", "--draft-seconds=0"),
+        ("replay", "--target-seconds=nan"),
+    ],
+)
+def test_an_impossible_number_of_a_tool_is_refused_before_anything_is_read(
+    tool: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = {"verifiers": ["t", "d", "--prompts", "p"], "replay": ["labels"]}
+    with pytest.raises(SystemExit, match="2"):
+        run_tool(tool, [*read[tool], option])
+    assert f"{option.partition('=')[0]}: must be a" in capsys.readouterr().err
 
 
 def sections(kind: type) -> list[type]:

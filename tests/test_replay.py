@@ -389,7 +389,6 @@ def test_the_command_prints_a_table_and_writes_json(
     [
         (["--rows", "0"], "at least one rollout of a prompt set must be read, got 0"),
         (["--head", "x"], "give --draft too"),
-        (["--draft-seconds", "0"], "must be positive"),
         (["--question-share", ".1"], "got 0.1 and no head"),
         (["--draft", "x", "--head", "x", "--question-share", "-1"], "got -1 and a head"),
     ],

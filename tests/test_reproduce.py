@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from recipes.command import run_tool
@@ -14,6 +16,7 @@ from recipes.papers.examples import batches, rejections
 from recipes.papers.measurements import (
     KINDS,
     ModelPair,
+    _fitted,
     as_long,
     evaluated,
     evaluation,
@@ -30,6 +33,7 @@ from recipes.papers.tables import (
     selected,
     write_figure,
 )
+from tests.synthetic_results import simulate
 
 SEEDS = ("seed-0", "seed-1")
 
@@ -87,6 +91,31 @@ def test_simulated_rejections_are_those_of_theorems_1_and_3(responses: int) -> N
     assert low < exact["rejections"] < high < 1.2 * low
     batch, limit = (row["rejections"] for row in batches(4, 12, 1.0, [responses], seed=1))
     assert limit < batch == pytest.approx(exact["rejections"], abs=1e-12)
+
+
+def test_fitted_times_are_those_that_generations_were_made_of() -> None:
+    rng = np.random.default_rng(0)
+    made = [
+        simulate(rng, f"{n}", lengths=lengths, ease=0.8)
+        for lengths in ((0, 0), (2, 7))
+        for n in range(4)
+    ]
+    exact = [replace(r, seconds=0.002 * r.n_draft + 0.011 * r.rounds) for r in made]
+    fit = _fitted(exact[4:], "fixed")
+    for name, figure in (("t_draft", 0.002), ("t_target", 0.011), ("r_squared", 1.0)):
+        assert [*fit[name].values()] == pytest.approx([figure] * 3)
+    assert fit["largest_error"] == pytest.approx(0.0, abs=1e-9)
+    late = [*exact[4:-1], replace(exact[-1], seconds=2 * exact[-1].seconds)]
+    off = _fitted(late, "fixed")
+    t_draft, t_target = (off[name]["value"] for name in ("t_draft", "t_target"))
+    ratios = [(t_draft * r.n_draft + t_target * r.rounds) / r.seconds for r in late]
+    errors = sorted(100 * abs(ratio - 1) for ratio in ratios)
+    assert off["largest_error"] == pytest.approx(errors[-1])
+    assert off["error"] == pytest.approx((errors[1] + errors[2]) / 2)
+    assert _fitted(exact[:4], "target alone")["t_target"]["value"] == pytest.approx(0.011)
+    alone = _fitted(exact[:4], "draft alone")  # rounds of which each is a forward of the draft
+    assert alone["t_draft"]["value"] == pytest.approx(0.011)
+    assert "t_target" not in alone
 
 
 def test_methods_of_a_grid_have_its_values_in_their_names() -> None:

@@ -125,21 +125,34 @@ def test_the_rounds_of_a_text_follow_from_left_to_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("widths", "siblings"), [((1, 1, 1), "iid"), ((2, 2, 1), "iid"), ((4, 2), "distinct")]
+    ("widths", "siblings", "others"),
+    [
+        ((1, 1, 1), "iid", [(2, 1, 1)]),
+        ((2, 2, 1), "iid", [(1, 2, 1), (1, 1, 1), (2, 2)]),
+        ((4, 2), "distinct", [(4, 1), (2, 2), (4,)]),
+    ],
 )
 def test_the_decoder_takes_as_many_rounds_as_are_expected_of_its_text(
-    widths: tuple[int, ...], siblings: Siblings
+    widths: tuple[int, ...], siblings: Siblings, others: list[tuple[int, ...]]
 ) -> None:
-    """Given the text that was emitted the rounds are still random; on average they agree."""
-    target, draft = tiny_llama(0, vocab=8), tiny_llama(1, vocab=8)
+    """Given the text that was emitted the rounds are still random; on average they agree.
+
+    So many texts tell the tree from `others`, each wrong in one level.
+    """
+    target, draft = tiny_llama(0, vocab=8), tiny_llama(0, vocab=8)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+            weight.add_(0.5 * weight.std() * noise)
     verifier = "rrs" if siblings == "iid" else "rrs_wor"
     config = DecodeConfig(verifier, drafter="tree", widths=widths, siblings=siblings)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
     rows, taken = [], []
-    for number in range(40):
+    for number in range(120):
         ids = [2 + number % 6, 3]
         made = decoder.generate(
-            torch.tensor(ids), max_new_tokens=16, generator=generator_for(0, number)
+            torch.tensor(ids), max_new_tokens=24, generator=generator_for(0, number)
         )
         rows.append(row(number, ids, made.tokens.tolist()))
         taken.append(len(made.rounds))
@@ -154,8 +167,10 @@ def test_the_decoder_takes_as_many_rounds_as_are_expected_of_its_text(
     )
     expected = along.rounds(widths)
     difference = np.array(taken) - expected
-    assert abs(difference.mean()) < 4 * difference.std() / len(rows) ** 0.5
-    assert expected.sum() == pytest.approx(sum(taken), rel=0.1)
+    error = difference.std() / len(rows) ** 0.5
+    assert abs(difference.mean()) < 3 * error
+    for other in others:
+        assert abs((np.array(taken) - along.rounds(other)).mean()) > 4 * error, other
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2, 1), (4, 2)])

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from eval.decode_config import THEIRS, Method
 from eval.measuring.scores import ScoreName, check_scores
 from eval.runtime.engines import Engine
-from specdata.config import MOST_TOKENS, Config
+from specdata.config import Config, Count
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
@@ -25,20 +25,18 @@ class EvalConfig(Config):
 
     sets: list[PromptSet] = Field(description="prompt sets, each a block of the report")
     methods: list[Method] = Field(description="ways of decoding, plain among them")
-    max_new_tokens: int = Field(
-        default=128, ge=1, le=MOST_TOKENS, description="longest continuation, in tokens"
-    )
+    max_new_tokens: Count = Field(default=128, ge=1, description="longest continuation, in tokens")
     engine: Engine = Field(
         default="eager",
         description="how our forwards run: eager (the model's own code), captured (a graph traced "
         "once) or compiled (that graph through Inductor: the fastest, after a minute of compiling)",
     )
-    batch: int = Field(
+    batch: Count = Field(
         default=1,
         ge=1,
         description="prompts decoded together; above 1 only counts are measured, no times",
     )
-    threads: int = Field(
+    threads: Count = Field(
         default=0, ge=0, description="threads of torch while measuring; 0 leaves its default"
     )
     scores: list[ScoreName] = Field(

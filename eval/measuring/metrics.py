@@ -243,7 +243,7 @@ class LatencyFit:
 def fit_latency(records: Sequence[PromptRecord]) -> LatencyFit | None:
     """Fit seconds = t_draft * N_draft + t_target * N_target, both non-negative.
 
-    SpecDec++ (Huang et al., arXiv:2405.19715), section 5: one regression over all generations.
+    SpecDec++ (Huang et al., arXiv:2405.19715), section 5.2: one regression over all generations.
     Only meaningful for chains, where a drafted token costs one draft forward.
 
     Returns:

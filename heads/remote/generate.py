@@ -189,7 +189,7 @@ class _Decoder:
         """Draft at most `room` tokens: L tokens, and the L distributions (V,) they come from.
 
         With a head the draft ends once the head gives a rejection in it more probability than the
-        threshold (SpecDec++, Huang et al., arXiv:2405.19715, section 4.2). A token that was drawn
+        threshold (SpecDec++, Huang et al., arXiv:2405.19715, section 4.3). A token that was drawn
         is kept whatever the head says of it, because dropping it would bias the output.
         """
         tokens: list[int] = []

@@ -29,7 +29,7 @@ from recipes.config import PipelineConfig, build
 from recipes.layout import draft_in_use, portable
 from recipes.layout import folder as stage_folder
 from recipes.papers.tables import Record
-from recipes.run import prepare_libraries, say
+from recipes.run import prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import fingerprint, write_json
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from eval.analysis.expectation import Counts, Times
+    from eval.analysis.expectation import Counts, Traces
+    from eval.measuring.records import PromptRecord
     from eval.measuring.results import Results
     from specdata.prompts.loading import Prompt
 
@@ -47,6 +48,8 @@ UNDECODED = ("over", "label")
 """Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""
 COUNTED = ("prompts", "tokens", "rounds", "n_draft", "n_discarded", "draft_forwards")
 """Raw counts that a record keeps."""
+REPLAYED = ("tokens", "n_target", "n_draft", "n_discarded")
+"""The same of a replay, in expectation."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +133,9 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     """Methods decoded over the pair's prompts, prompt by prompt as run-eval does.
 
     A record a set and method, and one for all sets; with several seeds the generations are pooled
-    and each rate has its deviation over seeds. Where it is timed, also a record of the fitted times
-    of each set (`fit`). `scores` are those of prompts that have a reference, where their packages
-    are installed.
+    and each rate has its deviation over seeds. Where it is timed, also a record a set and `rule` of
+    methods' labels with their fitted times (`fit`); `alone: draft` decodes with the draft instead.
+    `scores` are those of prompts that have a reference, where their packages are installed.
     """
     from eval.measuring.environment import describe_environment, using_threads
     from eval.measuring.experiment import Artefacts, Experiment
@@ -146,7 +149,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     prompts = pair.load_prompts(config)
     head = BaseHead.from_pretrained(pair.folder / spec["head"]) if "head" in spec else None
     names = {"target": pair.config.models.target, "draft": pair.draft_name, "head": None}
-    models = Artefacts(pair.target, pair.draft, head, names)
+    models = Artefacts(getattr(pair, spec.get("alone", "target")), pair.draft, head, names)
     scorer = None
     if config.scores and any(prompt.reference for prompt in prompts):
         scorer = Scorer(config.scores, prompts, load_tokenizer(pair.config.models.target), None)
@@ -169,7 +172,8 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         for index, run in enumerate(by_seed[0].runs)
     ]
     pooled = build_results(where, generations)
-    keys = {method["name"]: method for method in methods} | {PLAIN: {}}
+    keys = {method["name"]: method for method in methods}
+    keys[PLAIN] = {"label": {"rule": f"{spec.get('alone', 'target')} alone"}}
     shared = {"measurement": folder.name, **asdict(sampling)}
     records = [shared | record for record in _records(pooled, by_seed, keys)]
     return [*records, *as_long(records)]
@@ -279,8 +283,13 @@ def _records(
                 record[score] = {"value": value, "low": low, "high": high}
             record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
-        if name != ALL_SETS and pooled.timed and pooled.latency[name] is not None:
-            yield {"set": name, "fit": "in use", **_fitted(pooled, name)}
+        of_rule: dict[str, list[PromptRecord]] = {}
+        for run in reversed(pooled.runs) if pooled.timed else ():
+            label = methods[run.method.name].get("label", {})
+            if run.dataset in pooled_sets and "rule" in label:
+                of_rule.setdefault(label["rule"], []).extend(run.generations)
+        for rule, generations in of_rule.items():
+            yield {"set": name, "fit": rule, **_fitted(generations, rule)}
 
 
 def as_long(records: Sequence[Record]) -> Iterator[Record]:
@@ -297,19 +306,28 @@ def as_long(records: Sequence[Record]) -> Iterator[Record]:
             )
 
 
-def _fitted(results: Results, dataset: str) -> Record:
-    """The fitted times of a set, each with its interval over prompts."""
-    from eval.measuring.metrics import fit_latency
-    from eval.measuring.results import fitted_records
+def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
+    """Times of a forward as `fit_latency` fits them, each with its interval over prompts.
 
-    generations = np.array(fitted_records(results, dataset), dtype=object)
+    And how far the times of single generations are from these, in percent: the median, the largest.
+    """
+    from scipy.optimize import nnls
+
+    rows = np.array([[each.n_draft, each.rounds, each.seconds] for each in generations])
+    if rule == "draft alone":  # whose rounds are forwards of the draft
+        rows = rows[:, [1, 0, 2]]
     _, group = np.unique([each.prompt_id for each in generations], return_inverse=True)
-    drawn = resamples(int(group.max()) + 1).astype(int)
-    fits = [fit_latency(np.repeat(generations, row[group]).tolist()) for row in drawn]
-    return {
-        name: asdict(Interval.of(np.array([getattr(fit, name, np.nan) for fit in fits])))
-        for name in ("t_draft", "t_target", "r_squared")
+    fits = []
+    for weights in resamples(int(group.max()) + 1).astype(int):
+        *counts, seconds = np.repeat(rows, weights[group], axis=0).T
+        times, residual = nnls(np.stack(counts, axis=1), seconds)
+        fits.append([*times, 1 - residual**2 / max(1e-12, seconds.var() * len(seconds))])
+    names = ("t_draft", "t_target", "r_squared")
+    fitted = {
+        n: asdict(Interval.of(x)) for n, x in zip(names, np.array(fits).T, strict=True) if x.any()
     }
+    errors = 100 * np.abs(rows[:, :2] @ fits[0][:2] / rows[:, 2] - 1)
+    return fitted | {"error": float(np.median(errors)), "largest_error": float(errors.max())}
 
 
 def formula(_pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -321,100 +339,125 @@ def formula(_pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Rec
 
 
 def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
-    """Stopping rules along held-out rollouts, exact over acceptance, and a grid of heads.
+    """Stopping rules along held-out rollouts, exact over acceptance, among them a grid of heads.
 
-    A record a set, rule and setting (`best`: the fastest of its rule there), and one a set, head
-    and threshold of the grid (`grid`). Times are those of the specification, by Eq. 5.1.
+    Rollouts and labels are the measurement's own, under its sampling. Heads learn from the first
+    training set alone and are judged on all. A record a head, with its KL on rows that it learned
+    from and on held-out ones of that set; and one a set, rule and setting, of which `best` is the
+    fastest of its rule there. Times are the specification's, by Eq. 5.1.
     """
-    from eval.analysis.expectation import Times
-    from eval.analysis.replay import (
-        bounds,
-        check_labelling_draft,
-        replay_rules,
-        replayed,
-        result_rows,
-        rows_of_split,
-    )
+    from eval.analysis.expectation import Counts, Times, oracle_counts
+    from eval.analysis.replay import replayed, rows_of_split, saving
     from eval.analysis.traces import acceptance_traces
-    from eval.drafting.stopping.head import Head
+    from eval.drafting.stopping import STOPPING_RULES
     from heads import BaseHead
     from heads.config import HeadConfig
     from heads.train import train_head
-    from specdata.labels import make
-    from specdata.storage.dataset import stream_stored
+    from specdata.storage.dataset import load_stored
 
-    prepare_libraries()
-    labels = stage_folder(pair.config, "labels")
+    made = _labelled(pair, spec, folder / "run")
+    labels = stage_folder(made, "labels")
     times = Times(spec["draft_seconds"], spec["target_seconds"])
-    check_labelling_draft(labels, draft_in_use(pair.config))
-    stored, sampling = stream_stored(labels), make.sampling_of(labels)
-    train, rows = (
-        rows_of_split(stored, labels, split, spec[most])
-        for split, most in (("train", "rows"), ("dev", "judged_rows"))
-    )
-    in_set = {name: np.array(rows["dataset"]) == name for name in dict.fromkeys(rows["dataset"])}
-    in_set[ALL_SETS] = np.ones(len(rows), dtype=bool)
-    prompts = np.array(rows["example_id"])
-    records: list[Record] = []
-    for depth, weight in itertools.product(spec["depths"], spec["weights"]):
-        out = folder / "heads" / f"depth-{depth}-weight-{weight:g}"
-        trained = train_head(  # one that is finished is kept
+    of_split = partial(rows_of_split, load_stored(labels).to_iterable_dataset(), labels)
+    train, rows = of_split("train", spec["rows"]), of_split("dev", spec["judged_rows"])
+    sets, prompts = np.array(rows["dataset"]), np.array(rows["example_id"])
+    in_set = {name: sets == name for name in dict.fromkeys(rows["dataset"])}
+    everything = np.full(len(rows), True)
+    learned = in_set.get(train[0]["dataset"], everything)
+    if len(in_set) > 1:
+        in_set[ALL_SETS] = everything
+    read = partial(acceptance_traces, draft=pair.draft, sampling=made.sampling)
+    traces, of_heads = read(rows), []
+    rules = [STOPPING_RULES["fixed"].model_validate({"length": each}) for each in spec["lengths"]]
+    rules += [each for name in spec["rules"] for each in STOPPING_RULES[name].settings()]
+    replays: list[tuple[Record, Any]] = [({"rule": "oracle"}, oracle_counts(traces))]
+    replays += [({"rule": r.name, "method": r.label}, replayed(r, traces, times)) for r in rules]
+    for weight, depth in itertools.product(spec["weights"], spec["depths"]):
+        keys, out = {"weight": weight, "depth": depth}, folder / f"depth-{depth}-weight-{weight:g}"
+        train_head(  # one that is finished is kept
             draft=pair.draft,
             train=train,
-            dev=rows,
+            dev=rows.select(learned.nonzero()[0]),
             out=out,
-            config=HeadConfig.model_validate(
-                {"depth": depth, "rejection_weight": weight, "epochs": spec["epochs"]}
-            ),
+            config=HeadConfig(depth=depth, rejection_weight=weight, **spec["training"]),
             seed=pair.config.seed,
-            sampling=sampling,
+            sampling=made.sampling,
         )
         head = BaseHead.from_pretrained(out)
-        traces = acceptance_traces(rows, draft=pair.draft, sampling=sampling, head=head)
-        shared = {"grid": True, "depth": depth, "weight": weight, "kl": trained.after.kl_raw}
-        for name, these in in_set.items():
-            tried = []
-            for threshold in spec["thresholds"]:
-                counts = replayed(Head(threshold=threshold), traces.select(these), times)
-                assert counts is not None
-                figures = _expected(counts, times, prompts[these])
-                tried.append({"set": name, **shared, "threshold": threshold, **figures})
-            best = max(tried, key=lambda each: each["speedup"]["value"])
-            records += [{**each, "best": each is best} for each in tried]
-    head = BaseHead.from_pretrained(pair.folder / spec["head"])
-    traces = acceptance_traces(rows, draft=pair.draft, sampling=sampling, head=head)
-    if len(in_set) == 2:  # all are those of the one set
-        del in_set[ALL_SETS]
+        known = read(train.select(range(min(len(train), spec["judged_rows"]))), head=head)
+        traces = read(rows, head=head)
+        of_heads.append(keys | {"train_kl": _kl(known), "eval_kl": _kl(traces.select(learned))})
+        for threshold in spec["thresholds"]:
+            rule = STOPPING_RULES["head"].model_validate({"threshold": threshold})
+            named = {"rule": "head", "method": rule.label, "threshold": threshold, **keys}
+            replays.append((named, replayed(rule, traces, times)))
+    records: list[Record] = of_heads
     for name, these in in_set.items():
-        of_set = traces.select(these)
-        results = bounds(of_set, times) + replay_rules(of_set, {}, times)
-        rows_of = result_rows(results, times, prompts[these].tolist())
-        for result, row in zip(results, rows_of, strict=True):
-            seconds, rule = row["seconds_per_token"], row["rule"]
-            if rule not in spec["rules"]:
-                continue
-            least = min(each["seconds_per_token"] for each in rows_of if each["rule"] == rule)
-            saved = {key: 100 * x for key, x in row["saving_over_best_length"].items()}
-            record = {"set": name, "rule": rule, "method": row["setting"], "saved": saved}
-            record |= _expected(result.counts, times, prompts[these])
-            records.append({**record, "best": seconds == least})
+        best: dict[Any, Counts] = {}
+        of_set, of_rows = [], prompts[these].tolist()
+        for keys, counts in replays:
+            here = Counts(*(getattr(counts, each)[these] for each in REPLAYED))
+            of_set.append((keys, here, (keys.get("weight"), keys.get("depth"))))
+            for group in (keys["rule"], of_set[-1][-1]):
+                both = (best.get(group, here), here)
+                best[group] = min(both, key=lambda each: each.seconds_per_token(times))
+        for keys, here, head_of in of_set:
+            share = asdict(saving(here, best["fixed"], times, of_rows))
+            record = {"set": name, **keys, "best": here is best[keys["rule"]]}
+            record["best_h"] = here is best[head_of]
+            record["gain"] = {key: 100 * x / (1 - x) for key, x in share.items()}
+            records.append(record | _expected(here, of_rows, spec))
     return [{"measurement": folder.name, **record} for record in records]
 
 
-def _expected(counts: Counts, times: Times, prompts: np.ndarray[Any, Any]) -> Record:
-    """Rates and speed-up of expected counts (R,), with intervals over prompts, and the counts."""
+def _labelled(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> PipelineConfig:
+    """The run of a specification's sampling: the first training set and all held-out ones."""
+    from recipes.make_rollouts import Rollouts
+    from recipes.train_head import Labels
+
+    sets = [asdict(each) for each in pair.config.rollouts.sets]
+    trained = [each | {"count": spec["rows"]} for each in sets if each["split"] == "train"][:1]
+    held_out = [each | {"count": spec["judged_rows"]} for each in sets if each["split"] == "dev"]
+    given = {**pair.given, **dict.fromkeys(("toy", "logits", "draft")), "labels": {}, "head": {}}
+    given["models"] = {**given["models"], "draft": pair.draft_name}
+    given["rollouts"] = {**given["rollouts"], "sets": trained + held_out}
+    config = build(given | {"output": str(folder), "sampling": asdict(sampling_of(pair, spec))})
+    for stage in (Rollouts(config), Labels(config)):
+        run_stage(stage)
+    return config
+
+
+def _kl(traces: Traces) -> Record:
+    """The binary KL divergence of acceptance from a head's raw output, over rollouts (R,)."""
+    import torch
+
+    from heads.loss import binary_kl
+
+    assert traces.tokens.head is not None
+    logits, accept = map(torch.from_numpy, (traces.tokens.head.logits, traces.accept))
+    of_rows = np.where(traces.inside, binary_kl(logits, accept), 0.0).sum(axis=1)
+    drawn = resamples(len(of_rows))
+    return asdict(Interval.of(drawn @ of_rows / (drawn @ traces.tokens.lengths)))
+
+
+def _expected(counts: Counts, prompts: Sequence[str], spec: Mapping[str, Any]) -> Record:
+    """Rates and speeds of expected counts (R,), with intervals over prompts, and the counts."""
+    from eval.analysis.expectation import Times
+
     _, group = np.unique(prompts, return_inverse=True)
     drawn = resamples(int(group.max()) + 1)
-    names = ("tokens", "n_target", "n_draft", "n_discarded")
-    of_rule = {name: getattr(counts, name) for name in names} | {"seconds": counts.seconds(times)}
+    of_rule = {name: getattr(counts, name) for name in REPLAYED}
+    of_rule["seconds"] = counts.seconds(Times(spec["draft_seconds"], spec["target_seconds"]))
     sums = {name: drawn @ np.bincount(group, each) for name, each in of_rule.items()}
+    speed = sums["tokens"] / sums["seconds"]
     rates = {
-        "speedup": times.target_seconds * sums["tokens"] / sums["seconds"],
+        "tokens_per_second": speed,
+        "speedup": spec["alone_seconds"] * speed,
         "discard_rate": sums["n_discarded"] / sums["tokens"],
         "verification_rate": sums["n_target"] / sums["tokens"],
     }
     figures: Record = {name: asdict(Interval.of(values)) for name, values in rates.items()}
-    return figures | {"counts": {name: float(sums[name][0]) for name in names}}
+    return figures | {"counts": {name: float(sums[name][0]) for name in REPLAYED}}
 
 
 def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -551,11 +594,11 @@ def of_drafts(measure: Measure) -> Measure:
 
 
 Measure = Callable[[ModelPair, Mapping[str, Any], Path], list[Record]]
-KINDS: dict[str, tuple[Measure, str | None]] = {
-    "evaluation": (of_drafts(evaluation), "draft"),
-    "replay": (replay, "labels"),
-    "formula": (formula, None),
-    "acceptance": (of_drafts(acceptance), "draft"),
-    "tree_search": (of_drafts(tree_search), "draft"),
+KINDS: dict[str, tuple[Measure, bool]] = {
+    "evaluation": (of_drafts(evaluation), True),
+    "replay": (replay, True),
+    "formula": (formula, False),
+    "acceptance": (of_drafts(acceptance), True),
+    "tree_search": (of_drafts(tree_search), True),
 }
-"""Kind of measurement -> what makes its records, and the last stage that it needs."""
+"""Kind of measurement -> what makes its records, and whether it is of a pair."""

@@ -18,7 +18,6 @@ from eval.measuring.environment import describe_environment, using_threads
 from eval.reporting.rendering import escape_markdown
 from recipes.checks import check_whole_run
 from recipes.config import PipelineConfig, parse
-from recipes.layout import folder as stage_folder
 from recipes.layout import initial_draft
 from recipes.papers.measurements import KINDS, ModelPair, evaluated
 from recipes.papers.tables import WORDS, page, pivot, selected, write_figure
@@ -26,7 +25,7 @@ from recipes.pipeline import TRAINING
 from recipes.run import prepare_libraries, run_stage, say
 from specdata.config import nearest
 from specdata.errors import ConfigError
-from specdata.storage.files import fingerprint, locked, write_json, write_text
+from specdata.storage.files import locked, write_json, write_text
 from specdata.storage.resume import Settings, read_record
 
 FOLDER = Path(__file__).parent
@@ -52,21 +51,13 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
     """Run the stages whose artefacts these measurements read, as far as they are not made.
 
     Raises:
-        ConfigError: if the configuration has no section that makes one, or cannot work.
+        ConfigError: if the configuration cannot work.
     """
-    needed = {KINDS[spec["kind"]][1] for spec in specs.values()} - {None}
-    if not needed:
+    if not any(KINDS[spec["kind"]][1] for spec in specs.values()):
         return
-    if "labels" in needed and config.head is None:
-        raise ConfigError(
-            "this paper's experiments read labels, which are made for a head: add a head section, "
-            "such as head: {kind: specdec++}"
-        )
     stages = [stage(config) for stage in TRAINING]
     names = [stage.name for stage in stages]
-    last = max(names.index(name) for name in needed if name)
-    if "labels" not in needed and config.draft is None:  # given as it is
-        last = names.index("pair")
+    last = names.index("draft" if config.draft else "pair")  # a draft may be given as it is
     asked = [stage for stage in stages[: last + 1] if stage.is_asked]
     if not all(stage.is_made for stage in asked):
         for stage in asked:
@@ -83,10 +74,8 @@ def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> dict[str, An
         ManifestError: if its folder was made with other settings.
     """
     folder = pair.folder / name
-    kind, stage = KINDS[spec["kind"]]
-    identity = pair.identity() if stage else {}
-    if stage == "labels":
-        identity["labels"] = fingerprint(str(stage_folder(pair.config, "labels")))
+    kind, needs_pair = KINDS[spec["kind"]]
+    identity = pair.identity() if needs_pair else {}
     settings = Settings({**identity, "spec": dict(spec)}, f"remove {folder} to measure again")
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock"):

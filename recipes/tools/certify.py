@@ -47,19 +47,20 @@ def main(given: argparse.Namespace) -> int:
     tree = json.loads(text.replace(f'"{OUTPUT}/', f'"{folder.parent}/'))
     config = build({**tree, "output": str(folder.parent)})
     from eval.analysis.certificate import certify, sentence, ways
-    from eval.measuring.environment import describe_environment
+    from eval.measuring.environment import describe_environment, using_threads
     from recipes.run_eval import load_experiment
 
     prepare_libraries()
     experiment, *_ = load_experiment(config)
-    where = describe_environment(
-        device=experiment.environment.device, dtype=experiment.environment.dtype
-    )
     # Graphs pay for many texts only.
     evaluation = experiment.config.model_copy(update={"engine": "eager"})
     experiment = replace(experiment, folder=folder, config=evaluation)
     parts = folder / f".certificate-{texts}"
-    with progress(1 + len(ways(evaluation, config.sampling)), "certificate", "method") as bar:
+    number = 1 + len(ways(evaluation, config.sampling))
+    with using_threads(evaluation.threads), progress(number, "certificate", "method") as bar:
+        where = describe_environment(
+            device=experiment.environment.device, dtype=experiment.environment.dtype
+        )
         certified = certify(
             experiment,
             parts,

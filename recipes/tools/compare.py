@@ -15,6 +15,7 @@ from rich.console import Console
 
 from eval.decode_config import DecodeConfig
 from eval.runtime.engines import ENGINES
+from recipes.config import load_yaml
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.terminal import whole_number
@@ -44,12 +45,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def read_method(text: str) -> DecodeConfig:
     """A greedy decoding configuration from a YAML mapping. Raises ConfigError."""
     try:
-        settings = yaml.safe_load(text)
+        settings = load_yaml(text)
         if not isinstance(settings, dict) or "temperature" in settings:
             raise ConfigError(f"must be a mapping such as {METHODS[0]}; decoding is greedy")
         return DecodeConfig(**{str(name): each for name, each in settings.items()}, temperature=0.0)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"method {text!r}: {error}") from error
+        raise ConfigError(f"method {text[:80]!r}: {error}") from error
 
 
 def main(given: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from eval.drafting.stopping.head import Head
 from eval.measuring.intervals import Interval
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
-from specdata.terminal import whole_number
+from specdata.terminal import positive_number, whole_number
 
 if TYPE_CHECKING:
     import datasets
@@ -49,8 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     add = parser.add_argument
     add("labels", type=Path, help="folder of a dataset of labels")
-    add("--draft-seconds", type=float, default=0.1, help="t_d (default: %(default)s)")
-    add("--target-seconds", type=float, default=1.0, help="t_t (default: 1)")
+    add("--draft-seconds", type=positive_number, default=0.1, help="t_d (default: %(default)s)")
+    add("--target-seconds", type=positive_number, default=1.0, help="t_t (default: 1)")
     add(
         "--question-share",
         type=float,
@@ -103,12 +104,11 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     from specdata.models import load_model
     from specdata.storage.dataset import stream_stored
 
-    if given.draft_seconds <= 0 or given.target_seconds <= 0:
-        raise ConfigError("--draft-seconds and --target-seconds must be positive")
-    if given.question_share is not None and not (given.head and given.question_share >= 0.0):
+    share = given.question_share
+    if share is not None and not (given.head and 0.0 <= share < math.inf):
         raise ConfigError(
             "--question-share is what asking --head costs, 0 or more of a draft step; got "
-            f"{given.question_share:g} and {'a' if given.head else 'no'} head"
+            f"{share:g} and {'a' if given.head else 'no'} head"
         )
     if given.head and not given.draft:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
@@ -131,9 +131,8 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         rules = every_setting(fitted)
         asked, step = question_seconds(models["draft"], models["head"], models["sampling"], rules)
         questions = {name: given.draft_seconds * each.value / step for name, each in asked.items()}
-        if given.question_share is not None:
-            share = given.draft_seconds * given.question_share
-            questions |= {rule.title: share for rule in rules if rule.reads_head}
+        if share is not None:
+            questions |= {r.title: given.draft_seconds * share for r in rules if r.reads_head}
 
     def rows_of(traces: Traces, rows: datasets.Dataset, name: str) -> list[dict[str, Any]]:
         of_set = np.array([name in (ALL_ROLLOUTS, each) for each in rows["dataset"]])

@@ -22,6 +22,7 @@ from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json, write_text
+from specdata.terminal import positive_number, whole_number
 
 if TYPE_CHECKING:  # help is shown without torch
     from eval.measuring.results import VerifierRow
@@ -34,17 +35,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("draft", help="folder or Hub id of the draft, of the same vocabulary")
     add("--prompts", required=True, help="a JSONL, JSON or parquet file, or a set by name")
     add("--out", type=Path, help="folder for verifiers.md, verifiers.json and verifiers.png")
-    add("--seconds", type=float, default=240.0, help="that it may take (default: 240)")
-    add("--count", type=int, default=16, help="most prompts (default: 16)")
-    add("--max-new-tokens", type=int, default=48, help="of each text (default: 48)")
+    add("--seconds", type=positive_number, default=240.0, help="that it may take (default: 240)")
+    add("--count", type=whole_number, default=16, help="most prompts (default: 16)")
+    add("--max-new-tokens", type=whole_number, default=48, help="of each text (default: 48)")
     add("--temperature", type=float, default=1.0, help="default: 1")
-    add("--top-k", type=int, default=0, help="0: all tokens (default)")
+    add("--top-k", type=whole_number, default=0, help="0: all tokens (default)")
     add("--top-p", type=float, default=1.0, help="default: 1")
     add("--dtype", default="float32", help="of both models (default: float32)")
     add(
         "--engine", default="captured", choices=ENGINES, help="of what is timed (default: captured)"
     )
-    add("--seed", type=int, default=0, help="of everything drawn (default: 0)")
+    add("--seed", type=whole_number, default=0, help="of everything drawn (default: 0)")
 
 
 def main(given: argparse.Namespace) -> int:
@@ -70,10 +71,10 @@ def main(given: argparse.Namespace) -> int:
 
 def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
     """The table of the pair."""
-    if given.seconds <= 0 or given.max_new_tokens < 2 or given.count < 1:
+    if given.max_new_tokens < 2 or given.count < 1:
         raise ConfigError(
-            "--seconds must be above 0, --max-new-tokens at least 2 and --count at least 1; got "
-            f"{given.seconds:g}, {given.max_new_tokens} and {given.count}"
+            "--max-new-tokens must be at least 2 and --count at least 1; got "
+            f"{given.max_new_tokens} and {given.count}"
         )
     try:
         sampling = SamplingConfig(given.temperature, given.top_k, given.top_p)
@@ -89,7 +90,7 @@ def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
         load_tokenizer,
         longest_prompt,
     )
-    from specdata.prompts.loading import load_prompts
+    from specdata.prompts.loading import dropped, load_prompts
 
     begun = time.perf_counter()
     tokenizer = load_tokenizer(given.target)
@@ -98,9 +99,12 @@ def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
     # Of a file all are read first: it may hold fewer.
     sets = [PromptSet(given.prompts, count=given.count if given.prompts in EMBEDDED else 0)]
     loaded = load_prompts(sets, tokenizer, seed=given.seed, max_tokens=room)
+    for line in dropped(loaded.report):
+        log.print(line, markup=False)
     ids = [torch.tensor(prompt.ids) for prompt in loaded.prompts[: given.count]]
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
-    log.print(f"{len(ids)} prompts: times, then every verifier on every kind of draft")
+    read = f"{len(ids)} prompts of up to {max(map(len, ids)):,} tokens"
+    log.print(f"{read}: times, then every verifier on every kind of draft")
     measured = Measured(
         target,
         draft,
@@ -110,10 +114,14 @@ def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
         seed=given.seed,
         max_new_tokens=given.max_new_tokens,
     )
+    left = given.seconds - (time.perf_counter() - begun)
+    if left < 1.0:
+        spent = f"--seconds {given.seconds:g} went by with loading, {read} and times"
+        log.print(f"{spent}: the table is given one second")
     with tempfile.TemporaryDirectory() as folder:
         rows = verifier_table(
             measured,
-            seconds=max(1.0, given.seconds - (time.perf_counter() - begun)),
+            seconds=max(1.0, left),
             folder=Path(folder),
             report=lambda text: log.print(f"  verifiers on {text}", markup=False),
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from specdata.config import Config
+from specdata.config import Config, Count, Few
 
 
 class LabelsConfig(Config):
     """The labelling of rollouts with the draft's acceptance."""
 
-    shard_size: int = Field(default=64, ge=1, description="rollouts of one shard")
-    draws: int = Field(
+    shard_size: Count = Field(default=64, ge=1, description="rollouts of one shard")
+    draws: Few = Field(
         default=1,
         ge=1,
         description="draft tokens labelled a position of the training rollouts, from one pass of "

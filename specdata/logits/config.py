@@ -6,17 +6,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from specdata.config import Config
+from specdata.config import Config, Count
 from specdata.server.config import ServerConfig
 
 
 class LogitsConfig(Config):
     """The logits that are stored of the target along the rollouts, and what computes them."""
 
-    top_logits: int = Field(
+    top_logits: Count = Field(
         default=64, ge=1, description="largest target top logits stored a position (N)"
     )
-    shard_size: int = Field(default=64, ge=1, description="rollouts of one shard")
+    shard_size: Count = Field(default=64, ge=1, description="rollouts of one shard")
     backend: Literal["transformers", "vllm"] = Field(
         default="transformers",
         description="transformers (the target in this process), or vllm (a server in its own, "

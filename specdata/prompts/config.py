@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from specdata.config import Count
+
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class PromptSet:
@@ -18,7 +20,7 @@ class PromptSet:
         "gsm8k, ...), a JSONL, JSON or parquet file, a folder, or a Hub id OWNER/NAME[@REVISION]"
     )
     split: str = Field(default="test", description="train, dev or test; stored with each row")
-    count: int = Field(
+    count: Count = Field(
         default=100, ge=0, description="how many prompts are read, from the first; 0 for all"
     )
     source: str | None = Field(

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from specdata.config import MOST_TOKENS, Config
+from specdata.config import Config, Count, Few
 from specdata.prompts.config import PromptSet
 from specdata.server.config import ServerConfig
 
@@ -15,14 +15,12 @@ class RolloutConfig(Config):
     """Which prompts are completed, how far, and by what."""
 
     sets: list[PromptSet] = Field(description="prompt sets to complete")
-    max_new_tokens: int = Field(
-        default=128, ge=1, le=MOST_TOKENS, description="longest completion, in tokens"
-    )
-    samples: int = Field(default=1, ge=1, description="completions of each prompt")
-    shard_size: int = Field(
+    max_new_tokens: Count = Field(default=128, ge=1, description="longest completion, in tokens")
+    samples: Few = Field(default=1, ge=1, description="completions of each prompt")
+    shard_size: Count = Field(
         default=64, ge=1, description="prompts of one shard, which is made or lost as a whole"
     )
-    batch_size: int = Field(default=64, ge=1, description="completions decoded together")
+    batch_size: Count = Field(default=64, ge=1, description="completions decoded together")
     store_states: bool = Field(
         default=False,
         description="store the target's last hidden states with the completions (hidden size x "

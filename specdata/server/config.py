@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from specdata.config import Config
+from specdata.config import Config, Few
 
 
 class ServerConfig(Config):
@@ -20,7 +20,7 @@ class ServerConfig(Config):
     model: str | None = Field(
         default=None, description="name it is served under (default: models.target)"
     )
-    concurrency: int = Field(default=64, ge=1, description="requests under way at once")
+    concurrency: Few = Field(default=64, ge=1, description="requests under way at once")
     key_variable: str | None = Field(
         default=None,
         description="environment variable that holds the server's API key (or all that its "

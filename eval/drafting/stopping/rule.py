@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field
 
-from specdata.config import Config
+from specdata.config import Config, Few
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,7 +211,7 @@ class StoppingRule(Config):
 class AdaptiveRule(StoppingRule):
     """A rule that looks at the tokens of the draft, with a cap on their number."""
 
-    limit: int = Field(
+    limit: Few = Field(
         default=20, ge=1, description="most tokens drafted in a round (SpecDec++: 20)"
     )
 

@@ -14,6 +14,7 @@ from eval.drafting.stopping.rule import (
     chance,
     nats,
 )
+from specdata.config import Few
 
 if TYPE_CHECKING:
     from heads import BaseHead
@@ -36,7 +37,7 @@ class Fixed(StoppingRule):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"length": 2},)
     adaptive: ClassVar[bool] = False
 
-    length: int = Field(default=4, ge=1, description="tokens drafted a round, on each path")
+    length: Few = Field(default=4, ge=1, description="tokens drafted a round, on each path")
 
     @property
     def longest(self) -> int:
