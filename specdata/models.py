@@ -420,7 +420,8 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
             raise ConfigError(
                 f"cannot load the model {name!r}: {damaged}: restore it, or make the model again"
             ) from error
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        reason, *more = (str(error).strip() or repr(error)).splitlines()
+        reason += more[0] if more and reason.endswith(":") else ""  # of a config.json's field
         advice = (
             f"check the files of the {what} there"
             if Path(name).exists()

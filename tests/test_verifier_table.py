@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -315,11 +316,14 @@ def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
     tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "mine.jsonl"
-    prompts.write_text('{"prompt": "3 + 4 ="}\n{"prompt": "def add(a, b):"}\n')
+    long = json.dumps({"prompt": "a" * 100_000})
+    prompts.write_text(f'{{"prompt": "3 + 4 ="}}\n{{"prompt": "def add(a, b):"}}\n{long}\n')
     pair = [str(tiny_pair / "target"), str(tiny_pair / "draft")]
     small = ["--seconds", "1", "--max-new-tokens", "6", "--out", str(tmp_path / "out")]
     assert run_tool("verifiers", [*pair, "--prompts", str(prompts), *small]) == 0
-    reported = capsys.readouterr().out
+    reported, log = capsys.readouterr()
+    assert "2 of 3 kept; 1 over_long" in log
+    assert "--seconds 1 went by with loading, 2 prompts of up to " in log
     assert reported.startswith("Of ")
     assert "over the target alone here: " in reported
     assert "| chain of 4 | block |" in reported

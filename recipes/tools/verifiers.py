@@ -103,7 +103,8 @@ def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
         log.print(line, markup=False)
     ids = [torch.tensor(prompt.ids) for prompt in loaded.prompts[: given.count]]
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
-    log.print(f"{len(ids)} prompts: times, then every verifier on every kind of draft")
+    read = f"{len(ids)} prompts of up to {max(map(len, ids)):,} tokens"
+    log.print(f"{read}: times, then every verifier on every kind of draft")
     measured = Measured(
         target,
         draft,
@@ -113,10 +114,14 @@ def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
         seed=given.seed,
         max_new_tokens=given.max_new_tokens,
     )
+    left = given.seconds - (time.perf_counter() - begun)
+    if left < 1.0:
+        spent = f"--seconds {given.seconds:g} went by with loading, {read} and times"
+        log.print(f"{spent}: the table is given one second")
     with tempfile.TemporaryDirectory() as folder:
         rows = verifier_table(
             measured,
-            seconds=max(1.0, given.seconds - (time.perf_counter() - begun)),
+            seconds=max(1.0, left),
             folder=Path(folder),
             report=lambda text: log.print(f"  verifiers on {text}", markup=False),
         )
