@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from specdata.config import read_stored
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 from specdata.storage.manifest import read_manifest
@@ -42,7 +43,7 @@ def main(given: argparse.Namespace) -> int:
     settings = read_manifest(given.rollouts)["settings"]
     if "sampling" not in settings:
         raise ConfigError(f"{given.rollouts} does not say how its rollouts were sampled")
-    sampling = SamplingConfig(**settings["sampling"])
+    sampling = read_stored(SamplingConfig, settings["sampling"], f"the sampler of {given.rollouts}")
     from eval.analysis.replay import rows_of_split
     from recipes.papers.trees import WIDTHS, acceptance_along, search
     from specdata.models import load_model, revision_of
