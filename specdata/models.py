@@ -43,6 +43,8 @@ from specdata.storage.files import fingerprint
 from specdata.taps import attach
 
 T = TypeVar("T")
+MOST = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
+"""Sizes that every model has; more layers would be made one by one before any weight is missed."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -162,14 +164,14 @@ def read_model(
 def _config(source: str, revision: str | None) -> PreTrainedConfig:
     """A model's configuration; of a draft on its target's states, that of its layers."""
     values, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    for size, most in MOST.items():
+        if isinstance(found := values.get(size), int) and not 0 < found <= most:
+            raise ConfigError(f"{size} in config.json must be from 1 to {most}, it is {found}")
     if values.get("model_type") == MODEL_TYPE:
         values |= {"model_type": TargetStates.of(values).model_type, "name_or_path": source}
         config = AutoConfig.for_model(**values)
     else:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    for size in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
-        if (found := getattr(config.get_text_config(), size, None)) is not None and not found > 0:
-            raise ConfigError(f"{size} in config.json must be greater than 0, it is {found}")
     return config
 
 
@@ -420,7 +422,8 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
             raise ConfigError(
                 f"cannot load the model {name!r}: {damaged}: restore it, or make the model again"
             ) from error
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        reason, *more = (str(error).strip() or repr(error)).splitlines()
+        reason += more[0] if more and reason.endswith(":") else ""  # of a config.json's field
         advice = (
             f"check the files of the {what} there"
             if Path(name).exists()

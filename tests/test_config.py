@@ -13,6 +13,7 @@ import yaml
 
 from recipes.command import main, run_tool
 from recipes.config import PipelineConfig, _options, load_yaml, parse
+from recipes.run_eval import Eval
 from recipes.train_head import Head
 from specdata.config import fields_of, section_type
 from specdata.errors import ConfigError
@@ -264,3 +265,19 @@ def test_the_remedy_for_other_settings_names_all_that_was_made_of_a_folder(
         write_json(tmp_path / "runs" / "toy" / name / "run.json", {})
     made = "runs/toy/head, runs/toy/eval, runs/toy/eval-mine, runs/toy/release"
     assert Head(parse([]).config).remedy.endswith(f"or remove {made}")
+
+
+@pytest.mark.parametrize(
+    ("method", "is_asked"),
+    [
+        ("{name: head, stop: head}", True),
+        ("{name: cost, stop: cost}", True),
+        ("{name: cost without head, stop: cost, head: false}", False),
+        ("{name: K=4, length: 4}", False),
+    ],
+)
+def test_an_evaluation_reads_the_runs_head_if_a_method_asks_it(method: str, is_asked: bool) -> None:
+    methods = f"[{{name: plain, decoder: plain}}, {method}]"
+    config = parse(["--draft.init.kind", "target", "--eval.methods", methods], "").config
+    assert config.head is not None
+    assert ("head" in Eval(config).inputs) is is_asked

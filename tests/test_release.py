@@ -309,6 +309,26 @@ def test_the_head_card_loads_and_decodes(pair: Pair, head: Path) -> None:
     assert 1 <= len(out.tokens) <= 4
 
 
+def test_a_head_that_the_cost_rule_alone_asks_is_published_without_a_threshold(
+    pair: Pair, tmp_path: Path
+) -> None:
+    runs = [
+        run.model_copy(update={"method": run.method.replace(stop="cost")}) if run.head else run
+        for run in pair.results.runs
+    ]
+    results = pair.results.model_copy(update={"runs": runs})
+    card = ModelCard.load(release_head(pair.head, tmp_path / "out", results) / "README.md")
+    (code,) = code_blocks(card, "python")
+    shown: dict[str, Any] = {}
+    names = {loadable(str(path)): str(path) for path in (pair.target, pair.draft)}
+    for name, path in (names | {loadable("out"): str(tmp_path / "out")}).items():
+        code = code.replace(json.dumps(name), json.dumps(path))
+    exec(code, shown)
+    assert shown["config"].stop == head_run(results).method.stop
+    assert "threshold" not in code
+    assert len(shown["out"].tokens)
+
+
 def test_the_head_card_and_its_json_give_the_verdict(
     pair: Pair, head: Path, tmp_path: Path
 ) -> None:

@@ -414,6 +414,16 @@ def test_a_draft_on_states_loaded_as_another_and_a_target_that_is_gone_are_refus
         draft(input_ids=torch.tensor([[1, 2]]))
 
 
+@pytest.mark.parametrize("value", [0, -3, 10**18])
+def test_a_model_of_no_or_endless_layers_is_refused_before_it_is_made(
+    target: Path, tmp_path: Path, value: int
+) -> None:
+    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"from 1 to 4096, it is {value}"):
+        load_model(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
