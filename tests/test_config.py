@@ -17,6 +17,7 @@ from recipes.run_eval import Eval
 from recipes.train_head import Head
 from specdata.config import fields_of, section_type
 from specdata.errors import ConfigError
+from specdata.prompts.reading import json_lines
 from specdata.storage.files import write_json
 
 ROOT = Path(__file__).parent.parent
@@ -181,7 +182,6 @@ def test_a_number_that_is_not_finite_is_refused(key: str, text: str) -> None:
         ["table", "{}"],
         ["trees", ".", "--target", "t", "--draft", "d", "--ratio=inf"],
         ["init", "target", "--prompts", str(CONFIGS[0]), "--out", "."],
-        ["pipeline", "--plan", "--output={}-run", "--eval.sets", "[{{name: {}}}]"],
     ],
 )
 def test_pipes_and_impossible_options_of_tools_are_refused(
@@ -190,6 +190,12 @@ def test_pipes_and_impossible_options_of_tools_are_refused(
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert main([each.format(tmp_path / "pipe.jsonl") for each in arguments]) == 2
     assert "must be a" in capsys.readouterr().err
+
+
+def test_a_pipe_in_place_of_prompts_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match="must be a regular file"):
+        next(json_lines(tmp_path / "pipe.jsonl"))
 
 
 @pytest.mark.parametrize(
