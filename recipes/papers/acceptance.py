@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from eval.decode_config import DecodeConfig
-from eval.decoder import SpeculativeDecoder
 from eval.verifiers.importance import as_distribution
 from eval.verifiers.kseq import any_accepted, discount
 from eval.verifiers.optimum import optimal_acceptance
@@ -27,11 +22,6 @@ from eval.verifiers.selection.groups import largest
 from eval.verifiers.selection.solvers import Solver, selector
 from recipes.papers.trees import scales
 from specdata.probability import nucleus, overlap
-from specdata.sampling import SamplingConfig, generator_for
-from specdata.texts import Row, along_pair
-
-if TYPE_CHECKING:
-    from specdata.prompts.loading import Prompt
 
 POINTS = 32
 """Of the quadrature over rejected candidates."""
@@ -116,70 +106,6 @@ def effective_alphabet(p: Tensor, q: Tensor, of: str, top_p: float) -> list[floa
     """1 for the bucket of the effective alphabet of p or q (`of`), what top-p leaves; else 0."""
     left = int((nucleus({"p": p, "q": q}[of], top_p) > 0).sum())
     return [float(least <= left <= most) for least, most in BUCKETS.values()]
-
-
-def target_texts(
-    target: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    sampling: SamplingConfig,
-    *,
-    max_new_tokens: int,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """Texts of the target alone: rows with `prompt_ids`, `completion_ids`, `example_id`, `set`."""
-    decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig(**asdict(sampling)))
-    generations = decoder.generate_batch(
-        [torch.tensor(prompt.ids) for prompt in prompts],
-        max_new_tokens=max_new_tokens,
-        generators=[generator_for(seed, "texts", prompt.example_id) for prompt in prompts],
-        size=16,
-    )
-    return [
-        {
-            "prompt_ids": list(prompt.ids),
-            "completion_ids": out.tokens.tolist(),
-            "example_id": prompt.example_id,
-            "sample": 0,
-            "set": prompt.dataset,
-        }
-        for prompt, out in zip(prompts, generations, strict=True)
-    ]
-
-
-def values_along(
-    rows: Sequence[Row],
-    functions: Sequence[Callable[[Tensor, Tensor], float | list[float]]],
-    *,
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    samplings: tuple[SamplingConfig, SamplingConfig],
-    positions: int,
-    report: Callable[[int], object],
-) -> list[NDArray[np.float64]]:
-    """Functions of p and q, both (V,), at positions of texts.
-
-    Args:
-        rows: the texts.
-        functions: each gives a number, or several; F in all.
-        models: of p and q.
-        samplings: how p is made of logits, and how q.
-        positions: how many of a text, evenly over the completion; all, if it has fewer.
-        report: called with the number of texts that were read.
-
-    Returns:
-        (positions, F) of each text.
-    """
-    lengths = [len(row["completion_ids"]) for row in rows]
-    places = [
-        torch.linspace(0, length - 1, min(positions, length)).round().long() for length in lengths
-    ]
-
-    def columns(p: Tensor, q: Tensor, *_: object) -> dict[str, Tensor]:
-        pairs = zip(p.cpu(), q.cpu(), strict=True)
-        values = [np.hstack([function(*pair) for function in functions]) for pair in pairs]
-        return {"values": torch.tensor(np.array(values))}
-
-    along = along_pair(models, rows, samplings, columns, places=places, report=report)
-    return [each["values"].numpy() for each in along]
 
 
 def two_drafts(

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from eval.measuring.intervals import Interval, resamples
-from eval.measuring.methods import PLAIN, EvalConfig, check_methods
+from eval.measuring.methods import PLAIN, EvalConfig
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.scores import can_score
 from recipes.config import PipelineConfig, build
@@ -31,7 +31,7 @@ from recipes.layout import folder as stage_folder
 from recipes.papers.tables import Record
 from recipes.run import prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
-from specdata.sampling import SamplingConfig
+from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.files import fingerprint, write_json
 from specdata.terminal import progress
 
@@ -174,8 +174,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     pooled = build_results(where, generations)
     keys = {method["name"]: method for method in methods}
     keys[PLAIN] = {"label": {"rule": f"{spec.get('alone', 'target')} alone"}}
-    shared = {"measurement": folder.name, **asdict(sampling)}
-    records = [shared | record for record in _records(pooled, by_seed, keys)]
+    records = [asdict(sampling) | record for record in _records(pooled, by_seed, keys)]
     return [*records, *as_long(records)]
 
 
@@ -192,20 +191,18 @@ def evaluated(
     if spec.get("timed"):
         section = {key: given[key] for key in ("engine", "threads") if key in given}
     section["scores"] = [name for name in spec.get("scores", []) if can_score(name)]
-    if "max_new_tokens" in given or "max_new_tokens" in spec:
-        both = [each["max_new_tokens"] for each in (given, spec) if "max_new_tokens" in each]
-        section["max_new_tokens"] = min(both)
-    sets = []
-    for prompts in pair.config.eval.sets:
-        most = filter(None, (pair.prompts, spec.get("prompts")))
-        sets.append(asdict(prompts) | {"count": min(most, default=prompts.count)})
+    if most := [each["max_new_tokens"] for each in (given, spec) if "max_new_tokens" in each]:
+        section["max_new_tokens"] = min(most)
+    counts = [count for count in (pair.prompts, spec.get("prompts")) if count]
+    sets = [
+        asdict(prompts) | {"count": min(counts, default=prompts.count)}
+        for prompts in pair.config.eval.sets
+    ]
     listed = [{key: method[key] for key in method if key not in UNDECODED} for method in methods]
     plain = {"name": PLAIN, "decoder": "plain"}
     whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
     config = build(whole)
-    values = asdict(pair.config.sampling) | spec.get("sampling", {})
-    sampling = TypeAdapter(SamplingConfig).validate_python(values)
-    check_methods(config.eval, sampling, head="head" in spec)
+    sampling = sampling_of(pair, spec)
     Eval(config.model_copy(update={"sampling": sampling})).check()
     return config.eval, sampling, methods
 
@@ -256,8 +253,8 @@ def _records(
             columns = ("verifier", "drafter", "stop", "length", "threshold", "lossless")
             record |= {key: row.method.columns()[key] for key in columns}
             record |= given.get("verifier_args", {}) | given.get("label", {})
-            settings = given.keys() - {"name", "verifier_args", *UNDECODED}
-            record |= {key: shape(given[key]) for key in given if key in settings}
+            named = ("name", "verifier_args", *UNDECODED)
+            record |= {key: shape(value) for key, value in given.items() if key not in named}
             if "widths" in given:
                 record["paths"] = math.prod(given["widths"])
             for rate, values in row.rates.items():
@@ -294,16 +291,12 @@ def _records(
 
 def as_long(records: Sequence[Record]) -> Iterator[Record]:
     """Of each set SD once more, as long as the fastest k-configuration (MCSD, Table 2)."""
-    for name in dict.fromkeys(record["set"] for record in records):
-        of_set = [record for record in records if record["set"] == name]
-        if trees := [record for record in of_set if record.get("of") == "MCSD"]:
-            best = max(trees, key=lambda tree: float(tree["speedup"]["value"]))
-            alike = [each for each in of_set if each.get("of") == "SD, best length"]
-            yield from (
-                {**each, "of": "SD, same length"}
-                for each in alike
-                if each["length"] == best["length"]
-            )
+    trees = [record for record in records if record.get("of") == "MCSD"]
+    rising = sorted(trees, key=lambda tree: float(tree["speedup"]["value"]))
+    fastest = {tree["set"]: tree["length"] for tree in rising}
+    for each in records:
+        if each.get("of") == "SD, best length" and each["length"] == fastest.get(each["set"]):
+            yield {**each, "of": "SD, same length"}
 
 
 def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
@@ -330,12 +323,12 @@ def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
     return fitted | {"error": float(np.median(errors)), "largest_error": float(errors.max())}
 
 
-def formula(_pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+def formula(_pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list[Record]:
     """What follows from formulas alone: a function of `recipes.papers.examples`."""
     from recipes.papers.examples import FORMULAS
 
     arguments = {key: value for key, value in spec.items() if key not in ("kind", "of")}
-    return [{"measurement": folder.name, **record} for record in FORMULAS[spec["of"]](**arguments)]
+    return FORMULAS[spec["of"]](**arguments)
 
 
 def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -358,6 +351,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     made = _labelled(pair, spec, folder / "run")
     labels = stage_folder(made, "labels")
     times = Times(spec["draft_seconds"], spec["target_seconds"])
+    seconds = partial(Counts.seconds_per_token, times=times)
     of_split = partial(rows_of_split, load_stored(labels).to_iterable_dataset(), labels)
     train, rows = of_split("train", spec["rows"]), of_split("dev", spec["judged_rows"])
     sets, prompts = np.array(rows["dataset"]), np.array(rows["example_id"])
@@ -399,15 +393,14 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
             here = Counts(*(getattr(counts, each)[these] for each in REPLAYED))
             of_set.append((keys, here, (keys.get("weight"), keys.get("depth"))))
             for group in (keys["rule"], of_set[-1][-1]):
-                both = (best.get(group, here), here)
-                best[group] = min(both, key=lambda each: each.seconds_per_token(times))
+                best[group] = min(best.get(group, here), here, key=seconds)
         for keys, here, head_of in of_set:
             share = asdict(saving(here, best["fixed"], times, of_rows))
             record = {"set": name, **keys, "best": here is best[keys["rule"]]}
             record["best_h"] = here is best[head_of]
             record["gain"] = {key: 100 * x / (1 - x) for key, x in share.items()}
             records.append(record | _expected(here, of_rows, spec))
-    return [{"measurement": folder.name, **record} for record in records]
+    return records
 
 
 def _labelled(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> PipelineConfig:
@@ -469,32 +462,39 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     are its parameters; `rule: alphabet` with `of` (p or q) and `top_p` counts the tokens that
     truncation leaves. `positions` a text; `draft_temperature` where it is not the target's.
     """
-    from recipes.papers.acceptance import values_along
+    import torch
+
+    from specdata.texts import along_pair
 
     sampling = sampling_of(pair, spec)
     drafts = replace(sampling, temperature=spec.get("draft_temperature", sampling.temperature))
     columns = list(_columns(spec))
+
+    def values(p: Tensor, q: Tensor, *_: object) -> dict[str, Tensor]:
+        pairs = zip(p.cpu(), q.cpu(), strict=True)
+        rows = [np.hstack([function(*pair) for _, function in columns]) for pair in pairs]
+        return {"values": torch.tensor(np.array(rows))}
+
     sums: dict[str, list[list[float]]] = {}
     for name, rows in texts(pair, spec):
         path = folder / f"{name}.json"
         if not path.is_file():
+            lasts = [len(row["completion_ids"]) - 1 for row in rows]
+            places = [  # evenly over the text; all, if it has fewer
+                torch.linspace(0, last, min(spec["positions"], last + 1)).round().long()
+                for last in lasts
+            ]
+            models, warps = (pair.target, pair.draft), (sampling, drafts)
             with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
-                along = values_along(
-                    rows,
-                    [function for _, function in columns],
-                    models=(pair.target, pair.draft),
-                    samplings=(sampling, drafts),
-                    positions=spec["positions"],
-                    report=bar.update,
-                )
-            write_json(path, [[len(each), *each.sum(axis=0).tolist()] for each in along])
+                along = along_pair(models, rows, warps, values, places=places, report=bar.update)
+            of_texts = [each["values"].numpy() for each in along]
+            write_json(path, [[len(each), *each.sum(axis=0).tolist()] for each in of_texts])
         sums[name] = json.loads(path.read_text(encoding="utf-8"))
     several = {ALL_SETS: [row for rows in sums.values() for row in rows]} if len(sums) > 1 else {}
-    shared = {"measurement": folder.name, **asdict(sampling)}
-    shared["draft_temperature"] = drafts.temperature
+    shared = {**asdict(sampling), "draft_temperature": drafts.temperature}
     records = []
-    for name, of_texts in (sums | several).items():
-        total = resamples(len(of_texts)) @ np.array(of_texts)
+    for name, of_set in (sums | several).items():
+        total = resamples(len(of_set)) @ np.array(of_set)
         every = (keys for group, _ in columns for keys in group)
         for index, keys in enumerate(every, start=1):
             field = "share" if "tokens left" in keys else "acceptance"
@@ -504,7 +504,7 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     return records
 
 
-def tree_search(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+def tree_search(pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list[Record]:
     """Search for a k-configuration (MCSD, section 4.2) along the target's texts of all sets.
 
     For each most number of paths (`budgets`) the k-configuration that is expected to be fastest, at
@@ -530,33 +530,43 @@ def tree_search(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[
             ("fastest", max(within, key=lambda each: each["speedup"])),
             ("most tokens", max(within, key=lambda each: each["block_efficiency"]["value"])),
         ):
-            record = {"measurement": folder.name, "set": ALL_SETS, "paths": budget, "by": by}
             tokens = best["block_efficiency"]
             faster = best["speedup"] / tokens["value"]
-            record["speedup"] = {key: faster * x for key, x in tokens.items()}
-            records.append({**best, **record})
+            speedup = {key: faster * x for key, x in tokens.items()}
+            keys = {"set": ALL_SETS, "paths": budget, "by": by}
+            records.append({**best, **keys, "speedup": speedup})
     return records
 
 
 def sampling_of(pair: ModelPair, spec: Mapping[str, Any]) -> SamplingConfig:
     """The pair's sampling with the measurement's over it."""
-    return SamplingConfig(**asdict(pair.config.sampling) | spec.get("sampling", {}))
+    values = asdict(pair.config.sampling) | spec.get("sampling", {})
+    return TypeAdapter(SamplingConfig).validate_python(values)
 
 
 def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Of each prompt set its name and the target's texts, those with a token at least."""
-    from recipes.papers.acceptance import target_texts
+    import torch
+
+    from eval.decode_config import DecodeConfig
+    from eval.decoder import SpeculativeDecoder
 
     config, sampling, _ = evaluated(pair, {**spec, "methods": []})
-    prompts = pair.load_prompts(config)
+    alone = SpeculativeDecoder.from_config(pair.target, None, DecodeConfig(**asdict(sampling)))
+    prompts, seed = pair.load_prompts(config), pair.config.seed
     for name in dict.fromkeys(prompt.dataset for prompt in prompts):
-        rows = target_texts(
-            pair.target,
-            [prompt for prompt in prompts if prompt.dataset == name],
-            sampling,
+        of_set = [prompt for prompt in prompts if prompt.dataset == name]
+        generations = alone.generate_batch(
+            [torch.tensor(prompt.ids) for prompt in of_set],
             max_new_tokens=config.max_new_tokens,
-            seed=pair.config.seed,
+            generators=[generator_for(seed, "texts", prompt.example_id) for prompt in of_set],
+            size=16,
         )
+        rows = [
+            {"prompt_ids": list(prompt.ids), "completion_ids": out.tokens.tolist()}
+            | {"example_id": prompt.example_id, "sample": 0}
+            for prompt, out in zip(of_set, generations, strict=True)
+        ]
         yield name, [row for row in rows if row["completion_ids"]]
 
 

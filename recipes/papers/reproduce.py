@@ -20,7 +20,7 @@ from recipes.checks import check_whole_run
 from recipes.config import PipelineConfig, parse
 from recipes.layout import initial_draft
 from recipes.papers.measurements import KINDS, ModelPair, evaluated
-from recipes.papers.tables import WORDS, page, pivot, selected, write_figure
+from recipes.papers.tables import WORDS, page, write_figure
 from recipes.pipeline import TRAINING
 from recipes.run import prepare_libraries, run_stage, say
 from specdata.config import nearest
@@ -90,7 +90,8 @@ def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> dict[str, An
         begun = time.perf_counter()
         with using_threads(pair.config.eval.threads):
             where = describe_environment(device=str(device()), dtype=pair.config.models.dtype)
-            records = json.loads(json.dumps(_rounded(kind(pair, spec, folder))))
+            made_of = [{"measurement": name, **record} for record in kind(pair, spec, folder)]
+            records = json.loads(json.dumps(_rounded(made_of)))
         took = time.perf_counter() - begun
         at = where.model_dump(exclude={"batch_size", "devices"})  # one's own of each measurement
         made = {"seconds": took, "environment": at, "records": records}
@@ -171,14 +172,10 @@ def reproduce(
         "intervals over prompts; ± is the deviation over seeds; what the paper prints is marked "
         "*paper*. Names are followed by digests of contents; `results.json` has all counts."
     )
-    tables = [
-        {"title": table["title"], "rows": pivot(table, selected(table, measured))}
-        for table in protocol["tables"]
-    ]
     for figure in protocol["figures"]:
         words = WORDS | protocol.get("words", {})
         write_figure(out / f"{figure['name']}.svg", figure, measured, words)
-    stored = {"paper": paper, "quick": quick, **identity, "environments": where, "tables": tables}
+    stored = {"paper": paper, "quick": quick, **identity, "environments": where}
     lines = [  # one record a line: a third of the size
         f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, records)) + "\n]"
         for name, records in measured.items()

@@ -6,6 +6,7 @@ draftsmith trees ROLLOUTS --target TARGET --draft DRAFT [--budget 32] [--ratio 0
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Print the best tree of each budget; returns the exit status."""
-    if given.budget < 1 or not given.ratio >= 0.0:
+    if given.budget < 1 or not 0.0 <= given.ratio < math.inf:
         raise ConfigError(
             f"--budget must be at least 1 and --ratio at least 0; got {given.budget} and "
             f"{given.ratio:g}"
