@@ -81,8 +81,8 @@ class InitConfig(Config):
     @classmethod
     def _are_layers(cls, layers: int | list[int]) -> int | list[int]:
         """Refuse what is neither a number of layers nor their numbers in order."""
-        if isinstance(layers, int) and layers < 1:
-            raise ValueError(f"must be at least 1, got {layers}")
+        if isinstance(layers, int) and not 1 <= layers <= MOST_TIMES:
+            raise ValueError(f"must be from 1 to {MOST_TIMES}, got {layers}")
         if isinstance(layers, list) and (
             not layers or layers[0] < 0 or layers != sorted(set(layers))
         ):

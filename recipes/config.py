@@ -8,6 +8,7 @@ its `--help`, and hints at the nearest option.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -294,7 +295,8 @@ def _options(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not (path.is_file() and path.stat().st_size <= MOST_BYTES):
-            raise ConfigError(f"{path} must be a regular file of at most {MOST_BYTES:,} bytes")
+            what = f"it must be a regular file of at most {MOST_BYTES:,} bytes"
+            raise OSError(errno.EFBIG, what)
         tree = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"configuration file {path} does not exist") from error

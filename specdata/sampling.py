@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +32,8 @@ class SamplingConfig:
     Raises:
         ValueError: if a value lies outside its range.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     temperature: Annotated[
         float, Field(description="softmax temperature; 0 takes the likeliest token")

@@ -11,12 +11,13 @@ from typing import get_args
 import pytest
 import yaml
 
-from recipes.command import run_tool
+from recipes.command import main, run_tool
 from recipes.config import PipelineConfig, _options, load_yaml, parse
 from recipes.run_eval import Eval
 from recipes.train_head import Head
 from specdata.config import fields_of, section_type
 from specdata.errors import ConfigError
+from specdata.prompts.reading import json_lines
 from specdata.storage.files import write_json
 
 ROOT = Path(__file__).parent.parent
@@ -112,10 +113,14 @@ def test_a_key_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -> N
 
 
 COUNTS = [
-    key
-    for key, info in _options(PipelineConfig, "")
-    if int in {info.annotation, *get_args(info.annotation)} and key not in ("draft.init.layers",)
-] + ["draft.epochs", "draft.finetune.epochs"]
+    *(
+        key
+        for key, info in _options(PipelineConfig, "")
+        if int in {info.annotation, *get_args(info.annotation)}
+    ),
+    "draft.epochs",
+    "draft.finetune.epochs",
+]
 
 
 @pytest.mark.parametrize("key", COUNTS)
@@ -159,7 +164,7 @@ def test_what_is_no_file_of_a_configurations_size_is_never_read(tmp_path: Path) 
     large.write_bytes(b"#" * 20_000_000)
     os.mkfifo(pipe)
     for path in (large, pipe, tmp_path, Path("/dev/zero")):
-        with pytest.raises(ConfigError, match="must be a regular file of at most 131,072 bytes"):
+        with pytest.raises(ConfigError, match="it must be a regular file of at most 131,072"):
             parse(["--config", str(path)], "")
 
 
@@ -168,6 +173,29 @@ def test_what_is_no_file_of_a_configurations_size_is_never_read(tmp_path: Path) 
 def test_a_number_that_is_not_finite_is_refused(key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
         parse([f"--{key}={text}"], "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["init", "target", "--prompts", "{}"],
+        ["table", "{}"],
+        ["trees", ".", "--target", "t", "--draft", "d", "--ratio=inf"],
+        ["init", "target", "--prompts", str(CONFIGS[0]), "--out", "."],
+    ],
+)
+def test_pipes_and_impossible_options_of_tools_are_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert main([each.format(tmp_path / "pipe.jsonl") for each in arguments]) == 2
+    assert "must be a" in capsys.readouterr().err
+
+
+def test_a_pipe_in_place_of_prompts_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match="must be a regular file"):
+        next(json_lines(tmp_path / "pipe.jsonl"))
 
 
 @pytest.mark.parametrize(

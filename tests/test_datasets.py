@@ -162,6 +162,8 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
         json.dumps({**manifest, "shards": [{}]}),
         json.dumps({**manifest, "settings": [1]}),
         json.dumps({**manifest, "settings": {"sampling": {"temp": 1}}}),
+        json.dumps({**manifest, "settings": {"sampling": {"temperature": -1}}}),
+        json.dumps({**manifest, "settings": {"sampling": {"top_k": 2.5}}}),
         json.dumps({**manifest, "shards": [{**manifest["shards"][0], "file": 3}]}),
         "[" * 100_000,
     ):

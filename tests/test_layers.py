@@ -56,7 +56,7 @@ BELOW = {
         "storage taps",
         "saving": "errors models sources states_draft storage",
         "lm_head": "errors models",
-        "storage": "config errors interruption processes",
+        "storage": "config errors interruption processes sampling",
         "target_states": "errors lm_head states_draft storage",
         "expected_tokens": "",
         "prompts": "config errors sampling sources storage toy",

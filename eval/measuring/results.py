@@ -338,6 +338,8 @@ def read_results(path: Path) -> Results:
     # Not the advice to remove a folder that no evaluation made.
     is_ours = (path.parent / "run.json").is_file()
     again = f"remove {path.parent} and run" if is_ours else "give another's, or run"
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ManifestError(f"{path} must be a regular file: {again} the evaluation")
     try:
         return Results.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:

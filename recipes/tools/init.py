@@ -45,6 +45,10 @@ def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     written: list[Path] = []
     try:
+        if given.prompts.exists() and not given.prompts.is_file():  # a pipe would be waited for
+            raise ConfigError(f"--prompts must be a regular file; got {given.prompts}")
+        if not given.out.name:
+            raise ConfigError(f"--out must be a file; got {given.out}")
         lines = {line.strip() for line in given.prompts.read_bytes().split(b"\n")} - {b""}
         if given.prompts.suffix != ".jsonl" or len(lines) < 3:
             raise ConfigError(

@@ -6,10 +6,12 @@ draftsmith trees ROLLOUTS --target TARGET --draft DRAFT [--budget 32] [--ratio 0
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from rich.console import Console
 
+from specdata.config import read_stored
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 from specdata.storage.manifest import read_manifest
@@ -34,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Print the best tree of each budget; returns the exit status."""
-    if given.budget < 1 or not given.ratio >= 0.0:
+    if given.budget < 1 or not 0.0 <= given.ratio < math.inf:
         raise ConfigError(
             f"--budget must be at least 1 and --ratio at least 0; got {given.budget} and "
             f"{given.ratio:g}"
@@ -42,7 +44,7 @@ def main(given: argparse.Namespace) -> int:
     settings = read_manifest(given.rollouts)["settings"]
     if "sampling" not in settings:
         raise ConfigError(f"{given.rollouts} does not say how its rollouts were sampled")
-    sampling = SamplingConfig(**settings["sampling"])
+    sampling = read_stored(SamplingConfig, settings["sampling"], f"the sampler of {given.rollouts}")
     from eval.analysis.replay import rows_of_split
     from recipes.papers.trees import WIDTHS, acceptance_along, search
     from specdata.models import load_model, revision_of

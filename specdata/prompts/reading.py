@@ -186,6 +186,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, PromptRow]]:
     Raises:
         ConfigError: if the file cannot be read or a line is no JSON object.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ConfigError(f"{path} must be a regular file")
     try:
         with path.open("rb") as lines:  # split at \n alone, which JSON never holds inside a string
             for number, line in enumerate(lines, start=1):

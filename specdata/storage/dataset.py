@@ -241,9 +241,9 @@ def stream_stored(folder: Path) -> datasets.IterableDataset:
     Raises:
         ManifestError: as `load_stored`.
     """
-    return datasets.load_dataset(
-        "parquet", data_files=_finished_files(folder), split="train", streaming=True
-    )
+    if not (files := _finished_files(folder)):
+        raise ManifestError(f"{folder} holds no rows: make the dataset again, with prompts")
+    return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
 
 
 def _finished_files(folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from specdata.errors import ManifestError
+from specdata.sampling import SamplingConfig
 from specdata.storage.files import sha256
 
 MANIFEST = "manifest.json"
@@ -50,7 +51,7 @@ class _Account(_Shape):
 class _Settings(_Shape):
     target: _Model | str | None = None
     draft: _Model | str | None = None
-    sampling: dict[Literal["temperature", "top_k", "top_p"], float] | None = None
+    sampling: SamplingConfig | None = None
     prompts: list[_Account] | None = None
 
 
