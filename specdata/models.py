@@ -259,12 +259,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if not (Path(name) / "tokenizer_config.json").is_file() and (base := base_of_adapters(name)):
         return _of_base(name, base, lambda: load_tokenizer(base))
     source, revision = hub_source(name)
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
+    options: dict[str, Any] = {"revision": revision}
 
     def load() -> PreTrainedTokenizerBase:
         with suppress(OSError, ValueError):  # a tokenizer alone, or what is refused below
             options["config"] = _config(source, revision)
-        return AutoTokenizer.from_pretrained(source, **options)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
 
     return from_hub("tokenizer", name, load)
 

@@ -417,7 +417,7 @@ def test_one_sentence_says_whether_the_head_pays_or_why_not(
     sentence = words.head_sentence(verdict)
     assert sentence.startswith(begins)
     assert (status == "pays") == sentence.startswith("The head pays")
-    assert ("negative means that it takes longer" in sentence) == (
+    assert ("negative: slower" in sentence) == (
         "saves -" in sentence or " and -" in sentence
     )
     assert bool(replay and not clock) == sentence.endswith(

@@ -159,7 +159,7 @@ def test_an_evaluation_scores_what_has_a_reference_and_goes_on_where_it_stopped(
     again = read_results(folder / "results.json")
     assert [run.scores for run in again.runs] == [run.scores for run in results.runs]
 
-    asked["eval"]["sets"] = [{"name": "instruct", "count": 2}]
+    asked["eval"]["sets"] = [{"name": "chat-letters", "count": 2}]
     asked["eval"]["folder"] = "eval-other"
-    with pytest.raises(ConfigError, match="no prompt of instruct has one: give rows a column"):
+    with pytest.raises(ConfigError, match="no prompt of chat-letters has one: give rows a column"):
         RECIPE.main(build(asked))

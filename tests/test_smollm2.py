@@ -106,7 +106,7 @@ def test_another_file_than_the_pinned_one_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["", "-hub", "-t1", "-plain"])
+@pytest.mark.parametrize("name", ["", "-t1", "-plain"])
 def test_the_shipped_configurations_are_planned_offline_where_nothing_is_finished(
     tmp_path: Path, name: str
 ) -> None:

@@ -225,7 +225,7 @@ def head_sentence(verdict: HeadVerdict) -> str:
     hardest = [(min(each, key=_hardness), where) for each, where in judged if each]
     text = "it saves " + _list([f"{r.saved} over {r.setting} {where}" for r, where in hardest])
     if any(rival.saved.value < 0.0 for rival, _ in hardest):
-        text += ", where negative means that it takes longer"
+        text += " (negative: slower)"
     if not verdict.clock:
         text += f" (by the clock: not measured, {verdict.reason})"
     begins = {
