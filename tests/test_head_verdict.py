@@ -417,9 +417,7 @@ def test_one_sentence_says_whether_the_head_pays_or_why_not(
     sentence = words.head_sentence(verdict)
     assert sentence.startswith(begins)
     assert (status == "pays") == sentence.startswith("The head pays")
-    assert ("negative: slower" in sentence) == (
-        "saves -" in sentence or " and -" in sentence
-    )
+    assert ("negative: slower" in sentence) == ("saves -" in sentence or " and -" in sentence)
     assert bool(replay and not clock) == sentence.endswith(
         "(by the clock: not measured, no labels)."
     )
