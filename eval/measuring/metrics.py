@@ -254,15 +254,16 @@ def fit_latency(records: Sequence[PromptRecord]) -> LatencyFit | None:
     seconds = np.array([r.seconds for r in records], dtype=np.float64)
     if len(records) < 3 or np.linalg.matrix_rank(counts) < 2:
         return None
-    spread = float(((seconds - seconds.mean()) ** 2).sum())
-    if spread == 0.0:
+    if np.ptp(seconds) == 0.0:
         return None
+    t_draft, t_target, r_squared = fit_times(counts, seconds)
+    return LatencyFit(t_draft, t_target, r_squared, generations=len(records))
+
+
+def fit_times(counts: Array, seconds: Array) -> list[float]:
+    """Seconds of each of two counts (n, 2), none negative, by least squares; then R squared."""
     from scipy.optimize import nnls
 
     times, residual = nnls(counts, seconds)
-    return LatencyFit(
-        t_draft=float(times[0]),
-        t_target=float(times[1]),
-        r_squared=1 - float(residual) ** 2 / spread,
-        generations=len(records),
-    )
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    return [*map(float, times), 1 - float(residual) ** 2 / max(1e-12, spread)]

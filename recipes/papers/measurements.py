@@ -300,11 +300,11 @@ def as_long(records: Sequence[Record]) -> Iterator[Record]:
 
 
 def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
-    """Times of a forward as `fit_latency` fits them, each with its interval over prompts.
+    """Times of a forward, fitted, each with its interval over prompts.
 
     And how far the times of single generations are from these, in percent: the median, the largest.
     """
-    from scipy.optimize import nnls
+    from eval.measuring.metrics import fit_times
 
     rows = np.array([[each.n_draft, each.rounds, each.seconds] for each in generations])
     if rule == "draft alone":  # whose rounds are forwards of the draft
@@ -312,9 +312,8 @@ def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
     _, group = np.unique([each.prompt_id for each in generations], return_inverse=True)
     fits = []
     for weights in resamples(int(group.max()) + 1).astype(int):
-        *counts, seconds = np.repeat(rows, weights[group], axis=0).T
-        times, residual = nnls(np.stack(counts, axis=1), seconds)
-        fits.append([*times, 1 - residual**2 / max(1e-12, seconds.var() * len(seconds))])
+        drawn = np.repeat(rows, weights[group], axis=0)
+        fits.append(fit_times(drawn[:, :2], drawn[:, 2]))
     names = ("t_draft", "t_target", "r_squared")
     fitted = {
         n: asdict(Interval.of(x)) for n, x in zip(names, np.array(fits).T, strict=True) if x.any()
@@ -505,7 +504,7 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
 
 
 def tree_search(pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list[Record]:
-    """Search for a k-configuration (MCSD, section 4.2) along the target's texts of all sets.
+    """Search for a k-configuration (MCSD, section 4.3) along the target's texts of all sets.
 
     For each most number of paths (`budgets`) the k-configuration that is expected to be fastest, at
     a `ratio` of the draft's forward to the target's, and the one expected to emit most; `siblings`

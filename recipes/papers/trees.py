@@ -1,4 +1,4 @@
-"""The search for a draft tree (MCSD, arXiv:2401.06706, section 4.2), along held-out text.
+"""The search for a draft tree (MCSD, arXiv:2401.06706, section 4.3), along held-out text.
 
 A k-configuration k_1 x k_2 x ... gives every node at depth d - 1 k_d children. The search compares
 all with k_d in {1, 2, 4, 8, 16, 32} that widen nowhere (the monotonic rule) and whose product, the
