@@ -48,13 +48,14 @@ real: $(INSTALLED)
 comma := ,
 CHOOSE := --seed 1 --eval.verifiers 0 --eval.folder eval-choose \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: dev, count: 8},)]'
-DYNAMIC := $(foreach n,4 5 6 8,--method '{name: $n nodes, verifier: naive, drafter: dynamic_tree, nodes: $n, depth: 3, gain: 0.5}')
+DYNAMIC := $(foreach n,3 4 5 6 8,--method '{name: $n nodes, verifier: naive, drafter: dynamic_tree, nodes: $n, depth: 3, gain: 0.5}')
 TREES = $(foreach widths,$(1),--method '{name: tree $(subst $(comma),x,$(widths)), verifier: traversal, drafter: tree, \
 	widths: [$(widths)], siblings: distinct}')
 LENGTHS = $(foreach k,$(1),--method '{name: K=$k, length: $k}')
 BLOCKS := $(foreach k,4 5,--method '{name: block K=$k, verifier: block, length: $k}')
 real-choose: $(INSTALLED)
 	@$(EVAL) $(REAL) $(CHOOSE) $(DYNAMIC) $(call LENGTHS,2 3 4) $(BLOCKS) $(call TREES,3) --method cost
+	@for name in make_rollouts train_draft; do $(RUN) $(BIN)/python recipes/$$name.py $(REAL_T1) || exit 1; done
 	@$(EVAL) $(REAL_T1) $(CHOOSE) $(call TREES,2 3 4 2$(comma)1) $(call LENGTHS,1 2 3) $(BLOCKS)
 
 # After `make real`: temperature 1; a plain draft beside transformers at its own settings; and the
