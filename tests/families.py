@@ -66,7 +66,7 @@ OPT = {
     "init_std": 0.4,
 } | SPECIAL
 
-Family = tuple[Callable[[Any], PreTrainedModel], Callable[..., PretrainedConfig], dict[str, Any]]
+Family = tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], dict[str, Any]]
 
 FAMILIES: dict[str, Family] = {
     "llama": (LlamaForCausalLM, LlamaConfig, ROPED),
@@ -126,8 +126,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 8,
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention"],
-            "tie_word_embeddings": True,
-        },
+            },
     ),
     "llama4": (
         Llama4ForCausalLM,
@@ -146,9 +145,11 @@ FAMILIES: dict[str, Family] = {
         DeepseekV32Config,
         ROPED
         | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
-        | {"v_head_dim": 8, "index_n_heads": 8, "index_head_dim": 8, "index_topk": 6}
+        | {"v_head_dim": 8, "index_n_heads": 16, "index_head_dim": 8, "index_topk": 6}
         | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        # An embedding of zeros scores every key alike, so that which are read is left open.
+        | {"pad_token_id": None},
     ),
     "gpt_neo": (
         GPTNeoForCausalLM,
@@ -213,7 +214,8 @@ def tiny(
     build, config, sizes = (FAMILIES | RECURRENT)[family]
     torch.manual_seed(seed)
     made = config(vocab_size=vocab, **(sizes | changes))
-    made._attn_implementation = attention
+    made._attn_implementation = attention if build._supports_sdpa else "eager"
+    made._experts_implementation = "eager"  # others have no kernels in float64
     model = build(made)
     with torch.no_grad():
         for weight in model.parameters():

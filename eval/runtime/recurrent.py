@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,9 +112,43 @@ def _copy(state: State) -> State:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """A module of a model that reads and writes recurrent states of the cache.
+
+    Args:
+        module: the module.
+        stepwise: it forgets its state over several tokens at once (Mamba), so that it reads each
+            by itself.
+    """
+
+    module: Any
+    stepwise: bool
+
+
+def mixers_of(model: nn.Module) -> list[Mixer]:
+    """The mixers of a model.
+
+    Of transformers' own code, all and only these call the cache's methods for it, and those that
+    begin several tokens at a state say so.
+    """
+
+    @cache
+    def source(kind: type[nn.Module]) -> str:
+        return inspect.getsource(kind)
+
+    found = []
+    for module in model.modules():
+        code = source(type(module))
+        writes = ".update_recurrent_state(" in code
+        if writes or ".update_conv_state(" in code:
+            found.append(Mixer(module, writes and "initial_state" not in code))
+    return found
+
+
 @contextmanager
 def keeping_states(
-    mixers: Sequence[Any], kv_cache: KVCache, committed: int, count: int
+    mixers: Sequence[Mixer], kv_cache: KVCache, committed: int, count: int
 ) -> Iterator[None]:
     """Inside, a forward reads `count` tokens, and the states after the `committed` first are kept.
 
@@ -123,61 +158,56 @@ def keeping_states(
         committed: 0 if the forward reads drafted tokens alone.
         count: tokens of the forward.
     """
-    split = mixers if 0 < committed < count else []
-    before = [vars(mixer).get("forward") for mixer in split]
+    split = [mixer for mixer in mixers if mixer.stepwise or 0 < committed < count]
+    before = [vars(mixer.module).get("forward") for mixer in split]
     for mixer in split:
-        states = kv_cache.layers[mixer.layer_idx]
-        mixer.forward = partial(_in_two, mixer.forward, states, committed, count)
+        states = kv_cache.layers[mixer.module.layer_idx]
+        parts = partial(_in_parts, mixer.module.forward, states, mixer.stepwise, committed, count)
+        mixer.module.forward = parts
     try:
         yield
     finally:
         for mixer, forward in zip(split, before, strict=True):
-            del mixer.forward
+            del mixer.module.forward
             if forward is not None:  # another's (accelerate's, of models on several devices)
-                mixer.forward = forward
+                mixer.module.forward = forward
     if committed == count:
         for states in kv_cache.recurrent:
             states.keep(range(states.number_of_states))
 
 
-def mixers_of(model: nn.Module) -> list[Any]:
-    """The modules of a model that read and write recurrent states of the cache.
-
-    Of transformers' own code, all and only these call the cache's methods for it.
-    """
-
-    @cache
-    def calls(kind: type[nn.Module]) -> bool:
-        source = inspect.getsource(kind)
-        return ".update_conv_state(" in source or ".update_recurrent_state(" in source
-
-    return [module for module in model.modules() if calls(type(module))]
-
-
-def _in_two(
+def _in_parts(
     forward: Callable[..., Any],
     states: StateLayer,
+    stepwise: bool,
     committed: int,
     count: int,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A mixer's forward over (B, count, ...), in two parts, whose states between them are kept."""
+    """A mixer's forward over (B, count, ...), whose states after the committed part are kept."""
+    ends = {committed, count} - {0}
+    if stepwise:
+        begun = any(states.has_previous_state.values())
+        ends |= set(range(1 if begun else min(ends), count))
+    states.used.clear()
+    start, outputs = 0, []
+    for end in sorted(ends):
+        piece = slice(start, end)
 
-    def part(piece: slice) -> Any:
-        def cut(value: Any) -> Any:
+        def cut(value: Any, piece: slice = piece) -> Any:
             along = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count
             return value[:, piece] if along else value
 
-        return forward(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
-
-    states.used.clear()
-    first = part(slice(0, committed))
-    states.keep(states.used)
-    second = part(slice(committed, count))
-    if isinstance(first, Tensor):
-        return torch.cat([first, second], dim=1)
+        outputs.append(
+            forward(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+        )
+        if end == committed:
+            states.keep(states.used)
+        start = end
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs, dim=1)
     return tuple(
-        torch.cat(pair, dim=1) if isinstance(pair[0], Tensor) else pair[1]
-        for pair in zip(first, second, strict=True)
+        torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[-1]
+        for each in zip(*outputs, strict=True)
     )

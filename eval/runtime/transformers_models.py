@@ -103,23 +103,36 @@ def cached_layers(config: PretrainedConfig) -> list[LayerKind]:
         CacheNotRewindableError: if a layer keeps what tokens cannot be dropped from in a known way.
     """
     kinds = []
-    for layer in DynamicCache(config=config).layers:
+    for layer in _layers(config):
         states = layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0
         indexed = type(layer) is DynamicIndexedLayer
         attends = type(layer) in _ATTENDING
         if not (attends or states or isinstance(layer, DummyLayer)):
-            raise CacheNotRewindableError(
-                f"{config.model_type} keeps a cache of a kind from which rejected tokens cannot be "
-                f"removed ({type(layer).__name__}); speculative decoding needs keys and values, "
-                "or recurrent states, of transformers' own kinds"
-            )
+            raise _unknown(config, type(layer).__name__)
         kinds.append(LayerKind(attends, indexed, states))
     return kinds
 
 
+def _layers(config: PretrainedConfig) -> list[Any]:
+    """The layers of transformers' cache for a model."""
+    try:
+        layers: list[Any] = DynamicCache(config=config).layers
+    except KeyError as error:  # known once the model's code is imported; of a kind of its own
+        raise _unknown(config, str(error)) from error
+    return layers
+
+
+def _unknown(config: PretrainedConfig, kind: str) -> CacheNotRewindableError:
+    return CacheNotRewindableError(
+        f"{config.model_type} keeps a cache of a kind from which rejected tokens cannot be removed "
+        f"({kind}); speculative decoding needs keys and values, or recurrent states, of "
+        "transformers' own kinds"
+    )
+
+
 def has_rules(config: PretrainedConfig) -> bool:
     """True if a layer needs a mask of its own: windows, chunks, indexers, recurrent layers."""
-    plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    plain = all(type(layer) is DynamicLayer for layer in _layers(config))
     return not plain or "local" in getattr(config, "attention_layers", ())
 
 
