@@ -126,7 +126,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 8,
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention"],
-            },
+        },
     ),
     "llama4": (
         Llama4ForCausalLM,

@@ -147,7 +147,7 @@ def test_greedy_output_of_recurrent_models_is_that_of_generate(family: str) -> N
             batch = decoder.generate_batch(PROMPTS, max_new_tokens=BUDGET, generators=seeds, size=2)
             assert [out.tokens.tolist() for out in batch] == plain
             if other is target:
-                assert all(round.accepted == round.drafted for out in outs for round in out.rounds)
+                assert all(each.accepted == each.drafted for out in outs for each in out.rounds)
             else:
                 check_both_outcomes(outs)
     with pytest.raises(ConfigError, match=f"^{family} has recurrent layers.*draft chains"):
@@ -174,7 +174,7 @@ def test_a_round_reads_accepted_tokens_of_a_recurrent_target_once_more_at_most()
 
 def test_a_cache_of_an_unknown_kind_is_refused_with_the_reason() -> None:
     config = transformers.DeepseekV4Config()
-    with pytest.raises(CacheNotRewindableError, match="^deepseek_v4 keeps a cache of a kind"):
+    with pytest.raises(CacheNotRewindableError, match=r"^deepseek_v4 keeps a cache of a kind"):
         cached_layers(config)
 
 

@@ -91,9 +91,10 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """True if the model is told where tokens stand; Mamba needs not know. PEFT's pass it on."""
-    return not isinstance(model, PreTrainedModel) or "position_ids" in signature(
-        model.forward
-    ).parameters
+    return (
+        not isinstance(model, PreTrainedModel)
+        or "position_ids" in signature(model.forward).parameters
+    )
 
 
 def cached_layers(config: PretrainedConfig) -> list[LayerKind]:
