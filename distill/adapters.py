@@ -14,7 +14,7 @@ from pathlib import Path
 import peft
 import torch
 from huggingface_hub import try_to_load_from_cache
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
 from distill.config import LoraConfig
@@ -115,6 +115,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> pe
         r=lora.rank,
         lora_alpha=2 * lora.rank,
         target_modules="all-linear",  # but the output embedding
+        exclude_modules=_without_adapters(model) or None,
         task_type="CAUSAL_LM",
     )
     # PEFT initialises on the CPU, from the global generator.
@@ -123,6 +124,20 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> pe
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
         torch.manual_seed(seed_for(seed, "adapters"))
         return peft.get_peft_model(model, settings)
+
+
+def _without_adapters(model: nn.Module) -> list[str]:
+    """Names of the linear layers whose weights are read, or whose results are, past an adapter.
+
+    Kernels of state-space layers take the matrix of the output; Llama 4's router gives two results.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if hasattr(module, "conv1d"):
+            names.append(f"{name}.out_proj")
+        if isinstance(module, nn.Linear) and ".models." in type(module).__module__:
+            names.append(name)
+    return names
 
 
 def _local_folder(name: str) -> str | None:

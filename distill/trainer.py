@@ -82,7 +82,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = list(islice(epoch_iterator, num_batches))
         draft = whole_draft(self.accelerator.unwrap_model(self.model_wrapped), self.duplicate)
-        batches = self.texts.into(batches, draft, self.state.global_step)
+        batches = self.texts.into(batches, base_of(draft), self.state.global_step)
         return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
 
     def compute_loss(

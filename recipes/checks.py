@@ -1,4 +1,4 @@
-"""Checks of a configuration before a stage starts, without torch or network.
+"""Checks of a configuration before a stage starts, without network.
 
 A run checks this first, and so does `--plan`. Only what is on this machine is looked at: prompt
 sets and configurations of models that are on the Hub are checked when a pipeline starts
@@ -19,12 +19,13 @@ from recipes.layout import absolute, is_within
 from recipes.run import Stage
 from recipes.sizes import (
     WEIGHTS,
+    described,
     is_made_here,
     is_without_weights,
     on_this_machine,
     sizes_of,
 )
-from specdata.errors import ConfigError
+from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.loading import check_vocabularies
 from specdata.processes import local_process_count, process_count
 from specdata.storage.files import read_object
@@ -88,7 +89,7 @@ def named(key: str) -> Iterator[None]:
     """Have what is said of a value begin with its key."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, CacheNotRewindableError) as error:
         raise ConfigError(f"{key}: {error}") from error
 
 
@@ -158,6 +159,40 @@ def _check_tensor_parallel(config: PipelineConfig, stage: str) -> None:
             )
 
 
+def check_decodable(config: PipelineConfig) -> None:
+    """Refuse models that an evaluation cannot decode with, and methods that they cannot do.
+
+    By the configurations alone of models that are on this machine; with none of them, torch is not
+    imported. Layers that a run cuts from its target are of the target's kind.
+
+    Raises:
+        ConfigError: naming the model, and the method if it is one of several.
+    """
+    target, methods = config.models.target, config.eval.methods
+    models = [
+        name
+        for name in dict.fromkeys((*given_models(config), *path_drafts(config.eval)))
+        if not is_made_here(config, name) and "model_type" in described(name)
+    ]
+    if not models:
+        return
+    from eval.measuring.assisted import check_assisted
+    from eval.runtime.transformers_models import check_cache, check_forward, check_trees
+    from specdata.models import without_weights
+
+    for name in models:
+        model = without_weights(name)
+        with named(f"eval decodes with {name}, which is refused"):
+            check_forward(model)
+            check_cache(model.config)
+        for method in methods:
+            with named(f"method {method.name!r} with {name}"):
+                if method.drafter != "chain" and (method.tree_attention or name != target):
+                    check_trees(model)
+                if method.decoder == "assisted" and name == target:
+                    check_assisted(model)
+
+
 def check_whole_run(config: PipelineConfig) -> None:
     """Refuse what only a run that ends in an evaluation needs, and what only the Hub tells.
 
@@ -182,6 +217,7 @@ def check_whole_run(config: PipelineConfig) -> None:
             longest_prompt(name, config.eval.max_new_tokens)
             tokenizer = load_tokenizer(config.models.target)
             check_shared_vocabulary(tokenizer, load_tokenizer(name))
+    check_decodable(config)
     if config.draft and config.draft.finetune and config.draft.finetune.conversations:
         with named("draft.finetune.conversations"):
             check_conversations(config.draft.finetune.conversations, config.seed)

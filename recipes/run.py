@@ -102,7 +102,7 @@ class Stage(ABC):
     def check(self) -> None:
         """Refuse, before anything is made, what cannot be made, for a plan and a run alike.
 
-        Without torch and without network. Raises ConfigError.
+        Without network, and without torch but for models on this machine. Raises ConfigError.
         """
         return
 

@@ -30,6 +30,7 @@ from eval.measuring.samples import SAMPLES, make_samples, read_samples
 from eval.reporting.report import Context, terminal, write_report
 from eval.runtime.engines import engine_on
 from recipes.checks import (
+    check_decodable,
     check_loading,
     check_room,
     check_shared,
@@ -142,6 +143,7 @@ class Eval(Stage):
         models = [*given_models(config), *path_drafts(config.eval)]
         check_room(config, "eval", config.eval.max_new_tokens, models)
         check_shared(config, models)
+        check_decodable(config)
         has_template = has_chat_template(config)
         if config.draft or config.head:
             trained = {each.name for each in config.rollouts.sets if each.split == "train"}

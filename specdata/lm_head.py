@@ -23,7 +23,7 @@ from specdata.errors import ConfigError
 from specdata.models import known_ids
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import PreTrainedModel
 
 LogitTransform = Callable[[Tensor], Tensor]
 """A model's change of the output embedding's result into logits: (..., V) -> (..., V)."""
@@ -36,7 +36,6 @@ def hidden_states(
     model: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    past_key_values: Cache | None = None,
     *,
     position_ids: Tensor | None = None,
     trained: bool = False,
@@ -50,7 +49,6 @@ def hidden_states(
         input_ids: (B, T); ids beyond the model's vocabulary are replaced (`known_ids`).
         attention_mask: (B, T), 1 at tokens, 0 at padding; or (B, 1, T, T), added to the attention's
             scores. Padding on the right needs none: a causal model reads nothing to the right.
-        past_key_values: a cache of the tokens before, to which these are added in place.
         position_ids: (B, T), where tokens stand if not one after the other.
         trained: whether a gradient reaches the model, where gradients are enabled.
 
@@ -59,13 +57,14 @@ def hidden_states(
     """
     # Not every model takes positions, so they are passed only where they are given.
     placed = {} if position_ids is None else {"position_ids": position_ids}
+    # Llama 4 calls its body another name than the one by which it says that it goes.
+    body = model.base_model if model.base_model is not model else model.model
     # Not inference_mode: what is trained on the states must be allowed to keep them.
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-        states: Tensor = model.base_model(
+        states: Tensor = body(
             input_ids=known_ids(input_ids, model),
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None,
+            use_cache=False,
             **placed,
         )[0]
     # The last layer of a model that is spread over devices lies on another than its ids.

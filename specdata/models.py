@@ -7,6 +7,8 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -305,6 +307,18 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
     return from_hub("model configuration", name, load)
 
 
+def without_weights(name: str) -> Any:
+    """A model as its configuration describes it, its weights on no device.
+
+    Raises:
+        ConfigError: if it cannot be had.
+    """
+    config, _ = load_configs(name)
+    kind: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return from_hub("model", name, lambda: kind.from_config(config, trust_remote_code=False))
+
+
 def positions(config: PreTrainedConfig) -> int:
     """The longest sequence that a model has positions for, in tokens; sys.maxsize if unlimited."""
     limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -350,6 +364,13 @@ def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
     model has gets a stand-in: a worse guess follows, never another distribution of the target.
     """
     return torch.where(ids < model.config.get_text_config().vocab_size, ids, 0)
+
+
+@cache
+def cache_argument(kind: type[PreTrainedModel]) -> str:
+    """The name by which a class of models takes its cache: Mamba and its kin have their own."""
+    is_own = "cache_params" in signature(kind.forward).parameters
+    return "cache_params" if is_own else "past_key_values"
 
 
 def end_ids(generation: GenerationConfig) -> frozenset[int]:

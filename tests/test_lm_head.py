@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
-    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -125,7 +124,7 @@ def test_a_draft_that_changes_its_state_before_the_output_embedding_is_refused()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_both_ways_to_the_last_hidden_state_agree_with_and_without_a_cache(name: str) -> None:
+def test_both_ways_to_the_last_hidden_state_agree(name: str) -> None:
     model = family(name)
     check_hidden_states(model)
     ids = torch.randint(3, V, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -134,8 +133,5 @@ def test_both_ways_to_the_last_hidden_state_agree_with_and_without_a_cache(name:
         model(input_ids=ids)
     states = hidden_states(model, ids)
     torch.testing.assert_close(states, captured[0])
-    cache = DynamicCache(config=model.config)
-    pieces = [hidden_states(model, part, past_key_values=cache) for part in ids.split([3, 1, 3], 1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), states, rtol=1e-4, atol=1e-5)
     model(input_ids=ids)
     assert len(captured) == 1  # the hook is gone

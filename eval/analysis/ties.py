@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from specdata.models import end_ids
+from specdata.models import cache_argument, end_ids
 
 # The gap between two logits that each change by the noise changes by twice that; twice again
 # because only a few ways of running the model are tried.
@@ -205,8 +205,9 @@ def _choice(
 def _last_logits(model: Any, pieces: Sequence[Sequence[int]]) -> Tensor:
     """Logits (V,) in float32 after all pieces."""
     cache = DynamicCache(config=model.config)
+    cached = {cache_argument(type(model)): cache}
     for piece in filter(None, pieces):
         ids = torch.tensor([piece], device=model.device)
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=ids, **cached, use_cache=True, logits_to_keep=1)
     row: Tensor = out.logits[0, -1]
     return row if row.dtype == torch.float64 else row.float()

@@ -22,15 +22,19 @@ class _Observer:
 
     def __init__(self, prompt: int) -> None:
         self.prompt = prompt
+        self.count = 0
         self.committed: list[int] = []
         self.drafted: list[int] = []
         self.forwards: list[int] = []
         self.draft_forwards = 0
 
     def on_target(self, _module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        # All but the last committed token are in the cache, except before the first forward.
-        cached = int(kwargs["past_key_values"].get_seq_length())
+        # All but the last committed token are in the cache, except before the first forward. One
+        # of recurrent states alone does not say how many, and drops none.
+        cache = kwargs.get("past_key_values")
+        cached = self.count if cache is None else int(cache.get_seq_length())
         self.read: Tensor = kwargs["input_ids"]
+        self.count += self.read.shape[1]
         self.committed.append(cached + 1 if self.committed else self.prompt)
         self.drafted.append(cached + self.read.shape[1] - self.committed[-1])
         self.forwards.append(self.draft_forwards)
@@ -61,6 +65,15 @@ class _Observer:
         )
 
 
+def check_assisted(target: PreTrainedModel) -> None:
+    """Raise ConfigError for a target that transformers' assisted generation does not take."""
+    if target._is_stateful:
+        raise ConfigError(
+            f"transformers' assisted generation refuses {target.config.model_type}, which keeps a "
+            "recurrent state: leave methods with decoder assisted out of eval.methods"
+        )
+
+
 def assisted_generate(
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
@@ -88,6 +101,8 @@ def assisted_generate(
         threshold: `assistant_confidence_threshold`: a draft ends with the first token to which the
             draft gave less probability; 0 always drafts `length` tokens.
     """
+    if draft is not None:
+        check_assisted(target)
     models = [target] if draft is None else [target, draft]
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if sizes[0] != sizes[-1]:  # transformers would take padding for another tokenizer

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from specdata.errors import NotFiniteError
 from specdata.lm_head import capturing_hidden
-from specdata.models import end_ids, known_ids
+from specdata.models import cache_argument, end_ids, known_ids
 from specdata.prepack import prepacked
 from specdata.probability import NO_TOKEN, SamplingConfig, drawn_tokens, to_vocabulary
 from specdata.sampling import generator_for
@@ -225,7 +225,7 @@ def sample_batch(
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
             if left <= (1 - LEAVE) * len(rows):
                 keep = alive.nonzero().squeeze(1)
-                cache.batch_select_indices(keep)
+                cache.reorder_cache(keep)
                 ids, positions, mask, uniforms, lengths, alive = (
                     part[keep] for part in (ids, positions, mask, uniforms, lengths, alive)
                 )
@@ -335,13 +335,16 @@ def _forward(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
 ) -> Tensor:
     """Logits (B, V) after the last of the new tokens (B, n), which the cache then holds."""
+    cached = {cache_argument(type(model)): cache}
+    if "past_key_values" not in cached:  # recurrent states alone: no token before can be hidden
+        mask = mask[:, -ids.shape[1] :]
     logits: Tensor = model(
         input_ids=known_ids(ids, model),
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **cached,
     ).logits[:, -1]
     return logits
 
@@ -381,11 +384,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         self.keys, self.values = (room[..., :end, :] for room in self._room)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the rows of the batch whose indices (n,) are given."""
         if self._room:
             end = self.get_seq_length()
-            self._room = tuple(room[indices.to(room.device)] for room in self._room)
+            self._room = tuple(room[beam_idx.to(room.device)] for room in self._room)
             self.keys, self.values = (room[..., :end, :] for room in self._room)
 
     def _make_room(self, used: int, size: int, like: tuple[Tensor, Tensor]) -> None:
