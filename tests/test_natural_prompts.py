@@ -11,7 +11,7 @@ from specdata.errors import ConfigError
 from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
-from specdata.prompts.natural import NATURAL, natural_prompts
+from specdata.prompts.natural import LONG, NATURAL, natural_prompts
 from tests.chats import chat_tokenizer
 
 SPLITS = {"train": 600, "dev": 5000, "test": 4000}
@@ -75,3 +75,15 @@ def test_a_chat_template_renders_them_and_without_one_they_are_plain_text(name: 
     assert plain[0].ids == tokenizer(texts[0])["input_ids"]
     with pytest.raises(ConfigError, match="no chat template"):
         load_prompts([PromptSet(name, "train", 5, chat=True)], tokenizer, seed=4)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_long_text_lists_fifteen_of_its_split_and_no_template_renders_it(split: str) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    loaded = load_prompts([PromptSet(LONG, split, 4)], tokenizer, seed=2).prompts
+    sets = [natural_prompts(name, split, 20, seed=2) for name in NATURAL[:3]]
+    listed = [text for each in zip(*sets, strict=True) for text in each]
+    for number, prompt in enumerate(loaded):
+        text = "\n\n".join(listed[15 * number : 15 * (number + 1)]) + "\n\n"
+        assert (prompt.messages, prompt.ids) == ((), tokenizer(text)["input_ids"])
+    assert len(loaded) == 4

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
+from distill.training import save_model
 from recipes.command import run_tool
 from recipes.config import TOY, parse
 from recipes.papers.examples import batches, rejections
@@ -33,6 +36,8 @@ from recipes.papers.tables import (
     selected,
     write_figure,
 )
+from specdata.models import load_tokenizer
+from specdata.toy.tokenizer import save_tokenizer
 from tests.synthetic_results import simulate
 
 SEEDS = ("seed-0", "seed-1")
@@ -241,6 +246,35 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     assert json.loads(stored.read_text())["measured"] == counts
     assert run_tool("reproduce", [*given, "--seed", "1"]) == 2
     assert "remove" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_gemma_protocol_runs_on_gemma_2_and_has_the_papers_figures_beside_ours(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, sizes = load_tokenizer(str(tiny_pair / "target")), {"hidden_size": 16, "head_dim": 8}
+    sizes |= {"vocab_size": len(tokenizer), "intermediate_size": 32, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": 0}
+    torch.manual_seed(0)
+    models = {
+        "target": Gemma2ForCausalLM(Gemma2Config(**sizes, num_hidden_layers=2, sliding_window=8)),
+        "draft": GemmaForCausalLM(GemmaConfig(**sizes, num_hidden_layers=1)),
+    }
+    given = ["specdecpp-gemma", "--quick", "--output", str(tmp_path), "--toy", "null"]
+    for role, model in models.items():
+        save_model(model, tmp_path / role)
+        save_tokenizer(tokenizer, tmp_path / role)
+        given += [f"--models.{role}", str(tmp_path / role)]
+    sets = ", ".join(f"{{name: maths, split: {split}, count: 4}}" for split in ("train", "dev"))
+    given += ["--draft", "null", "--head", "null", "--rollouts.max_new_tokens", "24"]
+    given += ["--rollouts.sets", f"[{sets}]", "--eval.sets", "[{name: maths, count: 2}]"]
+    given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
+    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
+    home = tmp_path / "papers/specdecpp-gemma-quick"
+    rows = [line.split(" | ") for line in (home / "README.md").read_text().splitlines()]
+    ours = {row[0].lstrip("| "): row for row in rows if len(row) > 3}
+    assert all("1.33" in " ".join(ours[name]) for name in ["fixed"])
+    assert "figure-5" in (home / "README.md").read_text()
 
 
 @pytest.mark.exhaustive

@@ -42,6 +42,9 @@ def protocol_of(paper: str, *, quick: bool) -> dict[str, Any]:
     if paper not in PAPERS:
         raise ConfigError(f"unknown paper {paper!r}: {nearest(paper, PAPERS)}")
     protocol: dict[str, Any] = yaml.safe_load((FOLDER / f"{paper}.yaml").read_text("utf-8"))
+    if "like" in protocol:  # the same experiments on another pair of the paper
+        whole = yaml.safe_load((FOLDER / f"{protocol['like']}.yaml").read_text("utf-8"))
+        protocol = whole | protocol
     for name, values in protocol.pop("quick").items():
         protocol["measurements"][name] |= values if quick else {}
     return protocol

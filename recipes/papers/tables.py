@@ -7,6 +7,8 @@ that the paper prints.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,16 @@ def _draw(axes: Any, figure: Mapping[str, Any], records: Sequence[Record]) -> No
             middle = _middle(points[0][figure["y"]])
             axes.axhline(middle, color="0.4", linestyle=":", linewidth=1.2, label=name)
             continue
+        if (
+            figure.get("kind") == "front"
+        ):  # the points that none beats in both, where less is better
+            points = sorted(points, key=lambda each: [_middle(each[figure[axis]]) for axis in "xy"])
+            least = itertools.accumulate((_middle(each[figure["y"]]) for each in points), min)
+            points = [
+                each
+                for each, before in zip(points, [math.inf, *least], strict=False)
+                if _middle(each[figure["y"]]) < before
+            ]
         middles = [_middle(record[figure["y"]]) for record in points]
         low, high = (
             [_middle(record[figure["y"]], side) for record in points] for side in ("low", "high")

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from specdata.prompts.natural import NATURAL
+from specdata.prompts.natural import LONG, NATURAL
 from specdata.toy.corpus import FAMILIES
 
-EMBEDDED = (*FAMILIES, *NATURAL)
+EMBEDDED = (*FAMILIES, *NATURAL, LONG)
 # The Hub's own conversion, for repositories that hold a script, and how it names its files.
 PARQUET_EXPORT = "refs/convert/parquet"
 _EXPORTED = {name: f"*/{name}/*.parquet" for name in ("train", "validation", "test")}

@@ -14,6 +14,10 @@ from functools import cache
 from importlib.resources import files
 
 NATURAL = ("chat-assistant", "chat-maths", "chat-code", "chat-letters")
+LONG = "long"
+"""Long plain texts, for what windows do: each lists `LISTED` texts of each of the first three sets
+above, of the same split."""
+LISTED = 5
 MEASURED = 1000
 """Texts for tests that are not in the test split: settings were chosen by some of them."""
 
@@ -22,7 +26,7 @@ def natural_prompts(name: str, split: str, count: int, *, seed: int) -> list[str
     """The first `count` prompts of a split, each another text.
 
     Args:
-        name: one of `NATURAL`.
+        name: one of `NATURAL`, or `LONG`, which has a fifth as many.
         split: train (2,000 prompts), dev (5,000) or test (4,000).
         count: how many.
         seed: 0 is the order of the file, any other shuffles it; a larger count only appends.
@@ -30,6 +34,11 @@ def natural_prompts(name: str, split: str, count: int, *, seed: int) -> list[str
     Raises:
         ValueError: if the split is unknown, or has fewer prompts.
     """
+    if name == LONG:
+        sets = [natural_prompts(each, split, LISTED * count, seed=seed) for each in NATURAL[:3]]
+        texts = [text for each in zip(*sets, strict=True) for text in each]
+        size = LISTED * len(sets)
+        return ["\n\n".join(texts[n * size : (n + 1) * size]) + "\n\n" for n in range(count)]
     splits = _read(name)
     if split not in splits:
         raise ValueError(f"unknown split {split!r}; choose from {', '.join(splits)}")

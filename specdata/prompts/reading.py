@@ -31,7 +31,7 @@ from specdata.prompts.forms import (
     require_columns,
     uses_chat,
 )
-from specdata.prompts.natural import NATURAL, natural_prompts
+from specdata.prompts.natural import LONG, NATURAL, natural_prompts
 from specdata.sampling import generator_for
 from specdata.sources import hub_source
 from specdata.storage.files import as_pattern
@@ -149,7 +149,7 @@ def _rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
         return read_rows(dataset, seed)
     if not dataset.count:
         raise ConfigError(f"{dataset.name!r} is written from a seed without end: give a `count`")
-    write = natural_prompts if dataset.name in NATURAL else embedded_prompts
+    write = natural_prompts if dataset.name in (*NATURAL, LONG) else embedded_prompts
     try:
         texts = write(dataset.name, dataset.split, dataset.count, seed=seed)
     except ValueError as error:

