@@ -44,7 +44,7 @@ class InitConfig(Config):
     kind: Literal["model", "fresh", "target", "states"] = Field(
         default="model",
         description="model (models.draft), fresh (random weights), target (layers of the target) "
-        "or states (the target's last layers, which read its hidden states)",
+        "or states (the target's last layers, or some of Llama's kind, which read its states)",
     )
     architecture: Architecture = Field(default="llama-68m", description="of a fresh draft")
     layers: int | list[int] = Field(

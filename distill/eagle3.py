@@ -217,7 +217,7 @@ def first_eagle3(
         outputs.append(read[first:-1, -text.hidden_size :])
     draws = torch.Generator().manual_seed(seed)
     tensors = {TOKENS: target.get_input_embeddings().weight}
-    tensors["model.embed_tokens.states.weight"] = ridge(torch.cat(inputs), torch.cat(outputs)).T
+    tensors["model.embed_tokens.states.weight"] = ridge(zip(inputs, outputs, strict=True)).T
     for key, weight in last[-1].state_dict().items():
         name = key.removesuffix(".weight")
         if name.endswith(("q_proj", "k_proj", "v_proj")):

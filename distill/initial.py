@@ -6,6 +6,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     set_seed,
 )
@@ -24,7 +26,8 @@ from transformers import (
 from distill.batches import check_context, content_of
 from distill.config import ARCHITECTURES, InitConfig
 from distill.eagle3 import first_eagle3
-from distill.states import fit_inputs, fit_rows, silence
+from distill.llama_layers import SPECIAL, llama_draft
+from distill.states import can_be_silenced, fit_inputs, fit_rows, silence
 from distill.toy import language_model
 from distill.training import RESULT_FILE, SETTINGS_FILE, ModelFolder, save_model, special_ids
 from specdata.draft_vocabulary import reduce_vocabulary, replace_output
@@ -48,7 +51,7 @@ from specdata.target_states import stored_states
 
 # Added to the diagonal of the least squares, as a share of its mean.
 RIDGE = 1e-2
-# The context of a fresh draft whose target has no limit, unless the rollouts are longer.
+# The context of a made draft whose target has no limit, unless the rollouts are longer.
 LEAST_POSITIONS = 2048
 # Ids that a made draft is tried on.
 PROBE = 8
@@ -124,19 +127,18 @@ def make_initial(
             whole = load_model(str(target), load=target_load)
             count = len(decoder_layers(whole)[1])
             record["layers"] = config.layers_of(count, target)
-            if config.layout is None:
+            if config.kind == "target":
                 model = cut(whole, record["layers"])
-            else:
+            elif config.layout is not None:
                 record["taps"] = taps = config.taps or default_taps(count)[:-1]
                 model = first_eagle3(whole, taps, rollouts, seed)
+            else:
+                record["taps"] = taps = config.taps or default_taps(count)
+                model, is_centred = _silent(whole, record, rollouts, seed)
+                install(model, whole, taps)
+                fit_inputs(model, whole, taps, rollouts, is_centred)
             if config.align:
                 align_output(model, whole, rollouts, getattr(torch, states_dtype))
-            if config.kind == "states" and config.layout is None:
-                record["taps"] = taps = config.taps or default_taps(count)
-                silence(model)
-                replace_output(model, copy.deepcopy(model.get_output_embeddings()))  # was tied
-                install(model, whole, taps)
-                fit_inputs(model, whole, taps, rollouts)
         vocabulary = model.config.get_text_config().vocab_size
         if config.vocabulary is not None:
             # The target's: an existing draft may name others, and decoding ends at these.
@@ -311,10 +313,8 @@ def align_output(
 def _fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> PreTrainedModel:
     """A Llama with random weights, for the target's vocabulary and context."""
     target_config, generation = load_configs(target)
-    vocabulary, context = target_config.get_text_config().vocab_size, positions(target_config)
-    if context == sys.maxsize:
-        texts = zip(rollouts["prompt_ids"], rollouts["completion_ids"], strict=True)
-        context = max(LEAST_POSITIONS, *(len(prompt) + len(text) for prompt, text in texts))
+    vocabulary = target_config.get_text_config().vocab_size
+    context = _context(target_config, rollouts)
     sizes = ARCHITECTURES[config.architecture]
     if config.architecture == "toy":
         model = language_model(
@@ -336,10 +336,32 @@ def _fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> Pre
             )
         )
     special = special_ids(generation)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in SPECIAL:
         setattr(model.config, name, getattr(special, name))
     model.generation_config = special
     return model.eval()
+
+
+def _silent(
+    target: PreTrainedModel, record: dict[str, Any], rollouts: Dataset, seed: int
+) -> tuple[PreTrainedModel, bool]:
+    """A model of the target's layers in a record, or of as many of Llama's; see `llama_draft`."""
+    if can_be_silenced(target):
+        with suppress(ConfigError):  # a layer depends on its place
+            model = cut(target, record["layers"])
+            silence(model)
+            replace_output(model, copy.deepcopy(model.get_output_embeddings()))  # was tied
+            return model, False
+    record |= {"architecture": "llama", "layers": len(record["layers"])}
+    return llama_draft(target, record["layers"], _context(target.config, rollouts), seed)
+
+
+def _context(target: PreTrainedConfig, rollouts: Dataset) -> int:
+    """The target's context, in tokens; if it has no limit, one that the rollouts fit in."""
+    if (context := positions(target)) == sys.maxsize:
+        texts = zip(rollouts["prompt_ids"], rollouts["completion_ids"], strict=True)
+        context = max(LEAST_POSITIONS, *(len(prompt) + len(text) for prompt, text in texts))
+    return context
 
 
 def _share(

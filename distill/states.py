@@ -1,8 +1,9 @@
 """Drafts that read their target's states: how they begin, and training-time test.
 
 They begin without training: their inputs are linear maps that predict the target's own last state
-(ridge regression), their layers are the target's last, silenced (the matrices that write to the
-residual stream are 0), and the target's final norm and output matrix make tokens of it.
+(ridge regression), their layers are the target's last or others of Llama's kind
+(`distill.llama_layers`), silenced (the matrices that write to the residual stream are 0), and the
+target's final norm and output matrix make tokens of it.
 
 Training-time test (Li et al. 2025, EAGLE-3, arXiv:2503.01840): a batch is read several times. In
 the first, every token comes after the target's states. In each later one, after the draft's own
@@ -11,7 +12,7 @@ states of the time before, as the second, third, ... token of a round does while
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.states_draft import before, states_input, unit, without_first
 from specdata.taps import decoder_layers, read_taps
@@ -30,27 +30,36 @@ FITTED_ROWS = 128
 """Rollouts that maps and output matrices are fitted on: some ten thousand positions."""
 RIDGE = 1e-3
 """Added to the diagonal, of columns scaled to unit mean square."""
-SILENCED = ("o_proj", "down_proj")
-"""What writes to the residual stream in layers of Llama's kind."""
+PART = 1 << 27
+"""Numbers of inputs that the least squares hold at a time: a GiB in float64."""
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+SILENCED = ("self_attn.o_proj", "mlp.down_proj")
+"""A layer of Llama's kind, and what in it writes to the residual stream."""
 DECAY = 0.8
 """Weight of each reading over the one before it (EAGLE-3's)."""
+
+
+def can_be_silenced(model: PreTrainedModel) -> bool:
+    """True if a model's layers are of Llama's and Qwen's kind, without windows."""
+    text = model.config.get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
+    layers = [dict(layer.named_modules()) for layer in decoder_layers(model)[1]]
+    return not (kinds or getattr(text, "sliding_window", None)) and all(
+        {name for name in modules if name and "." not in name} == LAYER
+        and all(isinstance(modules.get(name), nn.Linear) for name in SILENCED)
+        for modules in layers
+    )
 
 
 @torch.no_grad()
 def silence(model: PreTrainedModel) -> None:
     """Make every layer of a model the identity, to begin with; other models may share its weights.
 
-    Raises:
-        ConfigError: for layers of another kind than Llama's.
+    They are of Llama's kind (`can_be_silenced`).
     """
     for layer in decoder_layers(model)[1]:
-        written = [each for name, each in layer.named_modules() if name.endswith(SILENCED)]
-        if len(written) != len(SILENCED) or not all(isinstance(e, nn.Linear) for e in written):
-            raise ConfigError(
-                f"draft.init.kind states needs layers with {' and '.join(SILENCED)}, as Llama's and"
-                f" Qwen's have, and those of {type(model).__name__} have not: use kind target"
-            )
-        for linear in written:
+        for linear in map(layer.get_submodule, SILENCED):
+            assert isinstance(linear, nn.Linear)
             linear.weight = nn.Parameter(torch.zeros_like(linear.weight))
             if linear.bias is not None:
                 linear.bias = nn.Parameter(torch.zeros_like(linear.bias))
@@ -58,7 +67,11 @@ def silence(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def fit_inputs(
-    model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int], rollouts: Dataset
+    model: PreTrainedModel,
+    target: PreTrainedModel,
+    taps: Sequence[int],
+    rollouts: Dataset,
+    is_centred: bool = False,
 ) -> None:
     """Set the maps of a draft's input by least squares.
 
@@ -71,30 +84,32 @@ def fit_inputs(
         target: its target.
         taps: that it reads.
         rollouts: with `prompt_ids` and `completion_ids`, and the taps if they are stored.
+        is_centred: whether the mean of every last state is taken off, as LayerNorm does.
     """
     reads, last = states_input(model), len(decoder_layers(target)[1])
     assert reads is not None
-    texts: list[tuple[Tensor, Tensor, Tensor, int]] = []
-    for row in fit_rows(rollouts):
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
-        with reading_stored(model, [row], ids.shape[1]):
-            read = reads.read_target(ids)
-        width = read.shape[-1] // len(taps)
-        final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
-        read, final = unit(read, len(taps)), unit(final, 1)
-        texts.append((ids, read, final[0], len(row["prompt_ids"])))
 
-    # At the completion's tokens but the last, which a target that samples does not read.
-    final = torch.cat([state[first:-1] for _, _, state, first in texts])
-    embedded = torch.cat([reads.tokens(ids)[0, first:-1] for ids, _, _, first in texts])
-    seen = torch.cat([read[0, first - 1 : -2] for _, read, _, first in texts])
-    _set(ridge(torch.cat([embedded, seen], dim=-1), final), reads.token, reads.states)
-    after_own = []
-    for ids, read, _, first in texts:
-        with reads.reading(read):
-            after_own.append(hidden_states(model, ids)[0, first - 1 : -2])
-    fitted = ridge(torch.cat([embedded, torch.cat(after_own)], dim=-1), final)
-    _set(fitted, reads.own_token, reads.own_state)
+    def pairs(after_own: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and last states along each text."""
+        for row in fit_rows(rollouts):
+            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
+            first = len(row["prompt_ids"])
+            with reading_stored(model, [row], ids.shape[1]):
+                read = reads.read_target(ids)
+            width = read.shape[-1] // len(taps)
+            final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
+            seen, final = unit(read, len(taps)), unit(final, 1)
+            if is_centred:
+                final = final - final.mean(dim=-1, keepdim=True)
+            if after_own:
+                with reads.reading(seen):
+                    seen = hidden_states(model, ids)
+            # At the completion's tokens but the last, which a target that samples does not read.
+            embedded = reads.tokens(ids)[0, first:-1]
+            yield torch.cat([embedded, seen[0, first - 1 : -2]], dim=-1), final[0, first:-1]
+
+    _set(ridge(pairs(after_own=False)), reads.token, reads.states)
+    _set(ridge(pairs(after_own=True)), reads.own_token, reads.own_state)
 
 
 def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:
@@ -106,15 +121,32 @@ def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:
             bar.update()
 
 
-def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """(N, F) and (N, H) -> (F, H), the map of least squares."""
-    x, y = inputs.double(), outputs.double()
-    scale = x.square().mean(dim=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-    x = x / scale
-    gram = x.T @ x
-    gram.diagonal().add_(RIDGE * len(x))
-    fitted: Tensor = torch.linalg.solve(gram, x.T @ y) / scale[:, None]
+def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """(n, F) and (n, H), several times -> (F, H), the map of least squares, in bounded memory."""
+    scale = gram = cross = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for inputs, outputs in _parts(pairs):
+        x = inputs.double()
+        if not count:
+            scale = x.square().mean(dim=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+        x = x / scale
+        gram, cross = gram.to(x) + x.T @ x, cross.to(x) + x.T @ outputs.double()
+        count += len(x)
+    gram.diagonal().add_(RIDGE * count)
+    fitted: Tensor = torch.linalg.solve(gram, cross) / scale[:, None]
     return fitted
+
+
+def _parts(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same positions, as many together as have `PART` numbers."""
+    inputs, outputs = list[Tensor](), list[Tensor]()
+    for x, y in pairs:
+        if inputs and sum(each.numel() for each in (*inputs, x)) > PART:
+            yield torch.cat(inputs), torch.cat(outputs)
+            inputs, outputs = [], []
+        inputs.append(x)
+        outputs.append(y)
+    yield torch.cat(inputs), torch.cat(outputs)
 
 
 def _set(fitted: Tensor, *maps: nn.Linear) -> None:

@@ -136,8 +136,8 @@ class SpeculativeDecoder:
                 for model in drafts
             )
             if config.drafter != "chain":
-                for model in (target, *drafts) if config.tree_attention else drafts:
-                    check_trees(model)
+                for model in (target, *drafts):
+                    check_trees(model, by_mask=config.tree_attention or model is not target)
             drafters = partial(make_drafter, config, cached_drafts, head, end_tokens)
         return cls(
             CachedModel(target, vocabulary, engine=engine, taps=taps),
@@ -287,7 +287,9 @@ class SpeculativeDecoder:
             # 2. Score it in one forward: distributions after the last token and after every node.
             uncached = committed[target.length :]  # T at first, later the last one or two
             if tree.shape == "chain":
-                logits = yield target.append(uncached + tree.token_list, len(tree) + 1)  # (N+1, V)
+                logits = yield target.append(
+                    uncached + tree.token_list, len(tree) + 1, drafted=len(tree)
+                )  # (N+1, V)
             else:
                 logits = yield target.append_tree(
                     tree.token_list, tree.parent_list, uncached, unrolled=not self._tree_attention

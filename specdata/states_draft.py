@@ -56,7 +56,8 @@ class Norms:
 class TargetStates(Config):
     """What config.json says of the target whose states a draft reads (`specdata.taps.record_of`).
 
-    `layout` is of EAGLE-3's; `model_type` that of the layers, where the file's own is `MODEL_TYPE`.
+    `layout` is of EAGLE-3's; `model_type` that of the layers, where the file's own is `MODEL_TYPE`;
+    `output_bias` is true where their architecture has no bias of the logits, and this draft has.
     """
 
     taps: list[NonNegativeInt] = Field(min_length=1)
@@ -65,6 +66,7 @@ class TargetStates(Config):
     probe: list[float] = Field(min_length=1)
     layout: Norms | None = None
     model_type: str = ""
+    output_bias: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -192,6 +194,8 @@ def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             taps = len(record.taps)
             reads = StatesInput(tokens, width, taps, record.width // taps)
             self.set_input_embeddings(reads)
+            if record.output_bias:
+                self.set_output_embeddings(nn.Linear(width, tokens.num_embeddings))
 
     ReadsStates.__name__, ReadsStates.__module__ = architecture.__name__, architecture.__module__
     return ReadsStates

@@ -84,6 +84,11 @@ def capturing_taps(
     seen: list[Tensor] = []
 
     def take(state: Tensor) -> None:
+        if state.dim() != 3:
+            raise ConfigError(
+                f"states inside {type(model).__name__} must have one vector a token to be read by "
+                f"a draft, they are {[*state.shape]}: use another draft.init.kind, without taps"
+            )
         seen.append(state.to(seen[0].device if seen else state.device))
         if len(seen) == len(taps):
             capture(torch.cat(seen, dim=-1))
@@ -134,6 +139,8 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
         ConfigError: if the target has no such taps.
     """
     record, width = record_of(target, taps), model.config.get_text_config().hidden_size
+    if model.get_output_embeddings().bias is not None:
+        record["output_bias"] = True
     size = record["width"] // len(taps)
     reads = StatesInput(model.get_input_embeddings(), width, len(taps), size)
     model.set_input_embeddings(reads)

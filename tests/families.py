@@ -7,16 +7,30 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PretrainedConfig,
@@ -25,6 +39,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.tiny import END
@@ -50,7 +66,7 @@ OPT = {
     "init_std": 0.4,
 } | SPECIAL
 
-Family = tuple[Callable[[Any], PreTrainedModel], Callable[..., PretrainedConfig], dict[str, Any]]
+Family = tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], dict[str, Any]]
 
 FAMILIES: dict[str, Family] = {
     "llama": (LlamaForCausalLM, LlamaConfig, ROPED),
@@ -99,6 +115,89 @@ FAMILIES: dict[str, Family] = {
             "attention_multiplier": 0.3,
         },
     ),
+    # Windows in every layer, in some, of another kind, and in the attention's own code.
+    "mistral": (MistralForCausalLM, MistralConfig, ROPED | {"sliding_window": 5}),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        ROPED
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        ROPED
+        | {
+            "head_dim": 4,
+            "intermediate_size_mlp": 32,
+            "num_local_experts": 2,
+            "attention_chunk_size": 6,
+            "no_rope_layers": [1, 0],
+        },
+    ),
+    "deepseek_v32": (
+        DeepseekV32ForCausalLM,
+        DeepseekV32Config,
+        ROPED
+        | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+        | {"v_head_dim": 8, "index_n_heads": 16, "index_head_dim": 8, "index_topk": 6}
+        | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        # An embedding of zeros scores every key alike, so that which are read is left open.
+        | {"pad_token_id": None},
+    ),
+    "gpt_neo": (
+        GPTNeoForCausalLM,
+        GPTNeoConfig,
+        {
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 5,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.7,
+        }
+        | SPECIAL,
+    ),
+}
+# Recurrent layers read chains alone.
+RECURRENT: dict[str, Family] = {
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        ROPED
+        | {
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "falcon_h1": (
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        ROPED
+        | {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 8}
+        | {"mamba_n_groups": 1, "mamba_chunk_size": 4},
+    ),
+    "mamba": (
+        MambaForCausalLM,
+        MambaConfig,
+        {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.7}
+        | SPECIAL,
+    ),
 }
 
 
@@ -112,10 +211,11 @@ def tiny(
     **changes: Any,
 ) -> Any:
     """A random model of a family, by default in float64 so that rounding decides nothing."""
-    build, config, sizes = FAMILIES[family]
+    build, config, sizes = (FAMILIES | RECURRENT)[family]
     torch.manual_seed(seed)
     made = config(vocab_size=vocab, **(sizes | changes))
-    made._attn_implementation = attention
+    made._attn_implementation = attention if build._supports_sdpa else "eager"
+    made._experts_implementation = "eager"  # others have no kernels in float64
     model = build(made)
     with torch.no_grad():
         for weight in model.parameters():

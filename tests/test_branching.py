@@ -18,6 +18,7 @@ from specdata import probability
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig
 from tests.chi_square import LEVEL, p_value, power
+from tests.families import tiny
 from tests.test_decoder import PROMPT, head
 from tests.tiny import END, joint_distribution, tiny_llama
 
@@ -62,6 +63,29 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str)
     generator = torch.Generator().manual_seed(17)
     prompt = torch.tensor(PROMPT)
     outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
+    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > LEVEL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(family, "tree 2x2x1") for family in ("gemma3", "llama4", "gpt_neo", "deepseek_v32")]
+    + [(family, "chain of 4") for family in ("gemma3", "qwen3_next", "falcon_h1", "mamba")],
+)
+def test_the_joint_distribution_is_that_of_plain_sampling_for_every_kind_of_cache(
+    family: str, kind: str
+) -> None:
+    """Windows, chunks, indexers, recurrent states. Fails by chance once in a million."""
+    target, draft = tiny(family, 2, vocab=4), tiny(family, 3, vocab=4)
+    prompt = [2, 3, 0, 2, 3, 3, 2, 0]
+    distribution = joint_distribution(target, prompt, 4, SamplingConfig())
+    config = KINDS[kind].config(SamplingConfig())
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    generator = torch.Generator().manual_seed(17)
+    outs = [
+        decoder.generate(torch.tensor(prompt), max_new_tokens=4, generator=generator)
+        for _ in range(DRAWS)
+    ]
     assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > LEVEL
 
 

@@ -120,7 +120,7 @@ class ChainDrafter(Drafter):
         distributions: list[Tensor] = []
         while len(tokens) < planned:
             for piece in sequence.pieces(uncached):
-                logits = yield sequence.append(piece, 1)
+                logits = yield sequence.append(piece, 1, drafted=bool(tokens))
             distribution, state = sequence.distribution(logits[0]), sequence.hidden
             known = distribution, state, sequence.model.embed
             reads = rule.reads and partial(_read, rule.reads, known)
@@ -138,7 +138,8 @@ class ChainDrafter(Drafter):
         """Run the draft model once more, over the tokens that are not in its cache."""
         uncached = [*committed, *draft.token_list][self._sequence.length :]
         for piece in self._sequence.pieces(uncached):
-            logits = yield self._sequence.append(piece, 1)
+            drafted = min(len(draft), len(piece))
+            logits = yield self._sequence.append(piece, 1, drafted=drafted)
         tail = self._sequence.distribution(logits[0])
         return drawn_chain(draft.token_list, list(draft.distributions), draft.planned or 0, tail)
 

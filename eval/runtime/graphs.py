@@ -19,7 +19,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +29,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Cache, PreTrainedModel
 
 from eval.runtime.engines import ENGINES, Engine
-from eval.runtime.kv_cache import CacheLayer
+from eval.runtime.kv_cache import CacheLayer, LayerKind
+from eval.runtime.masks import Sight, seeing
 from eval.runtime.prepack import Prepacker
 from eval.runtime.transformers_models import (
     WeightVersions,
+    cached_layers,
     length_dependent_rope,
     weight_versions,
 )
@@ -82,18 +84,26 @@ def shared_graphs(
     return by_key[key]
 
 
+class EagerWarning(UserWarning):
+    """A model whose forwards run eagerly, although another engine was asked for."""
+
+
+class CaptureError(Exception):
+    """A forward that is not one graph: of experts that depend on the tokens, for example."""
+
+
 class _GraphKind(NamedTuple):
     """Which forwards a graph serves.
 
     Args:
         single: one token; else several.
-        masked: with a mask.
+        masks: 0 without one, 1 with one, 2 with those of a `Sight`.
         last: logits after the last token only; else after all.
         compiled: run through `torch.compile`.
     """
 
     single: bool
-    masked: bool
+    masks: int
     last: bool
     compiled: bool
 
@@ -132,6 +142,7 @@ class ForwardGraphs:
                 "a model spread over devices or processes cannot be captured: use engine 'eager'"
             )
         self.versions = versions
+        self.fails = False  # the forward cannot be captured
         self._model = weakref.ref(model)
         self._compiled = compiled
         self._taps = taps
@@ -142,7 +153,7 @@ class ForwardGraphs:
         self,
         ids: Tensor,
         positions: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | Sight | None,
         cache: Sequence[Tensor],
         logits_to_keep: int,
     ) -> tuple[Tensor, ...]:
@@ -151,7 +162,8 @@ class ForwardGraphs:
         Args:
             ids: (1, n) new tokens, or (1, n, H) inputs of a draft that reads its target's states.
             positions: (1, n).
-            mask: (1, 1, n, length) additive, or None for one token that attends to everything.
+            mask: (1, 1, n, length) additive, or None for one token that attends to everything; a
+                sight, if layers make masks of their own of it.
             cache: keys and values of each layer, (1, heads, length, size); the new tokens take the
                 last n positions.
             logits_to_keep: logits are needed after this many of the last tokens.
@@ -161,18 +173,20 @@ class ForwardGraphs:
             (1, n, F) if there are any.
 
         Raises:
-            ConfigError: if the forward cannot be captured, or its graph gives other logits.
+            CaptureError: if the forward cannot be captured.
+            ConfigError: if its graph gives other logits.
         """
         count = ids.shape[1]
         # Forwards with an empty cache would be compiled for separately.
         kind = _GraphKind(
             single=count == 1,
-            masked=mask is not None,
+            masks=0 if mask is None else 2 if isinstance(mask, Sight) else 1,
             last=logits_to_keep == 1 < count,
             compiled=self._compiled and count < cache[0].shape[2],
         )
         graph = self._graphs.get(kind)
-        inputs = (ids, positions, *(() if mask is None else (mask,)), *cache)
+        masks = (mask.mask, mask.keys) if isinstance(mask, Sight) else (mask,)
+        inputs = (ids, positions, *(each for each in masks if each is not None), *cache)
         if graph is None:
             graph = self._graphs[kind] = self._capture(inputs, kind)
         return graph(*inputs)
@@ -181,14 +195,14 @@ class ForwardGraphs:
         """Make the graph of a kind, and compare it with the eager forward on the given inputs."""
         model = self._model()
         assert model is not None
-        forward = eager_forward(model, kind.masked, kind.last, self._taps)
+        forward = eager_forward(model, kind.masks, kind.last, self._taps)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 make = make_fx(
                     forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
                 )
                 with _sharing_keys(model):  # not in the forward that the graph is compared with
-                    traced = make(*_examples(inputs, kind.masked))
+                    traced = make(*_examples(inputs, kind.masks))
                 if multiplies(model.device, model.dtype):
                     self._prepacker.rewrite(traced)
                 graph: Graph = torch.compile(traced, dynamic=True) if kind.compiled else traced
@@ -197,9 +211,9 @@ class ForwardGraphs:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the forward of {model.config.model_type} cannot be captured ({error}): use "
-                "engine 'eager'"
+            self.fails = True
+            raise CaptureError(
+                f"the forward of {model.config.model_type} cannot be captured ({error})"
             ) from error
         check_same_logits(model, expected, actual)
         return graph
@@ -249,14 +263,24 @@ def named_inputs(inputs: Tensor) -> dict[str, Tensor]:
 
 
 def eager_forward(
-    model: PreTrainedModel, masked: bool, last: bool, taps: Sequence[int] = ()
+    model: PreTrainedModel, masks: int, last: bool, taps: Sequence[int] = ()
 ) -> Graph:
-    """The model's forward as a function of tensors only."""
+    """The model's forward as a function of tensors only.
+
+    Args:
+        model: the model.
+        masks: 0, 1 for a mask, 2 for that and the key positions of a sight.
+        last: whether logits of the last token alone are needed.
+        taps: states that it gives.
+    """
+    kinds = cached_layers(model.config)
 
     def forward(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         hidden: list[Tensor] = []
         tapped: list[Tensor] = []
+        sight = seeing(model, Sight(rest[0], positions, rest[1])) if masks == 2 else nullcontext()
         with (
+            sight,
             narrow_logits(model),
             capturing_hidden(model, hidden.append),
             capturing_taps(model, taps, tapped.append),
@@ -264,8 +288,8 @@ def eager_forward(
             logits: Tensor = model(
                 **named_inputs(ids),
                 position_ids=positions,
-                attention_mask=rest[0] if masked else None,
-                past_key_values=_CacheView(rest[1:] if masked else rest),
+                attention_mask=rest[0] if masks == 1 else None,
+                past_key_values=_CacheView(kinds, rest[masks:]),
                 use_cache=True,
                 logits_to_keep=int(last),  # 0: all
             ).logits
@@ -274,19 +298,21 @@ def eager_forward(
     return forward
 
 
-def _examples(inputs: Sequence[Tensor], masked: bool) -> list[Tensor]:
+def _examples(inputs: Sequence[Tensor], masks: int) -> list[Tensor]:
     """Inputs to trace with, whose lengths are unlike each other and every other size.
 
     Sizes that are equal while tracing would be taken for one.
     """
-    ids, cache = inputs[0], inputs[3:] if masked else inputs[2:]
+    ids, cache = inputs[0], inputs[2 + masks :]
     sizes = {size for buffer in cache for size in buffer.shape}
     count = 1 if ids.shape[1] == 1 else next(n for n in TOKEN_LENGTHS if n not in sizes)
     length = next(n for n in CACHE_LENGTHS if n not in sizes)
     examples = [ids.new_zeros(1, count, *ids.shape[2:]), inputs[1].new_zeros(1, count)]
-    if masked:
+    if masks:
         mask = inputs[2]
         examples.append(torch.zeros(1, 1, count, length, dtype=mask.dtype, device=ids.device))
+    if masks == 2:
+        examples.append(torch.arange(length, device=ids.device)[None])
     return examples + [
         torch.zeros(
             1, buffer.shape[1], length, buffer.shape[3], dtype=buffer.dtype, device=buffer.device
@@ -298,9 +324,10 @@ def _examples(inputs: Sequence[Tensor], masked: bool) -> list[Tensor]:
 class _CacheView(Cache):  # type: ignore[misc]
     """A cache over given keys and values, whose last positions are free for the new tokens."""
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        pairs = zip(buffers[::2], buffers[1::2], strict=True)
-        super().__init__(layers=[_LayerView(keys, values) for keys, values in pairs])
+    def __init__(self, kinds: Sequence[LayerKind], buffers: Sequence[Tensor]) -> None:
+        pairs = iter(zip(buffers[::2], buffers[1::2], strict=True))
+        layers = [_LayerView(*next(pairs)) if kind.attends else kind.layer() for kind in kinds]
+        super().__init__(layers=layers)
 
 
 class _LayerView(CacheLayer):

@@ -2,17 +2,23 @@
 
 Each sequence of a batch has a slot, a row of the buffers, and its tokens take the slot's cache
 positions from the left. Dropping tokens changes only the number of positions in use; what they left
-behind is masked until it is written over.
+behind is masked until it is written over. So layers with a window keep every token, too: what they
+may see is a mask (`eval.runtime.masks`). Layers with a recurrent state are in
+`eval.runtime.recurrent`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DummyLayer
+
+from eval.runtime.recurrent import StateLayer
 
 # Buffers have a multiple of this many cache positions.
 CAPACITY_STEP = 256
@@ -25,16 +31,23 @@ class KVCache(Cache):  # type: ignore[misc]
     keys and values there and returns those of all positions that may be attended to.
 
     Args:
-        layers: number of layers of the model.
+        kinds: what each layer of the model keeps.
     """
 
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers=[CacheLayer() for _ in range(layers)])
+    def __init__(self, kinds: Sequence[LayerKind]) -> None:
+        self.kinds = kinds
+        super().__init__(layers=[kind.layer() for kind in kinds])
+        attending = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+        indexers = [layer.indexer for layer in attending if isinstance(layer, IndexedLayer)]
+        self.stores: list[CacheLayer] = [*attending, *indexers]
+        self.recurrent = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     def free(self) -> None:
-        """Drop the buffers; new ones are made when they are needed."""
-        for layer in self.layers:
+        """Drop the buffers and states; new ones are made when they are needed."""
+        for layer in self.stores:
             layer.keys = layer.values = None
+        for states in self.recurrent:
+            states.free()
 
     def reserve(self, slots: int, capacity: int) -> bool:
         """Have buffers of at least (slots, heads, capacity, size); what is stored stays.
@@ -42,10 +55,9 @@ class KVCache(Cache):  # type: ignore[misc]
         Returns:
             False if no forward has shown the number of heads and their size yet.
         """
-        layers: list[CacheLayer] = self.layers
-        if layers[0].template is None:
+        if self.stores[0].template is None:
             return False
-        for layer in layers:
+        for layer in self.stores:
             layer.reserve(slots, capacity)
         return True
 
@@ -67,9 +79,17 @@ class KVCache(Cache):  # type: ignore[misc]
             slot_of: (1, n) the slot of each new token, if all are in one row; the cache positions
                 are then (1, n), too.
         """
-        for layer in self.layers:
+        for layer in self.stores:
             layer.slots, layer.start, layer.end = slots, start, end
             layer.cache_positions, layer.slot_of = cache_positions, slot_of
+        for states in self.recurrent:
+            states.go_to(slots.start)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A state of a short convolution, which the caller may change."""
+        self.layers[layer_idx].used.add(state_idx)
+        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return state
 
     def views(self, slot: int, end: int) -> list[Tensor] | None:
         """Keys and values of every layer, as views (1, heads, end, size) of one slot.
@@ -77,26 +97,26 @@ class KVCache(Cache):  # type: ignore[misc]
         Returns:
             None before the first forward, which shows the sizes.
         """
-        first = self.layers[0].keys
+        first = self.stores[0].keys
         fits = first is not None and slot < first.shape[0] and end <= first.shape[2]
         if not fits and not self.reserve(slot + 1, end):
             return None
         row = slice(slot, slot + 1)
         return [
-            buffer[row, :, :end] for layer in self.layers for buffer in (layer.keys, layer.values)
+            buffer[row, :, :end] for layer in self.stores for buffer in (layer.keys, layer.values)
         ]
 
     def move(self, slot: int, source: list[int], target: int) -> None:
         """Copy the `source` cache positions of a slot, in order, to those from `target` on."""
-        index = torch.tensor(source).to(self.layers[0].keys.device, non_blocking=True)
-        for layer in self.layers:
+        index = torch.tensor(source).to(self.stores[0].keys.device, non_blocking=True)
+        for layer in self.stores:
             for buffer in (layer.keys[slot], layer.values[slot]):
                 buffer[:, target : target + len(source)] = buffer[:, index]
 
     def repeat_prefix(self, slot: int, length: int, copies: int) -> KVCache:
         """A new cache whose slots are `copies` of the first `length` cache positions of one."""
-        copy = KVCache(len(self.layers))
-        for mine, theirs in zip(self.layers, copy.layers, strict=True):
+        copy = KVCache(self.kinds)
+        for mine, theirs in zip(self.stores, copy.stores, strict=True):
             if length:
                 theirs.keys = mine.keys[slot, :, :length].repeat(copies, 1, 1, 1)
                 theirs.values = mine.values[slot, :, :length].repeat(copies, 1, 1, 1)
@@ -107,7 +127,7 @@ class KVCache(Cache):  # type: ignore[misc]
     ) -> None:
         """Store entries of another cache, by row and column, in a slot from `start` on."""
         self.place(slice(slot, slot + 1), start, start + len(rows))
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
+        for mine, theirs in zip(self.stores, other.stores, strict=True):
             # (n, heads, size) -> (1, heads, n, size)
             keys, values = (
                 buffer[rows, :, columns].transpose(0, 1).unsqueeze(0)
@@ -188,6 +208,52 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """-1: there is no limit."""
         return -1
+
+
+class IndexedLayer(CacheLayer):
+    """A layer of sparse attention (DeepSeek V3.2), which keeps the keys of its indexer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexer = CacheLayer()
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store the new tokens' (B, n, size); return those of all positions, (B, end, size)."""
+        new = indexer_key_states.unsqueeze(1)
+        keys, _ = self.indexer.update(new, new[..., :0])
+        return keys.squeeze(1)
+
+
+class RecurrentAttentionLayer(StateLayer, CacheLayer):
+    """A layer with recurrent states beside keys and values (Falcon-H1)."""
+
+    def __init__(self, count: int) -> None:
+        CacheLayer.__init__(self)
+        StateLayer.__init__(self, count)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What a layer of a model keeps of the tokens that it has read.
+
+    Args:
+        attends: keys and values of each.
+        indexed: keys of an indexer, too.
+        states: how many recurrent states.
+    """
+
+    attends: bool = True
+    indexed: bool = False
+    states: int = 0
+
+    def layer(self) -> Any:
+        """An empty layer of a cache."""
+        if self.states:
+            kind = RecurrentAttentionLayer if self.attends else StateLayer
+            return kind(self.states)
+        if self.indexed:
+            return IndexedLayer()
+        return CacheLayer() if self.attends else DummyLayer()
 
 
 def _enlarged(buffer: Tensor | None, template: Tensor, slots: int, capacity: int) -> Tensor:

@@ -33,6 +33,14 @@ class Layout:
     visible: Tensor | None
     ancestors: Tensor
 
+    @property
+    def key_positions(self) -> Tensor:
+        """(start + n,) where each token in the cache after the forward stands in the sequence."""
+        places = torch.arange(self.start + len(self.positions))
+        if nodes := len(self.ancestors):
+            places[-nodes:] = places[-nodes] - 1 + self.ancestors.sum(-1)
+        return places
+
 
 def lay_out(length: int, ancestors: Tensor, count: int, parents: Sequence[int]) -> Layout:
     """Lay out one forward of a sequence.
@@ -79,6 +87,8 @@ class Packing:
         cache_positions: (1, n), where its keys and values are written.
         columns: (1, n), its number among the tokens of its sequence; the longest has m tokens.
         visible: (B, m, end) boolean, the cache positions that each token attends to.
+        query_positions: (B, m), in the sequences.
+        key_positions: (B, end), in the sequences, of the tokens in the cache.
         ends: by slot, where in the row its tokens end.
     """
 
@@ -88,6 +98,8 @@ class Packing:
     cache_positions: Tensor
     columns: Tensor
     visible: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
     ends: dict[int, int]
 
 
@@ -112,8 +124,22 @@ def pack(forwards: Mapping[int, tuple[Sequence[int], Layout]]) -> Packing:
     width, end = int(columns.max()) + 1, int(cache_positions.max()) + 1
     last_visible = torch.tensor(starts).unsqueeze(1) + torch.arange(width)
     visible = torch.arange(end) <= last_visible.unsqueeze(-1)
+    query_positions = last_visible.clone()
+    key_positions = torch.arange(end).repeat(len(starts), 1)
     for slot, (_, layout) in forwards.items():
         if layout.visible is not None:
             count, seen = layout.visible.shape
             visible[slot, :count, :seen] = layout.visible
-    return Packing(tokens, positions, slots, cache_positions, columns, visible, ends)
+            query_positions[slot, :count] = torch.tensor(layout.positions)
+            key_positions[slot, :seen] = layout.key_positions
+    return Packing(
+        tokens,
+        positions,
+        slots,
+        cache_positions,
+        columns,
+        visible,
+        query_positions,
+        key_positions,
+        ends,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -11,16 +12,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.runtime.engines import Engine, engine_on
-from eval.runtime.graphs import ForwardGraphs, named_inputs, shared_graphs
+from eval.runtime.graphs import (
+    CaptureError,
+    EagerWarning,
+    ForwardGraphs,
+    named_inputs,
+    shared_graphs,
+)
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, pack
-from eval.runtime.sequence import CachedSequence, Forward, StatesSequence
+from eval.runtime.masks import Sight, seeing
+from eval.runtime.recurrent import keeping_states, mixers_of
+from eval.runtime.sequence import CachedSequence, Forward, RecurrentSequence, StatesSequence
 from eval.runtime.transformers_models import (
     attending_packed,
+    cache_argument,
+    cached_layers,
     can_pack,
-    check_cache,
     check_forward,
+    has_rules,
     takes_masks,
+    takes_positions,
     uses_sdpa,
 )
 from specdata.draft_vocabulary import draft_vocabulary_ids, narrow_logits
@@ -65,7 +77,7 @@ class CachedModel:
         taps: keep these states in `CachedSequence.taps`, for such a draft.
 
     Raises:
-        CacheNotRewindableError: if the model's cache cannot drop tokens (sliding windows, states).
+        CacheNotRewindableError: if tokens cannot be dropped from the model's cache.
         ConfigError: if its forward takes no positions, or the engine cannot run it.
     """
 
@@ -79,7 +91,7 @@ class CachedModel:
         taps: Sequence[int] = (),
     ) -> None:
         check_forward(model)
-        layers = check_cache(model.config)
+        layers = cached_layers(model.config)
         self.model: Any = model
         self.vocabulary = vocabulary
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
@@ -94,10 +106,18 @@ class CachedModel:
         self._dtype: torch.dtype = model.dtype
         self._engine = engine_on(engine, self.device.type)
         self._graphs: ForwardGraphs | None = None
+        self._recurrent = any(layer.states for layer in layers)
+        self._mixers = mixers_of(model) if self._recurrent else []
+        if self._recurrent or any(layer.indexed for layer in layers):
+            self._run_eagerly("its recurrent or indexed layers are no part of a graph")
         self.refresh_graphs()
         # Flash attention takes no mask; its causal attention is aligned as ours is.
         self._takes_masks = takes_masks(model)
         self.packs = can_pack(model)
+        # Some of its layers make masks of their own, of what they are given here.
+        self._has_rules = self._takes_masks and has_rules(model.config)
+        self._cache_argument = cache_argument(model)
+        self._takes_positions = takes_positions(model)
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
         # graph would keep the length.
         self._sdpa = uses_sdpa(model)
@@ -110,8 +130,9 @@ class CachedModel:
         return self._sequences[slot]
 
     def _empty_sequence(self, slot: int, sampling: SamplingConfig) -> CachedSequence:
-        kind = StatesSequence if self.reads_states else CachedSequence
-        return kind(self, slot, sampling)
+        if self.reads_states:
+            return StatesSequence(self, slot, sampling)
+        return (RecurrentSequence if self._recurrent else CachedSequence)(self, slot, sampling)
 
     def reset(self) -> None:
         """Forget every sequence and free the cache."""
@@ -122,7 +143,15 @@ class CachedModel:
     def refresh_graphs(self) -> None:
         """Use graphs of the weights as they are now; they may have changed."""
         if self._engine != "eager":
-            self._graphs = shared_graphs(self.model, self._engine, self._taps)
+            graphs = shared_graphs(self.model, self._engine, self._taps)
+            self._graphs = None if graphs.fails else graphs
+
+    def _run_eagerly(self, reason: str) -> None:
+        """Use no graphs, and say so."""
+        if self._engine != "eager":
+            name = self.model.config.model_type
+            warnings.warn(f"{name} runs eagerly: {reason}", EagerWarning, stacklevel=3)
+        self._engine, self._graphs = "eager", None
 
     def warm_up(self, appends: Sequence[tuple[int, int]], nodes: Sequence[int] = ()) -> None:
         """Make the graphs that decoding will need, so that none is made while something is timed.
@@ -241,21 +270,25 @@ class CachedModel:
     def _run_single(self, forward: Forward, layout: Layout) -> Outputs:
         """Run a forward in one row."""
         count = len(forward.tokens)
-        mask: Tensor | None = None
+        mask: Tensor | Sight | None = None
         if layout.visible is not None:
             mask = self._additive(layout.visible)[None, None]
         elif self._takes_masks:
             graph = self._graphs is not None and count <= LONGEST_GRAPH_FORWARD
-            if (graph and not self._sdpa) if count == 1 else (graph or layout.start > 0):
+            needs = (graph and not self._sdpa) if count == 1 else (graph or layout.start > 0)
+            if needs or self._has_rules:
                 mask = self._causal_mask(layout.start, count)
-        outputs = self._run_slot(
-            forward.sequence.slot,
-            layout.start,
-            self._inputs(forward)[None],
-            torch.tensor([layout.positions], device=self.device),
-            mask,
-            forward.logits_to_keep,
-        )
+        positions = torch.tensor([layout.positions], device=self.device)
+        if self._has_rules and mask is not None:
+            mask = Sight(mask, positions, layout.key_positions[None].to(self.device))
+        inputs, keep = self._inputs(forward)[None], forward.logits_to_keep
+        slot, committed = forward.sequence.slot, count - forward.drafted
+        if not self._recurrent:
+            outputs = self._run_slot(slot, layout.start, inputs, positions, mask, keep)
+        else:
+            self.kv_cache.place(slice(slot, slot + 1), layout.start, layout.start + count)
+            with keeping_states(self._mixers, self.kv_cache, committed, count):
+                outputs = self._run_eager(self.kv_cache, inputs, positions, mask, keep)
         return Outputs(*(None if each is None else each[0] for each in outputs))  # type: ignore[arg-type]
 
     def _run_slot(
@@ -264,7 +297,7 @@ class CachedModel:
         start: int,
         inputs: Tensor,
         positions: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | Sight | None,
         logits_to_keep: int,
     ) -> Outputs:
         """Run n tokens of one slot, by a graph if there may be one; inputs and positions (1, n)."""
@@ -272,8 +305,12 @@ class CachedModel:
         if self._graphs is not None and inputs.shape[1] <= LONGEST_GRAPH_FORWARD:
             views = self.kv_cache.views(slot, end)
             if views is not None:
-                outputs = Outputs(*self._graphs(inputs, positions, mask, views, logits_to_keep))
-                return outputs if self._capture_hidden else outputs._replace(hidden=None)
+                try:
+                    outputs = Outputs(*self._graphs(inputs, positions, mask, views, logits_to_keep))
+                except CaptureError as error:
+                    self._run_eagerly(str(error))
+                else:
+                    return outputs if self._capture_hidden else outputs._replace(hidden=None)
         self.kv_cache.place(slice(slot, slot + 1), start, end)
         return self._run_eager(self.kv_cache, inputs, positions, mask, logits_to_keep)
 
@@ -282,7 +319,7 @@ class CachedModel:
         cache: KVCache,
         inputs: Tensor,
         positions: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | Sight | None,
         logits_to_keep: int,
     ) -> Outputs:
         """The model's own forward."""
@@ -293,14 +330,17 @@ class CachedModel:
             capturing_hidden(self.model, hidden.append) if self._capture_hidden else nullcontext()
         )
         tapping = capturing_taps(self.model, self._taps, taps.append)
-        with narrow_logits(self.model), capturing, tapping:
+        sighted = seeing(self.model, mask) if isinstance(mask, Sight) else nullcontext()
+        options: dict[str, Any] = {self._cache_argument: cache}
+        if self._takes_positions:
+            options["position_ids"] = positions
+        with narrow_logits(self.model), capturing, tapping, sighted:
             logits = self.model(
                 **named_inputs(inputs),
-                position_ids=positions,
-                attention_mask=mask,
-                past_key_values=cache,
+                attention_mask=None if isinstance(mask, Sight) else mask,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
+                **options,
             ).logits
         return Outputs(
             logits,
@@ -339,12 +379,16 @@ class CachedModel:
             slots,
         )
         columns = packing.columns[0].to(self.device)
+        mask: Tensor | Sight = self._additive(packing.visible).unsqueeze(1)
+        if self._has_rules:
+            places = packing.query_positions, packing.key_positions
+            mask = Sight(mask, *(each.to(self.device) for each in places))
         with attending_packed(self.model, slots[0], columns):
             outputs = self._run_eager(
                 self.kv_cache,
                 torch.cat([self._inputs(forward) for forward in forwards])[None],
                 packing.positions.to(self.device),
-                self._additive(packing.visible).unsqueeze(1),
+                mask,
                 packing.tokens.shape[1],
             )
         logits = []
@@ -370,7 +414,11 @@ class CachedModel:
         positions = torch.arange(start, start + width, device=self.device).expand(len(paths), -1)
         cache = self.kv_cache.repeat_prefix(forward.sequence.slot, start, len(paths))
         cache.place(slice(0, len(paths)), start, start + width)
-        mask = self._causal_mask(start, width).expand(len(paths), -1, -1, -1) if start else None
+        mask: Tensor | Sight | None = None
+        if start or self._has_rules:
+            mask = self._causal_mask(start, width).expand(len(paths), -1, -1, -1)
+            if self._has_rules:
+                mask = Sight(mask, positions, torch.arange(start + width, device=self.device)[None])
         inputs = self._inputs(forward)[padded.to(self.device)]
         outputs = self._run_eager(cache, inputs, positions, mask, width)
         # Each token is read on the first path that has it.

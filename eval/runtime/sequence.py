@@ -61,6 +61,7 @@ class Forward:
         logits_to_keep: logits are needed after this many of the last tokens.
         parents: the node that each node follows; 0 is the last committed token.
         unrolled: score the whole tree as a batch of its paths, instead of by tree attention.
+        drafted: of a chain, this many of the last tokens are not committed.
     """
 
     sequence: CachedSequence
@@ -68,6 +69,7 @@ class Forward:
     logits_to_keep: int
     parents: Sequence[int] = ()
     unrolled: bool = False
+    drafted: int = 0
 
     @property
     def model(self) -> ForwardRunner:
@@ -205,9 +207,15 @@ class CachedSequence:
         """Cache positions in use, by committed tokens and by nodes."""
         return self.length + len(self.ancestors)
 
-    def append(self, tokens: list[int], logits_to_keep: int) -> Forward:
-        """The forward that appends tokens to the committed ones. No nodes may be in the cache."""
-        return Forward(self, tokens, logits_to_keep)
+    def append(self, tokens: list[int], logits_to_keep: int, drafted: int = 0) -> Forward:
+        """The forward that appends tokens to a chain. No nodes may be in the cache.
+
+        Args:
+            tokens: n tokens.
+            logits_to_keep: logits are needed after this many of the last ones.
+            drafted: this many of the last ones are not committed yet.
+        """
+        return Forward(self, tokens, logits_to_keep, drafted=drafted)
 
     def pieces(self, tokens: list[int]) -> list[list[int]]:
         """Tokens to append, in as many forwards as the model needs."""
@@ -283,6 +291,40 @@ class CachedSequence:
                 self.taps[self.length : self.length + len(source)] = self.taps[source]
         self.length += len(nodes)
         self.ancestors = NO_NODES
+
+
+class RecurrentSequence(CachedSequence):
+    """A sequence of a model with recurrent layers, whose states cannot drop a token.
+
+    When a token is dropped, the states go back to those after the last committed token of the last
+    forward that read any, and what was accepted since is read again (`eval.runtime.recurrent`).
+    """
+
+    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+        super().__init__(model, slot, sampling)
+        self._kept = 0  # tokens whose states are kept
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        super().reset()
+        self._kept = 0
+        for states in self.model.kv_cache.recurrent:
+            states.forget(self.slot)
+
+    def commit(
+        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
+    ) -> None:
+        """Take account of a forward that has run."""
+        super().commit(forward, layout, states, taps)
+        if forward.drafted < len(forward.tokens):
+            self._kept = self.length - forward.drafted
+
+    def crop(self, length: int) -> None:
+        """Keep at most the first `length` tokens, or those whose states are kept."""
+        if length < self.length:
+            super().crop(min(length, self._kept))
+            for states in self.model.kv_cache.recurrent:
+                states.go_back(self.slot)
 
 
 class StatesSequence(CachedSequence):

@@ -19,12 +19,31 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from eval.runtime.kv_cache import LayerKind
 from specdata.errors import CacheNotRewindableError, ConfigError
 
 PACKED = "draftsmith_packed"
 """The name by which transformers knows the attention."""
+
+_ATTENDING = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
+"""Layers of transformers' cache with keys and values of the tokens."""
 
 _PLACES: ContextVar[tuple[Tensor, Tensor]] = ContextVar("places of packed tokens")
 
@@ -41,45 +60,81 @@ def weight_versions(model: PreTrainedModel) -> WeightVersions:
 
 
 def check_forward(model: PreTrainedModel) -> None:
-    """Refuse models that cannot be told where a token stands, or cannot drop one.
+    """Refuse models that cannot be told where a token stands.
 
     Raises:
-        CacheNotRewindableError: if the model keeps a recurrent state.
+        CacheNotRewindableError: if the model takes no cache of transformers' kind.
         ConfigError: if its forward takes no positions (ALiBi, for example), which trees need.
     """
     # A wrapper (PEFT) hides the arguments of the forward that it wraps.
     if not isinstance(model, PreTrainedModel):
         return
-    takes, kind = signature(model.forward).parameters, model.config.model_type
-    if model._is_stateful or "past_key_values" not in takes:
+    kind = model.config.model_type
+    if cache_argument(model) not in signature(model.forward).parameters:
         raise CacheNotRewindableError(
-            f"{kind} keeps a state from which rejected tokens cannot be removed; speculative "
-            "decoding needs a cache of keys and values that can be cropped"
+            f"{kind} keeps a state of its own kind, from which rejected tokens cannot be removed; "
+            "speculative decoding needs transformers' cache of keys and values or recurrent states"
         )
-    if "position_ids" not in takes or getattr(model.config, "alibi", False):
+    attends = any(layer.attends for layer in cached_layers(model.config))
+    if attends and (not takes_positions(model) or getattr(model.config, "alibi", False)):
         raise ConfigError(
             f"{kind} takes no position_ids (it derives positions from its cache), so drafts "
             "cannot be scored; use a model with learned or rotary positions"
         )
 
 
-def check_cache(config: PretrainedConfig) -> int:
-    """The number of layers whose keys and values are cached.
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name that the model's forward has for its cache; Mamba's is another."""
+    takes = signature(model.forward).parameters
+    return "cache_params" if "cache_params" in takes else "past_key_values"
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """True if the model is told where tokens stand; Mamba needs not know. PEFT's pass it on."""
+    return (
+        not isinstance(model, PreTrainedModel)
+        or "position_ids" in signature(model.forward).parameters
+    )
+
+
+def cached_layers(config: PretrainedConfig) -> list[LayerKind]:
+    """What each layer of a model keeps of the tokens that it has read.
 
     Raises:
-        CacheNotRewindableError: if a layer caches anything else than keys and values of every token
-            (sliding windows, recurrent states).
+        CacheNotRewindableError: if a layer keeps what tokens cannot be dropped from in a known way.
     """
-    layers = DynamicCache(config=config).layers
-    for layer in layers:
-        # Layers of recurrent states have no `is_sliding`.
-        if getattr(layer, "is_sliding", False) or not layer.is_croppable:
-            raise CacheNotRewindableError(
-                f"{config.model_type} keeps a cache from which rejected tokens cannot be "
-                "removed (a sliding window or a recurrent state); speculative decoding needs "
-                "one that can be cropped"
-            )
-    return len(layers)
+    kinds = []
+    for layer in _layers(config):
+        states = layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0
+        indexed = type(layer) is DynamicIndexedLayer
+        attends = type(layer) in _ATTENDING
+        if not (attends or states or isinstance(layer, DummyLayer)):
+            raise _unknown(config, type(layer).__name__)
+        kinds.append(LayerKind(attends, indexed, states))
+    return kinds
+
+
+def _layers(config: PretrainedConfig) -> list[Any]:
+    """The layers of transformers' cache for a model."""
+    try:
+        layers: list[Any] = DynamicCache(config=config).layers
+    except KeyError as error:  # known once the model's code is imported; of a kind of its own
+        raise _unknown(config, str(error)) from error
+    return layers
+
+
+def _unknown(config: PretrainedConfig, kind: str) -> CacheNotRewindableError:
+    return CacheNotRewindableError(
+        f"{config.model_type} keeps a cache of a kind from which rejected tokens cannot be removed "
+        f"({kind}); speculative decoding needs keys and values, or recurrent states, of "
+        "transformers' own kinds"
+    )
+
+
+def has_rules(config: PretrainedConfig) -> bool:
+    """True if a layer needs a mask of its own: windows, chunks, indexers, recurrent layers."""
+    plain = all(type(layer) is DynamicLayer for layer in _layers(config))
+    return not plain or "local" in getattr(config, "attention_layers", ())
 
 
 def takes_masks(model: PreTrainedModel) -> bool:
@@ -87,17 +142,17 @@ def takes_masks(model: PreTrainedModel) -> bool:
     return "flash" not in str(model.config._attn_implementation)
 
 
-def check_trees(model: PreTrainedModel) -> None:
-    """Raise ConfigError if the model's attention takes no tree mask, or adds one of its own."""
-    if not takes_masks(model):
+def check_trees(model: PreTrainedModel, *, by_mask: bool = True) -> None:
+    """Raise ConfigError if the model cannot read a tree, by a mask or else as its paths."""
+    if by_mask and not takes_masks(model):
         raise ConfigError(
             f"{model.config._attn_implementation} takes no tree mask: load the model "
             "with attn_implementation='sdpa' (or 'eager'), or draft chains"
         )
-    if "local" in getattr(model.config, "attention_layers", ()):
+    if any(layer.states for layer in cached_layers(model.config)):
         raise ConfigError(
-            f"{model.config.model_type} has layers with a window over cache positions, not token "
-            "positions, so they cannot read a tree: draft chains"
+            f"{model.config.model_type} has recurrent layers, whose state is of one text, so they "
+            "cannot read a tree: draft chains"
         )
 
 
@@ -141,14 +196,24 @@ def check_rope(model: PreTrainedModel, prompt_length: int, max_length: int, *, a
         )
 
 
+def attention_name(model: PreTrainedModel) -> str:
+    """The name by which transformers knows the model's attention."""
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
+
+
 def uses_sdpa(model: PreTrainedModel) -> bool:
     """True if the model attends by torch's scaled_dot_product_attention."""
     return bool(model.config._attn_implementation == "sdpa")
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """True if the model calls its attention through transformers' interface, and it is SDPA."""
-    return bool(model._supports_attention_backend) and uses_sdpa(model)
+    """True if the model calls its attention through transformers' interface, and it is SDPA.
+
+    What else reads all tokens of a row as those of one text decodes one at a time.
+    """
+    alone = any(layer.states or layer.indexed for layer in cached_layers(model.config))
+    return bool(model._supports_attention_backend) and uses_sdpa(model) and not alone
 
 
 @contextmanager

@@ -1,0 +1,129 @@
+"""Drafts on the states of targets whose own layers they cannot begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from distill.config import InitConfig
+from distill.initial import make_initial
+from distill.states import readings
+from distill.watch import HeldOut
+from specdata.errors import ConfigError
+from specdata.models import load_model
+from specdata.sampling import SamplingConfig
+from specdata.states_draft import states_input
+from specdata.taps import decoder_layers, read_taps
+from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
+from tests.test_initial import ROWS, stored
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128},
+    **{"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
+}
+WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "gemma2": {**WINDOW, "final_logit_softcapping": 5.0},
+    "gemma3_text": WINDOW,
+    "gpt_oss": {**WINDOW, **EXPERTS},
+    "cohere2": {**WINDOW, "logit_scale": 0.3},
+    "qwen3_next": {
+        **{"layer_types": ["linear_attention", "full_attention"], **EXPERTS},
+        **{"linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 2, "moe_intermediate_size": 8},
+        **{"shared_expert_intermediate_size": 8},
+    },
+    "falcon_h1": {
+        **{"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4},
+        **{"mamba_chunk_size": 8, "lm_head_multiplier": 0.5, "embedding_multiplier": 3.0},
+    },
+    "deepseek_v3": {
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+        **{"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 4},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1},
+    },
+    "gpt2": {"tie_word_embeddings": False},
+    "phi": {"partial_rotary_factor": 0.5},  # LayerNorm, and a bias of the logits
+    "mamba": {"state_size": 4},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_begins_with_the_targets_norm_and_rows_and_a_silent_layer_of_llamas_kind(
+    kind: str, tmp_path: Path
+) -> None:
+    tokenizer = train_tokenizer(["a short text about nothing at all, 0123456789"] * 4, 290)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZES, "vocab_size": len(tokenizer), **KINDS[kind]})
+    target: Any = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in target.parameters():  # norms and biases that were left out would show
+            if weight.ndim == 1:
+                weight.add_(0.3 * torch.randn_like(weight))
+    target.save_pretrained(tmp_path / "target")
+    save_tokenizer(tokenizer, tmp_path / "target")
+    ids = torch.arange(2, 34)[:, None]
+    texts = target.generate(ids, do_sample=True, top_k=0, min_new_tokens=24, max_new_tokens=24)
+    rows = {"prompt_ids": texts[:, :3].tolist(), "completion_ids": texts[:, 3:].tolist()}
+    rollouts = Dataset.from_dict(rows)
+
+    def made(name: str, **init: Any) -> Any:
+        make_initial(
+            target=tmp_path / "target",
+            draft=None,
+            rollouts=rollouts,
+            out=tmp_path / name,
+            config=InitConfig(**init),
+            seed=3,
+        )
+        return load_model(str(tmp_path / name), target=str(tmp_path / "target"))
+
+    draft = made("draft", kind="states", layers=1)
+    reads, text = states_input(draft), texts[:2]
+    assert reads is not None
+    assert draft.config.model_type == "llama"
+    with torch.inference_mode():
+        x, logits = reads(text), draft(input_ids=text).logits
+        assert torch.equal(draft.model(inputs_embeds=x)[0], draft.model.norm(x))  # silent
+
+        def predicted(_module: nn.Module, _inputs: object, output: Any) -> Any:
+            return x if isinstance(output, Tensor) else (x, *output[1:])
+
+        hook = decoder_layers(target)[1][-1].register_forward_hook(predicted)
+        expected = target(input_ids=text, use_cache=False).logits
+        hook.remove()
+    if (cap := KINDS[kind].get("final_logit_softcapping")) is not None:
+        expected = cap * (expected / cap).atanh()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+    held_out, fresh = HeldOut(target, rollouts, SamplingConfig()), made("fresh", kind="fresh")
+    found = [held_out.measure(each).overall.acceptance for each in (fresh, draft)]
+    assert found[0] < found[1]
+
+    taps = read_taps(target, draft.config.target_states["taps"], text)
+    optimizer = torch.optim.SGD(decoder_layers(draft)[1].parameters(), lr=1.0)
+    sum(each.square().mean() for each in readings(draft, text, taps, 2)).backward()
+    optimizer.step()
+    with torch.inference_mode():
+        assert not torch.equal(draft(input_ids=text).logits, logits)
+
+
+def test_a_target_that_makes_its_logits_in_another_way_is_refused(tmp_path: Path) -> None:
+    target = stored(tmp_path / "target", "opt, projected")  # its output rows are narrower
+    with pytest.raises(ConfigError, match=r"RMSNorm or LayerNorm .*OPTForCausalLM does not"):
+        make_initial(
+            target=target,
+            draft=None,
+            rollouts=ROWS,
+            out=tmp_path / "draft",
+            config=InitConfig(kind="states", layers=1),
+            seed=3,
+        )
