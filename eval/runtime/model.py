@@ -270,7 +270,8 @@ class CachedModel:
     def _run_single(self, forward: Forward, layout: Layout) -> Outputs:
         """Run a forward in one row."""
         count = len(forward.tokens)
-        mask: Tensor | Sight | None = None
+        positions = torch.tensor([layout.positions], device=self.device)
+        mask: Tensor | None = None
         if layout.visible is not None:
             mask = self._additive(layout.visible)[None, None]
         elif self._takes_masks:
@@ -278,17 +279,17 @@ class CachedModel:
             needs = (graph and not self._sdpa) if count == 1 else (graph or layout.start > 0)
             if needs or self._has_rules:
                 mask = self._causal_mask(layout.start, count)
-        positions = torch.tensor([layout.positions], device=self.device)
+        sight: Tensor | Sight | None = mask
         if self._has_rules and mask is not None:
-            mask = Sight(mask, positions, layout.key_positions[None].to(self.device))
+            sight = Sight(mask, positions, layout.key_positions[None].to(self.device))
         inputs, keep = self._inputs(forward)[None], forward.logits_to_keep
         slot, committed = forward.sequence.slot, count - forward.drafted
         if not self._recurrent:
-            outputs = self._run_slot(slot, layout.start, inputs, positions, mask, keep)
+            outputs = self._run_slot(slot, layout.start, inputs, positions, sight, keep)
         else:
             self.kv_cache.place(slice(slot, slot + 1), layout.start, layout.start + count)
             with keeping_states(self._mixers, self.kv_cache, committed, count):
-                outputs = self._run_eager(self.kv_cache, inputs, positions, mask, keep)
+                outputs = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
         return Outputs(*(None if each is None else each[0] for each in outputs))  # type: ignore[arg-type]
 
     def _run_slot(
@@ -379,16 +380,15 @@ class CachedModel:
             slots,
         )
         columns = packing.columns[0].to(self.device)
-        mask: Tensor | Sight = self._additive(packing.visible).unsqueeze(1)
-        if self._has_rules:
-            places = packing.query_positions, packing.key_positions
-            mask = Sight(mask, *(each.to(self.device) for each in places))
+        mask = self._additive(packing.visible).unsqueeze(1)
+        places = packing.query_positions, packing.key_positions
+        sight = Sight(mask, *(each.to(self.device) for each in places)) if self._has_rules else mask
         with attending_packed(self.model, slots[0], columns):
             outputs = self._run_eager(
                 self.kv_cache,
                 torch.cat([self._inputs(forward) for forward in forwards])[None],
                 packing.positions.to(self.device),
-                mask,
+                sight,
                 packing.tokens.shape[1],
             )
         logits = []
@@ -416,9 +416,9 @@ class CachedModel:
         cache.place(slice(0, len(paths)), start, start + width)
         mask: Tensor | Sight | None = None
         if start or self._has_rules:
-            mask = self._causal_mask(start, width).expand(len(paths), -1, -1, -1)
-            if self._has_rules:
-                mask = Sight(mask, positions, torch.arange(start + width, device=self.device)[None])
+            causal = self._causal_mask(start, width).expand(len(paths), -1, -1, -1)
+            keys = torch.arange(start + width, device=self.device)[None]
+            mask = Sight(causal, positions, keys) if self._has_rules else causal
         inputs = self._inputs(forward)[padded.to(self.device)]
         outputs = self._run_eager(cache, inputs, positions, mask, width)
         # Each token is read on the first path that has it.

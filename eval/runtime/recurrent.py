@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,14 +132,11 @@ def mixers_of(model: nn.Module) -> list[Mixer]:
     Of transformers' own code, all and only these call the cache's methods for it, and those that
     begin several tokens at a state say so.
     """
-
-    @cache
-    def source(kind: type[nn.Module]) -> str:
-        return inspect.getsource(kind)
-
+    sources: dict[type[nn.Module], str] = {}
     found = []
     for module in model.modules():
-        code = source(type(module))
+        kind = type(module)
+        code = sources[kind] = sources.get(kind) or inspect.getsource(kind)
         writes = ".update_recurrent_state(" in code
         if writes or ".update_conv_state(" in code:
             found.append(Mixer(module, writes and "initial_state" not in code))
