@@ -17,6 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -47,6 +48,11 @@ from specdata.taps import attach
 T = TypeVar("T")
 MOST = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
 """Sizes that every model has; more layers would be made one by one before any weight is missed."""
+LANGUAGE_MODEL = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
+"""What wrappers call the weights of their language model: pattern -> its beginning there."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -125,6 +131,8 @@ def read_model(
 ) -> tuple[Any, dict[str, Any]]:
     """Load as transformers does, drafts with a reduced vocabulary, too.
 
+    Of a wrapper (`...ForConditionalGeneration`) only the language model is loaded.
+
     Args:
         source: folder or Hub id.
         revision: on the Hub.
@@ -137,9 +145,11 @@ def read_model(
     Raises:
         OSError, ValueError: of transformers.
     """
-    config, options = _config(source, revision), _options(load)
-    kind: Any = AutoModelForCausalLM
+    whole, options = _config(source, revision), _options(load)
+    config, kind = _language_model(whole)
     architecture: Any = None
+    if config is not whole:
+        options |= {"config": config, "key_mapping": LANGUAGE_MODEL}
     if is_reduced(config) or reads_states(config):
         with torch.device("meta"):
             architecture = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
@@ -158,6 +168,8 @@ def read_model(
         output_loading_info=True,
         **options,
     )
+    if config is not whole:
+        model._weight_conversions = None  # it is saved as a language model, not as the wrapper
     if architecture is not None:
         model.__class__ = architecture
     return settle(model) if is_reduced(config) else model, info
@@ -175,6 +187,30 @@ def _config(source: str, revision: str | None) -> PreTrainedConfig:
     else:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     return config
+
+
+def _language_model(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
+    """The configuration of the language model in a wrapper's, and the class that reads it.
+
+    Any other configuration is its own.
+    """
+    text = getattr(config, "text_config", None)
+    if not isinstance(text, PreTrainedConfig):
+        return config, AutoModelForCausalLM
+    kinds: list[Any] = [
+        MODEL_FOR_CAUSAL_LM_MAPPING[each]
+        for each in (type(text), type(config))
+        if each in MODEL_FOR_CAUSAL_LM_MAPPING
+    ]
+    kind = next((kind for kind in kinds if kind.config_class is type(text)), None)
+    if kind is None:
+        return config, AutoModelForCausalLM
+    text.name_or_path = config.name_or_path
+    # The wrapper's own words; transformers ties no matrices that are both stored.
+    text.tie_word_embeddings |= config.tie_word_embeddings
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantized
+    return text, kind
 
 
 def _options(load: Loading) -> dict[str, Any]:
@@ -298,7 +334,7 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
     source, revision = hub_source(name)
 
     def load() -> tuple[PreTrainedConfig, GenerationConfig]:
-        config = _config(source, revision)
+        config, _ = _language_model(_config(source, revision))
         try:
             return config, GenerationConfig.from_pretrained(source, revision=revision)
         except OSError:  # it has no generation_config.json

@@ -10,6 +10,7 @@ told in a context variable which token is whose.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -70,7 +71,8 @@ def check_forward(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     kind = model.config.model_type
-    if cache_argument(model) not in signature(model.forward).parameters:
+    takes_cache = cache_argument(model) in signature(model.forward).parameters
+    if not takes_cache or _remembers_elsewhere(model):
         raise CacheNotRewindableError(
             f"{kind} keeps a state of its own kind, from which rejected tokens cannot be removed; "
             "speculative decoding needs transformers' cache of keys and values or recurrent states"
@@ -81,6 +83,18 @@ def check_forward(model: PreTrainedModel) -> None:
             f"{kind} takes no position_ids (it derives positions from its cache), so drafts "
             "cannot be scored; use a model with learned or rotary positions"
         )
+
+
+def _remembers_elsewhere(model: PreTrainedModel) -> bool:
+    """True if a model keeps something of its texts outside of transformers' own cache."""
+    code = sys.modules[type(model).__module__]
+    own = (each for each in vars(code).values() if getattr(each, "__module__", "") == code.__name__)
+    return (
+        any(each.__name__.endswith("Cache") for each in own if isinstance(each, type))  # MiniMax
+        or any(hasattr(module, "recurrent_states") for module in model.modules())  # RecurrentGemma
+        or hasattr(model.config, "indexer_compress_ratio")  # Qwen4's positions of indexed keys
+        or hasattr(model.config, "cross_attention_layers")  # Mllama's images
+    )
 
 
 def cache_argument(model: PreTrainedModel) -> str:
