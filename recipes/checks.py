@@ -177,18 +177,18 @@ def check_decodable(config: PipelineConfig) -> None:
     if not models:
         return
     from eval.measuring.assisted import check_assisted
-    from eval.runtime.transformers_models import check_cache, check_forward, check_trees
+    from eval.runtime.transformers_models import cached_layers, check_forward, check_trees
     from specdata.models import without_weights
 
     for name in models:
         model = without_weights(name)
         with named(f"eval decodes with {name}, which is refused"):
             check_forward(model)
-            check_cache(model.config)
+            cached_layers(model.config)
         for method in methods:
             with named(f"method {method.name!r} with {name}"):
-                if method.drafter != "chain" and (method.tree_attention or name != target):
-                    check_trees(model)
+                if method.drafter != "chain":
+                    check_trees(model, by_mask=method.tree_attention or name != target)
                 if method.decoder == "assisted" and name == target:
                     check_assisted(model)
 

@@ -26,7 +26,6 @@ from eval.runtime.recurrent import keeping_states, mixers_of
 from eval.runtime.sequence import CachedSequence, Forward, RecurrentSequence, StatesSequence
 from eval.runtime.transformers_models import (
     attending_packed,
-    cache_argument,
     cached_layers,
     can_pack,
     check_forward,
@@ -37,7 +36,7 @@ from eval.runtime.transformers_models import (
 )
 from specdata.draft_vocabulary import draft_vocabulary_ids, narrow_logits
 from specdata.lm_head import capturing_hidden
-from specdata.models import known_ids
+from specdata.models import cache_argument, known_ids
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 from specdata.states_draft import states_input, token_embedding
 from specdata.taps import capturing_taps
@@ -116,7 +115,7 @@ class CachedModel:
         self.packs = can_pack(model)
         # Some of its layers make masks of their own, of what they are given here.
         self._has_rules = self._takes_masks and has_rules(model.config)
-        self._cache_argument = cache_argument(model)
+        self._cache_argument = cache_argument(type(model))
         self._takes_positions = takes_positions(model)
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
         # graph would keep the length.

@@ -33,6 +33,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from eval.runtime.kv_cache import LayerKind
 from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.models import cache_argument
 
 PACKED = "draftsmith_packed"
 """The name by which transformers knows the attention."""
@@ -95,12 +96,6 @@ def _remembers_elsewhere(model: PreTrainedModel) -> bool:
         or hasattr(model.config, "indexer_compress_ratio")  # Qwen4's positions of indexed keys
         or hasattr(model.config, "cross_attention_layers")  # Mllama's images
     )
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The name that the model's forward has for its cache; Mamba's is another."""
-    takes = signature(model.forward).parameters
-    return "cache_params" if "cache_params" in takes else "past_key_values"
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
