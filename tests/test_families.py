@@ -8,15 +8,18 @@ from __future__ import annotations
 import copy
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.models import load_configs, load_model
 
 ENCODER = "an encoder, or the decoder of one, with a causal head: not decoded by itself"
 OTHER = "reads something else than text: images, sounds or another model's states"
@@ -37,6 +40,7 @@ NOT_DECODERS = {
 }
 """Registered by transformers as causal language models, and none that decodes text by itself."""
 WINDOW = 8
+LAYERS = r"(num_)?(hidden_)?layers|n_layers?|num_blocks"
 # Most that a field of a configuration may be, by its name; the first that fits.
 MOST = {
     r"qk_head_dim": 16,
@@ -46,14 +50,12 @@ MOST = {
     r"hidden_size_per_layer_input|router_hidden_size|embed.*_dim|.*_rank|hc_lowrank": 16,
     r"hidden_size|n_embd|d_model|emb_dim|dim|word_embed_proj_dim|lru_width|embedding_(size|dim)": 32,
     r".*(intermediate|ffn).*(size|dim)(_mlp)?|ffn_dim|dff|dim_ff|d_inner|n_inner": 48,
-    r"(num_)?(hidden_)?layers|n_layers?|num_blocks": 4,
+    LAYERS: 4,
     r"(.*num_)?(attention_)?heads|n_heads?|(mamba|linear)_(n|num)_(value_)?heads": 4,
     r".*(num_key_value|kv|linear_num_key|kv_n)_heads": 2,
     r"index_n_heads": 16,  # fewer have many scores of exactly 0, whose order is nobody's
     r".*head_dim|head_size|mamba_d_head|kv_channels|dim_head|attention_head_size": 8,
-    r"sliding_window(_size)?|attention_chunk_size|local_attention|attention_window_size|window_size": (
-        WINDOW
-    ),
+    r"(sliding_|attention_)?window(_size)?|attention_chunk_size|local_attention": WINDOW,
     r".*experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts": 2,
     r".*num.*experts|n_routed_experts": 4,
     r"n_group|num_expert_group|topk_group|o_groups|.*n_?groups": 1,
@@ -85,13 +87,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "index_topk": 3,
     },
-    "dots1": SPARSE | {"layer_types": HALF},
+    "dots1": SPARSE | {"n_shared_experts": 1, "layer_types": HALF},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gemma4_text": {"num_kv_shared_layers": 2, "global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "hrm_text": {"num_layers_per_stack": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {"layer_types": HALF},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
@@ -109,7 +110,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "xlstm": {"qk_head_dim": 4, "v_head_dim": 8},
+    "xlstm": {"hidden_size": 64, "num_heads": 4},
 }
 """What a family needs beside that, by its configuration's model_type."""
 
@@ -126,30 +127,31 @@ def classes() -> dict[str, Any]:
 
 def most(name: str, value: Any) -> Any:
     """The value of a field, made small."""
-    if type(value) is int:
-        return min([value, *(cap for fits, cap in MOST.items() if re.fullmatch(fits, name))][:2])
-    return value
+    caps = [cap for fits, cap in MOST.items() if re.fullmatch(fits, name)]
+    return min(value, caps[0]) if type(value) is int and caps else value
 
 
 def small(name: str) -> Any:
-    """A small configuration of a family, with a layer of each of its kinds, some twice."""
+    """A small configuration of a family: a layer of each of its kinds, and four at least."""
     kind = classes()[name].config_class
     whole = kind()
-    fields = whole.to_dict()
-    count = whole.num_hidden_layers
-    by_layer = {key: each for key, each in fields.items() if isinstance(each, list) and len(each) == count and count > 4}
-    kinds = [tuple(str(each[layer]) for key, each in by_layer.items() if "type" in key) for layer in range(count)]
+    fields, count = whole.to_dict(), whole.num_hidden_layers
+    by_layer = {
+        key: each
+        for key, each in fields.items()
+        if isinstance(each, list) and len(each) == count and count > 4
+    }
+    types = [each for key, each in by_layer.items() if "type" in key]
+    kinds = [tuple(str(each[layer]) for each in types) for layer in range(count)]
     first = sorted({kinds.index(each) for each in kinds})
     chosen = (first * 4)[: max(4, len(first))]
     changes = {key: most(key, value) for key, value in fields.items() if most(key, value) != value}
-    for key, each in by_layer.items():
-        if key not in MOST:
-            changes[key] = [each[layer] for layer in chosen]
-    for key in list(changes):
-        if re.fullmatch(r"(num_)?(hidden_)?layers|n_layers?|num_blocks", key):
-            changes[key] = len(chosen)
-    # Nothing ends a text: those of every family cross several windows.
-    changes |= {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id") if fields.get(key)}
+    changes |= {key: len(chosen) for key in changes if re.fullmatch(LAYERS, key)}
+    changes |= {key: [most(key, each[layer]) for layer in chosen] for key, each in by_layer.items()}
+    # Nothing ends a text, so that it is several windows long.
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if fields.get(key):
+            changes[key] = 0
     if fields.get("tie_word_embeddings"):  # tied, a random model repeats its last token
         changes["tie_word_embeddings"] = False
     if "sliding_window" in fields and fields["sliding_window"] is None:
@@ -158,8 +160,7 @@ def small(name: str) -> Any:
         changes["num_key_value_heads"] = 4
     if "head_dim" in fields and fields["head_dim"] is None:
         changes["head_dim"] = 8
-    changes |= CHANGES.get(name, {})
-    return kind(**changes)
+    return kind(**changes | CHANGES.get(name, {}))
 
 
 def build(name: str, seed: int = 0) -> Any:
@@ -187,11 +188,23 @@ def noisy(model: Any, share: float = 0.1) -> Any:
     return draft
 
 
-PROMPTS = [torch.randint(2, 96, (count,), generator=torch.Generator().manual_seed(count)) for count in (20, 3, 11)]
+PROMPTS = [
+    torch.randint(2, 96, (count,), generator=torch.Generator().manual_seed(count))
+    for count in (20, 3, 11)
+]
 BUDGET = 24
-CASES = {
-    "chain": DecodeConfig(temperature=0.0, length=4),
-    "tree": DecodeConfig(temperature=0.0, verifier="rrs_wor", drafter="tree", widths=(2, 2)),
+CHAIN = DecodeConfig(temperature=0.0, length=4)
+TREE = DecodeConfig(temperature=0.0, verifier="rrs_wor", drafter="tree", widths=(2, 2))
+OWN_STATE = "refused: a state of their own kind"
+OWN_CACHE = "refused: layers of a cache of their own kind"
+NO_POSITIONS = "refused: no positions are taken"
+RECURRENT = "a recurrent state is of one text"
+# Why a family is refused, in the words of docs/targets.md: the error, and words of it.
+REASONS: dict[str, tuple[type[Exception], str]] = {
+    OWN_STATE: (CacheNotRewindableError, "a state of its own kind"),
+    OWN_CACHE: (CacheNotRewindableError, "keeps a cache of a kind from"),
+    NO_POSITIONS: (ConfigError, "takes no position_ids"),
+    RECURRENT: (ConfigError, "so they cannot read a tree"),
 }
 
 
@@ -200,3 +213,163 @@ def greedy(model: Any, prompt: Tensor) -> list[int]:
     mask = torch.ones(1, len(prompt), dtype=torch.long)
     out = model.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=BUDGET)
     return [int(token) for token in out[0, len(prompt) :]]
+
+
+def refusal(error: Exception) -> str:
+    """The reason of a refusal; anything that is none is raised again."""
+    for reason, (kind, words) in REASONS.items():
+        if type(error) is kind and words in str(error):
+            return reason
+    raise error
+
+
+def decodes(name: str) -> dict[str, str]:
+    """What a family decodes as `generate` does: "" if it does, or why it is refused, by case.
+
+    Raises:
+        AssertionError: if a text differs.
+    """
+    model = build(name)
+    plain = [greedy(model, prompt) for prompt in PROMPTS]
+    draft = noisy(model)
+    found: dict[str, str] = {}
+    cases = {"chain": (draft, CHAIN), "itself": (model, CHAIN), "tree": (draft, TREE)}
+    for case, (its_draft, config) in cases.items():
+        try:
+            decoder = SpeculativeDecoder.from_config(model, its_draft, config)
+        except (CacheNotRewindableError, ConfigError) as error:
+            found[case] = refusal(error)
+            continue
+        outs = [
+            decoder.generate(prompt, max_new_tokens=BUDGET, generator=torch.Generator())
+            for prompt in PROMPTS
+        ]
+        seeds = [torch.Generator() for _ in PROMPTS]
+        outs += decoder.generate_batch(PROMPTS, max_new_tokens=BUDGET, generators=seeds, size=2)
+        assert [out.tokens.tolist() for out in outs] == 2 * plain, f"{name}, {case}"
+        rounds = [record for out in outs for record in out.rounds]
+        assert any(record.accepted for record in rounds), f"{name}, {case}: nothing was accepted"
+        rejected = any(record.accepted < record.depth for record in rounds)
+        assert rejected == (case != "itself"), f"{name}, {case}: rejected {rejected}"
+        found[case] = ""
+    if "" in found.values():
+        assert len({token for tokens in plain for token in tokens}) > 3, "too few tokens differ"
+    return found
+
+
+def kind_of_cache(name: str) -> str:
+    """What the layers of a family keep, in the words of docs/targets.md."""
+    config = small(name)
+    try:
+        layers = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    except KeyError:  # of a kind that the model's own code brings
+        return "layers of their own"
+    for words, kind in (
+        ("Linear", "recurrent"),
+        ("Indexed", "sparse indexers"),
+        ("Sliding", "windows or chunks"),
+    ):
+        if any(words in layer for layer in layers):
+            return kind
+    return "windows or chunks" if hasattr(config, "attention_layers") else "full attention"
+
+
+# In the quick tier, one of each kind of cache: the others take minutes.
+QUICK = ("gemma3_text", "llama4_text", "gemma4_text", "glm_moe_dsa", "lfm2", "qwen3_5_text", "bloom")
+FAMILIES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in classes()
+]
+# Every other family decodes chains and batches, and trees unless a layer is recurrent.
+REFUSED = {
+    **dict.fromkeys(("bloom", "cpmant", "mpt"), NO_POSITIONS),
+    **dict.fromkeys(
+        "minimax mllama_text_model openai-gpt qwen4_exp_text recurrent_gemma reformer rwkv xlnet "
+        "xlstm".split(),
+        OWN_STATE,
+    ),
+    **dict.fromkeys(("deepseek_v4", "minimax_m3_vl_text"), OWN_CACHE),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_decodes_as_generate_does_or_is_refused_with_a_reason(name: str) -> None:
+    found = decodes(name)
+    print(f"{name}: {kind_of_cache(name)}: {found}")
+    reason = REFUSED.get(name, "")
+    recurrent = RECURRENT if kind_of_cache(name) == "recurrent" else ""
+    assert found == {"chain": reason, "itself": reason, "tree": reason or recurrent}
+
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3Config": ("gemma3_text", VISION),
+    "Qwen3_5Config": (
+        "qwen3_5_text",
+        {"depth": 1, "num_heads": 2, "out_hidden_size": 32} | VISION,
+    ),
+    "Mistral3Config": ("mistral", VISION | {"model_type": "pixtral", "head_dim": 8}),
+    "Llama4Config": (
+        "llama4_text",
+        VISION | {"vision_output_dim": 16, "projector_output_dim": 16, "projector_input_dim": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_is_read_as_its_language_model_alone(name: str, tmp_path: Path) -> None:
+    text, vision = WRAPPERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(text_config=small(text).to_dict(), vision_config=vision)
+    whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    whole.generation_config.eos_token_id = 7
+    whole.save_pretrained(tmp_path / "wrapper")
+    folder = tmp_path / "wrapper"
+    for _ in range(2):  # the folder, and what is saved of it
+        model = load_model(str(folder))
+        ids = PROMPTS[0][None]
+        with torch.inference_mode():
+            assert torch.equal(model(ids).logits, whole(input_ids=ids).logits)
+        described, generation = load_configs(str(folder))
+        assert type(model) is classes()[text]
+        assert described.model_type == model.config.model_type == text
+        assert generation.eos_token_id == model.generation_config.eos_token_id == 7
+        assert "vision" not in repr(model).lower()
+        folder = tmp_path / "saved"
+        model.save_pretrained(folder)
+
+
+def table() -> str:
+    """The table of docs/targets.md, whose every line the tests here decode."""
+    kinds: dict[str, list[str]] = {}
+    for name in classes():
+        kinds.setdefault(REFUSED.get(name) or kind_of_cache(name), []).append(name)
+    rows = ["| layers | families | chains | trees | batches |", "|---|---|---|---|---|"]
+    for kind in ("full attention", "windows or chunks", "sparse indexers", "recurrent", *REASONS):
+        if names := kinds.get(kind):
+            listed = "" if kind == "full attention" else f": {', '.join(names)}"
+            chains = "no" if kind in REASONS else "yes"
+            trees = "yes" if chains == "yes" and kind != "recurrent" else "no"
+            batches = "one a forward" if kind in ("sparse indexers", "recurrent") else chains
+            rows.append(f"| {kind} | {len(names)}{listed} | {chains} | {trees} | {batches} |")
+    return "\n".join(rows)
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "targets.md"
+BLOCK = re.compile(r"(?<=python -m tests.test_families -->\n).*?(?=\n<!--)", re.DOTALL)
+
+
+def test_the_page_has_the_table_of_what_the_families_do() -> None:
+    found = BLOCK.search(PAGE.read_text())
+    assert found is not None
+    assert found[0] == table(), "make it again: python -m tests.test_families"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(BLOCK.sub(lambda _: table(), PAGE.read_text()))

@@ -113,9 +113,12 @@ def cached_layers(config: PretrainedConfig) -> list[LayerKind]:
         CacheNotRewindableError: if a layer keeps what tokens cannot be dropped from in a known way.
     """
     kinds = []
-    for layer in _layers(config):
+    layers = _layers(config)
+    # A layer may take the choice of an indexer before it (GLM-5, Hy 4).
+    indexers = getattr(config.get_text_config(), "indexer_types", None) or [""] * len(layers)
+    for layer, indexer in zip(layers, indexers, strict=True):
         states = layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0
-        indexed = type(layer) is DynamicIndexedLayer
+        indexed = type(layer) is DynamicIndexedLayer and indexer != "shared"
         attends = type(layer) in _ATTENDING
         if not (attends or states or isinstance(layer, DummyLayer)):
             raise _unknown(config, type(layer).__name__)
@@ -222,6 +225,7 @@ def can_pack(model: PreTrainedModel) -> bool:
     What else reads all tokens of a row as those of one text decodes one at a time.
     """
     alone = any(layer.states or layer.indexed for layer in cached_layers(model.config))
+    alone = alone or hasattr(model.config, "keep_window_size")  # Doge's masks are of its rows
     return bool(model._supports_attention_backend) and uses_sdpa(model) and not alone
 
 
