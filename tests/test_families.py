@@ -25,16 +25,57 @@ ENCODER = "an encoder, or the decoder of one, with a causal head: not decoded by
 OTHER = "reads something else than text: images, sounds or another model's states"
 NOT_DECODERS = {
     **dict.fromkeys(
-        "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert "
-        "data2vec-text electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet "
-        "rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta "
-        "xlm-roberta-xl xmod".split(),
+        [
+            "bart",
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "marian",
+            "mbart",
+            "megatron-bert",
+            "mvp",
+            "pegasus",
+            "plbart",
+            "prophetnet",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "trocr",
+            "whisper",
+            "xlm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ],
         ENCODER,
     ),
     **dict.fromkeys(
-        "blt fuyu git got_ocr2 moss_transcribe_diarize musicgen_decoder musicgen_melody_decoder "
-        "moshi gemma3 gemma3n gemma4 gemma4_unified gemma4_assistant gemma4_unified_assistant "
-        "phi4_multimodal".split(),
+        [
+            "blt",
+            "fuyu",
+            "git",
+            "got_ocr2",
+            "moss_transcribe_diarize",
+            "musicgen_decoder",
+            "musicgen_melody_decoder",
+            "moshi",
+            "gemma3",
+            "gemma3n",
+            "gemma4",
+            "gemma4_unified",
+            "gemma4_assistant",
+            "gemma4_unified_assistant",
+            "phi4_multimodal",
+        ],
         OTHER,
     ),
 }
@@ -275,7 +316,15 @@ def kind_of_cache(name: str) -> str:
 
 
 # In the quick tier, one of each kind of cache: the others take minutes.
-QUICK = ("gemma3_text", "llama4_text", "gemma4_text", "glm_moe_dsa", "lfm2", "qwen3_5_text", "bloom")
+QUICK = (
+    "gemma3_text",
+    "llama4_text",
+    "gemma4_text",
+    "glm_moe_dsa",
+    "lfm2",
+    "qwen3_5_text",
+    "bloom",
+)
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in classes()
 ]
@@ -283,8 +332,17 @@ FAMILIES = [
 REFUSED = {
     **dict.fromkeys(("bloom", "cpmant", "mpt"), NO_POSITIONS),
     **dict.fromkeys(
-        "minimax mllama_text_model openai-gpt qwen4_exp_text recurrent_gemma reformer rwkv xlnet "
-        "xlstm".split(),
+        [
+            "minimax",
+            "mllama_text_model",
+            "openai-gpt",
+            "qwen4_exp_text",
+            "recurrent_gemma",
+            "reformer",
+            "rwkv",
+            "xlnet",
+            "xlstm",
+        ],
         OWN_STATE,
     ),
     **dict.fromkeys(("deepseek_v4", "minimax_m3_vl_text"), OWN_CACHE),
