@@ -25,57 +25,16 @@ ENCODER = "an encoder, or the decoder of one, with a causal head: not decoded by
 OTHER = "reads something else than text: images, sounds or another model's states"
 NOT_DECODERS = {
     **dict.fromkeys(
-        [
-            "bart",
-            "bert",
-            "bert-generation",
-            "big_bird",
-            "bigbird_pegasus",
-            "blenderbot",
-            "blenderbot-small",
-            "camembert",
-            "data2vec-text",
-            "electra",
-            "ernie",
-            "marian",
-            "mbart",
-            "megatron-bert",
-            "mvp",
-            "pegasus",
-            "plbart",
-            "prophetnet",
-            "rembert",
-            "roberta",
-            "roberta-prelayernorm",
-            "roc_bert",
-            "roformer",
-            "trocr",
-            "whisper",
-            "xlm",
-            "xlm-roberta",
-            "xlm-roberta-xl",
-            "xmod",
-        ],
+        "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert "
+        "data2vec-text electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet "
+        "rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta "
+        "xlm-roberta-xl xmod".split(),
         ENCODER,
     ),
     **dict.fromkeys(
-        [
-            "blt",
-            "fuyu",
-            "git",
-            "got_ocr2",
-            "moss_transcribe_diarize",
-            "musicgen_decoder",
-            "musicgen_melody_decoder",
-            "moshi",
-            "gemma3",
-            "gemma3n",
-            "gemma4",
-            "gemma4_unified",
-            "gemma4_assistant",
-            "gemma4_unified_assistant",
-            "phi4_multimodal",
-        ],
+        "blt fuyu git got_ocr2 moss_transcribe_diarize musicgen_decoder musicgen_melody_decoder "
+        "moshi gemma3 gemma3n gemma4 gemma4_unified gemma4_assistant gemma4_unified_assistant "
+        "phi4_multimodal".split(),
         OTHER,
     ),
 }
@@ -316,15 +275,7 @@ def kind_of_cache(name: str) -> str:
 
 
 # In the quick tier, one of each kind of cache: the others take minutes.
-QUICK = (
-    "gemma3_text",
-    "llama4_text",
-    "gemma4_text",
-    "glm_moe_dsa",
-    "lfm2",
-    "qwen3_5_text",
-    "bloom",
-)
+QUICK = ("gemma3_text", "llama4_text", "gemma4_text", "glm_moe_dsa", "lfm2", "qwen3_5_text", "bloom")
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in classes()
 ]
@@ -332,17 +283,8 @@ FAMILIES = [
 REFUSED = {
     **dict.fromkeys(("bloom", "cpmant", "mpt"), NO_POSITIONS),
     **dict.fromkeys(
-        [
-            "minimax",
-            "mllama_text_model",
-            "openai-gpt",
-            "qwen4_exp_text",
-            "recurrent_gemma",
-            "reformer",
-            "rwkv",
-            "xlnet",
-            "xlstm",
-        ],
+        "minimax mllama_text_model openai-gpt qwen4_exp_text recurrent_gemma reformer rwkv xlnet "
+        "xlstm".split(),
         OWN_STATE,
     ),
     **dict.fromkeys(("deepseek_v4", "minimax_m3_vl_text"), OWN_CACHE),
