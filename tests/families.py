@@ -115,7 +115,9 @@ FAMILIES: dict[str, Family] = {
             "attention_multiplier": 0.3,
         },
     ),
-    # Windows in every layer, in some, of another kind, and in the attention's own code.
+}
+# Windows in every layer, in some, chunks, an indexer, and windows in the attention's own code.
+WINDOWED: dict[str, Family] = {
     "mistral": (MistralForCausalLM, MistralConfig, ROPED | {"sliding_window": 5}),
     "gemma3": (
         Gemma3ForCausalLM,
@@ -211,7 +213,7 @@ def tiny(
     **changes: Any,
 ) -> Any:
     """A random model of a family, by default in float64 so that rounding decides nothing."""
-    build, config, sizes = (FAMILIES | RECURRENT)[family]
+    build, config, sizes = (FAMILIES | WINDOWED | RECURRENT)[family]
     torch.manual_seed(seed)
     made = config(vocab_size=vocab, **(sizes | changes))
     made._attn_implementation = attention if build._supports_sdpa else "eager"

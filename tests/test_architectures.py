@@ -16,7 +16,7 @@ from eval.runtime.model import CachedModel
 from eval.runtime.transformers_models import cached_layers
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.probability import SamplingConfig
-from tests.families import FAMILIES, RECURRENT, SPECIAL, tiny
+from tests.families import FAMILIES, RECURRENT, SPECIAL, WINDOWED, tiny
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]
@@ -65,7 +65,7 @@ def nearby(family: str, **changes: Any) -> Any:
 FIRST = ("llama, grouped queries", "sdpa")
 FAMILIES_AND_ATTENTION = [
     pytest.param(name, attention, marks=() if (name, attention) == FIRST else pytest.mark.slow)
-    for name in FAMILIES
+    for name in FAMILIES | WINDOWED
     for attention in (("sdpa", "eager") if name in (FIRST[0], "opt", "gpt2") else ("sdpa",))
 ]
 

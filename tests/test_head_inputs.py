@@ -51,7 +51,14 @@ def drawn_tokens(draft: PreTrainedModel, count: int) -> list[Drawn]:
     """Draft tokens one by one with a cache, as decoding does."""
     generator = torch.Generator().manual_seed(0)
     logits, cache = logits_of_states(draft), DynamicCache(config=draft.config)
-    state = hidden_states(draft, torch.tensor([PROMPT]), past_key_values=cache)[0, -1]
+
+    def read(ids: list[int]) -> Tensor:
+        state: Tensor = draft.base_model(
+            input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True
+        )[0][0, -1]
+        return state
+
+    state = read(PROMPT)
     drawn = []
     for _ in range(count):
         distribution = (logits(state).float() / SAMPLING.temperature).softmax(-1)
@@ -61,7 +68,7 @@ def drawn_tokens(draft: PreTrainedModel, count: int) -> list[Drawn]:
         token = int(torch.multinomial(distribution, 1, generator=generator))
         embeddings = token_embeddings(draft, torch.arange(VOCABULARY))
         drawn.append(Drawn(token, distribution, state, embeddings))
-        state = hidden_states(draft, torch.tensor([[token]]), past_key_values=cache)[0, -1]
+        state = read([token])
     return drawn
 
 

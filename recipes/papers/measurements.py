@@ -201,6 +201,8 @@ def evaluated(
     listed = [{key: method[key] for key in method if key not in UNDECODED} for method in methods]
     plain = {"name": PLAIN, "decoder": "plain"}
     whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
+    if "head" in spec:  # the protocol's own, whatever the configuration trains
+        whole |= {"labels": {}, "head": {}}
     config = build(whole)
     sampling = sampling_of(pair, spec)
     Eval(config.model_copy(update={"sampling": sampling})).check()
