@@ -72,7 +72,7 @@ def check_forward(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     kind = model.config.model_type
-    takes_cache = cache_argument(model) in signature(model.forward).parameters
+    takes_cache = cache_argument(type(model)) in signature(model.forward).parameters
     if not takes_cache or _remembers_elsewhere(model):
         raise CacheNotRewindableError(
             f"{kind} keeps a state of its own kind, from which rejected tokens cannot be removed; "
