@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -402,7 +401,6 @@ def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
     return torch.where(ids < model.config.get_text_config().vocab_size, ids, 0)
 
 
-@cache
 def cache_argument(kind: type[PreTrainedModel]) -> str:
     """The name by which a class of models takes its cache: Mamba and its kin have their own."""
     is_own = "cache_params" in signature(kind.forward).parameters

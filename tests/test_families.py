@@ -1,6 +1,6 @@
 """Every family of causal language models of the installed transformers, small, against `generate`.
 
-`python -m tests.test_families` writes the table of docs/targets.md from what the families here do.
+`python -m tests.test_families` writes the table of docs/families.md from what the families here do.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ OWN_STATE = "refused: a state of their own kind"
 OWN_CACHE = "refused: layers of a cache of their own kind"
 NO_POSITIONS = "refused: no positions are taken"
 RECURRENT = "a recurrent state is of one text"
-# Why a family is refused, in the words of docs/targets.md: the error, and words of it.
+# Why a family is refused, in the words of docs/families.md: the error, and words of it.
 REASONS: dict[str, tuple[type[Exception], str]] = {
     OWN_STATE: (CacheNotRewindableError, "a state of its own kind"),
     OWN_CACHE: (CacheNotRewindableError, "keeps a cache of a kind from"),
@@ -300,7 +300,7 @@ def decodes(name: str) -> dict[str, str]:
 
 
 def kind_of_cache(name: str) -> str:
-    """What the layers of a family keep, in the words of docs/targets.md."""
+    """What the layers of a family keep, in the words of docs/families.md."""
     config = small(name)
     try:
         layers = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
@@ -405,7 +405,7 @@ def test_a_wrapper_is_read_as_its_language_model_alone(name: str, tmp_path: Path
 
 
 def table() -> str:
-    """The table of docs/targets.md, whose every line the tests here decode."""
+    """The table of docs/families.md, whose every line the tests here decode."""
     kinds: dict[str, list[str]] = {}
     for name in classes():
         kinds.setdefault(REFUSED.get(name) or kind_of_cache(name), []).append(name)
@@ -420,7 +420,7 @@ def table() -> str:
     return "\n".join(rows)
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "targets.md"
+PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 BLOCK = re.compile(r"(?<=python -m tests.test_families -->\n).*?(?=\n<!--)", re.DOTALL)
 
 

@@ -271,10 +271,10 @@ def test_the_gemma_protocol_runs_on_gemma_2_and_has_the_papers_figures_beside_ou
     given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     home = tmp_path / "papers/specdecpp-gemma-quick"
-    rows = [line.split(" | ") for line in (home / "README.md").read_text().splitlines()]
-    ours = {row[0].lstrip("| "): row for row in rows if len(row) > 3}
-    assert all("1.33" in " ".join(ours[name]) for name in ["fixed"])
-    assert "figure-5" in (home / "README.md").read_text()
+    page = (home / "README.md").read_text()
+    fixed = [line for line in page.splitlines() if line.startswith("| fixed")]
+    assert any("1.33" in row for row in fixed), page
+    assert "figure-5" in page
 
 
 @pytest.mark.exhaustive
