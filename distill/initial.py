@@ -26,10 +26,17 @@ from transformers import (
 from distill.batches import check_context, content_of
 from distill.config import ARCHITECTURES, InitConfig
 from distill.eagle3 import first_eagle3
-from distill.llama_layers import SPECIAL, llama_draft
+from distill.llama_layers import llama_draft
 from distill.states import can_be_silenced, fit_inputs, fit_rows, silence
 from distill.toy import language_model
-from distill.training import RESULT_FILE, SETTINGS_FILE, ModelFolder, save_model, special_ids
+from distill.training import (
+    RESULT_FILE,
+    SETTINGS_FILE,
+    ModelFolder,
+    save_model,
+    special_ids,
+    take_special_ids,
+)
 from specdata.draft_vocabulary import reduce_vocabulary, replace_output
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
@@ -335,10 +342,7 @@ def _fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> Pre
                 tie_word_embeddings=False,
             )
         )
-    special = special_ids(generation)
-    for name in SPECIAL:
-        setattr(model.config, name, getattr(special, name))
-    model.generation_config = special
+    take_special_ids(model, generation)
     return model.eval()
 
 

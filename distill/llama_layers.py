@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
 
 from distill.states import silence
-from distill.training import special_ids
+from distill.training import take_special_ids
 from specdata.draft_vocabulary import replace_output
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
@@ -22,7 +22,6 @@ from specdata.taps import decoder_layers
 
 SMALL = 1e-3
 """Size of a state at which a norm's epsilon shows, and of a logit which a soft cap leaves."""
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @torch.no_grad()
@@ -64,10 +63,8 @@ def llama_draft(
         output.bias = nn.Parameter(slope * constant)
     replace_output(draft, output)
     silence(draft)
-    draft.generation_config = special_ids(target.generation_config)
+    take_special_ids(draft, target.generation_config)
     draft.config.vocab_size = text.vocab_size
-    for name in SPECIAL:
-        setattr(draft.config, name, getattr(draft.generation_config, name))
     return draft.eval(), is_centred
 
 

@@ -274,6 +274,13 @@ def special_ids(generation: GenerationConfig) -> GenerationConfig:
     )
 
 
+def take_special_ids(model: Any, generation: GenerationConfig) -> None:
+    """Have a made model's special ids be those of a generation configuration."""
+    model.generation_config = special_ids(generation)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.config, name, getattr(generation, name))
+
+
 @contextmanager
 def _no_shard_bars() -> Iterator[None]:
     """Hide the bars of saving and loading, which break ours and last milliseconds."""

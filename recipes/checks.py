@@ -176,8 +176,12 @@ def check_decodable(config: PipelineConfig) -> None:
     ]
     if not models:
         return
-    from eval.measuring.assisted import check_assisted
-    from eval.runtime.transformers_models import cached_layers, check_forward, check_trees
+    from eval.runtime.transformers_models import (
+        cached_layers,
+        check_assisted,
+        check_forward,
+        check_trees,
+    )
     from specdata.models import without_weights
 
     for name in models:

@@ -203,11 +203,12 @@ def test_attention_that_takes_no_mask_reads_chains_only() -> None:
 
 def test_private_names_of_transformers_are_in_one_file_and_still_mean_what_they_did() -> None:
     files = [ROOT / "eval/decoder.py", *(ROOT / "eval/runtime").glob("*.py")]
-    names = ("_attn_implementation", "_supports_attention_backend")
+    files += [ROOT / "eval/measuring/assisted.py"]
+    names = ("_is_stateful", "_attn_implementation", "_supports_attention_backend")
     readers = {path.name for path in files for name in names if name in path.read_text()}
     assert readers == {"transformers_models.py"}
     model = tiny("llama", 0, attention="sdpa")
-    assert model._supports_attention_backend
+    assert (model._is_stateful, model._supports_attention_backend) == (False, True)
     assert model.config._attn_implementation == "sdpa"
     # What tells graphs that weights have changed.
     weight = next(model.parameters())

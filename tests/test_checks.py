@@ -246,6 +246,38 @@ def test_completions_longer_than_a_context_are_found_in_config_json_alone(
     assert pipeline.RECIPE.run([*flags, *room, "--plan"]) == 0
 
 
+MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+CHAIN = "{name: mine, length: 4}"
+TREE = "{name: mine, verifier: naive, drafter: tree, widths: [2]}"
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "method", "message"),
+    [
+        ({"model_type": "rwkv"}, {}, CHAIN, "/target, which is refused: rwkv keeps a state"),
+        ({}, {"model_type": "bloom"}, CHAIN, "/draft, which is refused: bloom takes no position"),
+        (MAMBA, {}, TREE, "/target: mamba has recurrent layers"),
+        ({}, MAMBA, TREE, "method 'mine' with "),
+        (MAMBA, {}, "{name: theirs, decoder: assisted}", "transformers' assisted generation"),
+        (MAMBA, MAMBA, CHAIN, ""),
+    ],
+)
+def test_a_plan_refuses_what_no_evaluation_could_decode_by_configurations_alone(
+    target: dict[str, object],
+    draft: dict[str, object],
+    method: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, plain = tmp_path / "out", "{name: plain, decoder: plain}"
+    flags = [*own(out, target, draft), f"--eval.methods=[{plain}]", "--method", method]
+    if message:
+        refuse(pipeline.RECIPE, [*flags, "--head=null"], message, out, capsys)
+    else:
+        assert pipeline.RECIPE.run([*flags, "--head=null", "--plan"]) == 0
+
+
 def test_the_embedded_pair_is_known_however_its_folder_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from distill.config import InitConfig
 from distill.initial import make_initial
 from distill.states import readings
 from distill.watch import HeldOut
+from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
@@ -48,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
         **{"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 4},
+        "num_key_value_heads": 2,
         **{"num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1},
     },
     "gpt2": {"tie_word_embeddings": False},
@@ -107,6 +109,12 @@ def test_a_draft_begins_with_the_targets_norm_and_rows_and_a_silent_layer_of_lla
     held_out, fresh = HeldOut(target, rollouts, SamplingConfig()), made("fresh", kind="fresh")
     found = [held_out.measure(each).overall.acceptance for each in (fresh, draft)]
     assert found[0] < found[1]
+
+    decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(temperature=0.0, length=3))
+    for prompt in texts[2:5, :9]:  # longer than windows are
+        out = decoder.generate(prompt, max_new_tokens=16, generator=torch.Generator())
+        plain = target.generate(prompt[None], do_sample=False, max_new_tokens=16)
+        assert out.tokens.tolist() == plain[0, len(prompt) :].tolist()
 
     taps = read_taps(target, draft.config.target_states["taps"], text)
     optimizer = torch.optim.SGD(decoder_layers(draft)[1].parameters(), lr=1.0)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from eval.rounds import Generation, Round
+from eval.runtime.transformers_models import check_assisted
 from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig
@@ -62,15 +63,6 @@ class _Observer:
         return tuple(
             Round(drafted, drafted, accepted, emitted, forwards, 0.0, 0.0, 0.0)
             for drafted, accepted, emitted, forwards in records
-        )
-
-
-def check_assisted(target: PreTrainedModel) -> None:
-    """Raise ConfigError for a target that transformers' assisted generation does not take."""
-    if target._is_stateful:
-        raise ConfigError(
-            f"transformers' assisted generation refuses {target.config.model_type}, which keeps a "
-            "recurrent state: leave methods with decoder assisted out of eval.methods"
         )
 
 

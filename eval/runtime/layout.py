@@ -87,8 +87,6 @@ class Packing:
         cache_positions: (1, n), where its keys and values are written.
         columns: (1, n), its number among the tokens of its sequence; the longest has m tokens.
         visible: (B, m, end) boolean, the cache positions that each token attends to.
-        query_positions: (B, m), in the sequences.
-        key_positions: (B, end), in the sequences, of the tokens in the cache.
         ends: by slot, where in the row its tokens end.
     """
 
@@ -98,8 +96,6 @@ class Packing:
     cache_positions: Tensor
     columns: Tensor
     visible: Tensor
-    query_positions: Tensor
-    key_positions: Tensor
     ends: dict[int, int]
 
 
@@ -124,22 +120,22 @@ def pack(forwards: Mapping[int, tuple[Sequence[int], Layout]]) -> Packing:
     width, end = int(columns.max()) + 1, int(cache_positions.max()) + 1
     last_visible = torch.tensor(starts).unsqueeze(1) + torch.arange(width)
     visible = torch.arange(end) <= last_visible.unsqueeze(-1)
-    query_positions = last_visible.clone()
-    key_positions = torch.arange(end).repeat(len(starts), 1)
     for slot, (_, layout) in forwards.items():
         if layout.visible is not None:
             count, seen = layout.visible.shape
             visible[slot, :count, :seen] = layout.visible
-            query_positions[slot, :count] = torch.tensor(layout.positions)
-            key_positions[slot, :seen] = layout.key_positions
-    return Packing(
-        tokens,
-        positions,
-        slots,
-        cache_positions,
-        columns,
-        visible,
-        query_positions,
-        key_positions,
-        ends,
-    )
+    return Packing(tokens, positions, slots, cache_positions, columns, visible, ends)
+
+
+def places(packing: Packing, layouts: Mapping[int, Layout]) -> tuple[Tensor, Tensor]:
+    """Positions in the sequences of packed tokens (B, m), and of those in the cache (B, end).
+
+    For layers with a rule over positions alone: where there is no token they are whatever.
+    """
+    slots, width, end = packing.visible.shape
+    queries, keys = torch.zeros(slots, width, dtype=torch.long), torch.arange(end).repeat(slots, 1)
+    for slot, layout in layouts.items():
+        queries[slot, : len(layout.positions)] = torch.tensor(layout.positions)
+        known = layout.key_positions
+        keys[slot, : len(known)] = known
+    return queries, keys

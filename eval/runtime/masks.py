@@ -55,10 +55,6 @@ def _mask(original: Callable[..., Any] | None, **options: Any) -> Any:
     return sight.within(options["mask_function"])
 
 
-def _is_local(layer: nn.Module) -> bool:
-    return getattr(layer, "attention_type", None) == "local"
-
-
 @contextmanager
 def seeing(model: PreTrainedModel, sight: Sight) -> Iterator[None]:
     """Inside, the model, which is given no mask, makes those of its layers within a sight."""
@@ -68,7 +64,11 @@ def seeing(model: PreTrainedModel, sight: Sight) -> Iterator[None]:
         AttentionMaskInterface.register(name, partial(_mask, known))
     # GPT-Neo's windows are rows and columns of a buffer, the last n rows and the first T columns.
     layers = model.modules() if "local" in getattr(model.config, "attention_layers", ()) else ()
-    local = [layer for layer in layers if hasattr(layer, "bias") and _is_local(layer)]
+    local = [
+        layer
+        for layer in layers
+        if getattr(layer, "attention_type", None) == "local" and hasattr(layer, "bias")
+    ]
     buffers = [layer.bias for layer in local]
     for layer in local:
         window = layer.config.window_size

@@ -20,7 +20,7 @@ from eval.runtime.graphs import (
     shared_graphs,
 )
 from eval.runtime.kv_cache import KVCache
-from eval.runtime.layout import Layout, pack
+from eval.runtime.layout import Layout, pack, places
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.recurrent import keeping_states, mixers_of
 from eval.runtime.sequence import CachedSequence, Forward, RecurrentSequence, StatesSequence
@@ -380,8 +380,11 @@ class CachedModel:
         )
         columns = packing.columns[0].to(self.device)
         mask = self._additive(packing.visible).unsqueeze(1)
-        places = packing.query_positions, packing.key_positions
-        sight = Sight(mask, *(each.to(self.device) for each in places)) if self._has_rules else mask
+        sight: Tensor | Sight = mask
+        if self._has_rules:
+            slots_of = (forward.sequence.slot for forward in forwards)
+            known = places(packing, dict(zip(slots_of, layouts, strict=True)))
+            sight = Sight(mask, *(each.to(self.device) for each in known))
         with attending_packed(self.model, slots[0], columns):
             outputs = self._run_eager(
                 self.kv_cache,

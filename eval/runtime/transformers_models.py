@@ -168,6 +168,15 @@ def check_trees(model: PreTrainedModel, *, by_mask: bool = True) -> None:
         )
 
 
+def check_assisted(target: PreTrainedModel) -> None:
+    """Raise ConfigError for a target that transformers' assisted generation does not take."""
+    if target._is_stateful:
+        raise ConfigError(
+            f"transformers' assisted generation refuses {target.config.model_type}, which keeps a "
+            "recurrent state: leave methods with decoder assisted out of eval.methods"
+        )
+
+
 def length_dependent_rope(model: PreTrainedModel) -> Mapping[str, Any] | None:
     """The parameters of a rope whose frequencies depend on the sequence's length, if any."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}

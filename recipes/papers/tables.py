@@ -222,9 +222,8 @@ def _draw(axes: Any, figure: Mapping[str, Any], records: Sequence[Record]) -> No
             middle = _middle(points[0][figure["y"]])
             axes.axhline(middle, color="0.4", linestyle=":", linewidth=1.2, label=name)
             continue
-        if (
-            figure.get("kind") == "front"
-        ):  # the points that none beats in both, where less is better
+        if figure.get("kind") == "front":
+            # The points that none beats in both, where less is better.
             points = sorted(points, key=lambda each: [_middle(each[figure[axis]]) for axis in "xy"])
             least = itertools.accumulate((_middle(each[figure["y"]]) for each in points), min)
             points = [
