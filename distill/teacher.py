@@ -169,9 +169,10 @@ class Teacher:
             return self._rests[example].to(states.device)
         rests = []
         for chunk in chunks(states, positions_at_once(self.head.vocabulary)):
-            logits = self.head.logits(states[chunk]).float()
-            logits = logits.index_fill(-1, self.part.vocabulary_ids, -torch.inf)
-            rests.append((logits / self.part.temperature).logsumexp(dim=-1))
+            # In place: of a large vocabulary each copy is as slow as the product.
+            logits = self.head.logits(states[chunk]).float().div_(self.part.temperature)
+            logits.index_fill_(-1, self.part.vocabulary_ids, -torch.inf)
+            rests.append(logits.logsumexp(dim=-1))
         rest = torch.cat(rests)
         if example in self._places:
             self._rests[example] = rest.cpu()
