@@ -168,8 +168,8 @@ class Teacher:
         if example in self._rests:
             return self._rests[example].to(states.device)
         rests = []
-        for chunk in chunks(states, positions_at_once(self.head.vocabulary)):
-            # In place: of a large vocabulary each copy is as slow as the product.
+        # Without gradients, so larger chunks, and in place: of a large vocabulary each copy is slow.
+        for chunk in chunks(states, 4 * positions_at_once(self.head.vocabulary)):
             logits = self.head.logits(states[chunk]).float().div_(self.part.temperature)
             logits.index_fill_(-1, self.part.vocabulary_ids, -torch.inf)
             rests.append(logits.logsumexp(dim=-1))
