@@ -14,8 +14,9 @@ INSTALLED := $(VENV)/installed
 CACHE := $(CURDIR)/$(VENV)/cache
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 
-# Everything that libraries keep for later stays inside the clone, and nothing asks the network.
-RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/matplotlib \
+# Everything that libraries keep for later stays inside the clone, and nothing asks the network. Large
+# pages: a matrix of 262,144 tokens is otherwise faulted in 4 KiB at a time.
+RUN := env GLIBC_TUNABLES=glibc.malloc.hugetlb=1 HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/matplotlib \
 	TORCH_EXTENSIONS_DIR=$(CACHE)/torch_extensions TRITON_CACHE_DIR=$(CACHE)/triton \
 	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
 export PATH := $(CURDIR)/$(BIN):$(PATH)
