@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
@@ -141,9 +141,9 @@ def make_initial(
                 model = first_eagle3(whole, taps, rollouts, seed)
             else:
                 record["taps"] = taps = config.taps or default_taps(count)
-                model, is_centred = _silent(whole, record, rollouts, seed)
+                model, normed = _silent(whole, record, rollouts, seed)
                 install(model, whole, taps)
-                fit_inputs(model, whole, taps, rollouts, is_centred)
+                fit_inputs(model, whole, taps, rollouts, normed)
             if config.align:
                 align_output(model, whole, rollouts, getattr(torch, states_dtype))
         vocabulary = model.config.get_text_config().vocab_size
@@ -348,14 +348,14 @@ def _fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> Pre
 
 def _silent(
     target: PreTrainedModel, record: dict[str, Any], rollouts: Dataset, seed: int
-) -> tuple[PreTrainedModel, bool]:
+) -> tuple[PreTrainedModel, Callable[[Tensor], Tensor] | None]:
     """A model of the target's layers in a record, or of as many of Llama's; see `llama_draft`."""
     if can_be_silenced(target):
         with suppress(ConfigError):  # a layer depends on its place
             model = cut(target, record["layers"])
             silence(model)
             replace_output(model, copy.deepcopy(model.get_output_embeddings()))  # was tied
-            return model, False
+            return model, None
     record |= {"architecture": "llama", "layers": len(record["layers"])}
     return llama_draft(target, record["layers"], _context(target.config, rollouts), seed)
 

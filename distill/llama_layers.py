@@ -1,17 +1,22 @@
 """Layers of Llama's kind, for drafts on states of targets whose own layers cannot be silenced.
 
 Logits are made of what leaves a target's last layer by RMSNorm or LayerNorm, whose weights are kept
-in several ways, and by rows, which may be scaled and have a bias. Here all of it becomes Llama's
-RMSNorm and an output matrix. A soft cap is left out: q need not have p's form.
+in several ways, and by rows, which may be scaled and have a bias. The draft's states are the
+*normed* ones (as EAGLE's, arXiv:2401.15077), so its own norms have an epsilon that makes them the
+identity: before its norm, states of Gemma 3 differ in size by 100 between dimensions and the norm's
+weights by 1,000, and one learning rate fits no two of them. A soft cap is left out: q need not have
+p's form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from distill.states import silence
 from distill.training import take_special_ids
@@ -22,17 +27,18 @@ from specdata.taps import decoder_layers
 
 SMALL = 1e-3
 """Size of a state at which a norm's epsilon shows, and of a logit which a soft cap leaves."""
+LARGE = 2.0**10
+"""Size of states from which on a norm of the draft would show; its weight, exact in any precision."""
 
 
 @torch.no_grad()
 def llama_draft(
     target: PreTrainedModel, layers: int, positions: int, seed: int
-) -> tuple[PreTrainedModel, bool]:
-    """A model of silent layers with the target's embedding, final norm and output rows.
+) -> tuple[PreTrainedModel, Callable[[Tensor], Tensor]]:
+    """A model of silent layers with the target's embedding and output rows.
 
     Returns:
-        The model, and whether the target's norm is LayerNorm: then what enters the model's must
-        have mean 0 to become the same.
+        The model, and what makes its states of those that leave the target's last layer.
 
     Raises:
         ConfigError: if the target makes its logits in another way.
@@ -51,21 +57,30 @@ def llama_draft(
     weight, bias, epsilon, is_centred = found
     set_seed(seed)
     sizes = _sizes(text) | {"num_hidden_layers": layers, "max_position_embeddings": positions}
-    config = LlamaConfig(vocab_size=1, rms_norm_eps=epsilon, tie_word_embeddings=False, **sizes)
+    config = LlamaConfig(vocab_size=1, rms_norm_eps=LARGE**2, tie_word_embeddings=False, **sizes)
     draft: Any = LlamaForCausalLM._from_config(config, dtype=rows.dtype).to(rows.device)
-    draft.model.norm.weight.copy_(weight)
+    for module in draft.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.weight.fill_(LARGE)
     draft.set_input_embeddings(nn.Embedding(len(rows), text.hidden_size, _weight=tokens))
     slope = float(head.logit_transform(torch.tensor([SMALL], dtype=torch.float64))) / SMALL
     constant = nn.functional.linear(bias.to(rows), rows, getattr(head.embedding, "bias", None))
     output = nn.Linear(text.hidden_size, len(rows), bias=bool(constant.any()), device="meta")
-    output.weight = nn.Parameter(slope * rows)
+    size = float(weight.abs().median())
+    output.weight = nn.Parameter(slope * size * rows)
     if output.bias is not None:
         output.bias = nn.Parameter(slope * constant)
     replace_output(draft, output)
     silence(draft)
     take_special_ids(draft, target.generation_config)
     draft.config.vocab_size = text.vocab_size
-    return draft.eval(), is_centred
+
+    def normed(left: Tensor) -> Tensor:
+        x = left.double() - is_centred * left.double().mean(dim=-1, keepdim=True)
+        scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon)
+        return (x * scale * (weight / size).to(x)).to(left)
+
+    return draft.eval(), normed
 
 
 def _final_norm(target: PreTrainedModel, width: int) -> tuple[Tensor, Tensor, float, bool] | None:

@@ -12,7 +12,7 @@ states of the time before, as the second, third, ... token of a round does while
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def fit_inputs(
     target: PreTrainedModel,
     taps: Sequence[int],
     rollouts: Dataset,
-    is_centred: bool = False,
+    normed: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Set the maps of a draft's input by least squares.
 
@@ -84,7 +84,7 @@ def fit_inputs(
         target: its target.
         taps: that it reads.
         rollouts: with `prompt_ids` and `completion_ids`, and the taps if they are stored.
-        is_centred: whether the mean of every last state is taken off, as LayerNorm does.
+        normed: makes the draft's states of the target's last, where they are not the same.
     """
     reads, last = states_input(model), len(decoder_layers(target)[1])
     assert reads is not None
@@ -99,8 +99,8 @@ def fit_inputs(
             width = read.shape[-1] // len(taps)
             final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
             seen, final = unit(read, len(taps)), unit(final, 1)
-            if is_centred:
-                final = final - final.mean(dim=-1, keepdim=True)
+            if normed is not None:
+                final = normed(final)
             if after_own:
                 with reads.reading(seen):
                     seen = hidden_states(model, ids)

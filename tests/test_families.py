@@ -239,14 +239,16 @@ CHAIN = DecodeConfig(temperature=0.0, length=4)
 TREE = DecodeConfig(temperature=0.0, verifier="rrs_wor", drafter="tree", widths=(2, 2))
 OWN_STATE = "refused: a state of their own kind"
 OWN_CACHE = "refused: layers of a cache of their own kind"
-NO_POSITIONS = "refused: no positions are taken"
+NO_POSITIONS = "refused: positions of their own kind"
 RECURRENT = "a recurrent state is of one text"
+PLACED = "a token's place in the cache is its position"
 # Why a family is refused, in the words of docs/families.md: the error, and words of it.
 REASONS: dict[str, tuple[type[Exception], str]] = {
     OWN_STATE: (CacheNotRewindableError, "a state of its own kind"),
     OWN_CACHE: (CacheNotRewindableError, "keeps a cache of a kind from"),
-    NO_POSITIONS: (ConfigError, "takes no position_ids"),
+    NO_POSITIONS: (ConfigError, "derives positions from what is not"),
     RECURRENT: (ConfigError, "so they cannot read a tree"),
+    PLACED: (ConfigError, "for that in the text"),
 }
 
 
@@ -301,6 +303,8 @@ def decodes(name: str) -> dict[str, str]:
 
 def kind_of_cache(name: str) -> str:
     """What the layers of a family keep, in the words of docs/families.md."""
+    if name in ("bloom", "mpt", "minimax_m3_vl_text"):
+        return "by place in the cache"
     config = small(name)
     try:
         layers = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
@@ -329,9 +333,10 @@ QUICK = (
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in classes()
 ]
-# Every other family decodes chains and batches, and trees unless a layer is recurrent.
+NO_TREES = {"recurrent": RECURRENT, "by place in the cache": PLACED}
+# Every other family decodes chains and batches, and trees unless its kind of cache forbids them.
 REFUSED = {
-    **dict.fromkeys(("bloom", "cpmant", "mpt"), NO_POSITIONS),
+    **dict.fromkeys(("cpmant",), NO_POSITIONS),
     **dict.fromkeys(
         [
             "deepseek_v4",
@@ -347,7 +352,6 @@ REFUSED = {
         ],
         OWN_STATE,
     ),
-    **dict.fromkeys(("minimax_m3_vl_text",), OWN_CACHE),
 }
 
 
@@ -355,8 +359,8 @@ REFUSED = {
 def test_every_family_decodes_as_generate_does_or_is_refused_with_a_reason(name: str) -> None:
     found = decodes(name)
     reason = REFUSED.get(name, "")
-    recurrent = RECURRENT if kind_of_cache(name) == "recurrent" else ""
-    assert found == {"chain": reason, "itself": reason, "tree": reason or recurrent}
+    no_tree = NO_TREES.get(kind_of_cache(name), "")
+    assert found == {"chain": reason, "itself": reason, "tree": reason or no_tree}
 
 
 VISION = {
@@ -410,12 +414,13 @@ def table() -> str:
     for name in classes():
         kinds.setdefault(REFUSED.get(name) or kind_of_cache(name), []).append(name)
     rows = ["| layers | families | chains | trees | batches |", "|---|---|---|---|---|"]
-    for kind in ("full attention", "windows or chunks", "sparse indexers", "recurrent", *REASONS):
+    decoded = ("full attention", "windows or chunks", "sparse indexers", *NO_TREES)
+    for kind in (*decoded, *REASONS):
         if names := kinds.get(kind):
             listed = "" if kind == "full attention" else f": {', '.join(names)}"
             chains = "no" if kind in REASONS else "yes"
-            trees = "yes" if chains == "yes" and kind != "recurrent" else "no"
-            batches = "one a forward" if kind in ("sparse indexers", "recurrent") else chains
+            trees = "no" if kind in NO_TREES else chains
+            batches = "one a forward" if kind in decoded[2:] else chains
             rows.append(f"| {kind} | {len(names)}{listed} | {chains} | {trees} | {batches} |")
     return "\n".join(rows)
 

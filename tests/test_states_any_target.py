@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.config import InitConfig
@@ -17,6 +17,7 @@ from distill.states import readings
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata.errors import ConfigError
+from specdata.lm_head import capturing_hidden
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from specdata.states_draft import states_input
@@ -96,15 +97,19 @@ def test_a_draft_begins_with_the_targets_norm_and_rows_and_a_silent_layer_of_lla
         x, logits = reads(text), draft(input_ids=text).logits
         assert torch.equal(draft.model(inputs_embeds=x)[0], draft.model.norm(x))  # silent
 
-        def predicted(_module: nn.Module, _inputs: object, output: Any) -> Any:
-            return x if isinstance(output, Tensor) else (x, *output[1:])
-
-        hook = decoder_layers(target)[1][-1].register_forward_hook(predicted)
-        expected = target(input_ids=text, use_cache=False).logits
-        hook.remove()
+        normed: list[Tensor] = []
+        with capturing_hidden(target, normed.append):
+            expected = target(input_ids=text, use_cache=False).logits
+        slope = KINDS[kind].get("logit_scale", KINDS[kind].get("lm_head_multiplier", 1.0))
+        rows, weights = draft.lm_head.weight, target.state_dict().items()
+        size = rows.norm() / (slope * target.get_output_embeddings().weight.norm())
+        bias = [each for name, each in weights if name.endswith(("ln_f.bias", "layernorm.bias"))]
+        x = (normed[0] - (bias[-1] if bias else 0.0)) / size
+        logits_of_target = draft(inputs_embeds=x).logits
     if (cap := KINDS[kind].get("final_logit_softcapping")) is not None:
         expected = cap * (expected / cap).atanh()
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    accuracy = 1e-4 * float(expected.abs().max())
+    torch.testing.assert_close(logits_of_target, expected, rtol=1e-4, atol=accuracy)
 
     held_out, fresh = HeldOut(target, rollouts, SamplingConfig()), made("fresh", kind="fresh")
     found = [held_out.measure(each).overall.acceptance for each in (fresh, draft)]

@@ -219,9 +219,12 @@ class IndexedLayer(CacheLayer):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store the new tokens' (B, n, size); return those of all positions, (B, end, size)."""
-        new = indexer_key_states.unsqueeze(1)
-        keys, _ = self.indexer.update(new, new[..., :0])
-        return keys.squeeze(1)
+        return self.update_index(indexer_key_states.unsqueeze(1)).squeeze(1)
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """The same of (B, 1, n, size), MiniMax M3's."""
+        known, _ = self.indexer.update(keys, keys[..., :0])
+        return known
 
 
 class RecurrentAttentionLayer(StateLayer, CacheLayer):

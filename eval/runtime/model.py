@@ -114,7 +114,7 @@ class CachedModel:
         self._takes_masks = takes_masks(model)
         self.packs = can_pack(model)
         # Some of its layers make masks of their own, of what they are given here.
-        self._has_rules = self._takes_masks and has_rules(model.config)
+        self._has_rules = self._takes_masks and has_rules(model)
         self._cache_argument = cache_argument(type(model))
         self._takes_positions = takes_positions(model)
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a

@@ -62,11 +62,11 @@ def weight_versions(model: PreTrainedModel) -> WeightVersions:
 
 
 def check_forward(model: PreTrainedModel) -> None:
-    """Refuse models that cannot be told where a token stands.
+    """Refuse models whose cache is unknown, or that are not told where a token stands.
 
     Raises:
         CacheNotRewindableError: if the model takes no cache of transformers' kind.
-        ConfigError: if its forward takes no positions (ALiBi, for example), which trees need.
+        ConfigError: if it finds positions in its own way.
     """
     # A wrapper (PEFT) hides the arguments of the forward that it wraps.
     if not isinstance(model, PreTrainedModel):
@@ -78,11 +78,12 @@ def check_forward(model: PreTrainedModel) -> None:
             f"{kind} keeps a state of its own kind, from which rejected tokens cannot be removed; "
             "speculative decoding needs transformers' cache of keys and values or recurrent states"
         )
-    attends = any(layer.attends for layer in cached_layers(model.config))
-    if attends and (not takes_positions(model) or getattr(model.config, "alibi", False)):
+    cached_layers(model.config)
+    # Falcon's ALiBi is made of a mask of padding, and CPM-Ant puts learned tokens before a text.
+    if getattr(model.config, "alibi", False) or hasattr(model.config, "prompt_length"):
         raise ConfigError(
-            f"{kind} takes no position_ids (it derives positions from its cache), so drafts "
-            "cannot be scored; use a model with learned or rotary positions"
+            f"{kind} derives positions from what is not its text, so drafts cannot be scored; use "
+            "a model with learned or rotary positions"
         )
 
 
@@ -118,8 +119,9 @@ def cached_layers(config: PretrainedConfig) -> list[LayerKind]:
     indexers = getattr(config.get_text_config(), "indexer_types", None) or [""] * len(layers)
     for layer, indexer in zip(layers, indexers, strict=True):
         states = layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0
-        indexed = type(layer) is DynamicIndexedLayer and indexer != "shared"
-        attends = type(layer) in _ATTENDING
+        in_blocks = hasattr(layer, "update_index")  # MiniMax M3
+        indexed = in_blocks or type(layer) is DynamicIndexedLayer and indexer != "shared"
+        attends = type(layer) in _ATTENDING or in_blocks
         if not (attends or states or isinstance(layer, DummyLayer)):
             raise _unknown(config, type(layer).__name__)
         kinds.append(LayerKind(attends, indexed, states))
@@ -143,10 +145,11 @@ def _unknown(config: PretrainedConfig, kind: str) -> CacheNotRewindableError:
     )
 
 
-def has_rules(config: PretrainedConfig) -> bool:
-    """True if a layer needs a mask of its own: windows, chunks, indexers, recurrent layers."""
-    plain = all(type(layer) is DynamicLayer for layer in _layers(config))
-    return not plain or "local" in getattr(config, "attention_layers", ())
+def has_rules(model: PreTrainedModel) -> bool:
+    """True if a model makes masks of its own: of windows, chunks, indexers, ALiBi, ..."""
+    plain = all(type(layer) is DynamicLayer for layer in _layers(model.config))
+    local = "local" in getattr(model.config, "attention_layers", ())
+    return not plain or local or not takes_positions(model)
 
 
 def takes_masks(model: PreTrainedModel) -> bool:
@@ -161,10 +164,16 @@ def check_trees(model: PreTrainedModel, *, by_mask: bool = True) -> None:
             f"{model.config._attn_implementation} takes no tree mask: load the model "
             "with attn_implementation='sdpa' (or 'eager'), or draft chains"
         )
+    kind = model.config.model_type
     if any(layer.states for layer in cached_layers(model.config)):
         raise ConfigError(
-            f"{model.config.model_type} has recurrent layers, whose state is of one text, so they "
-            "cannot read a tree: draft chains"
+            f"{kind} has recurrent layers, whose state is of one text, so they cannot read a tree: "
+            "draft chains"
+        )
+    if not takes_positions(model) or any(hasattr(_, "update_index") for _ in _layers(model.config)):
+        raise ConfigError(
+            f"{kind} takes the place of a token in its cache for that in the text, which in a tree "
+            "it is not: draft chains"
         )
 
 
