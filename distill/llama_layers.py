@@ -28,7 +28,7 @@ from specdata.taps import decoder_layers
 SMALL = 1e-3
 """Size of a state at which a norm's epsilon shows, and of a logit which a soft cap leaves."""
 LARGE = 2.0**10
-"""Size of states from which on a norm of the draft would show; its weight, exact in any precision."""
+"""Size of states at which the norms of a draft would show; exact in any precision."""
 
 
 @torch.no_grad()

@@ -168,7 +168,7 @@ class Teacher:
         if example in self._rests:
             return self._rests[example].to(states.device)
         rests = []
-        # Without gradients, so larger chunks, and in place: of a large vocabulary each copy is slow.
+        # Without gradients, so in larger chunks; in place, because each copy takes long.
         for chunk in chunks(states, 4 * positions_at_once(self.head.vocabulary)):
             logits = self.head.logits(states[chunk]).float().div_(self.part.temperature)
             logits.index_fill_(-1, self.part.vocabulary_ids, -torch.inf)

@@ -120,7 +120,7 @@ def cached_layers(config: PretrainedConfig) -> list[LayerKind]:
     for layer, indexer in zip(layers, indexers, strict=True):
         states = layer.number_of_states if isinstance(layer, LinearAttentionLayer) else 0
         in_blocks = hasattr(layer, "update_index")  # MiniMax M3
-        indexed = in_blocks or type(layer) is DynamicIndexedLayer and indexer != "shared"
+        indexed = in_blocks or (type(layer) is DynamicIndexedLayer and indexer != "shared")
         attends = type(layer) in _ATTENDING or in_blocks
         if not (attends or states or isinstance(layer, DummyLayer)):
             raise _unknown(config, type(layer).__name__)
