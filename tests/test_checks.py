@@ -255,7 +255,12 @@ TREE = "{name: mine, verifier: naive, drafter: tree, widths: [2]}"
     ("target", "draft", "method", "message"),
     [
         ({"model_type": "rwkv"}, {}, CHAIN, "/target, which is refused: rwkv keeps a state"),
-        ({}, {"model_type": "bloom"}, CHAIN, "/draft, which is refused: bloom takes no position"),
+        (
+            {},
+            {"model_type": "falcon", "alibi": True},
+            CHAIN,
+            "/draft, which is refused: falcon derives positions from what",
+        ),
         (MAMBA, {}, TREE, "/target: mamba has recurrent layers"),
         ({}, MAMBA, TREE, "method 'mine' with "),
         (MAMBA, {}, "{name: theirs, decoder: assisted}", "transformers' assisted generation"),

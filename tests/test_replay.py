@@ -24,6 +24,7 @@ from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens, record
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from recipes.command import run_tool
 from recipes.tools.replay import ALL_ROLLOUTS
+from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
@@ -253,7 +254,9 @@ def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(folder: Path) -
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_late_head_is_recorded_with_one_forward_of_a_draft(window: int | None) -> None:
+def test_a_late_head_is_recorded_with_one_forward_of_a_draft_that_has_no_sliding_window(
+    window: int | None,
+) -> None:
     """Rows of unequal lengths, so that some are padded."""
     torch.manual_seed(0)
     sizes = {
@@ -276,6 +279,10 @@ def test_a_late_head_is_recorded_with_one_forward_of_a_draft(window: int | None)
         row |= {"draft_ids": [4, 6, 6, 3, 2, 9, 5], **unread}  # type: ignore[dict-item]
         row |= {name: row[name][: len(row["completion_ids"])] for name in ["draft_ids", *unread]}
     labels = datasets.Dataset.from_list(rows)
+    if window:
+        with pytest.raises(ConfigError, match="cannot read drafted tokens beside a text"):
+            acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
+        return
     recorded = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head).tokens.head
     assert recorded is not None
     for number, row in enumerate(rows):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from eval.runtime.masks import Sight, seeing
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import known_ids
@@ -60,8 +59,7 @@ def tree_states(
     places = torch.cat([at.expand(batch, -1), positions], dim=1)
     ids = known_ids(torch.cat([input_ids, tokens], dim=1), draft)
     if (reads := states_input(draft)) is None:
-        with seeing(draft, Sight(mask[:, None], places, places)):
-            states = hidden_states(draft, ids, position_ids=places)
+        states = hidden_states(draft, ids, mask[:, None], position_ids=places)
     else:  # the drafted tokens come after the draft's own states, which the text's forward gives
         with torch.no_grad():
             x = reads(ids[:, :length])
