@@ -14,9 +14,8 @@ INSTALLED := $(VENV)/installed
 CACHE := $(CURDIR)/$(VENV)/cache
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 
-# Everything that libraries keep for later stays inside the clone, and nothing asks the network. Large
-# pages: a matrix of 262,144 tokens is otherwise faulted in 4 KiB at a time.
-RUN := env GLIBC_TUNABLES=glibc.malloc.hugetlb=1 HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/matplotlib \
+# Everything that libraries keep for later stays inside the clone, and nothing asks the network.
+RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/matplotlib \
 	TORCH_EXTENSIONS_DIR=$(CACHE)/torch_extensions TRITON_CACHE_DIR=$(CACHE)/triton \
 	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -41,6 +40,8 @@ TABLE := $(RUN) $(BIN)/python -m recipes.command table
 # $(1): its options, $(2): its folder.
 AGAIN = @for n in 2 3; do $(EVAL) $(1) --eval.folder eval-run-$$n --eval.verifiers 0 || exit 1; done; \
 	$(TABLE) $(2)/eval $(2)/eval-run-2 $(2)/eval-run-3
+# Large pages: logits of 262,144 tokens are otherwise faulted in 4 KiB at a time.
+real real-more real-choose: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 real: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m recipes.command real-target $(MODEL) --out runs/$(MODEL)/target
 	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL)
