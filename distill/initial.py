@@ -376,7 +376,9 @@ def _share(
     `places` are numbers, there and here, that may differ. Raises ValueError if more does.
     """
     for kind in ("_parameters", "_buffers"):
-        source_weights, weights = getattr(source, kind), getattr(module, kind)
+        source_weights, weights = dict(getattr(source, kind)), getattr(module, kind)
+        if kind == "_buffers":  # Gemma 3's rope has some for each kind of layer that there is
+            source_weights = {key: source_weights.get(key) for key in weights}
         shapes = (
             {key: None if value is None else value.shape for key, value in values.items()}
             for values in (source_weights, weights)

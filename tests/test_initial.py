@@ -76,7 +76,7 @@ def passing_on(layer: nn.Module) -> Any:
     return layer.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3"])
 def test_all_layers_give_the_targets_logits_and_one_those_of_the_target_without_the_others(
     family: str,
 ) -> None:
