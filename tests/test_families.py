@@ -238,14 +238,12 @@ BUDGET = 24
 CHAIN = DecodeConfig(temperature=0.0, length=4)
 TREE = DecodeConfig(temperature=0.0, verifier="rrs_wor", drafter="tree", widths=(2, 2))
 OWN_STATE = "refused: a state of their own kind"
-OWN_CACHE = "refused: layers of a cache of their own kind"
 NO_POSITIONS = "refused: positions of their own kind"
 RECURRENT = "a recurrent state is of one text"
 PLACED = "a token's place in the cache is its position"
 # Why a family is refused, in the words of docs/families.md: the error, and words of it.
 REASONS: dict[str, tuple[type[Exception], str]] = {
     OWN_STATE: (CacheNotRewindableError, "a state of its own kind"),
-    OWN_CACHE: (CacheNotRewindableError, "keeps a cache of a kind from"),
     NO_POSITIONS: (ConfigError, "derives positions from what is not"),
     RECURRENT: (ConfigError, "so they cannot read a tree"),
     PLACED: (ConfigError, "for that in the text"),

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.config import InitConfig
 from distill.initial import make_initial
+from distill.llama_layers import llama_draft
 from distill.states import readings
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
@@ -20,7 +21,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
-from specdata.states_draft import states_input
+from specdata.states_draft import states_input, unit
 from specdata.taps import decoder_layers, read_taps
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 from tests.test_initial import ROWS, stored
@@ -106,6 +107,9 @@ def test_a_draft_begins_with_the_targets_norm_and_rows_and_a_silent_layer_of_lla
         bias = [each for name, each in weights if name.endswith(("ln_f.bias", "layernorm.bias"))]
         x = (normed[0] - (bias[-1] if bias else 0.0)) / size
         logits_of_target = draft(inputs_embeds=x).logits
+        _, made_of = llama_draft(target, 1, 128, 0)
+        last = read_taps(target, [len(decoder_layers(target)[1])], text)
+        torch.testing.assert_close(made_of(unit(last, 1)), x, rtol=1e-3, atol=1e-3)
     if (cap := KINDS[kind].get("final_logit_softcapping")) is not None:
         expected = cap * (expected / cap).atanh()
     accuracy = 1e-4 * float(expected.abs().max())

@@ -170,7 +170,8 @@ def check_trees(model: PreTrainedModel, *, by_mask: bool = True) -> None:
             f"{kind} has recurrent layers, whose state is of one text, so they cannot read a tree: "
             "draft chains"
         )
-    if not takes_positions(model) or any(hasattr(_, "update_index") for _ in _layers(model.config)):
+    in_blocks = any(hasattr(layer, "update_index") for layer in _layers(model.config))
+    if in_blocks or not takes_positions(model):
         raise ConfigError(
             f"{kind} takes the place of a token in its cache for that in the text, which in a tree "
             "it is not: draft chains"
