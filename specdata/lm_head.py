@@ -23,7 +23,7 @@ from specdata.errors import ConfigError
 from specdata.models import known_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 LogitTransform = Callable[[Tensor], Tensor]
 """A model's change of the output embedding's result into logits: (..., V) -> (..., V)."""
@@ -38,6 +38,7 @@ def hidden_states(
     attention_mask: Tensor | None = None,
     *,
     position_ids: Tensor | None = None,
+    cache: Cache | None = None,
     trained: bool = False,
 ) -> Tensor:
     """Return the last hidden state at each position, after the model consumed the token there.
@@ -50,13 +51,15 @@ def hidden_states(
         attention_mask: (B, T), 1 at tokens, 0 at padding; or (B, 1, T, T), added to the attention's
             scores. Padding on the right needs none: a causal model reads nothing to the right.
         position_ids: (B, T), where tokens stand if not one after the other.
+        cache: an empty one, without which transformers takes positions that go back for the
+            beginnings of other texts.
         trained: whether a gradient reaches the model, where gradients are enabled.
 
     Returns:
         (B, T, H) in the model's precision.
     """
-    # Not every model takes positions, so they are passed only where they are given.
-    placed = {} if position_ids is None else {"position_ids": position_ids}
+    # Not every model takes these, so they are passed only where they are given.
+    given = {"position_ids": position_ids, "past_key_values": cache}
     # Llama 4 calls its body another name than the one by which it says that it goes.
     body = model.base_model if model.base_model is not model else model.model
     # Not inference_mode: what is trained on the states must be allowed to keep them.
@@ -65,7 +68,7 @@ def hidden_states(
             input_ids=known_ids(input_ids, model),
             attention_mask=attention_mask,
             use_cache=False,
-            **placed,
+            **{name: value for name, value in given.items() if value is not None},
         )[0]
     # The last layer of a model that is spread over devices lies on another than its ids.
     return states.to(input_ids.device)

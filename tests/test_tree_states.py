@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM
 
 from eval.analysis.tree_states import check_tree_states, tree_states
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
-from tests.drive_head import VOCABULARY, tiny_draft
-from tests.families import FAMILIES, tiny
+from tests.drive_head import tiny_draft
+from tests.families import FAMILIES, WINDOWED, tiny
 
 TEXTS = [[3, 14, 15, 9, 26, 5], [35, 8, 9]]
 # Two tokens at each position but the first, which has nothing before it.
@@ -43,7 +43,7 @@ def test_states_of_one_forward_are_those_of_separate_forwards_to_a_millionth(
             torch.testing.assert_close(after[row, index], expected, rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
 def test_every_family_can_be_read_so(family: str) -> None:
     draft = tiny(family, 0).eval()
     check_tree_states(draft, 12)
@@ -55,24 +55,9 @@ def test_every_family_can_be_read_so(family: str) -> None:
     torch.testing.assert_close(after[0, 6], expected, rtol=1e-4, atol=1e-5)
 
 
-def sliding() -> MistralForCausalLM:
-    config = MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        sliding_window=8,
-    )
-    torch.manual_seed(0)
-    return MistralForCausalLM(config).eval()
-
-
-def test_a_draft_whose_window_slides_is_refused_where_texts_are_longer_than_the_window() -> None:
-    check_tree_states(sliding(), 8)
+def test_a_draft_of_recurrent_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot read drafted tokens beside a text"):
-        check_tree_states(sliding(), 24)
+        check_tree_states(tiny("mamba", 0).eval(), 24)
 
 
 def test_half_precision_passes_as_rounding() -> None:

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
+from eval.runtime.masks import Sight, seeing
+from eval.runtime.transformers_models import has_rules
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import known_ids
@@ -58,7 +61,11 @@ def tree_states(
     mask.masked_fill_(~allowed, torch.finfo(draft.dtype).min)
     places = torch.cat([at.expand(batch, -1), positions], dim=1)
     ids = known_ids(torch.cat([input_ids, tokens], dim=1), draft)
-    if (reads := states_input(draft)) is None:
+    if (reads := states_input(draft)) is None and has_rules(draft):
+        with seeing(draft, Sight(mask[:, None], places, places)):
+            empty = DynamicCache(config=draft.config)
+            states = hidden_states(draft, ids, position_ids=places, cache=empty)
+    elif reads is None:
         states = hidden_states(draft, ids, mask[:, None], position_ids=places)
     else:  # the drafted tokens come after the draft's own states, which the text's forward gives
         with torch.no_grad():
@@ -80,7 +87,7 @@ def tree_states(
 def check_tree_states(draft: PreTrainedModel, longest: int) -> None:
     """Make sure that a draft's states in a tree are those of separate forwards.
 
-    It is found out by trying, at full length: a window that slides is seen only where it ends.
+    It is found out by trying, at full length: what a window hides is seen only beyond it.
 
     Args:
         draft: a causal language model.
