@@ -34,6 +34,7 @@ from tests.synthetic_results import synthetic_results
 ROOT = Path(__file__).parent.parent
 REAL, AT_ONE = "docs/real/results.json", "docs/real/temperature-1/results.json"
 PUBLIC = "docs/real/public/results.json"
+GEMMA = "docs/real/gemma-3-270m"
 
 
 @pytest.fixture(scope="module")
@@ -254,10 +255,16 @@ def test_unusable_input_is_said_on_the_error_stream(
 
 
 def test_tables_in_the_documents_are_what_the_command_prints() -> None:
-    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/real/README.md")]
+    pages = [
+        (ROOT / name).read_text()
+        for name in ("README.md", "docs/real/README.md", f"{GEMMA}/README.md")
+    ]
     table = r"<!-- table of (\S+) -->\n(.*?)<!-- end of table -->"
     found = [each for page in pages for each in re.findall(table, page, re.DOTALL)]
-    assert [path for path, _ in found] == [REAL, AT_ONE, PUBLIC]
+    assert [path for path, _ in found] == [
+        *(REAL, AT_ONE, PUBLIC),
+        *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
+    ]
     for path, stands in found:
         results = read_results(ROOT / path)
         shown = [name.removesuffix(" †").replace("\\", "") for name in list(cells(stands))[2:]]
