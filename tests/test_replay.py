@@ -24,7 +24,6 @@ from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens, record
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from recipes.command import run_tool
 from recipes.tools.replay import ALL_ROLLOUTS
-from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
@@ -254,7 +253,7 @@ def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(folder: Path) -
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_late_head_is_recorded_with_one_forward_of_a_draft_that_has_no_sliding_window(
+def test_a_late_head_is_recorded_with_one_forward_of_a_draft_with_windows_or_without(
     window: int | None,
 ) -> None:
     """Rows of unequal lengths, so that some are padded."""
@@ -279,10 +278,6 @@ def test_a_late_head_is_recorded_with_one_forward_of_a_draft_that_has_no_sliding
         row |= {"draft_ids": [4, 6, 6, 3, 2, 9, 5], **unread}  # type: ignore[dict-item]
         row |= {name: row[name][: len(row["completion_ids"])] for name in ["draft_ids", *unread]}
     labels = datasets.Dataset.from_list(rows)
-    if window:
-        with pytest.raises(ConfigError, match="cannot read drafted tokens beside a text"):
-            acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
-        return
     recorded = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head).tokens.head
     assert recorded is not None
     for number, row in enumerate(rows):
