@@ -58,10 +58,11 @@ class InitConfig(Config):
         description="with kind states: the target's states that are read; 0 enters the first of n "
         "layers, n leaves the last (default: 2, n/2, n - 3 and n)",
     )
-    layout: Literal["eagle3"] | None = Field(
+    layout: Literal["eagle", "eagle3"] | None = Field(
         default=None,
-        description="with kind states: eagle3, the one that vLLM and SGLang load (`draftsmith "
-        "export-eagle3`; layers: 1, default taps 2, n/2 and n - 3), or ours, which learns faster",
+        description="with kind states: one that vLLM and SGLang load (`draftsmith export-eagle`; "
+        "layers: 1), eagle (EAGLE-1's: no taps, all tokens) or eagle3 (default taps 2, n/2 and "
+        "n - 3), or ours, which learns faster",
     )
     vocabulary: int | None = Field(
         default=None,
@@ -101,6 +102,11 @@ class InitConfig(Config):
             raise ValueError(
                 f"layout {self.layout} needs kind states and layers: 1, got kind {self.kind} and "
                 f"layers: {self.layers}"
+            )
+        if self.layout == "eagle" and (self.taps or self.vocabulary):
+            raise ValueError(
+                "layout eagle reads what the target's output matrix reads, and proposes all of its "
+                "tokens: leave taps and vocabulary out"
             )
         if self.taps is not None and self.taps != sorted(set(self.taps)):
             raise ValueError(f"taps must be in order, each once, got {self.taps}")

@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.eagle3 import RENAMED, built, config_of, ids_of, settings_of, stored, tensors_of
+from distill.eagle import RENAMED, built, config_of, ids_of, settings_of, stored, tensors_of
 from distill.watch import Figures, HeldOut
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, longest_prompt

@@ -25,7 +25,7 @@ from transformers import (
 
 from distill.batches import check_context, content_of
 from distill.config import ARCHITECTURES, InitConfig
-from distill.eagle3 import first_eagle3
+from distill.eagle import first_eagle, first_eagle3
 from distill.llama_layers import llama_draft
 from distill.states import can_be_silenced, fit_inputs, fit_rows, silence
 from distill.toy import language_model
@@ -136,9 +136,12 @@ def make_initial(
             record["layers"] = config.layers_of(count, target)
             if config.kind == "target":
                 model = cut(whole, record["layers"])
+            elif config.layout == "eagle":
+                record["taps"] = [count]
+                model = first_eagle(whole, rollouts)
             elif config.layout is not None:
                 record["taps"] = taps = config.taps or default_taps(count)[:-1]
-                model = first_eagle3(whole, taps, rollouts, seed)
+                model = first_eagle3(whole, taps, rollouts)
             else:
                 record["taps"] = taps = config.taps or default_taps(count)
                 model, normed = _silent(whole, record, rollouts, seed)

@@ -13,6 +13,7 @@ states of the time before, as the second, third, ... token of a round does while
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def fit_inputs(
 
     First those that read the target: x_t = A e_t + C g_(t-1) nearest to the target's last state at
     t, scaled as a tap is. Then those that read the draft itself: x_t = A' e_t + D h_(t-1), where h
-    is what its output matrix reads with the first maps.
+    is what its output matrix reads with the first maps. Of EAGLE-1 both are the same maps, fitted
+    to both kinds of states.
 
     Args:
         model: the draft, whose layers are silent.
@@ -98,18 +100,22 @@ def fit_inputs(
                 read = reads.read_target(ids)
             width = read.shape[-1] // len(taps)
             final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
-            seen, final = unit(read, len(taps)), unit(final, 1)
+            seen, final = reads.scaled(read), unit(final, 1)
             if normed is not None:
                 final = normed(final)
             if after_own:
-                with reads.reading(seen):
+                with reads.reading(read):
                     seen = hidden_states(model, ids)
             # At the completion's tokens but the last, which a target that samples does not read.
             embedded = reads.tokens(ids)[0, first:-1]
             yield torch.cat([embedded, seen[0, first - 1 : -2]], dim=-1), final[0, first:-1]
 
     _set(ridge(pairs(after_own=False)), reads.token, reads.states)
-    _set(ridge(pairs(after_own=True)), reads.own_token, reads.own_state)
+    if hasattr(reads, "own_token"):
+        _set(ridge(pairs(after_own=True)), reads.own_token, reads.own_state)
+    else:
+        both = chain(pairs(after_own=False), pairs(after_own=True))
+        _set(ridge(both), reads.token, reads.states)
 
 
 def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:

@@ -30,6 +30,7 @@ from eval.verifiers import VERIFIERS
 from specdata.config import Config, Count, Few, mistakes, nearest
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
+from specdata.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from eval.drafts import How
@@ -41,10 +42,11 @@ DrafterName = Literal["chain", "paths", "tree", "dynamic_tree"]
 SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
 
 
-DecoderName = Literal["plain", "speculative", "generate", "assisted"]
-THEIRS = ("generate", "assisted")
-"""Decoders that are transformers' own, of the target alone and with its draft."""
+DecoderName = Literal["plain", "speculative", "generate", "assisted", "server"]
+THEIRS = ("generate", "assisted", "server")
+"""Decoders that are not ours: transformers', alone and with the draft, and an engine's."""
 
+SERVED_BY = ("url", "served_model")
 ONLY_READ_BY = {
     "widths": ("tree",),
     "siblings": ("tree",),
@@ -69,8 +71,13 @@ class Method(Config):
     decoder: DecoderName = Field(
         default="speculative",
         description="plain (target alone), speculative (ours), generate (transformers' own, target "
-        "alone), or assisted (transformers' own, which drafts `length` tokens, or stops by "
-        "confidence if it is given a `threshold`)",
+        "alone), assisted (transformers' own, which drafts `length` tokens, or stops by "
+        "confidence if it is given a `threshold`), or server (an engine at `url`, whatever it "
+        "drafts with)",
+    )
+    url: str = Field(default="", description="address of the engine of decoder server")
+    served_model: str = Field(
+        default="", description="its name of the target (default: models.target)"
     )
     verifier: str = Field(default="token", description="acceptance rule: a name in `VERIFIERS`")
     verifier_args: dict[str, Any] = Field(
@@ -157,6 +164,8 @@ class Method(Config):
             raise ConfigError(
                 f"unknown verifier {self.verifier!r}: {nearest(self.verifier, VERIFIERS)}"
             )
+        if self.decoder == "server":
+            ServerConfig(url=self.url)
         if min((1, *self.widths)) < 1:
             raise ConfigError(f"widths must be 1 or larger, got {self.widths}")
         if (self.drafter == "tree") != bool(self.widths):
@@ -253,8 +262,8 @@ class Method(Config):
 
     @property
     def uses_draft(self) -> bool:
-        """False if the target decodes alone."""
-        return self.decoder not in ("plain", "generate")
+        """False if the target decodes alone, or an engine does."""
+        return self.decoder not in ("plain", "generate", "server")
 
     @property
     def drafts(self) -> list[str]:
@@ -294,7 +303,7 @@ class Method(Config):
         `length` is that of `deepest`, and `parameters` holds every setting of what it drafts and
         of its stopping rule that has no column. Columns that a way of decoding has not are None.
         """
-        drafters = {"plain": None, "speculative": self.drafter}
+        drafters = {"plain": None, "speculative": self.drafter, "server": "server"}
         rule = self.stop.reported() if self.uses_draft else {}
         settings = {
             name: value
@@ -303,6 +312,7 @@ class Method(Config):
             and (value := getattr(self, name)) != type(self).model_fields[name].default
         }
         parameters: dict[str, Any] = dict(settings.pop("verifier_args", {}))
+        parameters |= {n: v for n in SERVED_BY if (v := getattr(self, n))}
         if self.drafter == "paths":
             settings["paths"] = self.paths
         if self.drafter == "tree":
@@ -334,9 +344,10 @@ class Method(Config):
         """
         drafter, parameters = columns["drafter"], columns["parameters"]
         decoders = {None: "plain", "transformers": "assisted" if draft else "generate"}
+        decoders["server"] = "server"
         given = {"name": columns["method"], "decoder": decoders.get(drafter, "speculative")}
         if not draft:
-            return cls(**given)
+            return cls(**given, **parameters)
         if (kind := STOPPING_RULES.get(columns["stop"])) is None:
             raise ValueError(f"unknown stopping rule {columns['stop']!r}")
         rule = {"threshold": columns["threshold"], "head": head, **parameters}
@@ -357,7 +368,7 @@ class Method(Config):
         default = Method.model_construct(name=self.name).model_dump()
         given = [k for k, value in self.model_dump().items() if default.get(k, ...) != value]
         if self.decoder != "speculative":
-            used = {"decoder"}
+            used = {"decoder", *(SERVED_BY if self.decoder == "server" else ())}
             if self.decoder == "assisted" and isinstance(self.stop, Fixed | Confidence):
                 used |= {"stop", *type(self.stop).model_fields}
             unread = [name for name in given if name not in used]
@@ -366,6 +377,7 @@ class Method(Config):
             return f"decoder {self.decoder}", unread
         drafter = self.drafter
         unread = [name for name in given if drafter not in ONLY_READ_BY.get(name, (drafter,))]
+        unread += [name for name in SERVED_BY if name in given]
         if drafter in ("tree", "dynamic_tree"):  # these have depths of their own
             unread += [name for name in type(self.stop).model_fields if name in given]
         return f"drafter {drafter}", unread

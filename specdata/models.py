@@ -29,7 +29,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
-from specdata.eagle3 import eagle3_class
+from specdata.eagle import eagle3_class, eagle_class
 from specdata.errors import ConfigError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_vocabularies
 from specdata.processes import join_processes, process_count
@@ -154,10 +154,12 @@ def read_model(
             architecture = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
         kind = architecture
         options["config"] = config
-    is_eagle3 = reads_states(config) and TargetStates.of(config).layout is not None
-    if reads_states(config):
-        kind = eagle3_class(kind) if is_eagle3 else states_class(kind)
-    if is_reduced(config) and not is_eagle3:
+    layout = TargetStates.of(config).layout if reads_states(config) else None
+    if layout is not None:
+        kind = eagle_class(kind) if layout == "eagle" else eagle3_class(kind)
+    elif reads_states(config):
+        kind = states_class(kind)
+    if is_reduced(config) and layout is None:
         kind = reduced_class(kind, getattr(config, SIZE))
     model, info = kind.from_pretrained(
         source,

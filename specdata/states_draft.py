@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -56,15 +56,16 @@ class Norms:
 class TargetStates(Config):
     """What config.json says of the target whose states a draft reads (`specdata.taps.record_of`).
 
-    `layout` is of EAGLE-3's; `model_type` that of the layers, where the file's own is `MODEL_TYPE`;
-    `output_bias` is true where their architecture has no bias of the logits, and this draft has.
+    `layout` is EAGLE-1's, or the norms of EAGLE-3's; `model_type` that of the layers, where the
+    file's own is `MODEL_TYPE`; `output_bias` is true where their architecture has no bias of the
+    logits, and this draft has.
     """
 
     taps: list[NonNegativeInt] = Field(min_length=1)
     target: str
     width: PositiveInt
     probe: list[float] = Field(min_length=1)
-    layout: Norms | None = None
+    layout: Norms | Literal["eagle"] | None = None
     model_type: str = ""
     output_bias: bool = False
 
@@ -115,9 +116,13 @@ class StatesInput(nn.Module):
             ids: (...) of the tokens.
             states: (..., states) the target's at the tokens before; 0 where there is none.
         """
-        scaled = unit(states, self.taps).to(self.weight.dtype)
+        scaled = self.scaled(states).to(self.weight.dtype)
         x: Tensor = self.token(self.tokens(ids)) + self.states(scaled)
         return x
+
+    def scaled(self, states: Tensor) -> Tensor:
+        """(..., states) the target's as the maps read them."""
+        return unit(states, self.taps)
 
     def after_own(self, ids: Tensor, states: Tensor) -> Tensor:
         """The same of tokens whose predecessors the draft alone has read: its states (..., H)."""

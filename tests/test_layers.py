@@ -50,9 +50,9 @@ BELOW = {
         "states_draft": "config errors",
         "state_store": "",
         "taps": "errors state_store states_draft",
-        "eagle3": "draft_vocabulary states_draft",
+        "eagle": "draft_vocabulary states_draft",
         "loading": "config errors processes sources",
-        "models": "draft_vocabulary eagle3 errors loading processes sources states_draft "
+        "models": "draft_vocabulary eagle errors loading processes sources states_draft "
         "storage taps",
         "saving": "errors models sources states_draft storage",
         "lm_head": "errors models",

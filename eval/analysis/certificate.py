@@ -254,13 +254,14 @@ def count_cells(
     ordered by q/p: a verifier that accepts too much moves it up. Under plain sampling places are
     independent and uniform whatever the target (Rosenblatt's transformation), so cells are equally
     likely and pairs of tokens independent samples. Texts are prompts (T,) with what was decoded
-    after them (n,); the generator breaks ties. Returns (BINS^2,).
+    after them (n,); the generator breaks ties. Where the draft is the target, as an engine's may
+    not be known, tokens are ordered by p alone. Returns (BINS^2,).
     """
     rows = [{"prompt_ids": each[0].tolist(), "completion_ids": each[1].tolist()} for each in texts]
     ties = [torch.rand(len(new), generator=generator, dtype=torch.float64) for _, new in texts]
 
     def place(p: Tensor, q: Tensor, batch: TextBatch, chunk: slice) -> dict[str, Tensor]:
-        ratio = torch.where(p > 0, q / p, torch.inf)
+        ratio = torch.where(p > 0, -p if pair[0] is pair[1] else q / p, torch.inf)
         of_text = ratio.gather(-1, batch.tokens[chunk, None])
         below, equal = (p * (ratio < of_text)).sum(-1), (p * (ratio == of_text)).sum(-1)
         tie = torch.cat([ties[each] for each in batch.examples])[chunk].to(p.device)

@@ -9,6 +9,7 @@ processes share prompts, or groups, out among themselves (`eval.measuring.sharin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,14 +28,19 @@ from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Results, Setup, build_results
 from eval.measuring.samples import shown_prompts
 from eval.measuring.scores import Scorer
+from eval.measuring.served import ServedEngine
 from eval.measuring.sharing import sign
 from eval.rounds import Generation
 from eval.runtime.engines import engine_on
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.interruption import stop_if_asked
+from specdata.models import end_ids
 from specdata.prompts.loading import Prompt
+from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig, generator_for, seed_for
+from specdata.server.client import ServerClient
+from specdata.server.config import ServerConfig
 from specdata.storage.files import fingerprint, locked, share_out
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import Settings
@@ -106,8 +112,9 @@ class Experiment:
         if len(stored) == len(prompts):
             report(len(prompts) * methods)
             return
-        share = _Share(self, store, report)
-        share_out(range(len(share.groups)), share.attempt)
+        with ExitStack() as closing:
+            share = _Share(self, store, report, closing)
+            share_out(range(len(share.groups)), share.attempt)
 
     def results(self) -> Results:
         """The results of stored prompts, ready to be written.
@@ -167,6 +174,27 @@ class Experiment:
             engine=self.config.engine,
         )
 
+    def served(self, method: Method, closing: ExitStack) -> ServedEngine:
+        """An engine that serves the target, which is made sure of."""
+        target, name = self.models.target, method.served_model or str(self.models.names["target"])
+        where = ServerConfig(url=method.url, model=name)
+        client = ServerClient(where, f"method {method.name!r}")
+        closing.callback(client.close)
+        client.check(name)
+        client.check(name)
+        backend = VllmBackend(
+            client=client,
+            model=name,
+            sampling=self.sampling,
+            max_new_tokens=self.config.max_new_tokens,
+            ends=frozenset(end_ids(target.generation_config)),
+            vocabulary=target.config.get_text_config().vocab_size,
+            seed=self.seed,
+        )
+        engine = ServedEngine(backend)
+        engine.probe(target, self.prompts[0].ids)
+        return engine
+
     def record(self, method: Method, prompt: Prompt, out: Generation) -> PromptRecord:
         """The stored record of a generation; a verifier's bias is measured now, untimed."""
         record = record_prompt(
@@ -214,9 +242,12 @@ class _Share:
         experiment: what is measured.
         store: of the records.
         report: called with the number of generations done.
+        closing: closes the connections to servers.
     """
 
-    def __init__(self, experiment: Experiment, store: RecordStore, report: Progress) -> None:
+    def __init__(
+        self, experiment: Experiment, store: RecordStore, report: Progress, closing: ExitStack
+    ) -> None:
         prompts, config = experiment.prompts, experiment.config
         self.experiment, self.store, self.report = experiment, store, report
         self.methods, self.shown = config.methods, shown_prompts(prompts)
@@ -227,9 +258,12 @@ class _Share:
         self.groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         # Of what is timed: warmed up now, and kept from prompt to prompt.
         self.decoders: dict[str, SpeculativeDecoder] = {}
+        self.servers: dict[str, ServedEngine] = {}
         if config.batch == 1:
             for method in self.methods:
-                if method.decoder not in THEIRS:
+                if method.decoder == "server":
+                    self.servers[method.name] = experiment.served(method, closing)
+                elif method.decoder not in THEIRS:
                     self.decoders[method.name] = experiment.decoder(method)
                     self.decoders[method.name].warm_up()
             for method in self.methods:
@@ -287,6 +321,8 @@ class _Share:
     def generate(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Generation:
         """Continue one prompt, timed."""
         experiment, ids = self.experiment, torch.tensor(prompt.ids)
+        if method.decoder == "server":
+            return self.servers[method.name].generate(prompt.ids, prompt.example_id)
         if method.decoder not in THEIRS:
             return self.decoders[method.name].generate(
                 ids,

@@ -18,6 +18,8 @@ from specdata.sampling import SamplingConfig
 
 PLAIN = "plain"
 """Name of the method that all others are compared with: the target alone."""
+SERVED = "server alone"
+"""Name of the method that served engines are compared with: one without a draft."""
 
 
 class EvalConfig(Config):
@@ -133,6 +135,11 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
 def path_drafts(config: EvalConfig) -> list[str]:
     """The draft models beside the run's own, each once."""
     return list(dict.fromkeys(name for method in config.methods for name in method.drafts[1:]))
+
+
+def baseline(method: Method) -> str:
+    """The name of the method that a speed-up is over."""
+    return SERVED if method.decoder == "server" else PLAIN
 
 
 def needs_fit(config: EvalConfig) -> bool:

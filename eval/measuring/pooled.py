@@ -16,7 +16,7 @@ import numpy as np
 
 from eval.decode_config import Method
 from eval.measuring.intervals import Array, Interval
-from eval.measuring.methods import PLAIN
+from eval.measuring.methods import baseline
 from eval.measuring.metrics import COUNTS, prompt_ids, rates_of, resampled_counts
 from eval.measuring.results import Results, Run
 
@@ -90,10 +90,10 @@ def pool(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
             name: np.sum([each[name] / each["tokens"] for each in sums], axis=0) for name in COUNTS
         }
         rows[method] = PooledRow(runs, rates_of(a_token))
-    if results.timed and PLAIN in rows:
-        plain = rows[PLAIN].rates["tokens_per_second"]
-        for row in rows.values():
-            row.rates["speedup"] = row.rates["tokens_per_second"] / plain
+    for row in rows.values() if results.timed else ():
+        if plain := rows.get(baseline(row.method)):
+            speeds = row.rates["tokens_per_second"]
+            row.rates["speedup"] = speeds / plain.rates["tokens_per_second"]
     return list(rows.values())
 
 
@@ -129,6 +129,7 @@ def fastest(rows: Sequence[PooledRow]) -> tuple[PooledRow, list[PooledRow]] | No
     None if no lossless method was timed.
     """
     timed = [row for row in rows if row.method.lossless and "tokens_per_second" in row.rates]
+    timed = [row for row in timed if row.method.decoder != "server"]  # another machine, it may be
     if not timed:
         return None
     best = max(timed, key=PooledRow.speed)

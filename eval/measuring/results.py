@@ -24,7 +24,7 @@ from pydantic import (
 from eval.decode_config import Method
 from eval.measuring.environment import Environment
 from eval.measuring.intervals import Interval
-from eval.measuring.methods import PLAIN
+from eval.measuring.methods import PLAIN, baseline
 from eval.measuring.metrics import LatencyFit, Metrics, compute_metrics, fit_latency
 from eval.measuring.records import PromptRecord, Strict
 from specdata.errors import ConfigError, ManifestError
@@ -266,7 +266,7 @@ def build_results(
         rows[key] = (setup, records)
     runs = []
     for (dataset, name), (setup, records) in rows.items():
-        plain = rows.get((dataset, PLAIN))
+        plain = rows.get((dataset, baseline(setup.method)))
         try:
             metrics = compute_metrics(records, plain and plain[1])
         except ValueError as error:
@@ -305,7 +305,8 @@ def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
     for run in results.runs:
         where = f"{run.dataset}, {run.method.name}"
         try:
-            plain = results.plain(run.dataset)
+            over = baseline(run.method)
+            plain = next((each for each in results.of(run.dataset) if each.name == over), None)
             base = None if plain is None else plain.generations
             expected = compute_metrics(run.generations, base)
         except ValueError as error:

@@ -35,7 +35,7 @@ def check_folders(given: argparse.Namespace) -> None:
 def main(given: argparse.Namespace) -> int:
     """Read a folder and write another; returns the exit status."""
     check_folders(given)
-    from distill.eagle3 import read_eagle3
+    from distill.eagle import read_eagle3
     from distill.training import save_model
     from specdata.models import load_model
     from specdata.saving import copy_tokenizer

@@ -124,8 +124,8 @@ class ServerClient:
         if model not in served:
             raise ConfigError(
                 f"{self} serves {', '.join(map(repr, served))}, not "
-                f"{model!r}: start it with the target (vllm serve), or name it in "
-                f"{self.section}.model as it is served"
+                f"{model!r}: start it with the target (vllm serve), or say which name it has "
+                f"there ({self.section})"
             )
         return served[model].max_model_len
 
@@ -167,6 +167,14 @@ class ServerClient:
                 return self._read(kind, response)
             trouble = f"status {response.status_code}: {self._shown(response)[:200]}"
         raise ConnectionError(f"{self} did not answer {path} in {TRIES} tries ({trouble})")
+
+    def page(self, path: str) -> str:
+        """A page of text, such as what it counts; "" if it has none."""
+        try:
+            response = self._client.get(path)
+        except httpx2.HTTPError:
+            return ""
+        return response.text if response.status_code == httpx2.codes.OK else ""
 
     def close(self) -> None:
         """Close the connections."""

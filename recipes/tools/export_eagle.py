@@ -1,8 +1,8 @@
-"""Write a draft in EAGLE-3's layout, for engines.
+"""Write a draft in EAGLE's or EAGLE-3's layout, for engines.
 
-    draftsmith export-eagle3 DRAFT --out FOLDER [--layout speculators]
+    draftsmith export-eagle DRAFT --out FOLDER [--layout speculators]
 
-DRAFT is one of `draft.init.layout: eagle3`, or an imported one.
+DRAFT is one of `draft.init.layout: eagle` or `eagle3`, or an imported one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=("eagle", "speculators"),
         default="eagle",
-        help="of EAGLE's own code, which vLLM and SGLang load (default), or speculators'",
+        help="of EAGLE's own code, which vLLM and SGLang load (default), or "
+        "speculators' (of EAGLE-3 alone)",
     )
 
 
 def main(given: argparse.Namespace) -> int:
     """Write a folder for engines; returns the exit status."""
     check_folders(given)
-    from distill.eagle3 import write_eagle3
+    from distill.eagle import write_eagle
 
-    tokens, taps, target = write_eagle3(given.folder, given.out, given.layout)
+    tokens, taps, target = write_eagle(given.folder, given.out, given.layout)
     say(f"{given.out}: {tokens:,} tokens, taps {taps}, for {target}")
     return 0

@@ -1,10 +1,11 @@
-"""Drafts in the layout of EAGLE-3 (Li et al. 2025, arXiv:2503.01840), as engines serve them.
+"""Drafts in EAGLE's layouts (Li et al. 2024 and 2025, arXiv:2401.15077 and arXiv:2503.01840).
 
-The one layer reads a token's embedding and a state beside each other: three states of the target,
-through a matrix (`fc`), where the target has been, else the draft's own last state. In memory it is
-transformers' Llama with another first layer, input and output embedding, so that it decodes as
-every draft on its target's states does (`specdata.states_draft`). `distill.eagle3` reads such
-drafts from the folders that engines load.
+Engines serve these. Of EAGLE-1 a layer reads one map (`fc`) of a token's embedding and a state: the
+target's last normed one where the target has been, else the draft's own, which is what the target's
+output matrix reads. Of EAGLE-3 the layer reads the embedding and a state beside each other: three
+states of the target, through a matrix (`fc`), or the draft's own. In memory both are transformers'
+Llama with another first layer, input and output embedding, so that they decode as every draft on
+its target's states does (`specdata.states_draft`). `distill.eagle` makes, reads and writes them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,27 @@ from specdata.states_draft import Norms, StatesInput, TargetStates, without_firs
 
 if TYPE_CHECKING:
     from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+
+class EagleLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    """A decoder layer of EAGLE-1: without a norm of what it reads."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 0)
+        self.input_layernorm = nn.Identity()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **named: Any,
+    ) -> Tensor:
+        """(B, T, H) -> (B, T, H)."""
+        if past_key_values is None:  # whoever keeps a cache says what tokens attend to
+            attention_mask = _without_first(hidden_states, attention_mask)
+        named |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        return cast(Tensor, super().forward(hidden_states, **named))
 
 
 class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
@@ -44,7 +66,7 @@ class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
         """(B, T, 2 H) -> (B, T, H)."""
         named |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
         if past_key_values is None:  # whoever keeps a cache says what tokens attend to
-            named["attention_mask"] = self._without_first(hidden_states, attention_mask)
+            named["attention_mask"] = _without_first(hidden_states, attention_mask)
         tokens, states = hidden_states.chunk(2, dim=-1)
         normed = self.hidden_norm(states)
         read = torch.cat([self.input_layernorm(tokens), normed], dim=-1)
@@ -52,15 +74,42 @@ class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
         x: Tensor = (normed if self.norm_before_residual else states) + attended
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
 
-    def _without_first(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
-        """The mask of whole texts, added to the attention's scores: no token reads the first."""
-        at = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-        visible = (at <= at[:, None])[None, None]
-        if mask is not None:
-            visible = mask if mask.dtype == torch.bool else mask == 0
-        added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=visible.device)
-        least = torch.finfo(hidden_states.dtype).min
-        return added.masked_fill(~without_first(visible), least)
+
+def _without_first(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask of whole texts, added to the attention's scores: no token reads the first."""
+    at = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    visible = (at <= at[:, None])[None, None]
+    if mask is not None:
+        visible = mask if mask.dtype == torch.bool else mask == 0
+    added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=visible.device)
+    least = torch.finfo(hidden_states.dtype).min
+    return added.masked_fill(~without_first(visible), least)
+
+
+class EagleInput(StatesInput):
+    """The input embedding of EAGLE-1: one map of a token's embedding and a normed state.
+
+    Args:
+        tokens: (V, H) the target's.
+        epsilon: of the target's final norm, which makes the state that it reads.
+    """
+
+    reads_first = False  # a draft begins with the second token, and the state at the first
+
+    def __init__(self, tokens: nn.Embedding, epsilon: float) -> None:
+        super().__init__(tokens, tokens.embedding_dim, 1, tokens.embedding_dim)
+        del self.own_token, self.own_state
+        self.norm = LlamaRMSNorm(tokens.embedding_dim, eps=epsilon)  # the target's
+
+    def scaled(self, states: Tensor) -> Tensor:
+        """(..., H) what leaves the target's last layer -> what its output matrix reads."""
+        normed: Tensor = self.norm(states)
+        return normed
+
+    def after_own(self, ids: Tensor, states: Tensor) -> Tensor:
+        """As of every draft on states."""
+        x: Tensor = self.token(self.tokens(ids)) + self.states(states)
+        return x
 
 
 class Eagle3Input(StatesInput):
@@ -116,6 +165,20 @@ class Eagle3Output(ReducedOutput):
         return normed
 
 
+def eagle_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class of models to make and load drafts of EAGLE-1 with; see `specdata.states_draft`."""
+
+    class Eagle(architecture):  # type: ignore[misc]
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            tokens, model = self.get_input_embeddings(), self.base_model
+            model.layers[0], model.norm = EagleLayer(config), nn.Identity()
+            self.set_input_embeddings(EagleInput(tokens, config.rms_norm_eps))
+
+    Eagle.__name__, Eagle.__module__ = architecture.__name__, architecture.__module__
+    return Eagle
+
+
 def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A class of models to make and load such drafts with; see `specdata.states_draft`."""
 
@@ -123,7 +186,7 @@ def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
             record, model = TargetStates.of(config), self.base_model
-            norms, taps = record.layout or Norms(), len(record.taps)
+            norms, taps = cast(Norms, record.layout), len(record.taps)
             model.layers[0] = Eagle3Layer(config, norm_before_residual=norms.norm_before_residual)
             size, epsilon = record.width // taps, config.rms_norm_eps
             tokens = self.get_input_embeddings()

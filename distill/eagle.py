@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts: begun here, read from the folders that engines load, and written to such.
+"""EAGLE drafts: begun here, written to folders that engines load, and read from such (EAGLE-3).
 
 A folder holds a config.json and safetensors in speculators' layout, or in that of EAGLE's own code
 (`midlayer.` or `layers.0.`), which vLLM and SGLang load, too. Every tensor must be there and known.
@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from datasets import Dataset
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from distill.states import SILENCED, fit_rows, ridge
+from distill.states import fit_inputs, fit_rows, ridge, silence
 from distill.training import special_ids
 from specdata.config import Config, read_stored
 from specdata.draft_vocabulary import SIZE
-from specdata.eagle3 import eagle3_class
+from specdata.eagle import EagleInput, eagle3_class, eagle_class
 from specdata.errors import ConfigError
 from specdata.saving import copy_tokenizer
-from specdata.states_draft import KEY, Norms, TargetStates
+from specdata.states_draft import KEY, Norms, TargetStates, states_input, unit
 from specdata.storage.files import atomic_folder, read_object, write_json
 from specdata.taps import attach, decoder_layers, read_taps, record_of
 
@@ -50,15 +50,16 @@ SIZES = (
     "initializer_range",
 )
 """What a new draft's config.json has of the target's."""
+TURNED, AT_ITSELF = 8, 32.0
+"""The share of a head's dimensions that a token knows itself by, and the score that this gives."""
 DRAFTED = 3
 """Tokens that a released folder asks engines to draft."""
-CARD = """# An EAGLE-3 draft for {target}
+CARD = """# An {kind} draft for {target}
 
-It proposes {draft_vocab_size:,} tokens and reads the states that enter layers {taps}.
-vLLM takes these numbers as they are. SGLang adds 1 to numbers in config.json: give it {less}.
+{reads}
 
     vllm serve {target} --speculative-config \\
-      '{{"method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {drafted}}}'
+      '{{"method": "{method}", "model": "THIS FOLDER", "num_speculative_tokens": {drafted}}}'
 """
 
 
@@ -185,45 +186,51 @@ def built(
 
 
 def first_eagle3(
-    target: PreTrainedModel, taps: Sequence[int], rollouts: Dataset, seed: int
+    target: PreTrainedModel, taps: Sequence[int], rollouts: Dataset
 ) -> PreTrainedModel:
     """A new draft of the target's last layer, all of whose norm flags are off.
 
     `fc` predicts the target's last state from the taps at the token before (ridge regression), and
-    the target's final norm and output matrix make tokens of it. The layer is silent, so the token
-    itself is not seen yet; its part of the new, wider matrices is random.
+    the target's final norm and output matrix make tokens of it. The token itself enters by
+    attention alone, so that begins by looking at itself (`_attention_to_itself`), and adds what is
+    left of that state.
 
     Args:
         target: of Llama's or Qwen's kind.
         taps: that the draft reads.
         rollouts: with `prompt_ids` and `completion_ids`.
-        seed: of the random part.
 
     Raises:
         ConfigError: if the target is of another kind.
     """
+    layer, last = _layer_of(target, "eagle3"), decoder_layers(target)[1]
     text = target.config.get_text_config()
-    if text.model_type not in KINDS:
-        raise ConfigError(
-            f"draft.init.layout eagle3 needs a target of {', '.join(KINDS)}, whose last layer it "
-            f"begins with, and {target.name_or_path} is {text.model_type}: leave layout out"
-        )
-    last = decoder_layers(target)[1]
-    inputs, outputs = [], []
+    inputs, outputs, tokens = [], [], []
     for row in fit_rows(rollouts):
+        if len(row["completion_ids"]) < 2:
+            continue
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
         read, first = read_taps(target, [*taps, len(last)], ids)[0], len(row["prompt_ids"])
         inputs.append(read[first - 1 : -2, : -text.hidden_size])
         outputs.append(read[first:-1, -text.hidden_size :])
-    draws = torch.Generator().manual_seed(seed)
-    tensors = {TOKENS: target.get_input_embeddings().weight}
-    tensors["model.embed_tokens.states.weight"] = ridge(zip(inputs, outputs, strict=True)).T
+        tokens.append(ids[0, first:-1])
+    embedding, norm = (
+        target.get_input_embeddings(),
+        last[-1].get_parameter("input_layernorm.weight"),
+    )
+    fc = ridge(zip(inputs, outputs, strict=True)).to(norm)
+    tensors = {TOKENS: embedding.weight, "model.embed_tokens.states.weight": fc.T}
+    states = [each @ fc for each in inputs]
+    reads = [
+        torch.cat([unit(embedding(ids), 1), unit(each, 1) * norm], dim=-1)
+        for ids, each in zip(tokens, states, strict=True)
+    ]
+    rests = [all_of_it - each for all_of_it, each in zip(outputs, states, strict=True)]
+    for name, weight in _attention_to_itself(reads, rests, text).items():
+        tensors[f"{LAYER}self_attn.{name}_proj.weight"] = weight.to(norm)
     for key, weight in last[-1].state_dict().items():
         name = key.removesuffix(".weight")
-        if name.endswith(("q_proj", "k_proj", "v_proj")):
-            of_token = torch.randn(weight.shape, generator=draws) * text.initializer_range
-            tensors[f"{LAYER}{key}"] = torch.cat([of_token.to(weight), weight], dim=1)
-        elif name.endswith(SILENCED):
+        if name == "mlp.down_proj":
             tensors[f"{LAYER}{key}"] = torch.zeros_like(weight)
         elif name == "input_layernorm":  # that of the state, which is what it read
             tensors[f"{LAYER}hidden_norm.weight"] = weight
@@ -232,10 +239,97 @@ def first_eagle3(
             tensors[f"{LAYER}{key}"] = weight
     tensors["norm.weight"] = target.base_model.norm.weight
     tensors["lm_head.weight"] = target.get_output_embeddings().weight
-    layer = {key: getattr(text, key) for key in SIZES if hasattr(text, key)}
-    layer["num_hidden_layers"] = 1
     ids = torch.arange(text.vocab_size)
     return _made(layer, taps, Norms(), tensors, ids, target, "the new draft")
+
+
+def _attention_to_itself(
+    reads: Sequence[Tensor], rests: Sequence[Tensor], text: Any
+) -> dict[str, Tensor]:
+    """Matrices of an attention that gives each token a linear map of what it reads itself.
+
+    Queries and keys are one constant vector, nearly: what best predicts 1. In pairs of dimensions
+    that are turned by different angles from token to token it is most like itself at distance 0.
+    Values are the map of least squares, of the rank that they have.
+
+    Args:
+        reads: (n, 2 H) of each text.
+        rests: (n, H) what is to be added there.
+        text: the target's configuration.
+    """
+    width, heads = text.hidden_size, text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or width // heads
+    ones = (torch.cat([each, each.new_ones(len(each), 1)], dim=-1) for each in rests)
+    fitted = ridge(zip(reads, ones, strict=True))
+    added, constant = fitted[:, :width], fitted[:, width]
+    made = sum(((each.double() @ added).T @ (each.double() @ added) for each in reads), 0.0)
+    kept = torch.linalg.eigh(made).eigenvectors[:, -groups * size :]  # (H, rank)
+    kept = nn.functional.pad(kept, (groups * size - kept.shape[1], 0))
+    turned = max(1, size // TURNED)
+    scale = (AT_ITSELF * size**0.5 / turned) ** 0.5
+    of_head = torch.zeros(size, len(constant), dtype=torch.float64, device=constant.device)
+    of_head[:turned] = scale * constant
+    of_group = (kept / (heads // groups)).view(width, groups, 1, size)
+    return {
+        "q": of_head.repeat(heads, 1),
+        "k": of_head.repeat(groups, 1),
+        "v": (added @ kept).T,
+        "o": of_group.expand(-1, -1, heads // groups, -1).reshape(width, heads * size),
+    }
+
+
+@torch.no_grad()
+def first_eagle(target: PreTrainedModel, rollouts: Dataset) -> PreTrainedModel:
+    """A new draft in EAGLE-1's layout: least squares alone, as its layer is silent.
+
+    `fc` predicts the target's last normed state from the one before and the token. The layer's
+    other matrices are those of the target's last layer, made to read normed states.
+
+    Args:
+        target: of Llama's or Qwen's kind.
+        rollouts: as of `first_eagle3`.
+
+    Raises:
+        ConfigError: if the target is of another kind.
+    """
+    layer, layers = _layer_of(target, "eagle"), decoder_layers(target)[1]
+    taps = [len(layers)]
+    record = {**record_of(target, taps), "layout": "eagle"}
+    draft: Any = eagle_class(LlamaForCausalLM)(LlamaConfig.from_dict({**layer, KEY: record}))
+    draft.__class__ = LlamaForCausalLM
+    reads, norm = states_input(draft), target.base_model.norm.weight
+    assert isinstance(reads, EagleInput)
+    reads.tokens.weight.copy_(target.get_input_embeddings().weight)
+    reads.norm.weight.copy_(norm)
+    draft.lm_head.weight.copy_(target.get_output_embeddings().weight)
+    last = layers[-1].state_dict()
+    unnormed = 1 / (norm + (norm == 0))  # what a normed state is multiplied by, taken off
+    for name, weight in draft.model.layers[0].named_parameters():
+        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
+            weight.copy_(last[name] * last["input_layernorm.weight"] * unnormed)
+        elif name == "post_attention_layernorm.weight":
+            weight.copy_(last[name] * unnormed * norm.square().mean().sqrt())
+        elif name in last:
+            weight.copy_(last[name])
+    silence(draft)
+    draft.generation_config = special_ids(target.generation_config)
+    draft = draft.float().to(target.device).eval()
+    attach(draft, target)
+    fit_inputs(draft, target, taps, rollouts, reads.scaled)
+    return cast(PreTrainedModel, draft)
+
+
+def _layer_of(target: PreTrainedModel, layout: str) -> dict[str, Any]:
+    """The sizes of a draft's layer that begins as a target's last. Raises ConfigError."""
+    text = target.config.get_text_config()
+    if text.model_type not in KINDS:
+        raise ConfigError(
+            f"draft.init.layout {layout} needs a target of {', '.join(KINDS)}, whose last layer it "
+            f"begins with, and {target.name_or_path} is {text.model_type}: leave layout out"
+        )
+    layer = {key: getattr(text, key) for key in SIZES if hasattr(text, key)}
+    return {**layer, "num_hidden_layers": 1, "tie_word_embeddings": False}
 
 
 def _made(
@@ -331,15 +425,15 @@ def tensors_of(stored_tensors: Mapping[str, Tensor], folder: str) -> dict[str, T
     return tensors
 
 
-def write_eagle3(
+def write_eagle(
     draft: Path, out: Path, layout: Literal["eagle", "speculators"]
 ) -> tuple[int, list[int], str]:
     """Write a draft in a layout that engines load.
 
     Args:
-        draft: of `draft.init.layout: eagle3`, or made by `read_eagle3`.
+        draft: of `draft.init.layout` eagle or eagle3, or made by `read_eagle3`.
         out: the new folder.
-        layout: of EAGLE's own code, which vLLM and SGLang load, or speculators'.
+        layout: of EAGLE's own code, which vLLM and SGLang load, or speculators' (EAGLE-3 alone).
 
     Returns:
         How many tokens it proposes, the taps that it reads, and its target.
@@ -349,24 +443,36 @@ def write_eagle3(
     """
     settings = config_of(draft)
     record = TargetStates.of(settings) if KEY in settings else None
-    if record is None or record.layout is None or SIZE not in settings:
+    of = None if record is None else record.layout
+    if record is None or of is None or (of == "eagle" and layout != "eagle"):
         raise ConfigError(
-            f"{draft} must be a draft of draft.init.layout eagle3, or one that "
-            "import-eagle3 wrote: engines cannot hold any other, train one with this layout"
+            f"{draft} must be a draft of draft.init.layout eagle or eagle3 (of eagle3 for "
+            "speculators), or one that import-eagle3 wrote: engines cannot hold any other, train "
+            "one with this layout"
         )
-    first = "midlayer." if layout == "eagle" else "layers.0."
+    first = "midlayer." if of != "eagle" and layout == "eagle" else "layers.0."
     names = {"lm_head.norm.": "norm.", "model.norm.": "norm."}
     names |= {ours: first if ours == LAYER else former for former, ours in RENAMED.items()}
     tensors = {}
     for name, each in stored(draft).items():
         ours = next((each for each in names if name.startswith(each)), "")
         tensors[name.replace(ours, names[ours], 1) if ours else name] = each
-    norms, taps, target = asdict(record.layout), record.taps, record.target
+    norms = {} if of == "eagle" else asdict(of)
+    taps, target = record.taps, record.target
+    vocabulary = settings["vocab_size"]
+    size = {SIZE: settings.get(SIZE, vocabulary)}
     layer = {key: each for key, each in settings.items() if key not in (KEY, SIZE, *norms)}
     layer["model_type"] = "llama"
-    size = {SIZE: settings[SIZE]}
     ids = {"eagle_aux_hidden_state_layer_ids": taps}
-    if layout == "eagle":
+    if size[SIZE] == vocabulary:  # vLLM has no map then, and refuses one
+        tensors = {name: each for name, each in tensors.items() if name not in ("d2t", "t2d")}
+    config: dict[str, Any]
+    if of == "eagle":
+        parts = (tensors.pop("model.embed_tokens.token.weight"), tensors.pop("fc.weight"))
+        tensors["fc.weight"] = torch.cat(parts, dim=1)
+        del tensors["lm_head.weight"], tensors["model.embed_tokens.norm.weight"]  # the target's
+        config = {**layer, "architectures": ["LlamaForCausalLM"]}
+    elif layout == "eagle":
         layer["architectures"] = ["LlamaForCausalLMEagle3"]
         config = {**layer, **size, **norms, "eagle_config": {**ids, "use_aux_hidden_state": True}}
     else:
@@ -391,9 +497,14 @@ def write_eagle3(
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         write_json(temporary / "config.json", config)
         copy_tokenizer(str(draft), temporary)
-        less = [tap - 1 for tap in taps]
-        (temporary / "README.md").write_text(
-            CARD.format(target=target, taps=taps, less=less, drafted=DRAFTED, **size),
-            encoding="utf-8",
-        )
-    return size["draft_vocab_size"], taps, target
+        kind, method = ("EAGLE", "eagle") if of == "eagle" else ("EAGLE-3", "eagle3")
+        reads = "It reads the state that the target's output matrix reads, and makes such ones."
+        if of != "eagle":
+            reads = (
+                f"It proposes {size[SIZE]:,} tokens and reads the states that enter layers {taps}."
+                "\nvLLM takes these numbers as they are. SGLang adds 1 to numbers in config.json: "
+                f"give it {[tap - 1 for tap in taps]}."
+            )
+        card = CARD.format(kind=kind, method=method, reads=reads, target=target, drafted=DRAFTED)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+    return size[SIZE], taps, target

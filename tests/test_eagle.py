@@ -1,4 +1,4 @@
-"""Published EAGLE-3 drafts: read from each layout, and drafted with as they are defined."""
+"""EAGLE's layouts: drafts are read from them and written to them, and draft as is defined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 from distill.chunked import chunked_loss
 from distill.config import DistilConfig, InitConfig
 from distill.distillation import distil
-from distill.eagle3 import read_eagle3, settings_of
+from distill.eagle import read_eagle3, settings_of
 from distill.initial import make_initial
 from distill.states import readings
 from eval.analysis.tree_states import tree_states
@@ -118,14 +118,18 @@ def defined(w: dict[str, Tensor], flags: tuple[str, ...], states: Tensor, e: Ten
     w = {name.removeprefix("midlayer.").removeprefix("layers.0."): each for name, each in w.items()}
     normed = norm(states, w["hidden_norm.weight"])
     read = torch.cat([norm(e, w["input_layernorm.weight"]), normed], -1)
-    size = H // HEADS
+    return layer(w, read, normed if "norm_before_residual" in flags else states)
+
+
+def layer(w: dict[str, Tensor], read: Tensor, x: Tensor, size: int = H // HEADS) -> Tensor:
+    """(T, H) what leaves a layer that attends to what it reads, and adds to x (T, H)."""
     q, k, v = (
         linear(read, w[f"self_attn.{name}_proj.weight"]).view(len(read), -1, size) for name in "qkv"
     )
-    scores = torch.einsum("qhs,ks->hqk", turned(q), turned(k)[:, 0]) / size**0.5
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+    scores = torch.einsum("qhs,khs->hqk", turned(q), turned(k)) / size**0.5
     scores = scores.masked_fill(torch.ones(len(read), len(read)).triu(1).bool(), float("-inf"))
-    seen = torch.einsum("hqk,ks->qhs", scores.softmax(-1), v[:, 0]).flatten(1)
-    x = normed if "norm_before_residual" in flags else states
+    seen = torch.einsum("hqk,khs->qhs", scores.softmax(-1), v).flatten(1)
     x = x + linear(seen, w["self_attn.o_proj.weight"])
     inner = norm(x, w["post_attention_layernorm.weight"])
     gate = silu(linear(inner, w["mlp.gate_proj.weight"]))
@@ -219,7 +223,7 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     )
     assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
     paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--layout", layout]
-    assert run_tool("export-eagle3", paths) == 0
+    assert run_tool("export-eagle", paths) == 0
     assert "40 tokens, taps [1, 2]" in capsys.readouterr().out
     model = load_model(str(target))
     mine = load_model(str(tmp_path / "draft"), target=str(target))
@@ -236,6 +240,49 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     }
     assert config_of["like"].keys() <= config_of["out"].keys() | set(FLAGS)
     assert all(config_of["out"][flag] is False for flag in FLAGS)
+
+
+def test_a_draft_of_eagle_1_learns_and_what_is_released_of_it_drafts_as_engines_define_it(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init = InitConfig(kind="states", layout="eagle", layers=1)
+    new, made = tmp_path / "new", tmp_path / "draft"
+    make_initial(target=target, draft=None, rollouts=ROWS, out=new, config=init, seed=0)
+    settings: dict[str, Any] = {"learning_rate": 1e-2, "warp": "raw", "keep": "last"}
+    config = DistilConfig(init=init, optimizer="muon", epochs=40, report_to=[], **settings)
+    options: dict[str, Any] = {"target": target, "train": ROWS, "dev": ROWS, "seed": 0}
+    options |= {"sampling": SamplingConfig(), "config": config}
+    found = distil(draft=new, out=made, **options)
+    assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
+    assert run_tool("export-eagle", [str(made), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        run_tool(
+            "export-eagle", [str(made), "--out", str(tmp_path / "no"), "--layout", "speculators"]
+        )
+        == 2
+    )
+    assert "of eagle3 for speculators" in capsys.readouterr().err
+
+    model, draft = load_model(str(target)), load_model(str(made), target=str(target))
+    w = load_file(tmp_path / "out" / "model.safetensors")
+    assert w.keys().isdisjoint({"lm_head.weight", "norm.weight", "d2t", "t2d"})
+    assert torch.equal(w["embed_tokens.weight"], model.get_input_embeddings().weight)
+    w = {name.removeprefix("layers.0."): each for name, each in w.items()}
+    text, token = torch.tensor([5, 9, 31, 4, 17, 8]), torch.tensor([12])
+    size = H // model.config.num_attention_heads
+    with torch.no_grad():
+        states = hidden_states(model, text[None])[0, :-1]  # normed: what its matrix reads
+        embedded = w["embed_tokens.weight"][torch.cat([text[1:], token])]
+        x = linear(torch.cat([embedded[:-1], states], -1), w["fc.weight"])
+        first = layer(w, x, x, size)[-1:]
+        x = linear(torch.cat([embedded, torch.cat([states, first])], -1), w["fc.weight"])
+        second = layer(w, x, x, size)[-1:]
+        along, drafted = tree_states(draft, text[None], token[None], torch.tensor([[len(text)]]))
+        logits = find_lm_head(draft).logits(drafted[0, 0])
+        torch.testing.assert_close(along[0, -1:], first, rtol=1e-4, atol=1e-5)
+        wanted = linear(second, model.get_output_embeddings().weight)[0]
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    decoded_as_defined(model, draft, DRAFTED["traversal"], [5, 9, 31], 1e-4)
 
 
 @pytest.mark.exhaustive
@@ -258,7 +305,7 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
         paths = [str(here / "theirs"), "--target", str(target), "--out", str(here / "ours")]
         assert run_tool("import-eagle3", paths) == 0
         out = ["--out", str(here / "out"), "--layout", "speculators"]
-        assert run_tool("export-eagle3", [str(here / "ours"), *out]) == 0
+        assert run_tool("export-eagle", [str(here / "ours"), *out]) == 0
         save_file(
             {"states": taps[:, :-1].contiguous(), "ids": ids[:, 1:].contiguous()}, here / "inputs"
         )
@@ -415,6 +462,6 @@ def test_a_draft_without_weights_is_not_released(
     ours = ["--target", str(target), "--out", str(tmp_path / "ours")]
     assert run_tool("import-eagle3", [str(tmp_path / "draft"), *ours]) == 0
     (tmp_path / "ours" / "model.safetensors").unlink()
-    assert run_tool("export-eagle3", [str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
+    assert run_tool("export-eagle", [str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
     assert "must hold safetensors" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

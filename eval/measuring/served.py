@@ -1,0 +1,138 @@
+"""A served engine, measured as a method: its texts, its time, and its own count of what it drafted.
+
+One request at a time, as our decoder is measured. vLLM counts what it drafted and accepted, all
+requests together (`/metrics`); what was added while a request was answered is that request's. Those
+counts have no order, so rounds are in none, and what a last round accepted beyond the end of the
+text is taken off the longest.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from transformers import PreTrainedModel
+
+from eval.rounds import Generation, Round
+from specdata.errors import ConfigError
+from specdata.rollouts.backend import Request
+from specdata.rollouts.vllm import VllmBackend
+from specdata.sampling import SamplingConfig
+
+COUNTED = re.compile(
+    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)"
+    r"(?:_total)?\{([^}]*)\} (\S+)",
+    re.MULTILINE,
+)
+POSITION = re.compile(r'position="(\d+)"')
+SETTLED = 0.02
+"""Seconds after which a server has counted what it answered."""
+PROBED = 8
+"""Greedy tokens that tell whether a server has the target's weights and tokens."""
+FAR = 2.0
+"""Nats: more is no rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """An engine that is asked for completions, one at a time.
+
+    Attributes:
+        backend: asks it.
+    """
+
+    backend: VllmBackend
+
+    def generate(self, ids: list[int], key: str) -> Generation:
+        """Continue one prompt, timed.
+
+        Raises:
+            ConfigError: if what it counts is less than before: it was restarted.
+        """
+        counted, begun = self._counts(), time.perf_counter()
+        [found] = self.backend.complete([Request(ids, (key,))])
+        seconds = time.perf_counter() - begun
+        time.sleep(SETTLED)
+        new = self._counts()
+        new.subtract(counted)
+        if min(new.values(), default=0) < 0:
+            raise ConfigError(
+                f"{self.backend.client} counts fewer drafts than before: it was restarted while it "
+                "was measured. Run the same command again once it is as it was"
+            )
+        rounds = rounds_of(new, len(found.ids))
+        return Generation(torch.tensor(found.ids), rounds, found.finish, seconds)
+
+    def _counts(self) -> Counter[str]:
+        """Drafts ("drafts"), drafted tokens ("draft_tokens"), and accepted ones by position."""
+        found: Counter[str] = Counter()
+        for name, labels, value in COUNTED.findall(self.backend.client.page("/metrics")):
+            place = POSITION.search(labels)
+            found[place[1] if place else name] += int(float(value))
+        return found
+
+    @torch.inference_mode()
+    def probe(self, target: PreTrainedModel, ids: list[int]) -> None:
+        """Make sure that it answers greedily as the target would, up to rounding and quantisation.
+
+        Raises:
+            ConfigError: if the target finds one of its first tokens far from the likeliest.
+        """
+        greedy = replace(self.backend, sampling=SamplingConfig(0.0), max_new_tokens=PROBED)
+        [found] = greedy.complete([Request(ids, ("probe",))])
+        text = torch.tensor([[*ids, *found.ids]], device=target.device)
+        logits = target(input_ids=text, use_cache=False).logits[0, len(ids) - 1 : -1].float()
+        behind = logits.amax(-1) - logits.gather(-1, text[0, len(ids) :, None]).squeeze(-1)
+        if (most := float(behind.max())) > FAR:
+            raise ConfigError(
+                f"{self.backend.client} must serve models.target, and continues a prompt greedily "
+                f"with a token {most:.1f} nats less likely there than another: it has another "
+                "model or tokenizer"
+            )
+
+
+def rounds_of(counted: Counter[str], tokens: int) -> tuple[Round, ...]:
+    """The rounds of a text, in no order; of one that nothing was counted of, one a token.
+
+    Args:
+        counted: drafts, drafted tokens, and accepted tokens by position.
+        tokens: of the text.
+
+    Raises:
+        ConfigError: if there are more rounds than tokens.
+    """
+    drafts, drafted = counted["drafts"], counted["draft_tokens"]
+    reached = [drafts]
+    while counted[str(len(reached) - 1)]:
+        reached.append(counted[str(len(reached) - 1)])
+    accepted = [
+        place
+        for place, (here, after) in enumerate(pairwise([*reached, 0]))
+        for _ in range(here - after)
+    ]
+    longest = max(-(-drafted // max(1, drafts)), *accepted, 0)
+    lengths, left = accepted.copy(), drafted - sum(accepted)
+    for place, length in enumerate(accepted):
+        more = min(left, longest - length)
+        lengths[place], left = length + more, left - more
+    over = max(0, sum(accepted) + drafts - tokens)  # beyond the end of the text
+    emitted = [each + 1 for each in accepted]
+    for place in reversed(range(drafts)):
+        cut = min(over, emitted[place] - 1)
+        over, emitted[place] = over - cut, emitted[place] - cut
+        accepted[place] = min(accepted[place], emitted[place])
+    drafting = [
+        Round(length, length, right, new, length, 0.0, 0.0, 0.0)
+        for length, right, new in zip(lengths, accepted, emitted, strict=True)
+    ]
+    alone = tokens - sum(emitted)
+    if alone < 0:
+        raise ConfigError(
+            f"the server counted {drafts} drafts for {tokens} tokens: it must answer nobody else "
+            "while it is measured"
+        )
+    return (*drafting, *[Round(0, 0, 0, 1, 0, 0.0, 0.0, 0.0)] * alone)

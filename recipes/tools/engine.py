@@ -1,0 +1,81 @@
+"""Measure a served engine on a run's prompts: does its draft pay where it is served?
+
+    draftsmith engine URL --alone URL2 --config CONFIG [--name "vLLM K=4"] [--model SERVED_NAME]
+
+URL is a server of models.target that drafts, URL2 one that does not (vLLM 0.10.2 or newer, or what
+answers /v1/completions with token ids as it does). Both are asked for the same prompts as the run's
+evaluation, one at a time and in turns, beside plain decoding here and whatever --method adds. It is
+an evaluation as any other, kept in OUTPUT/eval-server: results.json, report.html, and resumed. What
+the server counts in /metrics gives acceptance by position. With one server at a time: measure it
+without its draft as --name "server alone" in another --eval.folder, and give that folder (under
+OUTPUT) as --alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import yaml
+
+from eval.measuring.intervals import Interval
+from eval.measuring.methods import SERVED
+from eval.measuring.pooled import PooledRow, medians
+from eval.measuring.results import read_results
+from recipes.config import parse
+from recipes.layout import RESULTS, eval_folder
+from recipes.run import say
+from recipes.run_eval import RECIPE
+from specdata.errors import ConfigError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line; further options are those of the configuration."""
+    add = parser.add_argument
+    add("url", help="of the engine that drafts")
+    add("--alone", help=f"of one that does not, or the folder of an evaluation with {SERVED!r}")
+    add("--name", default="server", help="of its row (default: server)")
+    add("--model", default="", help="their name of the target (default: models.target)")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Measure, and print the answer; returns the exit status."""
+    further = given.further
+    if "--eval.folder" not in further:
+        further = [*further, "--eval.folder", "eval-server"]
+    servers = {given.name: given.url}
+    is_folder = given.alone is not None and not given.alone.startswith("http")
+    if given.alone and not is_folder:
+        servers = {SERVED: given.alone, **servers}
+    for name, url in servers.items():
+        method = {"name": name, "decoder": "server", "url": url, "served_model": given.model}
+        further = [*further, "--method", yaml.safe_dump(method, default_flow_style=True, width=999)]
+    if status := RECIPE.run(further):
+        return status
+    folder = eval_folder(parse(further, "", ("eval",), None).config)
+    rows = _rows(folder)
+    of_alone = _rows(Path(given.alone)) if is_folder else rows
+    row, alone = rows[given.name], of_alone.get(SERVED)
+    speed = row.rate("tokens_per_second")
+    assert speed is not None
+    said = f"{given.name}: {speed.value:.1f} tokens/s [{speed.low:.1f}, {speed.high:.1f}]"
+    if alone is not None and alone is not row:
+        if [each.generations[0].prompt_id for each in alone.runs] != [
+            each.generations[0].prompt_id for each in row.runs
+        ]:
+            raise ConfigError(f"{given.alone} must be of the same prompts")
+        said += f", {_times(row.over(alone, 'tokens_per_second'))} the server alone"
+    if row.method is not None and any(run.n_draft for run in row.runs):
+        accepted = sum(run.n_draft - run.n_discarded for run in row.runs)
+        drafted = sum(run.n_draft for run in row.runs)
+        said += f"; it accepted {accepted:,} of {drafted:,} drafted tokens"
+    say(f"{said}\nkept in  {folder}")
+    return 0
+
+
+def _rows(folder: Path) -> dict[str, PooledRow]:
+    return {row.name: row for row in medians(read_results(folder / RESULTS))}
+
+
+def _times(ratio: Interval) -> str:
+    return f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"

@@ -1,0 +1,122 @@
+"""A served engine as a method of an evaluation: measured, counted, answered for, and refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.decode_config import DecodeConfig
+from eval.decoder import SpeculativeDecoder
+from eval.measuring.methods import SERVED
+from eval.measuring.results import read_results
+from eval.measuring.served import rounds_of
+from recipes.command import run_tool
+from recipes.config import TOY
+from specdata.errors import ConfigError
+from specdata.models import load_model
+from tests.test_vllm import Handler, serving
+
+COUNTS = ("tokens", "rounds", "n_draft", "n_discarded", "accepted", "accepted_by_position")
+
+
+def engine(target: Any, draft: Any | None, length: int) -> type[Handler]:
+    """A server that decodes with our decoder and counts as vLLM does; without a draft, alone."""
+    config = DecodeConfig(length=length, temperature=0.0)
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    counts: Counter[str] = Counter()
+
+    class Engine(Handler):
+        def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+            if self.path != "/metrics":
+                super().do_GET()
+                return
+            labels = 'engine="0",model_name="served"'
+            lines = [
+                f"vllm:spec_decode_num_{name}_total{{{labels}}} {float(counts[name])}"
+                for name in ("drafts", "draft_tokens")
+            ]
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [
+                f'{name}{{{labels},position="{place}"}} {float(counts[str(place)])}'
+                for place in range(length)
+            ]
+            self.server.raw = ("\n".join(lines) if draft else "").encode()
+            self.answer(200, {})
+            self.server.raw = None
+
+        def do_POST(self) -> None:  # noqa: N802
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            out = decoder.generate(
+                torch.tensor(body["prompt"]),
+                max_new_tokens=body["max_tokens"],
+                generator=torch.Generator(),
+            )
+            for each in out.rounds:
+                counts["drafts"] += each.drafted > 0
+                counts["draft_tokens"] += each.drafted
+                counts.update(map(str, range(each.accepted)))
+            ids = {"token_ids": out.tokens.tolist(), "prompt_token_ids": body["prompt"]}
+            self.answer(200, {"choices": [self.server.edit(ids)]})
+
+    return Engine
+
+
+def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = (load_model(str(tiny_pair / role)) for role in ("target", "draft"))
+    given = ["--config", str(TOY), "--toy", "null", "--draft", "null", "--head", "null"]
+    given += ["--models.target", str(tiny_pair / "target"), "--output", str(tmp_path)]
+    given += ["--models.draft", str(tiny_pair / "draft"), "--sampling.temperature", "0"]
+    given += ["--eval.sets", "[{name: maths, count: 3}]", "--eval.max_new_tokens", "24"]
+    given += ["--eval.methods", "[{name: plain, decoder: plain}, {name: K=3, length: 3}]"]
+    given += ["--eval.verifiers", "0", "--model", "served", "--method", "K=3"]
+    with (
+        serving(handler=engine(target, draft, 3)) as drafting,
+        serving(handler=engine(target, None, 3)) as alone,
+    ):
+        asked = [drafting.url, "--alone", alone.url, "--name", "engine", *given]
+        assert run_tool("engine", asked) == 0, capsys.readouterr().err
+        assert "the server alone; it accepted" in capsys.readouterr().out
+        path = tmp_path / "eval-server/results.json"
+        runs = {run.name: run for run in read_results(path).runs}
+        assert runs.keys() == {"plain", "K=3", "engine", SERVED}
+        for ours, theirs in zip(runs["K=3"].generations, runs["engine"].generations, strict=True):
+            assert [getattr(ours, name) for name in COUNTS] == [
+                getattr(theirs, name) for name in COUNTS
+            ]
+        assert runs[SERVED].speedup == 1.0
+        assert runs["engine"].speedup == pytest.approx(
+            runs["engine"].tokens_per_second / runs[SERVED].tokens_per_second
+        )
+        record = next((tmp_path / "eval-server/prompts").glob("*.json"))
+        before = record.stat().st_mtime_ns
+        assert run_tool("engine", asked) == 0, "a finished one is read"
+        assert record.stat().st_mtime_ns == before
+        # Another model by the same name is found before anything is measured.
+        drafting.edit = lambda ids: {**ids, "token_ids": [7] * len(ids["token_ids"])}
+        assert run_tool("engine", [*asked, "--eval.folder", "eval-other"]) == 2
+        assert "must serve models.target" in capsys.readouterr().err
+    assert run_tool("engine", [*asked, "--eval.folder", "eval-gone"]) == 1
+    assert "did not answer /v1/models" in capsys.readouterr().err
+
+
+def test_rounds_are_told_from_counts() -> None:
+    """Ten tokens: one of the prompt's forward, and rounds of 3 that accept 3, 1 and 0."""
+    rounds = rounds_of(Counter({"drafts": 3, "draft_tokens": 9, "0": 2, "1": 1, "2": 1}), 8)
+    assert [(each.drafted, each.accepted, each.emitted) for each in rounds] == [
+        (3, 0, 1),
+        (3, 1, 2),
+        (3, 3, 4),
+        (0, 0, 1),
+    ]
+    cut = rounds_of(Counter({"drafts": 2, "draft_tokens": 6, "0": 2, "1": 2, "2": 1}), 5)
+    assert [(each.accepted, each.emitted) for each in cut] == [(2, 3), (2, 2)]
+    assert len(rounds_of(Counter(), 4)) == 4
+    with pytest.raises(ConfigError, match="answer nobody else"):
+        rounds_of(Counter({"drafts": 9, "draft_tokens": 9}), 4)
