@@ -214,10 +214,8 @@ def first_eagle3(
         inputs.append(read[first - 1 : -2, : -text.hidden_size])
         outputs.append(read[first:-1, -text.hidden_size :])
         tokens.append(ids[0, first:-1])
-    embedding, norm = (
-        target.get_input_embeddings(),
-        last[-1].get_parameter("input_layernorm.weight"),
-    )
+    embedding = target.get_input_embeddings()
+    norm = last[-1].get_parameter("input_layernorm.weight")
     fc = ridge(zip(inputs, outputs, strict=True)).to(norm)
     tensors = {TOKENS: embedding.weight, "model.embed_tokens.states.weight": fc.T}
     states = [each @ fc for each in inputs]

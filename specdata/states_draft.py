@@ -69,6 +69,11 @@ class TargetStates(Config):
     model_type: str = ""
     output_bias: bool = False
 
+    @property
+    def reads_stored(self) -> bool:
+        """False of EAGLE-3's layout, which reads states as they are: stored ones have unit size."""
+        return not isinstance(self.layout, Norms)
+
     @classmethod
     def of(cls, config: Any) -> Self:
         """Of a draft's configuration, or of what its config.json holds. Raises ConfigError."""

@@ -65,8 +65,7 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
     """
     reads = states_input(draft)
     record = None if reads is None else TargetStates.of(draft.config)
-    # Those stored are of unit size, and EAGLE-3 reads them as they are.
-    taps = record.taps if record and record.layout in (None, "eagle") else None
+    taps = record.taps if record and record.reads_stored else None
     is_stored = all(row.get(TAPPED) and row.get(TAPS) == taps for row in rows)
     if reads is None or not taps or not rows or not is_stored:
         yield

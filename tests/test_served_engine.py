@@ -98,6 +98,11 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         before = record.stat().st_mtime_ns
         assert run_tool("engine", asked) == 0, "a finished one is read"
         assert record.stat().st_mtime_ns == before
+        elsewhere = ["--alone", str(path.parent), "--eval.folder", "eval-again"]
+        assert run_tool("engine", [drafting.url, *asked[3:], *elsewhere]) == 0
+        assert "x [" in capsys.readouterr().out
+        assert run_tool("engine", [*asked, "--alone", str(path.parent.parent)]) == 2
+        assert "no results at" in capsys.readouterr().err
         # Another model by the same name is found before anything is measured.
         drafting.edit = lambda ids: {**ids, "token_ids": [7] * len(ids["token_ids"])}
         assert run_tool("engine", [*asked, "--eval.folder", "eval-other"]) == 2

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import yaml
 
-from eval.measuring.intervals import Interval
 from eval.measuring.methods import SERVED
 from eval.measuring.pooled import PooledRow, medians
 from eval.measuring.results import read_results
@@ -41,33 +40,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Measure, and print the answer; returns the exit status."""
     further = given.further
-    if "--eval.folder" not in further:
+    if not any(each.split("=")[0] == "--eval.folder" for each in further):
         further = [*further, "--eval.folder", "eval-server"]
     servers = {given.name: given.url}
-    is_folder = given.alone is not None and not given.alone.startswith("http")
-    if given.alone and not is_folder:
+    alone = None
+    if given.alone and given.alone.startswith("http"):
         servers = {SERVED: given.alone, **servers}
+    elif given.alone and (alone := _rows(Path(given.alone)).get(SERVED)) is None:
+        raise ConfigError(f"{given.alone} must be an evaluation with a method named {SERVED!r}")
     for name, url in servers.items():
         method = {"name": name, "decoder": "server", "url": url, "served_model": given.model}
         further = [*further, "--method", yaml.safe_dump(method, default_flow_style=True, width=999)]
-    if status := RECIPE.run(further):
+    if (status := RECIPE.run(further)) or "--plan" in further:
         return status
     folder = eval_folder(parse(further, "", ("eval",), None).config)
     rows = _rows(folder)
-    of_alone = _rows(Path(given.alone)) if is_folder else rows
-    row, alone = rows[given.name], of_alone.get(SERVED)
+    row, alone = rows[given.name], alone or rows.get(SERVED)
     speed = row.rate("tokens_per_second")
     assert speed is not None
     said = f"{given.name}: {speed.value:.1f} tokens/s [{speed.low:.1f}, {speed.high:.1f}]"
     if alone is not None and alone is not row:
-        if [each.generations[0].prompt_id for each in alone.runs] != [
-            each.generations[0].prompt_id for each in row.runs
-        ]:
+        if _prompts(alone) != _prompts(row):
             raise ConfigError(f"{given.alone} must be of the same prompts")
-        said += f", {_times(row.over(alone, 'tokens_per_second'))} the server alone"
-    if row.method is not None and any(run.n_draft for run in row.runs):
-        accepted = sum(run.n_draft - run.n_discarded for run in row.runs)
-        drafted = sum(run.n_draft for run in row.runs)
+        ratio = row.over(alone, "tokens_per_second")
+        said += f", {ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] the server alone"
+    if drafted := sum(run.n_draft for run in row.runs):
+        accepted = drafted - sum(run.n_discarded for run in row.runs)
         said += f"; it accepted {accepted:,} of {drafted:,} drafted tokens"
     say(f"{said}\nkept in  {folder}")
     return 0
@@ -77,5 +75,5 @@ def _rows(folder: Path) -> dict[str, PooledRow]:
     return {row.name: row for row in medians(read_results(folder / RESULTS))}
 
 
-def _times(ratio: Interval) -> str:
-    return f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
+def _prompts(row: PooledRow) -> list[tuple[str, str]]:
+    return [(run.dataset, each.prompt_id) for run in row.runs for each in run.generations]
