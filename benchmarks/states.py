@@ -56,7 +56,9 @@ def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iter
         yield {**shared, "name": "states, two layers", "init": {**STATES, "layers": 2}}
         for name, taps in (("final", [layers]), ("three", [2, layers // 2, layers - 3])):
             yield {**shared, "name": f"states, taps {name}", "init": {**STATES, "taps": taps}}
-        yield {**shared, "name": "states, layout eagle3", "init": {**STATES, "layout": "eagle3"}}
+        for layout, full in (("eagle", {"vocabulary": None}), ("eagle3", {})):
+            init = {**STATES, "layout": layout, **full}
+            yield {**shared, "name": f"states, layout {layout}", "init": init}
         yield {**shared, "name": "states, least squares alone", "train": {"epochs": 0}}
         yield {**shared, "name": "states, from random weights", "random": True}
         for name, init in (("plain", PLAIN), ("states", STATES)):
@@ -82,7 +84,7 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
         draft=None,
         rollouts=train,
         out=work / "initial",
-        config=InitConfig(**row["init"], vocabulary=given.vocabulary),
+        config=InitConfig(**{"vocabulary": given.vocabulary, **row["init"]}),
         seed=row["seed"],
         states_dtype=dtype,
     )
