@@ -99,7 +99,7 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
         train=train,
         dev=dev.select([0]),  # measured below, off the clock
         out=work / "draft",
-        config=DistilConfig(**config, warp="raw", keep="last", eval_steps=10**9, report_to=[]),
+        config=DistilConfig(**config, warp="raw", keep="last", eval_steps=2**24, report_to=[]),
         sampling=sampling,
         seed=row["seed"],
         teacher_load=Loading(dtype=dtype),
