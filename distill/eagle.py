@@ -472,7 +472,9 @@ def write_eagle(
         config = {**layer, "architectures": ["LlamaForCausalLM"]}
     elif layout == "eagle":
         layer["architectures"] = ["LlamaForCausalLMEagle3"]
+        # Where vLLM and SGLang look for them, then where llama.cpp's converter does.
         config = {**layer, **size, **norms, "eagle_config": {**ids, "use_aux_hidden_state": True}}
+        config |= ids
     else:
         proposal = {"proposal_type": "greedy", "speculative_tokens": DRAFTED}
         config = {

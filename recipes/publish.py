@@ -141,6 +141,8 @@ class Release(Stage):
         if head := head_in_use(config):
             trained, draws = stage_record(head_folder(config))["results"], config.labels.draws
             tokens = f"{draws} drafted token{'' if draws == 1 else 's'}"
+            if config.labels.greedy:
+                tokens = "the draft's likeliest token, accepted with p as in vLLM,"
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
             about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])

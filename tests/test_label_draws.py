@@ -72,6 +72,21 @@ def test_the_drafts_own_numbers_are_those_of_its_distribution(sampling: Sampling
     assert (one_hot == 100) == (sampling.temperature == 0)
 
 
+def test_a_greedy_label_is_the_likeliest_token_and_the_targets_chance_of_it(tmp_path: Path) -> None:
+    target, draft = tiny_llama(0, vocab=V), tiny_llama(1, vocab=V)
+    for row in label(tmp_path, "greedy", LabelsConfig(greedy=True, draws=3)):
+        ids, first = [*row["prompt_ids"], *row["completion_ids"]], len(row["prompt_ids"]) - 1
+        with torch.inference_mode():
+            p, q = (
+                model(input_ids=torch.tensor([ids])).logits[0, first:-1].softmax(-1)
+                for model in (target, draft)
+            )
+        assert row["draft_ids"] == q.argmax(-1).tolist()
+        chances = p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1)
+        assert row["accept_prob"] == pytest.approx(chances.tolist(), abs=1e-5)
+        assert row["log_q"] == pytest.approx(q.amax(-1).log().tolist(), abs=1e-5)
+
+
 def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: Path) -> None:
     one = label(tmp_path, "one", LabelsConfig(shard_size=4))
     assert not {*MORE_DRAWS.names} & one[0].keys()

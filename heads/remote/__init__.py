@@ -1,9 +1,10 @@
 """Code that published folders carry, for users who have transformers and not this project.
 
 `modeling_acceptance_head.py` and `modeling_immediate_head.py` are the heads of each kind as
-transformers models, and `generate.py` is speculative decoding with block verification and the
-heads' stopping rule. Each is one file that imports torch and transformers only, so each repeats
-what is written elsewhere in this project, and `tests/test_published_code.py` keeps them equal.
+transformers models, `generate.py` is speculative decoding with block verification and the heads'
+stopping rule, and `vllm_proposer.py` asks a head inside vLLM, by what is in `generate.py`. They
+import torch and transformers only, so they repeat what is written elsewhere in this project, and
+`tests/test_published_code.py` keeps them equal.
 Nothing here imports them: they are copied.
 """
 
@@ -32,9 +33,9 @@ def auto_config(kind: str) -> dict[str, Any]:
 
 
 def write_modeling(folder: Path, kind: str) -> None:
-    """Write what `AutoModel.from_pretrained(folder, trust_remote_code=True)` runs."""
-    name = f"{MODELING[kind][0]}.py"
-    write_text(folder / name, _source(name))
+    """Write what `AutoModel.from_pretrained(folder, trust_remote_code=True)` and vLLM run."""
+    for name in (f"{MODELING[kind][0]}.py", "vllm_proposer.py"):
+        write_text(folder / name, _source(name))
 
 
 def write_custom_generate(folder: Path) -> None:

@@ -15,7 +15,12 @@ class LabelsConfig(Config):
         default=1,
         ge=1,
         description="draft tokens labelled a position of the training rollouts, from one pass of "
-        "each model; at temperature 0 all are equal, and there is one",
+        "each model; with greedy and at temperature 0 all are equal, and there is one",
+    )
+    greedy: bool = Field(
+        default=False,
+        description="label the draft's likeliest token, which is accepted with p: what an engine "
+        "drafts that does not ask for the draft's distribution (vLLM's custom_class)",
     )
     cache: str | None = Field(
         default=None,

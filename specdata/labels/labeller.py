@@ -41,6 +41,7 @@ class Labeller:
         seed: the run's seed.
         tokens_at_once: tokens of one forward; a longer row goes by itself.
         draws: S, how many Y a position of the rows of split "train"; others have one.
+        greedy: whether Y is the likeliest token instead, which is accepted with probability p(Y).
     """
 
     source: Source
@@ -49,6 +50,7 @@ class Labeller:
     seed: int
     tokens_at_once: int
     draws: int = 1
+    greedy: bool = False
 
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
         """Label the rows; one with undecided positions in parts, without these.
@@ -68,7 +70,7 @@ class Labeller:
                 logits = to_vocabulary(self.draft.logits(states[chunk]), self.source.vocabulary)
                 q = probabilities(logits, self.sampling)
                 p, _, decided = p_at(chunk, q)
-                return {**_compare(p, q, uniforms[chunk]), DECIDED: decided}
+                return {**_compare(p, q, uniforms[chunk], greedy=self.greedy), DECIDED: decided}
 
             return at
 
@@ -112,11 +114,13 @@ def _decided_parts(row: Rollout, columns: dict[str, Tensor]) -> list[Label]:
     return parts
 
 
-def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
+def _compare(p: Tensor, q: Tensor, uniforms: Tensor, *, greedy: bool) -> dict[str, Tensor]:
     """Columns to store of p and q, (C, V), for the tokens that the uniforms (C, S) draw from q."""
     drafted = inverse_cdfs(q, uniforms).clamp(min=0)  # where there is none, log q is NaN
+    if greedy:
+        drafted = q.argmax(dim=-1, keepdim=True)
     p_at, q_at = p.gather(-1, drafted), q.gather(-1, drafted)
-    accept = accept_probability(p_at, q_at)
+    accept = p_at.clamp(max=1.0) if greedy else accept_probability(p_at, q_at)
     more = (
         {"more_draft_ids": drafted[:, 1:], "more_accept_prob": accept[:, 1:]}
         if uniforms.shape[-1] > 1

@@ -76,9 +76,10 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     else:
         heads = [find_lm_head(target), q]
         source = ModelSource(heads[0], sampling)
-    # At temperature 0 every draw is the most probable token.
-    draws = 1 if sampling.temperature == 0 else config.draws
-    label = Labeller(source, q, sampling, seed, tokens_at_once(*heads), draws)
+    # At temperature 0 every draw is the most probable token, too.
+    draws = 1 if config.greedy or sampling.temperature == 0 else config.draws
+    at_once = tokens_at_once(*heads)
+    label = Labeller(source, q, sampling, seed, at_once, draws, config.greedy)
 
     def shard(start: int) -> list[Label]:
         stop = min(start + config.shard_size, len(rollouts))
@@ -89,6 +90,7 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         "seed": seed,
         "vocabulary": source.vocabulary,
         "draws": draws,
+        "greedy": config.greedy,
     }
     with prepacked(*(head.model for head in heads)):
         return fill_dataset(

@@ -73,13 +73,18 @@ class VllmBackend:
             "stop_token_ids": sorted(self.ends),
             "add_special_tokens": False,
             "return_token_ids": True,
+            # llama-server's names, which vLLM reads over.
+            "samplers": ["temperature", "top_k", "top_p"],
+            "return_tokens": True,
+            "verbose": True,
         }
-        choice = self.client.ask(Completions, "POST", "/v1/completions", body).choices[0]
-        ids, read = choice.token_ids, choice.prompt_token_ids
+        answer = self.client.ask(Completions, "POST", "/v1/completions", body)
+        choice, ids = answer.choices[0], answer.ids
+        read = choice.prompt_token_ids
         if not ids:
             raise ConfigError(
-                f"{self.client} returned no token ids: it must know "
-                "return_token_ids (vLLM 0.10.2 or newer)"
+                f"{self.client} returned no token ids: it must know return_token_ids (vLLM "
+                "0.10.2 or newer) or return_tokens (llama-server)"
             )
         if foreign := [token for token in ids if not 0 <= token < self.vocabulary]:
             raise ConfigError(

@@ -1,0 +1,307 @@
+"""What engines make of our files: vLLM and llama.cpp, with the pair of `make demo`.
+
+VLLM is a Python with vLLM, LLAMA_SERVER a llama-server built in llama.cpp's tree (`make
+test-engines`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+
+from benchmarks.engines import started, vllm
+from distill.config import InitConfig
+from distill.eagle import write_eagle
+from distill.initial import make_initial
+from eval.decode_config import DecodeConfig
+from eval.decoder import SpeculativeDecoder
+from eval.measuring.served import ServedEngine
+from recipes.command import run_tool
+from recipes.config import TOY
+from specdata.models import end_ids, load_model, load_tokenizer
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import load_prompts
+from specdata.rollouts.backend import Request
+from specdata.rollouts.vllm import VllmBackend
+from specdata.sampling import SamplingConfig
+from specdata.server.client import ServerClient
+from specdata.server.config import ServerConfig
+from specdata.storage.dataset import load_stored, of_split
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "runs/toy"
+TARGET = DEMO / "pair/target"
+VLLM, LLAMA = os.environ.get("VLLM", ""), os.environ.get("LLAMA_SERVER", "")
+SETS, SPLITS = ("instruct", "maths", "code"), {"train": 80, "dev": 16, "test": 4}
+LONGEST = 64
+
+CONVERTER = "convert_hf_to_gguf.py"
+CONVERT = f"""
+import runpy, sys
+tree, *arguments = sys.argv[1:]
+sys.path[:0] = [tree, f"{{tree}}/gguf-py"]
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda *_: "gpt-2"  # ids come and go, so any will do
+sys.argv = ["convert", *arguments]
+runpy.run_path(f"{{tree}}/{CONVERTER}", run_name="__main__")
+"""
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not VLLM, reason="VLLM names no Python with vLLM: make test-engines"),
+]
+needs_llama = pytest.mark.skipif(not LLAMA, reason="LLAMA_SERVER names no llama-server")
+
+
+def serve(log: Path, speculative: dict[str, Any] | None = None, **environment: str) -> Any:
+    """vLLM on the CPU with the demo's target, in float32."""
+    return vllm(VLLM, str(TARGET), log, speculative, **environment)
+
+
+@contextmanager
+def llama(folder: Path, draft: Path, kind: str, length: int) -> Iterator[str]:
+    """llama-server with the demo's target and a draft, of files that its own converter makes."""
+    tree = next(each for each in Path(LLAMA).absolute().parents if (each / CONVERTER).exists())
+    for path, name in ((TARGET, "target"), (draft, "draft")):
+        command = [VLLM, "-c", CONVERT, str(tree), str(path), "--outtype", "f32"]
+        command += ["--outfile", str(folder / f"{name}.gguf"), "--target-model-dir", str(TARGET)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    command = [LLAMA, "--model", str(folder / "target.gguf"), "--port", "{port}", "--parallel", "1"]
+    command += ["--alias", "target", "--spec-draft-model", str(folder / "draft.gguf")]
+    command += ["--spec-type", kind, "--spec-draft-n-max", str(length), "--threads", "2"]
+    command += ["--spec-draft-p-min", "0", "--ctx-size", "512"]
+    with started(command, folder / "log") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return load_model(str(TARGET))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """The 24 that `make demo` measures."""
+    sets = [PromptSet(name, split="test", count=8) for name in SETS]
+    loaded = load_prompts(sets, load_tokenizer(str(TARGET)), seed=0, max_tokens=192)
+    return [prompt.ids for prompt in loaded.prompts]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """vLLM without a draft."""
+    with serve(tmp_path_factory.mktemp("alone") / "log") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Name -> a draft as it decodes here, and as engines load it."""
+    folder = tmp_path_factory.mktemp("drafts")
+    made = {"plain": (DEMO / "draft/model", DEMO / "release/draft")}
+    rollouts = of_split(load_stored(DEMO / "rollouts"), "train", DEMO / "rollouts")
+    for name, settings in {
+        "eagle": {"layout": "eagle"},
+        "eagle3": {"layout": "eagle3"},
+        "eagle3 of 200 tokens": {"layout": "eagle3", "vocabulary": 200},
+    }.items():
+        ours, theirs = folder / name, folder / f"{name} exported"
+        config = InitConfig(kind="states", layers=1, **settings)
+        make_initial(
+            target=str(TARGET), draft=None, rollouts=rollouts, out=ours, config=config, seed=0
+        )
+        write_eagle(ours, theirs, "eagle")
+        made[name] = (ours, theirs)
+    run = folder / "run"  # of 200 tokens, with a head for what vLLM drafts
+    given = ["--config", str(TOY), "--toy", "null", "--labels.greedy", "true", "--output", str(run)]
+    given += ["--models.target", str(TARGET), "--models.draft", "null", "--eval.verifiers", "0"]
+    given += ["--draft.init", "{kind: target, layers: 2, vocabulary: 200, align: true}"]
+    each = [
+        {"name": name, "split": split, "count": count}
+        for name in SETS
+        for split, count in SPLITS.items()
+    ]
+    given += ["--draft.epochs", "1", "--rollouts.sets", json.dumps(each)]
+    given += ["--eval.sets", "[{name: maths, count: 1}]"]
+    methods = ["{name: plain, decoder: plain}", "{name: K=4, length: 4}"]
+    methods += ["{name: head, stop: head, threshold: 0.6}"]
+    given += ["--eval.methods", f"[{', '.join(methods)}]"]
+    pipeline = [sys.executable, "-m", "recipes.command", "pipeline", *given]
+    subprocess.run(pipeline, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    made["plain of 200 tokens"] = (run / "draft/model", run / "release/draft")
+    made["head"] = (run / "head/model", run / "release/head")
+    return made
+
+
+@contextmanager
+def asking(url: str, target: Any) -> Iterator[VllmBackend]:
+    """Asks a server for greedy texts."""
+    with closing(ServerClient(ServerConfig(url=url, model="target"), "test")) as client:
+        yield VllmBackend(
+            client=client,
+            model="target",
+            sampling=SamplingConfig(0.0),
+            max_new_tokens=LONGEST,
+            ends=frozenset(end_ids(target.generation_config)),
+            vocabulary=target.config.vocab_size,
+            seed=0,
+        )
+
+
+def by_position(rounds: Any) -> Counter[str | int]:
+    """Rounds that draft, and tokens accepted at each place."""
+    counted: Counter[str | int] = Counter()
+    for each in rounds:
+        counted["rounds"] += each.drafted > 0
+        counted.update(range(each.accepted))
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "length"),
+    [
+        ("plain", "draft_model", 4),
+        ("plain of 200 tokens", "draft_model", 2),
+        ("eagle", "eagle", 3),
+        ("eagle3", "eagle3", 4),
+        ("eagle3 of 200 tokens", "eagle3", 2),
+    ],
+)
+def test_vllm_accepts_what_our_decoder_counts(
+    name: str,
+    method: str,
+    length: int,
+    target: Any,
+    prompts: list[list[int]],
+    drafts: dict[str, tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    ours, theirs = drafts[name]
+    config = DecodeConfig(length=length, temperature=0.0)
+    decoder = SpeculativeDecoder.from_config(target, load_model(str(ours)), config)
+    found: Counter[str | int] = Counter()
+    counted: Counter[str | int] = Counter()
+    speculative = {"method": method, "model": str(theirs), "num_speculative_tokens": length}
+    with serve(tmp_path / "log", speculative) as url, asking(url, target) as backend:
+        engine = ServedEngine(backend)
+        for number, ids in enumerate(prompts):
+            served = engine.generate(ids, str(number))
+            # The forward of the prompt gives vLLM a token and drafts nothing, as ours does with
+            # a draft on the target's states; a plain draft drafts at once here.
+            read = ids if name.startswith("eagle") else [*ids, int(served.tokens[0])]
+            left = LONGEST - (len(read) - len(ids))
+            here = decoder.generate(
+                torch.tensor(read), max_new_tokens=left, generator=torch.Generator()
+            )
+            assert [*read, *here.tokens.tolist()] == [*ids, *served.tokens.tolist()], number
+            found += by_position(served.rounds)
+            counted += by_position(here.rounds)
+    assert found == counted
+
+
+@needs_llama
+@pytest.mark.parametrize(
+    ("name", "kind", "length"), [("plain", "draft-simple", 4), ("eagle3", "draft-eagle3", 3)]
+)
+def test_llama_server_accepts_what_our_decoder_counts(
+    name: str,
+    kind: str,
+    length: int,
+    target: Any,
+    prompts: list[list[int]],
+    drafts: dict[str, tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    ours, theirs = drafts[name]
+    config = DecodeConfig(length=length, temperature=0.0)
+    decoder = SpeculativeDecoder.from_config(target, load_model(str(ours)), config)
+    found: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
+    with llama(tmp_path, theirs, kind, length) as url, asking(url, target) as backend:
+        for number, ids in enumerate(prompts):
+            [served] = backend.complete([Request(ids, (str(number),))])
+            read = ids if name.startswith("eagle") else [*ids, served.ids[0]]
+            here = decoder.generate(
+                torch.tensor(read),
+                max_new_tokens=LONGEST - (len(read) - len(ids)),
+                generator=torch.Generator(),
+            )
+            assert [*read, *here.tokens.tolist()] == [*ids, *served.ids], number
+            body = {"prompt": ids, "n_predict": len(served.ids), "temperature": 0}
+            timings = httpx2.post(f"{url}/completion", json=body, timeout=60).json()["timings"]
+            found += Counter(drafted=timings["draft_n"], accepted=timings["draft_n_accepted"])
+            drafted = [each for each in here.rounds if each.drafted]
+            counted["drafted"] += sum(each.drafted for each in drafted)
+            counted["accepted"] += sum(each.accepted for each in drafted)
+    assert found == counted
+
+
+def test_a_head_ends_drafts_inside_vllm(
+    alone: str,
+    target: Any,
+    prompts: list[list[int]],
+    drafts: dict[str, tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    folder, length = drafts["head"][1], 8
+    speculative = {"method": "custom_class", "model": "vllm_proposer.HeadProposer"}
+    speculative["num_speculative_tokens"] = length
+    environment = {"PYTHONPATH": str(folder), "THRESHOLD": "0.5"}
+    environment["DRAFT"] = str(drafts["plain of 200 tokens"][1])
+    requests = [Request(ids, ("rollout", str(number))) for number, ids in enumerate(prompts)]
+    with (
+        asking(alone, target) as expected,
+        serve(tmp_path / "log", speculative, **environment) as url,
+        asking(url, target) as backend,
+    ):
+        engine = ServedEngine(backend)
+        rounds = [each for ids in prompts for each in engine.generate(ids, "").rounds]
+        for one, other in zip(backend.complete(requests), expected.complete(requests), strict=True):
+            assert one.ids == other.ids  # several at once
+        given = ["--server", url, "--model", "target", "--target", str(TARGET), "--count", "8"]
+        given += ["--texts", "64", "--out", str(tmp_path / "certificate")]
+        assert run_tool("certify", given) == 0
+    lengths = {each.drafted for each in rounds if each.drafted}
+    assert len(lengths) > 2, lengths
+    assert max(lengths) <= length
+
+
+def test_rollouts_and_labels_through_vllm_are_those_of_the_local_target(
+    alone: str, tmp_path: Path
+) -> None:
+    given = ["--config", str(TOY), "--toy", "null", "--models.target", str(TARGET)]
+    given += ["--models.draft", str(DEMO / "draft/model"), "--draft", "null"]
+    sets = "[{name: maths, split: train, count: 24}, {name: maths, split: dev, count: 8}]"
+    given += ["--rollouts.sets", sets, "--sampling.top_k", "16", "--head.epochs", "1"]
+    served = json.dumps({"url": alone, "model": "target"})
+    remote = [*given, "--output", str(tmp_path), "--rollouts.backend", "vllm"]
+    remote += ["--rollouts.vllm", served, "--logits.backend", "vllm", "--logits.server", served]
+    remote += ["--logits.top_logits", "16", "--rollouts.store_states", "false"]
+    here = tmp_path / "here"
+    for stage, options in (
+        ("make_rollouts", remote),
+        ("make_logits", remote),
+        ("train_head", [*remote, "--labels.cache", str(tmp_path / "logits")]),
+        ("train_head", [*given, "--output", str(here)]),
+    ):
+        if options[-1] == str(here):
+            shutil.copytree(tmp_path / "rollouts", here / "rollouts")
+        command = [sys.executable, f"recipes/{stage}.py", *options]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    ours, theirs = (load_stored(folder / "labels").to_list() for folder in (here, tmp_path))
+    assert ours
+    assert [row["draft_ids"] for row in ours] == [row["draft_ids"] for row in theirs]
+    for local, remote_row in zip(ours, theirs, strict=True):
+        assert remote_row["accept_prob"] == pytest.approx(local["accept_prob"], abs=1e-4)
