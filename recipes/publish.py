@@ -7,6 +7,7 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -202,7 +203,7 @@ class Release(Stage):
 
 
 def _serve(config: PipelineConfig, draft: str) -> list[Step]:
-    """Serve with vLLM at its own draft length, which no evaluation here measures.
+    """Serve with vLLM, at a draft length N that is to be measured there.
 
     Nothing if the models' output sizes are known and differ, because vLLM refuses such a pair.
     """
@@ -215,8 +216,8 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     }
     if len(sizes - {None}) > 1:
         return []
-    why = "# the number of tokens is that of its own example: in vLLM none was measured"
-    return [Step("serve", f"{serving_lines(draft, target)['vLLM']}  {why}")]
+    line = re.sub(r'("num_speculative_tokens": )\d+', r"\1N", serving_lines(draft, target)["vLLM"])
+    return [Step("serve", f"{line}  # which N pays in vLLM, draftsmith engine measures")]
 
 
 def _results(config: PipelineConfig) -> Results:

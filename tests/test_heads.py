@@ -98,6 +98,7 @@ def test_a_saved_head_loads_offline_with_equal_outputs_and_all_its_settings(
         "custom_generate",
         "model.safetensors",
         "modeling_acceptance_head.py",
+        "vllm_proposer.py",
     }
     assert capsys.readouterr() == ("", "")
     loaded.save_pretrained(tmp_path / "again")

@@ -5,10 +5,10 @@ draftsmith certify --server URL --target T [--draft D] [--temperature 0.7] [--pr
 
 Of a finished evaluation each way of decoding is enumerated, sampled and run greedily. Writes
 certificate.json into the evaluation's folder; publish puts its sentence on the cards. Of a served
-engine (vLLM 0.10.2 or newer, or what answers /v1/completions with token ids as it does) greedy and
-sampled texts are judged by the target, in this process, and kept in --out. Exit status: 0 if all
-that is lossless is exact, 1 if something is not, 2 for unusable input. Killed and run again, it
-goes on after the last method or text that it finished.
+engine (vLLM 0.10.2 or newer, llama-server, or what answers /v1/completions with token ids as they
+do) greedy and sampled texts are judged by the target, in this process, and kept in --out. Exit
+status: 0 if all that is lossless is exact, 1 if something is not, 2 for unusable input. Killed and
+run again, it goes on after the last method or text that it finished.
 """
 
 from __future__ import annotations

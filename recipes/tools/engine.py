@@ -2,8 +2,8 @@
 
     draftsmith engine URL --alone URL2 --config CONFIG [--name "vLLM K=4"] [--model SERVED_NAME]
 
-URL is a server of models.target that drafts, URL2 one that does not (vLLM 0.10.2 or newer, or what
-answers /v1/completions with token ids as it does). Both are asked for the same prompts as the run's
+URL is a server of models.target that drafts, URL2 one that does not (vLLM 0.10.2 or newer,
+llama-server, or what answers /v1/completions with token ids as they do). Both are asked for the same prompts as the run's
 evaluation, one at a time and in turns, beside plain decoding here and whatever --method adds. It is
 an evaluation as any other, kept in OUTPUT/eval-server: results.json, report.html, and resumed. What
 the server counts in /metrics gives acceptance by position. With one server at a time: measure it
