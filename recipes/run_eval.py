@@ -286,12 +286,14 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
     """The run's head judged by its labels and its evaluation; None if no method asks it."""
     if (head := _head_asked(config)) is None:
         return None
-    from specdata.labels.make import load_labels, sampling_of
+    from specdata.labels.make import are_greedy, load_labels, sampling_of
     from specdata.models import load_model
 
     where = folder(config, "labels")
     if sampling_of(where) != config.sampling:
         return not_measured("the labels were made under another sampler than the evaluation's")
+    if are_greedy(where):
+        return not_measured("the labels are of likeliest tokens, and the evaluation draws its own")
     models = config.models
     name, load = draft_in_use(config), models.loading("draft")
     draft = load_model(name, load=load, target=models.target)
@@ -375,20 +377,20 @@ def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[
     if path.is_file():
         return read_record(path, (), f"remove {path} and run the same command again")
     from eval.analysis.traces import acceptance_traces
-    from specdata.labels.make import load_labels
+    from specdata.labels.make import are_greedy, load_labels
     from specdata.storage.dataset import of_split
 
-    values, rows = {}, 0
-    if config.head:
+    values, rows, where = {}, 0, folder(config, "labels")
+    if config.head and not are_greedy(where):
         # Not on the rollouts that the draft was distilled on: there it is accepted more often.
-        where = folder(config, "labels")
         labels = of_split(load_labels(where, config.sampling), "dev", where)
         traces = acceptance_traces(labels, draft=draft, sampling=config.sampling)
         rules = [method.stop for method in config.eval.methods]
         values, rows = fit_rules(rules, traces.tokens, traces.accept), len(labels)
         say(f"  {', '.join(values)} of stopping rules fitted on {rows} labelled rollouts")
     else:
-        say("  this run has no labels (no head section): stopping rules keep their first guesses")
+        why = "labels of drawn tokens" if config.head else "labels (no head section)"
+        say(f"  this run has no {why}: stopping rules keep their first guesses")
     fitted = {**values, "rows": rows}
     write_json(path, fitted)
     return fitted

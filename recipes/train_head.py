@@ -63,7 +63,8 @@ class Labels(Stage):
     def size(self) -> str:
         """As many rows as rollouts."""
         labels = self.config.labels
-        further = (labels.draws - 1) * (self.config.sampling.temperature > 0)
+        is_drawn = self.config.sampling.temperature > 0 and not labels.greedy
+        further = (labels.draws - 1) * is_drawn
         # An id, a drafted id and eight numbers.
         return rows_size(self.config, 40 + PAIR * further)
 

@@ -14,7 +14,7 @@ import torch
 
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
-from specdata.labels.make import make_labels
+from specdata.labels.make import are_greedy, make_labels
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.manifest import read_manifest
@@ -85,6 +85,7 @@ def test_a_greedy_label_is_the_likeliest_token_and_the_targets_chance_of_it(tmp_
         chances = p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1)
         assert row["accept_prob"] == pytest.approx(chances.tolist(), abs=1e-5)
         assert row["log_q"] == pytest.approx(q.amax(-1).log().tolist(), abs=1e-5)
+    assert are_greedy(tmp_path / "greedy")
 
 
 def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: Path) -> None:

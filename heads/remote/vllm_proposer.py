@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,20 +45,20 @@ class HeadProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        if "DRAFT" not in os.environ:
-            raise ValueError("set DRAFT to the draft's folder, and THRESHOLD to the head's")
-        self.threshold = float(os.environ.get("THRESHOLD", "0.7"))
+        where, threshold = os.environ.get("DRAFT", ""), os.environ.get("THRESHOLD", "0.7")
+        if not Path(where, "config.json").is_file():
+            raise ValueError(f"DRAFT must be the draft's folder, got {where!r}")
+        if not re.fullmatch(r"0?\.\d+|[01](\.0*)?", threshold):
+            raise ValueError(f"THRESHOLD must be a probability, such as 0.7, got {threshold!r}")
+        self.threshold = float(threshold)
         self.longest = vllm_config.speculative_config.num_speculative_tokens
-        self.most = vllm_config.model_config.max_model_len
         self.vocabulary = vllm_config.model_config.get_vocab_size()
         folder = Path(__file__).parent
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         module, name = settings["auto_map"]["AutoModel"].split(".")
         kind = getattr(importlib.import_module(module), name)
         self.head = kind.from_pretrained(folder, trust_remote_code=False).float().eval()
-        draft = AutoModelForCausalLM.from_pretrained(
-            os.environ["DRAFT"], dtype="auto", trust_remote_code=False
-        )
+        draft = AutoModelForCausalLM.from_pretrained(where, dtype="auto", trust_remote_code=False)
         self.draft = draft.to(vllm_config.device_config.device).eval()
         self.acceptance = _PrefixAcceptance(self.head, self.draft)
         ends = draft.generation_config.eos_token_id
@@ -71,12 +72,15 @@ class HeadProposer:
         if asked["top_p"] < 1.0:
             warpers.append(TopPLogitsWarper(asked["top_p"]))
         self.distributions = _distributions(warpers, not greedy)
-        self.read: list[tuple[np.ndarray[Any, Any], _CachedModel]] = []
+        # Of each request under way its text, without what was drafted after it, and the cache.
+        self.read: list[tuple[np.ndarray[Any, Any], list[int], _CachedModel]] = []
+        self.most = vllm_config.model_config.max_model_len - 1
+        self._draft(np.zeros(1, dtype=np.int64), 2, [])  # a head of another draft is refused now
+        self.most = min(self.most, self.read.pop()[2].positions + 1)
 
     def load_model(self, *_: Any) -> None:
         """Nothing is left to load."""
 
-    @torch.inference_mode()
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],
@@ -99,21 +103,29 @@ class HeadProposer:
         drafted: list[list[int]] = []
         for row, given in enumerate(sampled_token_ids):
             text = np.array(token_ids_cpu[row, : num_tokens_no_spec[row]])
-            room = min(self.longest, self.most - 1 - len(text))
+            room = min(self.longest, self.most - len(text))
             drafted.append(self._draft(text, room, former) if given and room > 0 else [])
         return drafted
 
+    @torch.inference_mode()
     def _draft(
         self,
         text: np.ndarray[Any, Any],
         room: int,
-        former: list[tuple[np.ndarray[Any, Any], _CachedModel]],
+        former: list[tuple[np.ndarray[Any, Any], list[int], _CachedModel]],
     ) -> list[int]:
-        """Requests come without names: whichever cache has read most of this text goes on."""
-        common = [_common(text, read) for read, _ in former]
-        if common and (best := max(common)):
-            _, model = former.pop(common.index(best))
-            model.crop(min(best, len(text) - 1))
+        """Requests come without names: the longest text that this one continues is this one's."""
+        sizes = [
+            len(other) * (len(other) < len(text) and np.array_equal(other, text[: len(other)]))
+            for other, _, _ in former
+        ]
+        if best := max(sizes, default=0):
+            _, drafted, model = former.pop(sizes.index(best))
+            for token, given in zip(drafted, text[best:-1].tolist(), strict=False):
+                if token != given:
+                    break
+                best += 1
+            model.crop(best)
         else:
             model = _CachedModel(self.draft, self.vocabulary, with_state=True)
         tokens: list[int] = []
@@ -127,12 +139,5 @@ class HeadProposer:
                 break
             if 1.0 - self.acceptance.after(unread[0], distribution, model.state) > self.threshold:
                 break
-        self.read.append((np.append(text, tokens[:-1]), model))
+        self.read.append((text, tokens, model))
         return tokens
-
-
-def _common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> int:
-    """How many first tokens two texts share."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size

@@ -3,12 +3,12 @@
     draftsmith engine URL --alone URL2 --config CONFIG [--name "vLLM K=4"] [--model SERVED_NAME]
 
 URL is a server of models.target that drafts, URL2 one that does not (vLLM 0.10.2 or newer,
-llama-server, or what answers /v1/completions with token ids as they do). Both are asked for the same prompts as the run's
-evaluation, one at a time and in turns, beside plain decoding here and whatever --method adds. It is
-an evaluation as any other, kept in OUTPUT/eval-server: results.json, report.html, and resumed. What
-the server counts in /metrics gives acceptance by position. With one server at a time: measure it
-without its draft as --name "server alone" in another --eval.folder, and give that folder (under
-OUTPUT) as --alone.
+llama-server, or what answers /v1/completions with token ids as they do). Both are asked for the
+same prompts as the run's evaluation, one at a time and in turns, beside plain decoding here and
+whatever --method adds. It is an evaluation as any other, kept in OUTPUT/eval-server: results.json,
+report.html, and resumed. What vLLM counts in /metrics gives acceptance by position. With one server
+at a time: measure it without its draft as --name "server alone" in another --eval.folder, and give
+that folder (under OUTPUT) as --alone.
 """
 
 from __future__ import annotations

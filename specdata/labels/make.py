@@ -111,6 +111,12 @@ def sampling_of(folder: Path) -> SamplingConfig:
     return SamplingConfig(**stored)
 
 
+def are_greedy(folder: Path) -> bool:
+    """Whether labels are of likeliest tokens where the draft's tokens are drawn."""
+    settings = read_manifest(folder)["settings"]
+    return bool(settings["greedy"]) and settings["sampling"]["temperature"] > 0
+
+
 def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
     """Read labels that were made under this sampler.
 

@@ -103,7 +103,7 @@ class VllmBackend:
                 f"{self.client} ended a completion after {len(ids)} tokens (finish_reason "
                 f"{choice.finish_reason!r}): it must end at its first end token "
                 f"({sorted(self.ends)}), else at max_new_tokens {self.max_new_tokens}. Serve the "
-                "target with its own generation_config.json and a max_model_len that holds the "
-                "prompts"
+                "target with its own generation_config.json (llama-server: end tokens of the GGUF "
+                "file) and a context that holds the prompts"
             )
         return Completion(ids, "eos" if ended else "length")
