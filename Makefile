@@ -96,6 +96,7 @@ $(ENGINES)/installed: $(INSTALLED) tests/vllm_cpu_expand.py
 SERVED := runs/$(MODEL)-served
 PASSES_eagle3 := 0.9
 PASSES_eagle := 0.1
+PASSES_plain := 0.4
 INIT_eagle3 := {kind: states, layers: 1, layout: eagle3, vocabulary: 8192}
 INIT_eagle := {kind: states, layers: 1, layout: eagle}
 # $(1): a layout. The rollouts are those of `make real`.
@@ -110,7 +111,7 @@ SERVE = $(foreach k,$(4),--serve '$(1) K=$(k)={"method": "$(2)", "model": "$(3)"
 ASKED = $(comma) "env": {"PYTHONPATH": "$(CURDIR)/$(PLAIN)/release/head"$(comma) "DRAFT": "$(CURDIR)/$(PLAIN)/release/draft"$(comma) "THRESHOLD": "0.5"}
 # $(1): options of a temperature, $(2): how vLLM draws drafts.
 ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python $(REAL) $(1) --output $(SERVED) --draft null --head null --models.draft $(PLAIN)/release/draft \
-	--eval.methods '[{name: plain, decoder: plain}]' --eval.verifiers 0 \
+	--eval.methods '[{name: plain, decoder: plain}]' --eval.verifiers 0 --eval.max_new_tokens 48 \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: test, count: 8},)]' \
 	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,1 2 3,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
 	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,2 3,$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))
@@ -119,6 +120,7 @@ real-engines: recipes/configs/$(MODEL)-plain.yaml $(ENGINES)/installed
 	@$(call EAGLE,eagle)
 	@mkdir -p $(PLAIN) && ln -sfn ../../$(MODEL)/rollouts $(PLAIN)/rollouts && \
 		$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/$(MODEL)-plain.yaml $(REAL_DTYPE) $(subst --draft.epochs 2,,$(REAL_DRAFT)) --output $(PLAIN) \
+		--draft.epochs $(PASSES_plain) --draft.held_out_share 0.1 \
 		--labels.greedy true --head '{kind: immediate, epochs: 6}' --eval.sets '[{name: chat-maths, count: 2}]' \
 		--eval.methods '[{name: plain, decoder: plain}, {name: K=2, length: 2}, {name: head, stop: head, threshold: 0.5}]'
 	@$(call ENGINES_AT,--eval.folder eval-engines)
