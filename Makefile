@@ -113,7 +113,7 @@ ASKED = $(comma) "env": {"PYTHONPATH": "$(CURDIR)/$(PLAIN)/release/head"$(comma)
 ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python $(REAL) $(1) --output $(SERVED) --draft null --head null --models.draft $(PLAIN)/release/draft \
 	--eval.methods '[{name: plain, decoder: plain}]' --eval.verifiers 0 --eval.max_new_tokens 48 \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: test, count: 8},)]' \
-	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,1 2 3,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
+	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,2,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
 	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,2 3,$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))
 real-engines: recipes/configs/$(MODEL)-plain.yaml $(ENGINES)/installed
 	@$(call EAGLE,eagle3)
