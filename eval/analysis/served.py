@@ -10,7 +10,7 @@ lesser of two: of the cells, and of the mean place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -87,7 +87,6 @@ def certify_server(
     texts: int,
     max_new_tokens: int,
     seed: int,
-    report: Callable[[int], object] = lambda done: None,
 ) -> CertifiedServer:
     """Certify an engine that is asked for completions.
 
@@ -101,7 +100,6 @@ def certify_server(
         texts: how many others, prompts taken in turn.
         max_new_tokens: longest text.
         seed: of the requests.
-        report: called with the number of texts that were judged.
     """
     requests = [Request(each.tolist(), ("greedy", n)) for n, each in enumerate(prompts)]
     differences = {}
@@ -111,7 +109,6 @@ def certify_server(
             differences[number] = judge_difference(
                 target, requests[number].ids, plain, decoded, max_new_tokens
             )
-        report(1)
     verdicts = [each.verdict for each in differences.values()]
     found = CertifiedServer(
         texts=len(prompts),
@@ -126,7 +123,6 @@ def certify_server(
     sampled = [torch.tensor(each) for each in answers(requests, sampling)]
     pair, ties = (target, draft or target), generator_for(seed, "certificate", "cells")
     counts = count_cells(pair, [*zip(asked, sampled, strict=True)], sampling, ties)
-    report(texts)
     # A total variation of d has a noncentrality of at least 4 d^2 n, as in `two_sample_test`.
     freedom, count = len(counts) - 1, int(counts.sum())
     seen = chndtrinc(chi2.isf(LEVEL / 2, freedom), freedom, 1 - POWER)

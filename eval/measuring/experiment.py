@@ -181,7 +181,6 @@ class Experiment:
         client = ServerClient(where, f"method {method.name!r}")
         closing.callback(client.close)
         client.check(name)
-        client.check(name)
         backend = VllmBackend(
             client=client,
             model=name,

@@ -17,8 +17,8 @@ DEFAULT_LENGTHS = {
     "SGLang": (3, "SGLang's default"),
     "llama.cpp": (3, "llama.cpp's default"),
 }
-"""Engine -> the draft length in its lines, and whose it is: no evaluation here measures engines,
-and a length that is best in one engine's loop says nothing about another."""
+"""Engine -> the draft length in its lines, and whose it is: a length that is best in one engine's
+loop says nothing about another, and what pays in one is measured there (`draftsmith engine`)."""
 
 
 def serving_lines(draft: str, target: str) -> dict[str, str]:
