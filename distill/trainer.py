@@ -198,10 +198,10 @@ def draft_trainer(
         frozen: Any = student
         for name in ("lm_head", "model.embed_tokens.norm"):
             frozen.get_submodule(name).requires_grad_(False)
-    if record and record.reads_stored and has_taps(train) and record.taps != train[0][TAPS]:
+    if record and has_taps(train) and not {*record.taps} <= {*train[0][TAPS]}:
         logger.warning(
             "the rollouts keep the taps %s, and the draft reads %s: the target reads the rollouts "
-            "again in every pass. Give rollouts.store_taps and draft.init.taps alike",
+            "again in every pass. Give rollouts.store_taps all that draft.init.taps has",
             train[0][TAPS],
             record.taps,
         )

@@ -112,7 +112,7 @@ class Rollouts(Stage):
         state = width * (4 if models.dtype_of("target") == "float32" else 2)
         text = rows_size(self.config, ROLLOUT_TOKEN + state * rollouts.store_states)
         if rollouts.store_taps:
-            tapped = 2 * len(rollouts.store_taps) * width
+            tapped = 2 * len(rollouts.store_taps) * (width + 2)
             text += f"; taps: {tapped:,} bytes more a token, those of prompts included"
         return text
 

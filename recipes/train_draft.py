@@ -274,11 +274,11 @@ def check_initial(config: PipelineConfig, draft: DistilConfig) -> None:
                 f"layers; got {init.taps}"
             )
         stored = config.rollouts.store_taps
-        if init.layout is None and init.taps and stored and stored != init.taps:
+        if init.taps and stored and not {*init.taps} <= {*stored}:
             raise ConfigError(
                 f"rollouts.store_taps is {stored} and draft.init.taps is {init.taps}: the target "
-                "would read the rollouts again in every pass; give both the same, or leave "
-                "store_taps out"
+                "would read the rollouts again in every pass; store all that the draft reads, or "
+                "leave store_taps out"
             )
     if init.vocabulary is None:
         return

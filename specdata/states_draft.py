@@ -69,11 +69,6 @@ class TargetStates(Config):
     model_type: str = ""
     output_bias: bool = False
 
-    @property
-    def reads_stored(self) -> bool:
-        """False of EAGLE-3's layout, which reads states as they are: stored ones have unit size."""
-        return not isinstance(self.layout, Norms)
-
     @classmethod
     def of(cls, config: Any) -> Self:
         """Of a draft's configuration, or of what its config.json holds. Raises ConfigError."""
@@ -149,10 +144,7 @@ class StatesInput(nn.Module):
 
 
 def unit(states: Tensor, taps: int) -> Tensor:
-    """(..., F) taps, each scaled to unit mean square: those of later layers are many times larger.
-
-    Twice is as once, so stored ones may be.
-    """
+    """(..., F) taps, each scaled to unit mean square: those of later layers are much larger."""
     each = states.view(*states.shape[:-1], taps, -1)
     wide = each.float() if each.dtype in (torch.bfloat16, torch.float16) else each
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPSILON)

@@ -5,7 +5,8 @@ over every rollout: its output matrix makes the same logits of them again. They 
 forwards that sampled, so they differ from those of a later forward by rounding alone.
 
 For drafts that read states inside the target (`specdata.taps`), those are stored at every token
-that the target read, in float16: they are scaled to unit mean square.
+that the target read, in float16: each is scaled to unit mean square, and its scale stands behind
+it, in the room of two numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, find_lm_head
-from specdata.states_draft import TargetStates, states_input
+from specdata.states_draft import EPSILON, TargetStates, states_input
 from specdata.storage.schema import TARGET_STATES, TARGET_TAPS
 
 (COLUMN,) = TARGET_STATES.names
@@ -39,6 +40,13 @@ def check_keepable(model: Any) -> None:
 def to_bytes(states: Tensor) -> bytes:
     """(C, H) states in the model's precision -> what is stored of them."""
     return bytes(states.contiguous().cpu().view(torch.uint8).numpy())
+
+
+def taps_to_bytes(tapped: Tensor, taps: int) -> bytes:
+    """(N, F) states inside the target in any precision -> what is stored of them."""
+    each = tapped.float().view(len(tapped), taps, -1)
+    scale = (each.square().mean(dim=-1, keepdim=True) + EPSILON).sqrt()
+    return to_bytes(torch.cat([(each / scale).half(), scale.view(torch.float16)], dim=-1))
 
 
 def has_states(rollouts: Dataset) -> bool:
@@ -64,17 +72,16 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
         ConfigError: if what is stored is not as long as the rows.
     """
     reads = states_input(draft)
-    record = None if reads is None else TargetStates.of(draft.config)
-    taps = record.taps if record and record.reads_stored else None
-    is_stored = all(row.get(TAPPED) and row.get(TAPS) == taps for row in rows)
-    if reads is None or not taps or not rows or not is_stored:
+    taps = [] if reads is None else TargetStates.of(draft.config).taps
+    is_stored = all(row.get(TAPPED) and {*taps} <= {*(row.get(TAPS) or ())} for row in rows)
+    if reads is None or not rows or not is_stored:
         yield
         return
-    width = reads.states.in_features
-    states = torch.zeros(len(rows), length, width, dtype=reads.weight.dtype)
+    size = TargetStates.of(draft.config).width // len(taps)
+    states = torch.zeros(len(rows), length, len(taps) * size, dtype=reads.weight.dtype)
     for place, row in enumerate(rows):
         count = len(row["prompt_ids"]) + len(row["completion_ids"]) - 1
-        numbers = len(row[TAPPED]) / torch.float16.itemsize
+        numbers, width = len(row[TAPPED]) / torch.float16.itemsize, len(row[TAPS]) * (size + 2)
         if numbers % width or numbers < count * width:
             raise ConfigError(
                 f"the rollouts keep {numbers:,g} numbers of the target's states for {count} "
@@ -82,7 +89,10 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
                 "make the rollouts again"
             )
         stored = torch.frombuffer(bytearray(row[TAPPED]), dtype=torch.float16)
-        states[place, : min(count, length)] = stored.view(-1, width)[: min(count, length)]
+        each = stored.view(-1, len(row[TAPS]), size + 2)[: min(count, length)]
+        each = each[:, [row[TAPS].index(tap) for tap in taps]]
+        scale = each[..., size:].contiguous().view(torch.float32)
+        states[place, : len(each)] = (each[..., :size] * scale).flatten(1)
     with reads.reading(states):
         yield
 

@@ -26,7 +26,7 @@ from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import make_rollouts
-from specdata.states_draft import states_input, unit
+from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
 from specdata.taps import install
@@ -210,17 +210,21 @@ def tapped(tmp_path_factory: pytest.TempPathFactory) -> datasets.Dataset:
 def test_stored_taps_are_those_of_a_forward_over_prompt_and_completion(
     tapped: datasets.Dataset, rollouts: datasets.Dataset
 ) -> None:
-    draft = states_draft(TARGET, taps=TAPS)
     assert tapped["completion_ids"] == rollouts["completion_ids"]
     assert len({*map(len, tapped["completion_ids"])}) > 3  # some end early, and leave the batch
-    reads = states_input(draft)
-    assert reads is not None
-    for row in tapped:
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        with reading_stored(draft, [row], ids.shape[1]):
-            stored = reads.read_target(ids)[:, :-1]
-        read = unit(reads.read_target(ids), len(TAPS))[:, :-1]
-        torch.testing.assert_close(stored, read, rtol=2e-3, atol=2e-3)
+    for taps in (TAPS, TAPS[1:]):  # a draft may read few of them
+        draft = states_draft(TARGET, taps=taps)
+        reads = states_input(draft)
+        assert reads is not None
+        for row in tapped:
+            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+            with reading_stored(draft, [row], ids.shape[1]):
+                stored = reads.read_target(ids)[:, :-1]
+            read = reads.read_target(ids)[:, :-1]
+            assert torch.equal(stored, read) is False  # of float16, and with the target's sizes
+            each = read.unflatten(-1, (len(taps), -1))
+            close = 2e-3 * each.square().mean(dim=-1, keepdim=True).sqrt()
+            assert ((stored.view_as(each) - each).abs() <= close + 2e-3 * each.abs()).all()
 
 
 def figures(draft: PreTrainedModel, rows: datasets.Dataset) -> list[float]:

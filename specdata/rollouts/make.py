@@ -17,11 +17,10 @@ from specdata.prompts.chat_templates import Message, chat_ids
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Backend, Completion, Request
 from specdata.rollouts.config import RolloutConfig
-from specdata.states_draft import unit
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, TARGET_STATES, TARGET_TAPS, Rollout
-from specdata.target_states import to_bytes
+from specdata.target_states import taps_to_bytes, to_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class _Turn:
             row["target_states"] = to_bytes(completion.states)
         if completion.taps is not None:
             row["taps"], tapped = completion.taps
-            row["target_taps"] = to_bytes(unit(tapped, len(row["taps"])).half())
+            row["target_taps"] = taps_to_bytes(tapped, len(row["taps"]))
         return row
 
     def next(self, completion: Completion, dialogue: Dialogue) -> _Turn | None:

@@ -27,7 +27,7 @@ class Rollout(TypedDict):
         target_states: where they were asked for, the target's last hidden states that the
             completion's tokens were drawn from, (C, H), as `specdata.target_states` writes them.
         taps: where they were asked for, numbers of states inside the target (`specdata.taps`).
-        target_taps: these, at every token that the target read, (P + C - 1, F).
+        target_taps: these, at every token that the target read, (P + C - 1, F), as it writes them.
     """
 
     example_id: str
