@@ -38,7 +38,7 @@ from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest
-from specdata.taps import decoder_layers, default_taps
+from specdata.taps import decoder_layers
 
 PLAIN = {"kind": "target", "layers": 2, "align": True}
 STATES = {"kind": "states", "layers": 1}
@@ -171,7 +171,8 @@ def main() -> None:
             write_json(kept, measured(row, given, kept.with_suffix(""), epochs))
         figures.append(json.loads(kept.read_text()))
         print(json.dumps(figures[-1]), flush=True)
-    about = {"target": target, "taps": default_taps(layers), "vocabulary": given.vocabulary}
+    taps = InitConfig(kind="states").taps_of(layers)
+    about = {"target": target, "taps": taps, "vocabulary": given.vocabulary}
     about |= {"learning_rate": given.learning_rate, "optimizer": given.optimizer}
     dtype = read_manifest(given.run / "rollouts")["settings"]["dtype"]
     environment = describe_environment(device="cpu", dtype=dtype).model_dump()

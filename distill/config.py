@@ -38,6 +38,10 @@ ARCHITECTURES: dict[Architecture, LlamaSizes] = {
 Reporter = Literal["tensorboard", "wandb"]
 
 
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+"""Targets whose last layer a draft in EAGLE's layouts can begin with."""
+
+
 class InitConfig(Config):
     """Where a draft comes from: what it is before it is trained."""
 
@@ -129,6 +133,31 @@ class InitConfig(Config):
                 f"{self.layers}"
             )
         return numbers
+
+    def taps_of(self, count: int) -> list[int]:
+        """The states that a draft of kind states reads of a target of so many layers.
+
+        By default early, middle, late (EAGLE-3, arXiv:2503.01840) and, in our layout, final.
+        """
+        if self.layout == "eagle":
+            return [count]
+        taps = sorted({min(2, count), count // 2, max(count - 3, 0), count})
+        return self.taps or (taps[:-1] if self.layout else taps)
+
+
+def check_layout(layout: str | None, kind: str | None, target: str) -> None:
+    """Raise ConfigError if a draft of a layout cannot begin with the last layer of such a target.
+
+    Args:
+        layout: of EAGLE's, or none.
+        kind: `model_type` of the target, if it is known.
+        target: its name.
+    """
+    if layout and kind and kind not in KINDS:
+        raise ConfigError(
+            f"draft.init.layout {layout} needs a target of {', '.join(KINDS)}, whose last layer it "
+            f"begins with, and {target} is {kind}: leave layout out"
+        )
 
 
 class FinetuneConfig(Config):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from distill.config import check_layout
 from distill.states import fit_inputs, fit_rows, ridge, silence
 from distill.training import special_ids
 from specdata.config import Config, read_stored
@@ -42,12 +43,10 @@ RENAMED = {
     "lm_head.": "lm_head.",
 }
 TOKENS, LAYER = "model.embed_tokens.tokens.weight", "model.layers.0."
-KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""Targets whose last layer a draft can begin with."""
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
-    "initializer_range",
+    *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 """What a new draft's config.json has of the target's."""
 TURNED, AT_ITSELF = 8, 32.0
@@ -321,11 +320,7 @@ def first_eagle(target: PreTrainedModel, rollouts: Dataset) -> PreTrainedModel:
 def _layer_of(target: PreTrainedModel, layout: str) -> dict[str, Any]:
     """The sizes of a draft's layer that begins as a target's last. Raises ConfigError."""
     text = target.config.get_text_config()
-    if text.model_type not in KINDS:
-        raise ConfigError(
-            f"draft.init.layout {layout} needs a target of {', '.join(KINDS)}, whose last layer it "
-            f"begins with, and {target.name_or_path} is {text.model_type}: leave layout out"
-        )
+    check_layout(layout, text.model_type, target.name_or_path)
     layer = {key: getattr(text, key) for key in SIZES if hasattr(text, key)}
     return {**layer, "num_hidden_layers": 1, "tie_word_embeddings": False}
 
@@ -444,9 +439,9 @@ def write_eagle(
     of = None if record is None else record.layout
     if record is None or of is None or (of == "eagle" and layout != "eagle"):
         raise ConfigError(
-            f"{draft} must be a draft of draft.init.layout eagle or eagle3 (of eagle3 for "
-            "speculators), or one that import-eagle3 wrote: engines cannot hold any other, train "
-            "one with this layout"
+            f"{draft} must be a draft of draft.init.layout eagle or eagle3 (of eagle3 for --layout "
+            "speculators, otherwise leave that out), or one that import-eagle3 wrote: engines "
+            "cannot hold any other, train one with this layout"
         )
     first = "midlayer." if of != "eagle" and layout == "eagle" else "layers.0."
     names = {"lm_head.norm.": "norm.", "model.norm.": "norm."}

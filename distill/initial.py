@@ -53,7 +53,7 @@ from specdata.processes import join_processes, wait_for_main
 from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, read_record
-from specdata.taps import decoder_layers, default_taps, install
+from specdata.taps import decoder_layers, install
 from specdata.target_states import stored_states
 
 # Added to the diagonal of the least squares, as a share of its mean.
@@ -136,14 +136,13 @@ def make_initial(
             record["layers"] = config.layers_of(count, target)
             if config.kind == "target":
                 model = cut(whole, record["layers"])
-            elif config.layout == "eagle":
-                record["taps"] = [count]
+            else:
+                record["taps"] = taps = config.taps_of(count)
+            if config.layout == "eagle":
                 model = first_eagle(whole, rollouts)
             elif config.layout is not None:
-                record["taps"] = taps = config.taps or default_taps(count)[:-1]
                 model = first_eagle3(whole, taps, rollouts)
-            else:
-                record["taps"] = taps = config.taps or default_taps(count)
+            elif config.kind == "states":
                 model, normed = _silent(whole, record, rollouts, seed)
                 install(model, whole, taps)
                 fit_inputs(model, whole, taps, rollouts, normed)

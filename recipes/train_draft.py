@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill.config import DistilConfig
+from distill.config import DistilConfig, check_layout
 from recipes.checks import (
     check_loading,
     check_room,
@@ -273,13 +273,15 @@ def check_initial(config: PipelineConfig, draft: DistilConfig) -> None:
                 f"draft.init.taps must be from 0 to {layers}, because {target} has {layers} "
                 f"layers; got {init.taps}"
             )
-        stored = config.rollouts.store_taps
-        if init.taps and stored and not {*init.taps} <= {*stored}:
-            raise ConfigError(
-                f"rollouts.store_taps is {stored} and draft.init.taps is {init.taps}: the target "
-                "would read the rollouts again in every pass; store all that the draft reads, or "
-                "leave store_taps out"
-            )
+        if init.kind == "states" and layers is not None:
+            check_layout(init.layout, sizes.get("model_type"), target)
+            taps, stored = init.taps_of(layers), config.rollouts.store_taps
+            if stored and not {*taps} <= {*stored}:
+                raise ConfigError(
+                    f"rollouts.store_taps is {stored} and the draft reads {taps}: the target would "
+                    "read the rollouts again in every pass; store all that the draft reads, or "
+                    "leave store_taps out"
+                )
     if init.vocabulary is None:
         return
     source = config.models.draft if init.kind == "model" else target

@@ -482,7 +482,9 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
         reason, *more = (str(error).strip() or repr(error)).splitlines()
         reason += more[0] if more and reason.endswith(":") else ""  # of a config.json's field
         advice = (
-            f"check the files of the {what} there"
+            "transformers has no causal language model of this kind"
+            if "Unrecognized configuration class" in str(error)
+            else f"check the files of the {what} there"
             if Path(name).exists()
             else f"give a folder with a saved {what} or a Hub id that can be reached (gated ones "
             "need `hf auth login`)"

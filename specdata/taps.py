@@ -50,11 +50,6 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return lists[0]
 
 
-def default_taps(layers: int) -> list[int]:
-    """Early, middle, late (EAGLE-3, arXiv:2503.01840) and final, of a model of so many layers."""
-    return sorted({min(2, layers), layers // 2, max(layers - 3, 0), layers})
-
-
 def check_taps(taps: Sequence[int], layers: int) -> None:
     """Raise ConfigError for taps that a target of so many layers does not have, or out of order."""
     if list(taps) != sorted(set(taps)):

@@ -160,7 +160,7 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
     tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_pair / "target"))
-    model, fault = bigrams(0, len(tokenizer)), Fault()
+    model, fault, killed = bigrams(0, len(tokenizer)), Fault(), 50
 
     class Engine(Handler):
         def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
@@ -169,7 +169,9 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
             sampling = SamplingConfig(body["temperature"], body["top_k"], body["top_p"])
             seed, last = body["seed"] % 2**32, body["prompt"][-1]
             ids = speculate(last, sampling, fault, seed, len(tokenizer), body["max_tokens"])
-            self.answer(200, {"choices": [{"token_ids": ids, "prompt_token_ids": body["prompt"]}]})
+            status = 401 if len(self.server.bodies) == killed else 200
+            choice = {"token_ids": ids, "prompt_token_ids": body["prompt"]}
+            self.answer(status, {"choices": [choice]})
 
     save_model(model, tmp_path / "target")
     save_tokenizer(tokenizer, tmp_path / "target")
@@ -178,19 +180,25 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
     kept = ["--out", str(tmp_path / "out")]
     with serving(handler=Engine) as server:
         given += ["--server", server.url]
-        assert run_tool("certify", [*given, *kept]) == 0
-        assert "Lossless" in capsys.readouterr().out
-        asked = len(server.bodies)
-        (tmp_path / "out" / "sampled-7.json").unlink()  # as after a kill
-        assert run_tool("certify", [*given, *kept]) == 0
-        assert len(server.bodies) == asked + 1
+        assert run_tool("certify", [*given, *kept]) == 2
+        assert "status 401" in capsys.readouterr().err
         assert run_tool("certify", [*given, *kept, "--temperature", "0.5"]) == 2
         assert "other settings" in capsys.readouterr().err
-        fault = Fault(kept=0.5)
-        assert run_tool("certify", [*given, "--out", str(tmp_path / "faulty")]) == 1
+        asked = len(server.bodies)
+        assert run_tool("certify", [*given, *kept]) == 0
+        assert len(server.bodies) - asked <= 96, "the four greedy texts were kept"
+        assert "Lossless" in capsys.readouterr().out
+        fault = Fault(kept=0.5)  # the same command, once it has finished, asks again
+        assert run_tool("certify", [*given, *kept]) == 1
         assert "NOT LOSSLESS" in capsys.readouterr().out
         given[3] = "another"
         assert run_tool("certify", [*given, "--out", str(tmp_path / "other")]) == 2
         assert "serves 'served', not 'another'" in capsys.readouterr().err
+    for wrong, said in [
+        (["--server", "127.0.0.1:8"], "must begin with http"),
+        (["--top-p", "0"], "top_p must lie in"),
+    ]:
+        assert run_tool("certify", [*given, *wrong]) == 2
+        assert said in capsys.readouterr().err
     assert run_tool("certify", ["--server", server.url]) == 2
     assert "--server needs --target" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distill.training import save_model
 from eval.analysis.ties import (
     NOISE_FACTOR,
     greedy_differences,
@@ -21,6 +22,8 @@ from eval.analysis.ties import (
 from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafter
 from eval.runtime.model import CachedModel
 from recipes.command import run_tool
+from specdata.models import load_tokenizer
+from specdata.toy.tokenizer import save_tokenizer
 from tests.families import tiny
 
 BUDGET = 24
@@ -166,12 +169,18 @@ def test_a_defect_after_a_tie_is_still_a_bug() -> None:
 
 
 def test_the_command_compares_each_method_and_names_what_it_cannot_use(
-    tiny_pair: Path, capsys: pytest.CaptureFixture[str]
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
     asked += ["--count", "2", "--max-new-tokens", "8"]
     assert run_tool("compare", [*asked, "--method", "{length: 2}", "--engine", "captured"]) == 0
     assert "{length: 2}: " in capsys.readouterr().out
+    save_model(tiny("mamba", 2, vocab=len(load_tokenizer(asked[1]))), tmp_path)
+    save_tokenizer(load_tokenizer(asked[1]), tmp_path)
+    assert run_tool("compare", [*asked, "--target", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "without trees and paths: mamba has recurrent layers" in said
+    assert said.count("texts identical") == 2
     for changes, message in [
         (["--prompts", "nothing.jsonl"], "nothing.jsonl"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be 1"),

@@ -251,7 +251,14 @@ def arguments(target: Path, *more: str) -> list[str]:
         (["--draft.init", "{kind: states, layers: 1, taps: [2, 5]}"], "must be from 0 to 4"),
         (
             ["--draft.init", "{kind: states, taps: [1]}", "--rollouts.store_taps", "[2]"],
-            "give both the same",
+            "store all that the draft reads",
+        ),
+        (
+            [
+                "--draft.init={kind: states, layout: eagle, layers: 1}",
+                "--rollouts.store_taps=[3]",
+            ],
+            r"the draft reads \[4\]",
         ),
     ],
 )
@@ -261,6 +268,15 @@ def test_what_the_target_lacks_is_refused_before_anything_runs(
     config = parse(arguments(target, *more)).config
     with pytest.raises(ConfigError, match=said):
         Draft(config).check()
+
+
+def test_a_layout_is_refused_for_targets_that_it_cannot_begin_with(tmp_path: Path) -> None:
+    (tmp_path / "gemma").mkdir()
+    sizes = {"model_type": "gemma2", "num_hidden_layers": 4}
+    (tmp_path / "gemma" / "config.json").write_text(json.dumps(sizes))
+    layout = "--draft.init={kind: states, layout: eagle3, layers: 1}"
+    with pytest.raises(ConfigError, match=r"eagle3 needs a target of llama.* is gemma2"):
+        Draft(parse(arguments(tmp_path / "gemma", layout)).config).check()
 
 
 def test_taps_that_the_target_lacks_are_not_stored(target: Path) -> None:

@@ -18,6 +18,8 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -153,6 +155,16 @@ def test_a_released_draft_loads_with_the_same_weights(pair: Pair, draft: Path) -
     assert AutoTokenizer.from_pretrained(draft)(text)["input_ids"] == expected
     for file in pair.target.glob("tokenizer*"):
         assert (draft / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_card_of_a_draft_without_positions_says_none(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "state_size": 4}
+    vocabulary = AutoTokenizer.from_pretrained(pair.target)
+    config = MambaConfig(vocab_size=len(vocabulary), **sizes)
+    MambaForCausalLM(config).save_pretrained(pair.draft)
+    card = (release_draft(pair.draft, tmp_path / "out", pair.results) / "README.md").read_text()
+    assert "parameters, float32." in card
 
 
 def test_a_released_draft_drafts_the_length_measured_in_transformers(

@@ -102,13 +102,16 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         assert run_tool("engine", [drafting.url, *asked[3:], *elsewhere]) == 0
         assert "x [" in capsys.readouterr().out
         assert run_tool("engine", [*asked, "--alone", str(path.parent.parent)]) == 2
-        assert "no results at" in capsys.readouterr().err
+        assert "--alone must be a URL" in capsys.readouterr().err
+        assert run_tool("engine", ["--config", str(TOY), drafting.url]) == 2
+        assert "give a URL (http://...) first" in capsys.readouterr().err
         # Another model by the same name is found before anything is measured.
         drafting.edit = lambda ids: {**ids, "token_ids": [7] * len(ids["token_ids"])}
         assert run_tool("engine", [*asked, "--eval.folder", "eval-other"]) == 2
         assert "must serve models.target" in capsys.readouterr().err
     assert run_tool("engine", [*asked, "--eval.folder", "eval-gone"]) == 1
     assert "did not answer /v1/models" in capsys.readouterr().err
+    assert not (tmp_path / "eval-gone").exists(), "nothing is bound to a server that is not there"
 
 
 def test_rounds_are_told_from_counts() -> None:

@@ -35,7 +35,7 @@ from specdata.lm_head import hidden_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, draw_one
 from specdata.states_draft import states_input, token_embedding, unit
-from specdata.taps import attach, default_taps, install, read_taps
+from specdata.taps import attach, install, read_taps
 from specdata.target_states import reading_stored
 from tests.test_branching import CASES
 from tests.test_decoder import PROMPT
@@ -356,8 +356,8 @@ def test_taps_are_the_hidden_states_of_transformers() -> None:
     torch.testing.assert_close(
         target.model.norm(ours[3]), hidden_states(target, ids), rtol=1e-3, atol=1e-3
     )
-    assert default_taps(30) == [2, 15, 27, 30]
-    assert default_taps(1) == [0, 1]
+    assert InitConfig(kind="states").taps_of(30) == [2, 15, 27, 30]
+    assert InitConfig(kind="states").taps_of(1) == [0, 1]
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
     python check.py MODULE
 
-MODULE has verify(case, rng) -> (node at which the accepted path ends, next token), or None for a
-case that it does not implement; rng is a random.Random. README.md says what a case holds.
+MODULE has verify(case, rng) -> a tuple (node at which the accepted path ends, next token), or None
+for a case that it does not implement; rng is a random.Random. README.md says what a case holds.
 """
 
 import importlib
@@ -34,9 +34,12 @@ def fault(case, verify, rng):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     verify, rng = importlib.import_module(sys.argv[1]).verify, random.Random(0)
-    cases = json.loads((Path(__file__).parent / "vectors.json").read_text())["cases"]
-    cases = [case for case in cases if verify(case, rng) is not None]
+    given = json.loads((Path(__file__).parent / "vectors.json").read_text())["cases"]
+    cases = [case for case in given if verify(case, rng) is not None]
     faults = {case["name"]: said for case in cases if (said := fault(case, verify, rng))}
     sys.stdout.writelines(f"{name}: {said}\n" for name, said in faults.items())
-    sys.exit(f"{len(faults)} of {len(cases)} cases fail" if faults else 0)
+    sys.stdout.write(f"{len(cases) - len(faults)} of {len(cases)} hold; {len(given)} are there\n")
+    sys.exit(bool(faults) or not cases)

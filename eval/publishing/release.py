@@ -44,6 +44,7 @@ from specdata.models import (
     from_hub,
     load_configs,
     load_tokenizer,
+    positions,
     read_model,
 )
 from specdata.probability import SamplingConfig, draw, probabilities
@@ -145,7 +146,7 @@ def release_draft(
         load={"own": released, "target": loadable(target)},
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
-        positions=config.max_position_embeddings,
+        positions=positions(config),
         vocabulary=config.vocab_size,
         target_vocabulary=targets.vocab_size,
         reduced=None if reduced is None else len(reduced),

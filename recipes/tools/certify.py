@@ -6,9 +6,10 @@ draftsmith certify --server URL --target T [--draft D] [--temperature 0.7] [--pr
 Of a finished evaluation each way of decoding is enumerated, sampled and run greedily. Writes
 certificate.json into the evaluation's folder; publish puts its sentence on the cards. Of a served
 engine (vLLM 0.10.2 or newer, llama-server, or what answers /v1/completions with token ids as they
-do) greedy and sampled texts are judged by the target, in this process, and kept in --out. Exit
-status: 0 if all that is lossless is exact, 1 if something is not, 2 for unusable input. Killed and
-run again, it goes on after the last method or text that it finished.
+do) greedy and sampled texts are judged by the target, in this process; certificate.json goes to
+--out. Exit status: 0 if all that is lossless is exact, 1 if something is not, 2 for unusable input.
+Killed and run again, it goes on after the last method or text that it finished; once it has
+finished, everything is asked again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from recipes.config import build
 from recipes.layout import CERTIFICATE, OUTPUT, RESULTS, portable
@@ -122,8 +125,13 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     """Certify a served engine; returns the exit status."""
     if not given.target or given.folder or min(given.count, given.max_new_tokens) < 1:
         raise ConfigError("--server needs --target, at least one prompt and one token, no folder")
-    sampling = SamplingConfig(given.temperature, given.top_k, given.top_p)
-    server = ServerConfig(url=given.server, model=given.model, key_variable=given.key_variable)
+    try:
+        sampling = SamplingConfig(given.temperature, given.top_k, given.top_p)
+        server = ServerConfig(url=given.server, model=given.model, key_variable=given.key_variable)
+    except ValidationError as error:
+        raise ConfigError(f"--server {error.errors()[0]['msg']}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     import torch
 
     from eval.analysis.served import certify_server
@@ -133,10 +141,10 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     from specdata.server.client import ServerClient
 
     prepare_libraries()
+    most = longest_prompt(given.target, given.max_new_tokens)
     client, name = ServerClient(server, "--server"), given.model or given.target
     closing.callback(client.close)
     room = client.check(name)
-    most = longest_prompt(given.target, given.max_new_tokens)
     most = most if room is None else min(most, room - given.max_new_tokens)
     prompts = load_prompts(
         [PromptSet(given.prompts, count=given.count)],
@@ -146,14 +154,17 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     ).prompts
     target = load_model(given.target, dtype=given.dtype)
     draft = load_model(given.draft, dtype=given.dtype) if given.draft else None
-    given.out.mkdir(parents=True, exist_ok=True)
+    parts = given.out / ".answers"
+    parts.mkdir(parents=True, exist_ok=True)
     asked: dict[str, Any] = {
         key: str(value) for key, value in vars(given).items() if key != "texts"
     }
     asked |= {"target": fingerprint(given.target), "ids": [prompt.ids for prompt in prompts]}
-    settings = Settings(asked, remedy=f"give another --out, or remove {given.out}")
-    if not settings.check_file(given.out / "settings.json"):
-        settings.write(given.out / "settings.json")
+    settings = Settings(asked, remedy=f"give another --out, or remove {parts}")
+    if settings.check_file(parts / "settings.json"):
+        say(f"going on with the answers of an interrupted run, {parts}: of the same server?")
+    else:
+        settings.write(parts / "settings.json")
 
     def answers(requests: Sequence[Request], sampling: SamplingConfig) -> list[list[int]]:
         backend = VllmBackend(
@@ -165,17 +176,17 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
             vocabulary=target.config.get_text_config().vocab_size,
             seed=0,
         )
-        parts = {each.key: given.out / f"{each.key[0]}-{each.key[1]}.json" for each in requests}
+        stored = {each.key: parts / f"{each.key[0]}-{each.key[1]}.json" for each in requests}
 
         with progress(len(requests), f"{requests[0].key[0]} texts", "text") as bar:
 
             def answer(request: Request) -> None:
-                if not parts[request.key].exists():
-                    write_json(parts[request.key], backend.complete([request])[0].ids)
+                if not stored[request.key].exists():
+                    write_json(stored[request.key], backend.complete([request])[0].ids)
                 bar.update()
 
             client.each(answer, requests)
-        return [json.loads(parts[each.key].read_bytes()) for each in requests]
+        return [json.loads(stored[each.key].read_bytes()) for each in requests]
 
     found = certify_server(
         answers,
@@ -188,6 +199,7 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
         seed=0,
     )
     write_json(given.out / CERTIFICATE, {"sentence": str(found), **found.model_dump(mode="json")})
+    shutil.rmtree(parts)  # the server may be another when it is asked again
     for difference in found.differences:
         say(f"  greedy, {difference}")
     say(f"{found}\nwritten to {given.out / CERTIFICATE}")

@@ -62,6 +62,7 @@ def main(given: argparse.Namespace) -> int:
 
     from eval.analysis.ties import greedy_differences
     from eval.decoder import SpeculativeDecoder
+    from eval.runtime.transformers_models import check_trees
     from heads import BaseHead
     from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, longest_prompt
     from specdata.prompts.loading import load_prompts
@@ -79,6 +80,12 @@ def main(given: argparse.Namespace) -> int:
         except (ValueError, OSError) as error:
             raise ConfigError(f"cannot load the head {given.head!r}: {error}") from error
     console, bugs = Console(highlight=False, soft_wrap=True), 0
+    if not given.method:
+        try:
+            check_trees(target, by_mask=False)
+        except ConfigError as error:
+            console.print(f"without trees and paths: {error}", markup=False)
+            configs = {text: each for text, each in configs.items() if each.drafter == "chain"}
     for text, config in configs.items():
         asked = head if config.stop.reads_head else None
         decoder = SpeculativeDecoder.from_config(target, draft, config, asked, engine=given.engine)

@@ -8,7 +8,7 @@ same prompts as the run's evaluation, one at a time and in turns, beside plain d
 whatever --method adds. It is an evaluation as any other, kept in OUTPUT/eval-server: results.json,
 report.html, and resumed. What vLLM counts in /metrics gives acceptance by position. With one server
 at a time: measure it without its draft as --name "server alone" in another --eval.folder, and give
-that folder (under OUTPUT) as --alone.
+that folder, OUTPUT/FOLDER, as --alone.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from recipes.layout import RESULTS, eval_folder
 from recipes.run import say
 from recipes.run_eval import RECIPE
 from specdata.errors import ConfigError
+from specdata.server.client import ServerClient
+from specdata.server.config import ServerConfig
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command line; further options are those of the configuration."""
+    parser.usage = (
+        "%(prog)s URL [--alone URL_OR_FOLDER] [--name NAME] [--model MODEL] [--config FILE] "
+        "[--KEY VALUE ...]"
+    )
     add = parser.add_argument
-    add("url", help="of the engine that drafts")
+    add("url", metavar="URL", help="of the engine that drafts")
     add("--alone", help=f"of one that does not, or the folder of an evaluation with {SERVED!r}")
     add("--name", default="server", help="of its row (default: server)")
     add("--model", default="", help="their name of the target (default: models.target)")
@@ -43,17 +49,28 @@ def main(given: argparse.Namespace) -> int:
     if not any(each.split("=")[0] == "--eval.folder" for each in further):
         further = [*further, "--eval.folder", "eval-server"]
     servers = {given.name: given.url}
+    if not given.url.startswith("http"):
+        raise ConfigError(f"give a URL (http://...) first, then the options; got {given.url!r}")
     alone = None
     if given.alone and given.alone.startswith("http"):
         servers = {SERVED: given.alone, **servers}
+    elif given.alone and not (Path(given.alone) / RESULTS).is_file():
+        raise ConfigError(
+            f"--alone must be a URL (http://...) or the folder of an evaluation, got {given.alone}"
+        )
     elif given.alone and (alone := _rows(Path(given.alone)).get(SERVED)) is None:
         raise ConfigError(f"{given.alone} must be an evaluation with a method named {SERVED!r}")
+    config = parse(further, "", ("eval",), None).config
     for name, url in servers.items():
+        if "--plan" not in further:  # before a folder is begun, which is then of these servers
+            client = ServerClient(ServerConfig(url=url), name)
+            client.check(given.model or config.models.target)
+            client.close()
         method = {"name": name, "decoder": "server", "url": url, "served_model": given.model}
         further = [*further, "--method", yaml.safe_dump(method, default_flow_style=True, width=999)]
     if (status := RECIPE.run(further)) or "--plan" in further:
         return status
-    folder = eval_folder(parse(further, "", ("eval",), None).config)
+    folder = eval_folder(config)
     rows = _rows(folder)
     row, alone = rows[given.name], alone or rows.get(SERVED)
     speed = row.rate("tokens_per_second")

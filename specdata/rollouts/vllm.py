@@ -89,7 +89,7 @@ class VllmBackend:
         if foreign := [token for token in ids if not 0 <= token < self.vocabulary]:
             raise ConfigError(
                 f"{self.client} returned token {foreign[0]}, and the vocabulary "
-                f"of models.target has {self.vocabulary}: serve that model"
+                f"of the target has {self.vocabulary}: serve that model"
             )
         if read is not None and read != request.ids:
             raise ConfigError(

@@ -17,6 +17,8 @@ from specdata.server.config import ServerConfig
 
 # Tries of a request, 1, 2, 4 ... s apart, and seconds that a server may be silent in each.
 TRIES, TIMEOUT = 6, 600.0
+# Seconds for what takes no forward.
+LISTED = 10.0
 # What a busy or restarting server answers; any other status that is not 200 is final.
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 
@@ -135,9 +137,9 @@ class ServerClient:
         served = {entry.id: entry for entry in answer.data}
         if model not in served:
             raise ConfigError(
-                f"{self} serves {', '.join(map(repr, served))}, not "
+                f"{self} serves {', '.join(map(repr, served)) or 'nothing'}, not "
                 f"{model!r}: start it with the target (vllm serve), or say which name it has "
-                f"there ({self.section})"
+                "there (--model; `model` in rollouts.vllm, `served_model` of a method)"
             )
         return served[model].max_model_len
 
@@ -171,7 +173,8 @@ class ServerClient:
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
             try:
-                response = self._client.request(method, path, json=body)
+                limit = TIMEOUT if body else LISTED
+                response = self._client.request(method, path, json=body, timeout=limit)
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 trouble = f"{type(error).__name__}: {error}"
                 continue
@@ -183,7 +186,7 @@ class ServerClient:
     def page(self, path: str) -> str:
         """A page of text, such as what it counts; "" if it has none."""
         try:
-            response = self._client.get(path)
+            response = self._client.get(path, timeout=LISTED)
         except httpx2.HTTPError:
             return ""
         return response.text if response.status_code == httpx2.codes.OK else ""
@@ -196,7 +199,7 @@ class ServerClient:
         if response.status_code != httpx2.codes.OK:
             raise ConfigError(
                 f"the server at {response.url} refuses (status {response.status_code}): "
-                f"{self._shown(response)[:500]}"
+                f"{self._shown(response)[:200]!r}; is it vLLM's or llama-server's?"
             )
         try:
             return kind.model_validate_json(response.content)
@@ -221,7 +224,7 @@ def _key(variable: str, section: str) -> str:
         is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable)
         named = f"names {variable}" if is_name else "names a variable"
         raise ConfigError(
-            f"{section}.key_variable {named}, which is not set: it takes the NAME of an "
+            f"key_variable of {section} {named}, which is not set: it takes the NAME of an "
             "environment variable that holds the key, not the key"
         )
     if not (key.isascii() and key.isprintable()):  # the client's refusal would repeat it
