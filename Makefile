@@ -110,7 +110,7 @@ PLAIN := $(SERVED)/plain
 SERVE = $(foreach k,$(4),--serve '$(1) K=$(k)={"method": "$(2)", "model": "$(3)", "num_speculative_tokens": $(k)$(5)}')
 ASKED = $(comma) "env": {"PYTHONPATH": "$(CURDIR)/$(PLAIN)/release/head"$(comma) "DRAFT": "$(CURDIR)/$(PLAIN)/release/draft"$(comma) "THRESHOLD": "0.5"}
 # $(1): options of a temperature, $(2): how vLLM draws drafts.
-ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python $(REAL) $(1) --output $(SERVED) --draft null --head null --models.draft $(PLAIN)/release/draft \
+ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python --config recipes/configs/$(MODEL).yaml $(REAL_DTYPE) $(1) --output $(SERVED) --draft null --head null --models.draft $(PLAIN)/release/draft \
 	--eval.methods '[{name: plain, decoder: plain}]' --eval.verifiers 0 --eval.max_new_tokens 48 \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: test, count: 8},)]' \
 	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,2,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
