@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,7 +161,8 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
     tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_pair / "target"))
-    model, fault, killed = bigrams(0, len(tokenizer)), Fault(), 50
+    model, fault = bigrams(0, len(tokenizer)), Fault()
+    numbers, killed = count(1), 50
 
     class Engine(Handler):
         def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
@@ -169,7 +171,7 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
             sampling = SamplingConfig(body["temperature"], body["top_k"], body["top_p"])
             seed, last = body["seed"] % 2**32, body["prompt"][-1]
             ids = speculate(last, sampling, fault, seed, len(tokenizer), body["max_tokens"])
-            status = 401 if len(self.server.bodies) == killed else 200
+            status = 401 if next(numbers) == killed else 200
             choice = {"token_ids": ids, "prompt_token_ids": body["prompt"]}
             self.answer(status, {"choices": [choice]})
 

@@ -261,7 +261,7 @@ def test_a_draft_of_eagle_1_learns_and_what_is_released_of_it_drafts_as_engines_
         )
         == 2
     )
-    assert "of eagle3 for speculators" in capsys.readouterr().err
+    assert "of eagle3 for --layout speculators" in capsys.readouterr().err
 
     model, draft = load_model(str(target)), load_model(str(made), target=str(target))
     w = load_file(tmp_path / "out" / "model.safetensors")
