@@ -152,7 +152,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "nemotron": {"num_key_value_heads": 2},
-    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "num_heads": 4},
+    # transformers' state of it has room for keys as wide as values alone.
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "qk_dim_factor": 1.0},
 }
 """What a family needs beside that, by its configuration's model_type."""
 
