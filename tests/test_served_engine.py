@@ -105,10 +105,13 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         assert "--alone must be a URL" in capsys.readouterr().err
         assert run_tool("engine", ["--config", str(TOY), drafting.url]) == 2
         assert "give a URL (http://...) first" in capsys.readouterr().err
+        assert run_tool("engine", ["http://", *given]) == 2
+        assert "must begin with http" in capsys.readouterr().err
         # Another model by the same name is found before anything is measured.
         drafting.edit = lambda ids: {**ids, "token_ids": [7] * len(ids["token_ids"])}
         assert run_tool("engine", [*asked, "--eval.folder", "eval-other"]) == 2
         assert "must serve models.target" in capsys.readouterr().err
+    assert run_tool("engine", asked) == 0, "a finished one is read without its servers"
     assert run_tool("engine", [*asked, "--eval.folder", "eval-gone"]) == 1
     assert "did not answer /v1/models" in capsys.readouterr().err
     assert not (tmp_path / "eval-gone").exists(), "nothing is bound to a server that is not there"

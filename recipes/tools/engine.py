@@ -60,17 +60,18 @@ def main(given: argparse.Namespace) -> int:
         )
     elif given.alone and (alone := _rows(Path(given.alone)).get(SERVED)) is None:
         raise ConfigError(f"{given.alone} must be an evaluation with a method named {SERVED!r}")
-    config = parse(further, "", ("eval",), None).config
     for name, url in servers.items():
-        if "--plan" not in further:  # before a folder is begun, which is then of these servers
+        method = {"name": name, "decoder": "server", "url": url, "served_model": given.model}
+        further = [*further, "--method", yaml.safe_dump(method, default_flow_style=True, width=999)]
+    config = parse(further, "", ("eval",), None).config
+    folder = eval_folder(config)
+    if "--plan" not in further and not folder.exists():  # once begun it is of these servers
+        for name, url in servers.items():
             client = ServerClient(ServerConfig(url=url), name)
             client.check(given.model or config.models.target)
             client.close()
-        method = {"name": name, "decoder": "server", "url": url, "served_model": given.model}
-        further = [*further, "--method", yaml.safe_dump(method, default_flow_style=True, width=999)]
     if (status := RECIPE.run(further)) or "--plan" in further:
         return status
-    folder = eval_folder(config)
     rows = _rows(folder)
     row, alone = rows[given.name], alone or rows.get(SERVED)
     speed = row.rate("tokens_per_second")
