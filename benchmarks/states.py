@@ -59,7 +59,12 @@ def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iter
         for layout, full in (("eagle", {"vocabulary": None}), ("eagle3", {})):
             init = {**STATES, "layout": layout, **full}
             yield {**shared, "name": f"states, layout {layout}", "init": init}
+        depths = {**STATES, "depths": 4}
+        yield {**shared, "name": "states, depths", "init": depths}
+        yield {**shared, "name": "plain, depths", "init": PLAIN, "train": {"depths": 4}}
         yield {**shared, "name": "states, least squares alone", "train": {"epochs": 0}}
+        no_training = {"init": depths, "train": {"epochs": 0}}
+        yield {**shared, **no_training, "name": "states, depths, least squares alone"}
         yield {**shared, "name": "states, from random weights", "random": True}
         for name, init in (("plain", PLAIN), ("states", STATES)):
             kl = {"objective": "forward_kl"}

@@ -68,6 +68,12 @@ class InitConfig(Config):
         "layers: 1), eagle (EAGLE-1's: no taps, all tokens) or eagle3 (default taps 2, n/2 and "
         "n - 3), or ours, which learns faster",
     )
+    depths: Few = Field(
+        default=1,
+        ge=1,
+        description="with kind states: tokens that are proposed after one forward of the draft; 1: "
+        "each is read in a forward of its own",
+    )
     vocabulary: int | None = Field(
         default=None,
         ge=1,
@@ -102,6 +108,11 @@ class InitConfig(Config):
             raise ValueError(f"align needs kind target, whose layers are cut, got {self.kind}")
         if self.taps is not None and self.kind != "states":
             raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
+        if self.depths > 1 and (self.kind != "states" or self.layout):
+            raise ValueError(
+                f"depths needs kind states without a layout, got kind {self.kind} and layout "
+                f"{self.layout}"
+            )
         if self.layout is not None and (self.kind != "states" or self.layers != 1):
             raise ValueError(
                 f"layout {self.layout} needs kind states and layers: 1, got kind {self.kind} and "
@@ -259,6 +270,12 @@ class DistilConfig(Config):
         description="with init.kind states: times that a batch is read, first after the target's "
         "states, then after the draft's own (training-time test)",
     )
+    depths: Few = Field(
+        1,
+        ge=1,
+        description="tokens that a draft which reads tokens alone proposes after one forward, with "
+        "masks for those between (PARD); served with as many; 1: each takes a forward",
+    )
     max_length: int | None = Field(
         None,
         ge=2,
@@ -337,9 +354,16 @@ class DistilConfig(Config):
             ("on_policy", self.on_policy, "it learns from its own states in readings"),
             ("finetune", self.finetune, "the target does not read texts there"),
             ("lora", self.lora, "its maps are trained whole"),
+            ("depths", self.depths > 1, "its own are draft.init.depths"),
         ):
             if given:
                 raise ValueError(f"{name} must be left out with init.kind states: {why}")
+        return self
+
+    @model_validator(mode="after")
+    def _masks_are_learnt(self) -> Self:
+        if self.depths > 1 and self.freeze_embeddings:
+            raise ValueError("freeze_embeddings must be left out with depths, whose mask is learnt")
         return self
 
     def decisive(self) -> dict[str, Any]:

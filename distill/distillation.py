@@ -22,6 +22,7 @@ from distill.adapters import (
     set_weights,
     trained_weights,
 )
+from distill.ahead import with_masks
 from distill.batches import check_context, content_of, fitted
 from distill.callbacks import Watch, best_step, load_best, measurements, reporters
 from distill.config import DistilConfig
@@ -168,6 +169,9 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         teacher = measured = load_model(str(target), load=teacher_load)
     student = load_student(str(draft), config.lora, seed=seed)
     plain = load_plain(str(draft), config.lora)
+    if config.depths > 1:
+        drafts = base_of(student), base_of(plain)
+        with_masks(drafts, config.depths, tokenizer.all_special_ids, fit.rollouts, dev)
     store = StateStore()  # what all that is kept of the target's states goes to
     for reader in (base_of(student), base_of(plain)):
         if reads_states(reader.config) and not isinstance(teacher, TopLogitDistributions):

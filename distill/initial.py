@@ -144,7 +144,7 @@ def make_initial(
                 model = first_eagle3(whole, taps, rollouts)
             elif config.kind == "states":
                 model, normed = _silent(whole, record, rollouts, seed)
-                install(model, whole, taps)
+                install(model, whole, taps, config.depths)
                 fit_inputs(model, whole, taps, rollouts, normed)
             if config.align:
                 align_output(model, whole, rollouts, getattr(torch, states_dtype))

@@ -7,7 +7,8 @@ target's final norm and output matrix make tokens of it.
 
 Training-time test (Li et al. 2025, EAGLE-3, arXiv:2503.01840): a batch is read several times. In
 the first, every token comes after the target's states. In each later one, after the draft's own
-states of the time before, as the second, third, ... token of a round does while decoding.
+states of the time before, as the second, third, ... token of a round does while decoding. A draft
+with depths is read once (`distill.ahead`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from specdata.lm_head import hidden_states
-from specdata.states_draft import before, states_input, unit, without_first
+from specdata.states_draft import StatesInput, before, states_input, unit, without_first
 from specdata.taps import decoder_layers, read_taps
 from specdata.target_states import reading_stored
 from specdata.terminal import progress
@@ -79,7 +80,8 @@ def fit_inputs(
     First those that read the target: x_t = A e_t + C g_(t-1) nearest to the target's last state at
     t, scaled as a tap is. Then those that read the draft itself: x_t = A' e_t + D h_(t-1), where h
     is what its output matrix reads with the first maps. Of EAGLE-1 both are the same maps, fitted
-    to both kinds of states.
+    to both kinds of states. With depths, h is before the norm, and at last what the recurrence
+    c_t = A' e_t + D c_(t-1) leaves of later states is fitted by the masks.
 
     Args:
         model: the draft, whose layers are silent.
@@ -105,7 +107,7 @@ def fit_inputs(
                 final = normed(final)
             if after_own:
                 with reads.reading(read):
-                    seen = hidden_states(model, ids)
+                    seen = reads(ids) if reads.depths > 1 else hidden_states(model, ids)
             # At the completion's tokens but the last, which a target that samples does not read.
             embedded = reads.tokens(ids)[0, first:-1]
             yield torch.cat([embedded, seen[0, first - 1 : -2]], dim=-1), final[0, first:-1]
@@ -113,9 +115,27 @@ def fit_inputs(
     _set(ridge(pairs(after_own=False)), reads.token, reads.states)
     if hasattr(reads, "own_token"):
         _set(ridge(pairs(after_own=True)), reads.own_token, reads.own_state)
+        if reads.depths > 1:
+            _set(ridge(later(reads, pairs(after_own=False))), reads.masks)
     else:
         both = chain(pairs(after_own=False), pairs(after_own=True))
         _set(ridge(both), reads.token, reads.states)
+
+
+def later(
+    reads: StatesInput, pairs: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of inputs and last states along texts, what the masks behind each token are to predict."""
+    for inputs, final in pairs:
+        count = len(final) - reads.depths + 1
+        if count <= 0:
+            continue
+        embedded = inputs[:, : reads.weight.shape[1]]
+        path, ahead = torch.zeros_like(final), list[Tensor]()
+        for depth in range(1, reads.depths):
+            path = reads.path(embedded, before(path[None])[0])
+            ahead.append((final - path)[depth : depth + count])
+        yield inputs[:count], torch.cat(ahead, dim=-1)
 
 
 def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:
@@ -186,7 +206,7 @@ def readings(
     at = torch.arange(length, device=ids.device)
     rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
     x, visible = reads.after_target(ids, before(taps)), (at <= at[:, None]).expand(len(ids), -1, -1)
-    later = places if begins is None else _window(begins)  # (B, W) the positions of later readings
+    later = places if begins is None else window(begins)  # (B, W) the positions of later readings
     for step in range(count):
         mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
         seen = visible if reads.reads_first else without_first(visible)
@@ -212,7 +232,7 @@ def readings(
         visible = torch.cat([began, *(each.expand(len(ids), -1, -1) for each in same)], dim=-1)
 
 
-def _window(begins: Tensor) -> Tensor:
+def window(begins: Tensor) -> Tensor:
     """(B, T) bool -> (B, W) consecutive positions that hold all that are wanted of each row."""
     length = begins.shape[1]
     at = torch.arange(length, device=begins.device)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
+from distill.ahead import read_ahead
 from distill.batches import Numbered, collate
 from distill.chunked import chunked_loss, inside_forward
 from distill.config import DistilConfig
@@ -27,6 +28,7 @@ from distill.on_policy import DraftTexts, copy_to_write, whole_draft
 from distill.states import of_round, readings, weights_of
 from distill.teacher import Part, Teacher, TopLogitsTeacher
 from distill.training import Schedule, training_arguments, whole_batches
+from specdata.depths import depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
@@ -100,23 +102,37 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         ids, attention = inputs["input_ids"], inputs["attention_mask"]  # (B, T)
         is_learnt = inputs["labels"][:, 1:] != IGNORED  # (B, T - 1): N of them
         taught, taps = self.teacher.columns(inputs), self._taps(inputs)
-        weights = weights_of(1 if taps is None else self.settings.readings)
+        draft = base_of(self.student)
+        depths = depths_of(draft)
+        is_read_once = depths > 1
+        weights = weights_of(depths if is_read_once or taps is None else self.settings.readings)
 
         def forward() -> Tensor:  # of the engine's module: it prepares for it
             total = torch.zeros((), device=ids.device)
             in_bfloat16 = self.settings.precision == "bfloat16"
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=in_bfloat16):
-                if taps is None:
-                    along = iter([self.student_head.states(ids, attention, trained=True)])
+                begins = nn.functional.pad(is_learnt, (0, 1))
+                everywhere = torch.ones_like(begins)
+                along: Iterator[tuple[Tensor, Tensor]]
+                if is_read_once:
+                    steps = self.state.global_step
+                    options = {"taps": taps, "begins": begins, "dropping": steps}
+                    along = read_ahead(draft, ids, depths, **options)
+                elif taps is None:
+                    states = self.student_head.states(ids, attention, trained=True)
+                    along = iter([(states, everywhere)])
                 else:
-                    begins = nn.functional.pad(is_learnt, (0, 1))
-                    along = readings(base_of(self.student), ids, taps, len(weights), begins)
-                for step, states in enumerate(along):  # (B, T, H)
+                    read = readings(draft, ids, taps, len(weights), begins)
+                    along = ((states, everywhere) for states in read)
+                for step, (states, is_kept) in enumerate(along):  # (B, T, H), (B, T)
                     is_read = of_round(is_learnt, step)  # whose round began at one that is learnt
-                    of_step = taught
+                    of_step, weight = taught, torch.tensor(weights[step], device=ids.device)
                     if step:
+                        all_read = is_read.sum()
+                        is_read = is_read & is_kept[:, :-1]
                         of_step = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
-                    total = total + weights[step] * chunked_loss(
+                        weight = weight * all_read / is_read.sum().clamp(min=1)
+                    total = total + weight * chunked_loss(
                         states[:, :-1][is_read],
                         self.student_head,
                         partial(self._divergence, of_step),

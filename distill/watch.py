@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from distill.ahead import read_ahead
 from distill.batches import tokens_of
 from distill.states import readings
+from specdata.depths import depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.lm_head import LMHead, find_lm_head
@@ -220,13 +222,19 @@ class HeldOut:
     def _states(self, batch: TextBatch, draft: LMHead) -> list[Tensor]:
         """(N, H) the draft's states; of one on its target's states at each place of a round."""
         reads, ids = states_input(draft.model), batch.input_ids[:, :-1].to(draft.model.device)
-        if reads is None:
+        depths, is_predicted = depths_of(draft.model), batch.is_predicted.to(ids.device)
+        if reads is None and depths == 1:
             return [batch.states(draft)]
         check_length(draft.model.config, ids.shape[1])
+        if reads is None:
+            ahead = read_ahead(draft.model, ids, PLACES, begins=is_predicted)
+            return [states[is_predicted] for states, _ in ahead]
         rows = [] if self._tapped is None else [self._tapped[row] for row in batch.examples]
         with reading_stored(draft.model, rows, ids.shape[1]):
             taps = reads.read_target(ids)
-        is_predicted = batch.is_predicted.to(ids.device)
+        if depths > 1:
+            ahead = read_ahead(draft.model, ids, PLACES, taps=taps, begins=is_predicted)
+            return [states[is_predicted] for states, _ in ahead]
         return [states[is_predicted] for states in readings(draft.model, ids, taps, PLACES)]
 
     def _of_text(self, text: Tensor, draft: LMHead, states: Tensor) -> Tensor:

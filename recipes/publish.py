@@ -217,7 +217,11 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     }
     if len(sizes - {None}) > 1:
         return []
-    line = re.sub(r'("num_speculative_tokens": )\d+', r"\1N", serving_lines(draft, target)["vLLM"])
+    depths = config.draft.depths if config.draft else 1
+    line = serving_lines(draft, target, depths)["vLLM"]
+    if depths > 1:
+        return [Step("serve", line)]
+    line = re.sub(r'("num_speculative_tokens": )\d+', r"\1N", line)
     return [Step("serve", f"{line}  # which N pays in vLLM, draftsmith engine measures")]
 
 

@@ -120,7 +120,9 @@ def read_taps(model: PreTrainedModel, taps: Sequence[int], ids: Tensor) -> Tenso
     return captured[0].to(ids.device)
 
 
-def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]) -> StatesInput:
+def install(
+    model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int], depths: int = 1
+) -> StatesInput:
     """Make of a model cut from its target a draft that reads the target's states, in place.
 
     Its new maps are not set yet.
@@ -129,6 +131,7 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
         model: with the target's input embedding.
         target: the target.
         taps: which states.
+        depths: of `StatesInput`.
 
     Raises:
         ConfigError: if the target has no such taps.
@@ -136,8 +139,10 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
     record, width = record_of(target, taps), model.config.get_text_config().hidden_size
     if model.get_output_embeddings().bias is not None:
         record["output_bias"] = True
+    if depths > 1:
+        record["depths"] = depths
     size = record["width"] // len(taps)
-    reads = StatesInput(model.get_input_embeddings(), width, len(taps), size)
+    reads = StatesInput(model.get_input_embeddings(), width, len(taps), size, depths)
     model.set_input_embeddings(reads)
     setattr(model.config, KEY, record)
     reads.read_target = _Reader(target, taps)

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from benchmarks.engines import started, vllm
-from distill.config import InitConfig
+from distill.config import DistilConfig, InitConfig
+from distill.distillation import distil
 from distill.eagle import write_eagle
 from distill.initial import make_initial
 from eval.decode_config import DecodeConfig
@@ -125,6 +126,18 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
         )
         write_eagle(ours, theirs, "eagle")
         made[name] = (ours, theirs)
+    dev = of_split(load_stored(DEMO / "rollouts"), "dev", DEMO / "rollouts").select(range(8))
+    distil(
+        target=str(TARGET),
+        draft=DEMO / "draft/model",
+        train=rollouts,
+        dev=dev,
+        out=folder / "masks",
+        config=DistilConfig(depths=4, epochs=0.2, keep="last", report_to=[]),
+        sampling=SamplingConfig(),
+        seed=0,
+    )
+    made["masks"] = (folder / "masks", folder / "masks")
     run = folder / "run"  # of 200 tokens, with a head for what vLLM drafts
     given = ["--config", str(TOY), "--toy", "null", "--labels.greedy", "true", "--output", str(run)]
     given += ["--models.target", str(TARGET), "--models.draft", "null", "--eval.verifiers", "0"]
@@ -196,6 +209,7 @@ def decoded_here(
     [
         ("plain", "draft_model", 4),
         ("plain of 200 tokens", "draft_model", 2),
+        ("masks", "draft_model", 4),
         ("eagle", "eagle", 3),
         ("eagle3", "eagle3", 4),
         ("eagle3 of 200 tokens", "eagle3", 2),
@@ -214,7 +228,8 @@ def test_vllm_accepts_what_our_decoder_counts(
     decoder = decoder_of(target, ours, length)
     found: Counter[str | int] = Counter()
     counted: Counter[str | int] = Counter()
-    speculative = {"method": method, "model": str(theirs), "num_speculative_tokens": length}
+    speculative: dict[str, Any] = {"method": method, "model": str(theirs)}
+    speculative |= {"num_speculative_tokens": length, "parallel_drafting": name == "masks"}
     with serve(tmp_path / "log", speculative) as url, asking(url, target) as backend:
         engine = ServedEngine(backend)
         for number, ids in enumerate(prompts):

@@ -57,6 +57,13 @@ def test_vllm_reads_its_lines() -> None:
         assert settings["model"] == "acme/draft"
         assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
     assert settings["rejection_sample_method"] == "block"
+    masked = words_of(serving_lines("acme/draft", "acme/target", depths=3)["vLLM"])[-1]
+    assert json.loads(masked) == {
+        "method": "draft_model",
+        "model": "acme/draft",
+        "num_speculative_tokens": 3,
+        "parallel_drafting": True,
+    }
 
 
 def test_sglang_reads_its_line() -> None:

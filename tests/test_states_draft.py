@@ -15,7 +15,9 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from distill import ahead
 from distill import states as distill_states
+from distill.ahead import read_ahead
 from distill.config import DistilConfig, InitConfig
 from distill.initial import cut, make_initial
 from distill.states import of_round, readings, ridge, silence, weights_of
@@ -34,7 +36,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, draw_one
-from specdata.states_draft import states_input, token_embedding, unit
+from specdata.states_draft import before, states_input, token_embedding, unit
 from specdata.taps import attach, install, read_taps
 from specdata.target_states import reading_stored
 from tests.test_branching import CASES
@@ -46,30 +48,53 @@ TAPS = [0, 1, 3]
 
 
 def states_draft(
-    target: PreTrainedModel, seed: int = 5, taps: Sequence[int] = TAPS
+    target: PreTrainedModel, seed: int = 5, taps: Sequence[int] = TAPS, depths: int = 1
 ) -> PreTrainedModel:
     """Of the target's last layer, with random maps."""
     model = cut(target, [target.config.num_hidden_layers - 1])
-    made = install(model, target, taps)
+    made = install(model, target, taps, depths)
     torch.manual_seed(seed)
-    for linear in (made.token, made.states, made.own_token, made.own_state):
-        nn.init.normal_(linear.weight, std=0.6)
+    for linear in made.children():
+        if isinstance(linear, nn.Linear):
+            nn.init.normal_(linear.weight, std=0.6)
     return model
 
 
-def pair(vocab: int = 4) -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair(vocab: int = 4, kind: str = "states") -> tuple[PreTrainedModel, PreTrainedModel]:
     target = tiny_llama(0, vocab=vocab, layers=3)
-    return target, states_draft(target)
+    if kind == "masks":
+        draft = tiny_llama(2, vocab=vocab)
+        draft.config.depths, draft.config.pard_token = 3, vocab - 1
+        return target, draft
+    return target, states_draft(target, depths=3 if kind == "depths" else 1)
+
+
+kinds = pytest.mark.parametrize("kind", ["states", "depths", "masks"])
+"""A forward for each token of a path; one for all, of which the third depth is repeated; the same
+of a draft that reads tokens alone."""
 
 
 @torch.inference_mode()
 def state_after(draft: PreTrainedModel, committed: list[int], path: list[int]) -> Tensor:
     """(H,) the draft's state after a path, all computed anew: the definition."""
-    made = states_input(draft)
-    assert made is not None
-    ids = torch.tensor([committed])
+    made, ids = states_input(draft), torch.tensor([committed])
+    if made is None:
+        after = torch.tensor([committed + [draft.config.pard_token] * 2])
+        return hidden_states(draft, after)[0, len(committed) - 1 + min(len(path), 2)]
     x = made(ids)
     begin = 0 if made.reads_first or len(committed) == 1 else 1
+    if made.depths > 1 and path:
+        taps = before(made.read_target(ids))[0, -1]
+        x = torch.cat([x, made.masks_after(ids[0, -1], taps)[None]], dim=1)
+        left: list[Tensor] = []
+        hook = draft.model.norm.register_forward_pre_hook(lambda _, inputs: left.append(inputs[0]))
+        draft.base_model(inputs_embeds=x)
+        hook.remove()
+        along = torch.zeros_like(left[0][0, 0])
+        for token in path:
+            along = made.after_own(torch.tensor(token), along)
+        place = len(committed) - 1 + min(len(path), made.depths - 1)
+        return cast(Tensor, draft.model.norm(left[0][0, place] + along))
 
     def states() -> Tensor:
         positions = torch.arange(begin, x.shape[1])[None]
@@ -170,18 +195,20 @@ def decoded_as_defined(
     assert nodes > rounds
 
 
+@kinds
 @pytest.mark.parametrize("name", DRAFTED)
-def test_what_is_drafted_depends_on_the_text_and_the_path_alone(name: str) -> None:
+def test_what_is_drafted_depends_on_the_text_and_the_path_alone(name: str, kind: str) -> None:
     """In every round: states of accepted tokens are the target's, and later ones the draft's."""
-    decoded_as_defined(*pair(40), DRAFTED[name], PROMPT)
+    decoded_as_defined(*pair(40, kind), DRAFTED[name], PROMPT)
 
 
+@kinds
 @pytest.mark.parametrize("name", DRAFTED)
 def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By enumeration: the whole decoder is run for every outcome of every draw, over all rounds."""
-    target, draft = pair(3)
+    target, draft = pair(3, kind)
     small: dict[str, Any] = {"nodes": 2, "depth": 2}
     small |= {"widths": (2, 1)} if DRAFTED[name].drafter == "tree" else {}
     small |= {"paths": 2} if DRAFTED[name].drafter == "paths" else {}
@@ -211,12 +238,13 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(
     assert found == pytest.approx(plain, rel=1e-9)
 
 
+@kinds
 @pytest.mark.parametrize("engine", ["eager", "captured"])
 @pytest.mark.parametrize(
     "name", ["greedy_block", "rrs", "traversal", "multipath_block", "dynamic tree"]
 )
-def test_batches_and_engines_decode_as_one_sequence_does(name: str, engine: Any) -> None:
-    target, draft = pair(40)
+def test_batches_and_engines_decode_as_one_sequence_does(name: str, engine: Any, kind: str) -> None:
+    target, draft = pair(40, kind)
     prompts = [torch.tensor([2, 5, 9 + n, 3][: 1 + n]) for n in range(4)]
 
     def made(engine: Any) -> SpeculativeDecoder:
@@ -240,11 +268,19 @@ def test_batches_and_engines_decode_as_one_sequence_does(name: str, engine: Any)
         assert one.tokens.tolist() == two.tokens.tolist() == three.tokens.tolist()
 
 
-def test_a_reading_is_what_a_round_drafts_at_its_place() -> None:
-    target, draft = pair(40)
+@kinds
+def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
+    target, draft = pair(40, kind)
     ids = torch.tensor([[2, 9, 31, 4, 17, 8, 22], [6, 6, 5, 38, 3, 0, 0]])
+    taps = read_taps(target, TAPS, ids)
+
+    def read(count: int, begins: Tensor | None = None) -> list[Tensor]:
+        if kind == "states":
+            return list(readings(draft, ids, taps, count, begins))
+        return [states for states, _ in read_ahead(draft, ids, count, taps=taps, begins=begins)]
+
     with torch.inference_mode():
-        found = list(readings(draft, ids, read_taps(target, TAPS, ids), 4))
+        found = read(4)
     for row, length in ((0, 7), (1, 5)):
         for step, states in enumerate(found):
             for at in range(step, length):
@@ -256,11 +292,35 @@ def test_a_reading_is_what_a_round_drafts_at_its_place() -> None:
     wanted = torch.zeros(ids.shape, dtype=torch.bool)
     wanted[0, 3:6] = wanted[1, 1:3] = True
     with torch.inference_mode():
-        some = list(readings(draft, ids, read_taps(target, TAPS, ids), 3, wanted))
+        some = read(3, wanted)
     for step, states in enumerate(some):
         for row, first, end in ((0, 3, 6), (1, 1, 3)):
             here = slice(first + step, end)
             torch.testing.assert_close(states[row, here], found[step][row, here])
+
+
+@pytest.mark.parametrize("kind", ["depths", "masks"])
+def test_deeper_masks_are_read_of_fewer_rounds_other_ones_in_each_step_and_as_without_dropping(
+    kind: str,
+) -> None:
+    target, draft = pair(40, kind)
+    ids = torch.arange(80).reshape(2, 40) % 40
+    begins = torch.zeros_like(ids, dtype=torch.bool)
+    begins[:, 5:35] = True
+    taps = read_taps(target, TAPS, ids)
+    seen = torch.zeros(3, *ids.shape, dtype=torch.int)
+    with torch.inference_mode():
+        whole = [each for each, _ in read_ahead(draft, ids, 3, taps=taps, begins=begins)]
+        for step in range(60):
+            found = read_ahead(draft, ids, 3, taps=taps, begins=begins, dropping=step)
+            for depth, (states, kept) in enumerate(found):
+                seen[depth] += kept
+                assert depth == 0 or (kept.sum(dim=1) == (21, 15)[depth - 1]).all()  # of 30
+                torch.testing.assert_close(states[kept], whole[depth][kept])
+    for depth, share in ((1, 0.7), (2, 0.49)):  # none is left out for long
+        counts = seen[depth][:, 5 + depth : 35 + depth] / 60
+        assert counts.min() > share - 0.2
+        assert counts.max() < share + 0.2
 
 
 def test_a_reading_is_learnt_where_its_round_begins_at_the_prompts_end_or_later() -> None:
@@ -272,10 +332,12 @@ def test_a_reading_is_learnt_where_its_round_begins_at_the_prompts_end_or_later(
     assert weights_of(3) == pytest.approx([1 / 2.44, 0.8 / 2.44, 0.64 / 2.44])  # EAGLE-3's decay
 
 
+@kinds
 def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draft_there(
-    tmp_path: Path,
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, draft = pair(40)
+    monkeypatch.setattr(ahead, "KEPT", 1.0)
+    target, draft = pair(40, kind)
     rows = [
         {"prompt_ids": [2, 9], "completion_ids": [31, 4, 17, 8, 22]},
         {"prompt_ids": [6, 6, 5], "completion_ids": [38, 3]},
@@ -300,8 +362,9 @@ def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draf
     assert loss.item() == pytest.approx(total / 7, rel=1e-6)
 
 
-def test_along_a_text_it_drafts_the_first_token_of_each_round() -> None:
-    _, draft = pair(40)
+@kinds
+def test_along_a_text_it_drafts_the_first_token_of_each_round(kind: str) -> None:
+    _, draft = pair(40, kind)
     ids = torch.tensor([[2, 9, 31, 4, 17]])
     states = hidden_states(draft, ids)[0]
     for at in range(5):

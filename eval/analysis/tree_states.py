@@ -15,10 +15,12 @@ from transformers import DynamicCache
 
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.transformers_models import has_rules
+from specdata.depths import MASK
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import known_ids
-from specdata.states_draft import states_input
+from specdata.states_draft import before, final_norm, states_input
+from specdata.taps import capturing_taps, decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,20 +62,37 @@ def tree_states(
     mask = torch.zeros(allowed.shape, dtype=draft.dtype, device=device)
     mask.masked_fill_(~allowed, torch.finfo(draft.dtype).min)
     places = torch.cat([at.expand(batch, -1), positions], dim=1)
-    ids = known_ids(torch.cat([input_ids, tokens], dim=1), draft)
+    ids = known_ids(torch.cat([input_ids, _read(draft, tokens)], dim=1), draft)
     if (reads := states_input(draft)) is None and has_rules(draft):
         with seeing(draft, Sight(mask[:, None], places, places)):
             empty = DynamicCache(config=draft.config)
             states = hidden_states(draft, ids, position_ids=places, cache=empty)
     elif reads is None:
         states = hidden_states(draft, ids, mask[:, None], position_ids=places)
+    elif reads.depths > 1:  # at the places of the drafted tokens the layers read the first masks
+        with torch.no_grad():
+            text, left = ids[:, :length], list[Tensor]()
+            states = before(reads.read_target(text))
+            last = (positions - 1).clamp(min=0, max=length - 1)
+            states_there = states.gather(1, last[..., None].expand(-1, -1, states.shape[-1]))
+            x = reads.masks_after(text.gather(1, last), states_there)[..., 0, :]
+            x = torch.cat([reads.after_target(text, states), x], dim=1)
+            with capturing_taps(draft, [len(decoder_layers(draft)[1])], left.append):
+                states = draft.base_model(
+                    inputs_embeds=x,
+                    attention_mask=mask[:, None],
+                    position_ids=places,
+                    use_cache=False,
+                )[0]
+            drafted_states = left[0][:, length:] + reads.own_token(reads.tokens(ids[:, length:]))
+            states = torch.cat([states[:, :length], final_norm(draft)(drafted_states)], dim=1)
     else:  # the drafted tokens come after the draft's own states, which the text's forward gives
         with torch.no_grad():
             x = reads(ids[:, :length])
             along = draft.base_model(inputs_embeds=x, use_cache=False)[0]
             index = (positions - 1).clamp(min=0, max=length - 1)[..., None]
-            before = along.gather(1, index.expand(-1, -1, along.shape[-1]))
-            x = torch.cat([x, reads.after_own(ids[:, length:], before)], dim=1)
+            own = along.gather(1, index.expand(-1, -1, along.shape[-1]))
+            x = torch.cat([x, reads.after_own(ids[:, length:], own)], dim=1)
             states = draft.base_model(
                 inputs_embeds=x,
                 attention_mask=mask[:, None],
@@ -81,6 +100,12 @@ def tree_states(
                 use_cache=False,
             )[0]
     return states[:, :length], states[:, length:]
+
+
+def _read(draft: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """What a draft reads where tokens are drafted: with depths its mask, whatever they are."""
+    mask_id = getattr(draft.config, MASK, None)
+    return tokens if mask_id is None else torch.full_like(tokens, mask_id)
 
 
 @torch.no_grad()
@@ -108,7 +133,8 @@ def check_tree_states(draft: PreTrainedModel, longest: int) -> None:
         raise _no_tree(draft, f"{type(error).__name__}: {error}") from error
     bound = ROUNDING.get(draft.dtype, HALF_ROUNDING)
     for index, position in enumerate(positions[0].tolist()):
-        alone = torch.cat([ids[:, :position], tokens[:, index : index + 1]], dim=1)
+        drafted = _read(draft, tokens[:, index : index + 1])
+        alone = torch.cat([ids[:, :position], drafted], dim=1)
         expected = hidden_states(draft, alone)[0, -1].double()
         error_norm = torch.linalg.vector_norm(after[0, index].double() - expected)
         if not error_norm <= bound * torch.linalg.vector_norm(expected):

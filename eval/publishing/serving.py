@@ -21,8 +21,11 @@ DEFAULT_LENGTHS = {
 loop says nothing about another, and what pays in one is measured there (`draftsmith engine`)."""
 
 
-def serving_lines(draft: str, target: str) -> dict[str, str]:
+def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
     """The command lines with which engines serve a draft and its target (Hub ids or folders).
+
+    A draft that proposes `depths` tokens after one forward is served so by vLLM alone of these,
+    and with as many; the others take it for an ordinary draft.
 
     Of vLLM with greedy drafts, its default, and of "vLLM, sampled" with sampled drafts and block
     verification; of llama.cpp from files that were converted to GGUF.
@@ -32,6 +35,8 @@ def serving_lines(draft: str, target: str) -> dict[str, str]:
         "model": draft,
         "num_speculative_tokens": DEFAULT_LENGTHS["vLLM"][0],
     }
+    if depths > 1:
+        greedy |= {"num_speculative_tokens": depths, "parallel_drafting": True}
     sampled = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
     vllm = [
         f"vllm serve {shlex.quote(target)} --speculative-config "

@@ -16,6 +16,7 @@ from eval.runtime.graphs import (
     CaptureError,
     EagerWarning,
     ForwardGraphs,
+    drafted_forward,
     named_inputs,
     shared_graphs,
 )
@@ -23,7 +24,14 @@ from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, pack, places
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.recurrent import keeping_states, mixers_of
-from eval.runtime.sequence import CachedSequence, Forward, RecurrentSequence, StatesSequence
+from eval.runtime.sequence import (
+    AheadSequence,
+    CachedSequence,
+    Forward,
+    ReadDrafted,
+    RecurrentSequence,
+    StatesSequence,
+)
 from eval.runtime.transformers_models import (
     attending_packed,
     cached_layers,
@@ -34,6 +42,7 @@ from eval.runtime.transformers_models import (
     takes_positions,
     uses_sdpa,
 )
+from specdata.depths import MASK, depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids, narrow_logits
 from specdata.lm_head import capturing_hidden
 from specdata.models import cache_argument, known_ids
@@ -96,7 +105,9 @@ class CachedModel:
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
         self.reads_states = states_input(model) is not None
         self._capture_hidden = capture_hidden or self.reads_states
-        self._taps = tuple(taps)
+        self.depths, self.mask_id = depths_of(model), getattr(model.config, MASK, None)
+        is_ahead = self.reads_states and self.depths > 1
+        self._taps = (len(layers),) if is_ahead else tuple(taps)  # what leaves its layers
         ids = draft_vocabulary_ids(model)
         self._vocabulary_ids = None if ids is None else ids[ids < vocabulary]
         self._embeddings = token_embedding(model)
@@ -105,6 +116,7 @@ class CachedModel:
         self._dtype: torch.dtype = model.dtype
         self._engine = engine_on(engine, self.device.type)
         self._graphs: ForwardGraphs | None = None
+        self._read_drafted: ReadDrafted | None = None
         self._recurrent = any(layer.states for layer in layers)
         self._mixers = mixers_of(model) if self._recurrent else []
         if self._recurrent or any(layer.indexed for layer in layers):
@@ -112,7 +124,7 @@ class CachedModel:
         self.refresh_graphs()
         # Flash attention takes no mask; its causal attention is aligned as ours is.
         self._takes_masks = takes_masks(model)
-        self.packs = can_pack(model)
+        self.packs = can_pack(model) and self.depths == 1
         # Some of its layers make masks of their own, of what they are given here.
         self._has_rules = self._takes_masks and has_rules(model)
         self._cache_argument = cache_argument(type(model))
@@ -129,6 +141,8 @@ class CachedModel:
         return self._sequences[slot]
 
     def _empty_sequence(self, slot: int, sampling: SamplingConfig) -> CachedSequence:
+        if self.depths > 1:
+            return AheadSequence(self, slot, sampling)
         if self.reads_states:
             return StatesSequence(self, slot, sampling)
         return (RecurrentSequence if self._recurrent else CachedSequence)(self, slot, sampling)
@@ -141,6 +155,7 @@ class CachedModel:
 
     def refresh_graphs(self) -> None:
         """Use graphs of the weights as they are now; they may have changed."""
+        self._read_drafted = None
         if self._engine != "eager":
             graphs = shared_graphs(self.model, self._engine, self._taps)
             self._graphs = None if graphs.fails else graphs
@@ -166,7 +181,7 @@ class CachedModel:
         sequence = self._prompted(1)
         for count, logits_to_keep in appends:
             self.run(sequence.append(self._different(count), logits_to_keep))
-        for count in nodes if self._takes_masks else ():
+        for count in nodes if self._takes_masks and self.depths == 1 else ():
             self.run(sequence.append_tree(self._different(count), [0] * count))
             sequence.accept([])
         self.reset()
@@ -193,6 +208,8 @@ class CachedModel:
         """
         layout = forward.layout()
         run = self._run_unrolled if forward.unrolled else self._run_single
+        if isinstance(forward.sequence, AheadSequence):
+            return self._commit(forward, layout, self._run_ahead(forward.sequence, forward))
         return self._commit(forward, layout, run(forward, layout))
 
     def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
@@ -290,6 +307,31 @@ class CachedModel:
             with keeping_states(self._mixers, self.kv_cache, committed, count):
                 outputs = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
         return Outputs(*(None if each is None else each[0] for each in outputs))  # type: ignore[arg-type]
+
+    def _run_ahead(self, sequence: AheadSequence, forward: Forward) -> Outputs:
+        """Run the layers over the tokens that need them, and read the others without."""
+        read, count, masks = sequence.by_layers(forward), 0, sequence.masks
+        parts: list[tuple[Tensor | None, ...]] = []
+        if read is not None:
+            count = len(read.tokens) - masks
+            read_all = self._run_single(read, read.layout())
+            sequence.look_ahead(
+                [each if each is None else each[-masks:] for each in read_all], count
+            )
+            kept = slice(-read.logits_to_keep, -masks)
+            parts.append(tuple(each if each is None else each[kept] for each in read_all[:2]))
+        if count < len(forward.tokens):
+            ids = known_ids(torch.tensor(forward.tokens, device=self.device), self.model)
+            if self._read_drafted is None and self.reads_states:
+                graphs = self._graphs
+                self._read_drafted = graphs.drafted if graphs else drafted_forward(self.model)
+            parts += sequence.drafted(forward, ids, count, self._read_drafted)
+        logits, states = (
+            torch.cat([each for each in some if each is not None]) if some[0] is not None else None
+            for some in zip(*parts, strict=True)
+        )
+        assert logits is not None
+        return Outputs(logits, states)
 
     def _run_slot(
         self,

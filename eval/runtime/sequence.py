@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -18,10 +18,15 @@ from torch import Tensor
 
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
+from specdata.depths import depths_of
 from specdata.probability import SamplingConfig
 from specdata.states_draft import states_input, without_first
 
 T = TypeVar("T")
+
+ReadDrafted = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+"""(n,) ids, (n, H) of the recurrence before them and (n, H) what left the layers at their masks ->
+(n, N) logits, (n, H) states, (n, H) of the recurrence."""
 
 NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
 
@@ -30,6 +35,7 @@ class ForwardRunner(Protocol):
     """What runs the forwards of its sequences: a `CachedModel` (`eval/runtime/model.py`)."""
 
     model: Any
+    mask_id: int | None
     kv_cache: KVCache
 
     def run(self, forward: Forward) -> Tensor:
@@ -352,8 +358,7 @@ class StatesSequence(CachedSequence):
     @property
     def reads_first(self) -> bool:
         """Whether later tokens attend to the first one; in the layout of EAGLE-3 none does."""
-        assert self._embedding is not None
-        return self._embedding.reads_first
+        return self._embedding is None or self._embedding.reads_first
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -399,6 +404,11 @@ class StatesSequence(CachedSequence):
             *(last + parent for parent in forward.parents),
         ]
 
+    def _after_known(self, forward: Forward) -> int:
+        """Tokens of a forward that are read with the target's states; they come first."""
+        committed, read = len(forward.tokens) - len(forward.parents), self._read_by_target()
+        return sum(place < read for place in self._before(forward)[:committed])
+
     def _read_by_target(self) -> int:
         """Tokens of the sequence whose target states are known, and may be read."""
         if self._held is not None:
@@ -409,13 +419,12 @@ class StatesSequence(CachedSequence):
         self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
     ) -> None:
         """Take account of a forward that has run, and keep the draft's states."""
-        assert states is not None
-        committed = len(forward.tokens) - len(forward.parents)
-        count = sum(place < self._read_by_target() for place in self._before(forward)[:committed])
+        count = self._after_known(forward)
         if count and self._after_target == self.length:
             self._after_target += count
-        end = layout.start + len(forward.tokens)
-        self._draft_states |= dict(zip(range(end - len(states), end), states, strict=True))
+        if states is not None:
+            end = layout.start + len(forward.tokens)
+            self._draft_states |= dict(zip(range(end - len(states), end), states, strict=True))
         super().commit(forward, layout, states, taps)
 
     def crop(self, length: int) -> None:
@@ -429,3 +438,100 @@ class StatesSequence(CachedSequence):
     def accept(self, nodes: Sequence[int]) -> None:
         """Drop all nodes: those that were accepted are read again."""
         self.crop(self.length)
+
+
+class AheadSequence(StatesSequence):
+    """A sequence of a draft that proposes several tokens after one forward (`specdata.depths`).
+
+    Its layers read committed tokens (of a draft on its target's states, those that the target has
+    read before) and masks behind them. Drafted ones are not read by them, in chains and in trees:
+    their cache positions hold nothing, and they are dropped when a draft was verified, as those of
+    a draft on states are. Deeper than the masks, the last one is repeated.
+    """
+
+    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+        super().__init__(model, slot, sampling)
+        self.masks = depths_of(model.model) - 1
+        # Of each mask: logits, what the lm_head read, what left the layers.
+        self._ahead: tuple[Tensor | None, ...] = ()
+        self._depths: dict[int, int] = {}  # by cache position, of tokens from the last read one on
+
+    def pieces(self, tokens: list[int]) -> list[list[int]]:
+        """Tokens to append: those that the layers read together, and each drafted one."""
+        return [tokens] if self._embedding is None else super().pieces(tokens)
+
+    def _after_known(self, forward: Forward) -> int:
+        if self._embedding is not None:
+            return super()._after_known(forward)
+        committed = len(forward.tokens) - len(forward.parents) - forward.drafted
+        return committed if self._held is None else 0
+
+    def by_layers(self, forward: Forward) -> Forward | None:
+        """The forward of the layers that one needs, with the masks; None if it needs none."""
+        count = self._after_known(forward)
+        if not count:
+            return None
+        kept = max(0, forward.logits_to_keep - len(forward.tokens) + count)
+        return Forward(self, forward.tokens[:count] + [0] * self.masks, kept + self.masks)
+
+    def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
+        """(n,) ids or (n, H) vectors that the layers read of a forward made by `by_layers`."""
+        count, embedding = len(forward.tokens) - self.masks, self._embedding
+        if embedding is None:
+            assert self.model.mask_id is not None
+            return torch.cat([ids[:count], ids.new_full((self.masks,), self.model.mask_id)])
+        last = embedding.weight.new_zeros(embedding.states.in_features)
+        if self.target is not None and self.target.taps is not None and self.length + count > 1:
+            last = self.target.taps[self.length + count - 2]
+        masks = embedding.masks_after(ids[count - 1], last)
+        read = Forward(self, forward.tokens[:count], 1)
+        return torch.cat([super().inputs(read, ids[:count]), masks])
+
+    def look_ahead(self, ahead: Sequence[Tensor | None], count: int) -> None:
+        """Draft from what a forward gave at the masks behind `count` more tokens.
+
+        `ahead` are (D - 1, ...) logits, states, and what left the layers, as far as captured.
+        """
+        root = self.length + count - 1
+        self._ahead, self._depths = tuple(ahead), {root: 0}
+        if self._embedding is not None:
+            self._draft_states = {root: self._embedding.weight.new_zeros(self._embedding.width)}
+
+    def drafted(
+        self, forward: Forward, ids: Tensor, first: int, read: ReadDrafted | None
+    ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """Logits and states of tokens that the layers do not read, in parts.
+
+        Args:
+            forward: n tokens.
+            ids: (n,) of them.
+            first: of those that are meant.
+            read: how those of a draft on its target's states are made.
+        """
+        before, at = self._before(forward), first
+        while at < len(ids):  # those whose predecessors are known together
+            end = at + 1
+            while end < len(ids) and before[end] in self._depths:
+                end += 1
+            places = range(self.in_use + at, self.in_use + end)
+            for place, parent in zip(places, before[at:end], strict=True):
+                self._depths[place] = self._depths[parent] + 1
+            masks = [min(self._depths[place], self.masks) - 1 for place in places]
+            logits, states, left = (None if each is None else each[masks] for each in self._ahead)
+            if read is not None:
+                assert left is not None
+                paths = torch.stack([self._draft_states[place] for place in before[at:end]])
+                logits, states, paths = read(ids[at:end], paths, left)
+                self._draft_states |= dict(zip(places, paths, strict=True))
+            yield logits, states
+            at = end
+
+    def commit(
+        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
+    ) -> None:
+        """Take account of a forward that has run; those without the layers are not counted."""
+        paths, forwards = self._draft_states, self.forwards
+        forwards += self.by_layers(forward) is not None
+        self._draft_states = {}
+        super().commit(forward, layout, states)
+        self._draft_states, self.forwards = paths, forwards

@@ -1,0 +1,59 @@
+"""Drafts that propose several tokens after one forward.
+
+Behind the last token they read D - 1 masks, which stand for tokens that are not known yet: of a
+plain draft one token again and again (PARD, An et al. 2025, arXiv:2504.18583; `pard_token` in its
+config.json, as vLLM and TensorRT-LLM read it), of a draft on its target's states maps of the last
+token and of those (`specdata.states_draft`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from specdata.errors import ConfigError
+from specdata.states_draft import states_input
+
+MASK = "pard_token"
+DEPTHS = "depths"
+
+
+def depths_of(model: Any) -> int:
+    """D: tokens that a draft proposes after one forward."""
+    reads = states_input(model)
+    return int(getattr(model.config, DEPTHS, 1)) if reads is None else reads.depths
+
+
+@torch.no_grad()
+def add_masks(model: Any, depths: int, used: Iterable[int]) -> None:
+    """Let a plain draft propose so many tokens after one forward, once it is trained to.
+
+    Its mask is the last token that no text holds, and begins as the mean of those that some do.
+
+    Args:
+        model: the draft, which is changed.
+        depths: D.
+        used: ids that texts hold or may hold.
+
+    Raises:
+        ConfigError: if it reads its target's states, or every id is used.
+    """
+    if states_input(model) is not None:
+        raise ConfigError(
+            "draft.depths is for drafts that read tokens alone: give draft.init.depths"
+        )
+    setattr(model.config, DEPTHS, depths)
+    if getattr(model.config, MASK, None) is not None:  # it has learnt one
+        return
+    weight = model.get_input_embeddings().weight
+    ids = sorted({token for token in used if token < len(weight)})
+    free = max({*range(len(weight))} - {*ids}, default=None)
+    if free is None:
+        raise ConfigError(
+            "draft.depths needs a token of the draft that no text holds, for its mask, and all "
+            f"{len(weight)} are in the rollouts or special"
+        )
+    weight[free] = weight[ids].mean(dim=0)
+    setattr(model.config, MASK, free)
