@@ -7,7 +7,6 @@ arXiv:2504.18583, section 3), so that it costs about as much as without.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -65,11 +64,13 @@ def read_ahead(
         torch.arange(rows, device=ids.device)[:, None],
     )
     begin = at.expand(rows, -1) if begins is None else window(begins)
-    kept = [begin.shape[1]] * masks
-    if dropping is not None:
-        order = ((begin + 0.5 + dropping * GOLDEN**2) * GOLDEN % 1.0).argsort(dim=1)
-        begin = begin.gather(1, order)  # evenly spread, and nested: a mask sees those before it
-        kept = [math.ceil(each * share_kept(depth)) for depth, each in enumerate(kept, start=1)]
+    shares = [1.0] * masks
+    rank = torch.zeros(begin.shape, device=ids.device)
+    if dropping is not None:  # evenly spread, and nested: a mask sees those before it
+        shares = [share_kept(depth) for depth in range(1, masks + 1)]
+        rank, order = ((begin + dropping * GOLDEN**2) * GOLDEN % 1.0).sort(dim=1)
+        begin = begin.gather(1, order)
+    kept = [max(1, int((rank < share).sum(dim=1).max())) for share in shares]
     at_mask = torch.cat([begin[:, :each] for each in kept], dim=1)  # (B, M), depth by depth
     depth = torch.cat([at.new_full((each,), number) for number, each in enumerate(kept)])
     group = torch.cat([torch.arange(each, device=ids.device) for each in kept])
@@ -112,7 +113,7 @@ def read_ahead(
             path = reads.path(reads.tokens(ids), before(path))
             states = final_norm(model)(states + path)
         is_kept = torch.zeros_like(ids, dtype=torch.bool)
-        is_kept[row, here] = True
+        is_kept[row, here] = rank[:, : here.shape[1]] < shares[min(step, masks) - 1]
         yield states, nn.functional.pad(is_kept, (step, 0))[:, :length]
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
-from distill.ahead import read_ahead
+from distill.ahead import read_ahead, share_kept
 from distill.batches import Numbered, collate
 from distill.chunked import chunked_loss, inside_forward
 from distill.config import DistilConfig
@@ -126,12 +126,12 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
                     along = ((states, everywhere) for states in read)
                 for step, (states, is_kept) in enumerate(along):  # (B, T, H), (B, T)
                     is_read = of_round(is_learnt, step)  # whose round began at one that is learnt
-                    of_step, weight = taught, torch.tensor(weights[step], device=ids.device)
+                    of_step, weight = taught, weights[step]
                     if step:
-                        all_read = is_read.sum()
                         is_read = is_read & is_kept[:, :-1]
                         of_step = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
-                        weight = weight * all_read / is_read.sum().clamp(min=1)
+                    if is_read_once:
+                        weight /= share_kept(step)
                     total = total + weight * chunked_loss(
                         states[:, :-1][is_read],
                         self.student_head,

@@ -90,6 +90,7 @@ CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "muon": (trained, {"optimizer": "muon", "epochs": 4}),
     "the last weights": (trained, {"keep": "last"}),
     "the target's states": (trained_on_states, {"optimizer": "muon", "epochs": 4}),
+    "masks": (trained, {"depths": 3}),
     "fine-tuning": (tuned, {}),
     "fine-tuning of adapters": (tuned, LORA),
 }

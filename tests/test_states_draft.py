@@ -13,12 +13,18 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    PreTrainedModel,
+)
 
 from distill import ahead
 from distill import states as distill_states
-from distill.ahead import read_ahead
+from distill.ahead import check_masks, read_ahead
 from distill.config import DistilConfig, InitConfig
+from distill.distillation import distil
 from distill.initial import cut, make_initial
 from distill.states import of_round, readings, ridge, silence, weights_of
 from distill.trainer import draft_trainer
@@ -31,6 +37,7 @@ from eval.verifiers import rule
 from eval.verifiers.persistent_residual import PersistentResiduals
 from eval.verifiers.rule import Drawn, Rng, Verifier, outcomes
 from specdata import probability
+from specdata.depths import add_masks
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
@@ -39,6 +46,7 @@ from specdata.probability import SamplingConfig, draw_one
 from specdata.states_draft import before, states_input, token_embedding, unit
 from specdata.taps import attach, install, read_taps
 from specdata.target_states import reading_stored
+from tests.random_pair import texts_of
 from tests.test_branching import CASES
 from tests.test_decoder import PROMPT
 from tests.test_initial import ROWS, stored
@@ -315,7 +323,8 @@ def test_deeper_masks_are_read_of_fewer_rounds_other_ones_in_each_step_and_as_wi
             found = read_ahead(draft, ids, 3, taps=taps, begins=begins, dropping=step)
             for depth, (states, kept) in enumerate(found):
                 seen[depth] += kept
-                assert depth == 0 or (kept.sum(dim=1) == (21, 15)[depth - 1]).all()  # of 30
+                of_30 = (30, 21, 14.7)[depth]
+                assert depth == 0 or ((kept.sum(dim=1) - of_30).abs() <= 2).all()
                 torch.testing.assert_close(states[kept], whole[depth][kept])
     for depth, share in ((1, 0.7), (2, 0.49)):  # none is left out for long
         counts = seen[depth][:, 5 + depth : 35 + depth] / 60
@@ -565,11 +574,63 @@ def test_taps_and_targets_that_cannot_be_had_are_refused(target: Path, tmp_path:
         ("on_policy", 0.5),
         ("finetune", {}),
         ("lora", {}),
+        ("depths", 4),
     ],
 )
 def test_trainings_without_the_targets_states_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{key}.* must be left out with init.kind states"):
         DistilConfig(init={"kind": "states"}, **{key: value})
+
+
+def test_depths_that_a_draft_cannot_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="depths needs kind states without a layout, got kind mod"):
+        InitConfig(depths=3)
+    with pytest.raises(ValueError, match="depths needs kind states without a layout, .* eagle"):
+        InitConfig(kind="states", layers=1, layout="eagle", depths=3)
+    with pytest.raises(ValueError, match="freeze_embeddings must be left out with depths"):
+        DistilConfig(depths=3, freeze_embeddings=True)
+    target, draft = pair(40)
+    with pytest.raises(ConfigError, match=r"reads? tokens alone: give draft.init.depths"):
+        add_masks(draft, 3, [])
+    with pytest.raises(ConfigError, match="needs a token of the draft that no text holds"):
+        add_masks(target, 3, range(40))
+    recurrent = FalconMambaForCausalLM(
+        FalconMambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
+    add_masks(recurrent, 3, range(30))
+    with pytest.raises(ConfigError, match="needs a draft whose attention takes any mask"):
+        check_masks(recurrent.eval(), 9)
+
+
+def test_a_plain_draft_learns_what_its_mask_stands_for(tiny_pair: Path, tmp_path: Path) -> None:
+    target = load_model(str(tiny_pair / "target"))
+    train, dev = texts_of(tiny_pair, 64, seed=1), texts_of(tiny_pair, 16, seed=2)
+    sampling = SamplingConfig(temperature=0.2)
+    held_out = HeldOut(target, dev, sampling)
+
+    def trained(depths: int) -> PreTrainedModel:
+        config = DistilConfig(
+            depths=depths, epochs=12, learning_rate=1e-2, keep="last", report_to=[]
+        )
+        distil(
+            target=tiny_pair / "target",
+            draft=tiny_pair / "draft",
+            train=train,
+            dev=dev,
+            out=tmp_path / str(depths),
+            config=config,
+            sampling=sampling,
+            seed=0,
+        )
+        return load_model(str(tmp_path / str(depths)))
+
+    learnt, other = trained(3), trained(1)
+    assert learnt.config.depths == 3
+    texts = [*train["prompt_ids"], *train["completion_ids"], *dev["completion_ids"]]
+    assert learnt.config.pard_token not in {token for text in texts for token in text}
+    add_masks(other, 3, {token for text in texts for token in text})
+    places = [held_out.measure(each).overall.expected_tokens["token_4"] for each in (learnt, other)]
+    assert places[0] > 1.05 * places[1]
 
 
 def test_a_target_is_asked_for_when_a_text_is_read_without_one() -> None:
@@ -582,9 +643,12 @@ def test_a_target_is_asked_for_when_a_text_is_read_without_one() -> None:
 
 
 @torch.inference_mode()
+@kinds
 @pytest.mark.parametrize("vocabulary", [40, 12])
-def test_expected_tokens_of_a_round_are_of_what_is_drafted_at_each_place(vocabulary: int) -> None:
-    target, draft = pair(40)
+def test_expected_tokens_of_a_round_are_of_what_is_drafted_at_each_place(
+    vocabulary: int, kind: str
+) -> None:
+    target, draft = pair(40, kind)
     if vocabulary < 40:
         reduce_vocabulary(draft, range(0, 24, 2))
     prompt, text = [2, 9, 31], [4, 17, 8, 22, 6, 30]
