@@ -585,7 +585,7 @@ def test_trainings_without_the_targets_states_are_refused(key: str, value: Any) 
 def test_depths_that_a_draft_cannot_have_are_refused() -> None:
     with pytest.raises(ValueError, match="depths needs kind states without a layout, got kind mod"):
         InitConfig(depths=3)
-    with pytest.raises(ValueError, match="depths needs kind states without a layout, .* eagle"):
+    with pytest.raises(ValueError, match=r"depths needs kind states without a layout, .* eagle"):
         InitConfig(kind="states", layers=1, layout="eagle", depths=3)
     with pytest.raises(ValueError, match="freeze_embeddings must be left out with depths"):
         DistilConfig(depths=3, freeze_embeddings=True)
