@@ -21,9 +21,16 @@ DEPTHS = "depths"
 
 
 def depths_of(model: Any) -> int:
-    """D: tokens that a draft proposes after one forward."""
-    reads = states_input(model)
-    return int(getattr(model.config, DEPTHS, 1)) if reads is None else reads.depths
+    """D: tokens that a draft proposes after one forward. Raises ConfigError without its mask."""
+    if (reads := states_input(model)) is not None:
+        return reads.depths
+    depths = int(getattr(model.config, DEPTHS, 1))
+    if depths > 1 and getattr(model.config, MASK, None) is None:
+        raise ConfigError(
+            f"the draft's config.json says {DEPTHS} {depths} and no {MASK}, the id of its mask: "
+            f"add that, or remove {DEPTHS}"
+        )
+    return depths
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from eval.verifiers import rule
 from eval.verifiers.persistent_residual import PersistentResiduals
 from eval.verifiers.rule import Drawn, Rng, Verifier, outcomes
 from specdata import probability
-from specdata.depths import add_masks
+from specdata.depths import add_masks, depths_of
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
@@ -594,6 +594,9 @@ def test_depths_that_a_draft_cannot_have_are_refused() -> None:
         add_masks(draft, 3, [])
     with pytest.raises(ConfigError, match="needs a token of the draft that no text holds"):
         add_masks(target, 3, range(40))
+    target.config.depths = 3
+    with pytest.raises(ConfigError, match="says depths 3 and no pard_token"):
+        depths_of(target)
     recurrent = FalconMambaForCausalLM(
         FalconMambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
