@@ -110,16 +110,26 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
         teacher_load=Loading(dtype=dtype),
     )
     seconds = time.process_time() - begun
-    draft = load_model(str(work / "draft"))
-    found = HeldOut(load_model(target, dtype=dtype), dev, sampling).measure(draft)
     made = {key: row[key] for key in ("name", "rollouts", "seed")}
     made |= {"layout": row["init"].get("layout")}
     made |= {"epochs": round(config["epochs"], 2), "seconds": round(seconds, 1)}
-    made |= {"steps": result.steps, "parameters": draft.num_parameters()}
+    made |= {"steps": result.steps} | judged(given.run, work / "draft")
+    shutil.rmtree(work)
+    return made
+
+
+def judged(run: Path, draft: Path) -> Row:
+    """A draft on all dev rollouts."""
+    stored = read_manifest(run / "rollouts")["settings"]
+    target, model = stored["target"]["name"], load_model(str(draft))
+    dev = of_split(load_stored(run / "rollouts"), "dev", run / "rollouts")
+    held_out = HeldOut(
+        load_model(target, dtype=stored["dtype"]), dev, SamplingConfig(**stored["sampling"])
+    )
+    found, made = held_out.measure(model), {"parameters": model.num_parameters()}
     for name, each in {"all": found.overall, **found.sets}.items():
         tokens = each.expected_tokens["token_4"]
         made[name] = {"acceptance": round(each.acceptance, 4), "tokens": round(tokens, 4)}
-    shutil.rmtree(work)
     return made
 
 
@@ -149,7 +159,8 @@ def main() -> None:
     add("--learning-rate", type=float, default=1e-3)
     add("--optimizer", choices=["adamw", "muon"], default="adamw")
     add("--vocabulary", type=int, help="tokens that the drafts can propose (default: all)")
-    add("--only", nargs="+", help="names of rows (default: all)")
+    add("--only", nargs="*", help="names of rows (default: all)")
+    add("--draft", action="append", default=[], help="NAME=FOLDER, one made elsewhere, to judge")
     add("--name", default="smollm2", help="of the pair in FILE, which keeps other pairs' figures")
     add("--work", type=Path, default=Path("runs/bench/states"))
     add("--out", type=Path, default=Path("runs/bench/states.json"))
@@ -161,7 +172,7 @@ def main() -> None:
     layers = load_configs(target)[0].get_text_config().num_hidden_layers
     figures: list[Row] = []
     for row in rows(given.rollouts, given.seeds, ablations, layers):
-        if given.only and row["name"] not in given.only:
+        if given.only is not None and row["name"] not in given.only:
             continue
         kept = given.work / f"{row['name']} {row['rollouts']} {row['seed']}.json"
         if not kept.exists():
@@ -175,6 +186,9 @@ def main() -> None:
                 epochs *= like["states"] / like["plain"]
             write_json(kept, measured(row, given, kept.with_suffix(""), epochs))
         figures.append(json.loads(kept.read_text()))
+        print(json.dumps(figures[-1]), flush=True)
+    for name, _, folder in (each.partition("=") for each in given.draft):
+        figures.append({"name": name, **judged(given.run, Path(folder))})
         print(json.dumps(figures[-1]), flush=True)
     taps = InitConfig(kind="states").taps_of(layers)
     about = {"target": target, "taps": taps, "vocabulary": given.vocabulary}
