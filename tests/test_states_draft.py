@@ -203,15 +203,28 @@ def decoded_as_defined(
     assert nodes > rounds
 
 
-@kinds
-@pytest.mark.parametrize("name", DRAFTED)
+FEW = {"greedy_block", "traversal", "dynamic tree"}
+every = pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(
+            name,
+            kind,
+            marks=[] if kind == "states" or name in FEW else pytest.mark.exhaustive,
+        )
+        for name in DRAFTED
+        for kind in ("states", "depths", "masks")
+    ],
+)
+
+
+@every
 def test_what_is_drafted_depends_on_the_text_and_the_path_alone(name: str, kind: str) -> None:
     """In every round: states of accepted tokens are the target's, and later ones the draft's."""
     decoded_as_defined(*pair(40, kind), DRAFTED[name], PROMPT)
 
 
-@kinds
-@pytest.mark.parametrize("name", DRAFTED)
+@every
 def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,10 +259,15 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(
     assert found == pytest.approx(plain, rel=1e-9)
 
 
-@kinds
-@pytest.mark.parametrize("engine", ["eager", "captured"])
 @pytest.mark.parametrize(
-    "name", ["greedy_block", "rrs", "traversal", "multipath_block", "dynamic tree"]
+    ("name", "kind", "engine"),
+    [
+        (name, kind, engine)
+        for name in ("greedy_block", "rrs", "traversal", "multipath_block", "dynamic tree")
+        for kind in ("states", "depths", "masks")
+        for engine in ("eager", "captured")
+        if kind == "states" or (name in FEW and engine == "captured")
+    ],
 )
 def test_batches_and_engines_decode_as_one_sequence_does(name: str, engine: Any, kind: str) -> None:
     target, draft = pair(40, kind)
