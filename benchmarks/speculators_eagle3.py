@@ -8,8 +8,7 @@ Then `benchmarks/states.py RUN --draft NAME=DRAFT` judges it with our drafts. It
 `TrainConfig` with all defaults but those that are options here, the model, its loss, vocabulary and
 data loading, and `Trainer.train_epoch` with its optimizers. Ours is what it has for GPUs alone:
 attention document by document instead of flex attention, KL with a closed gradient, and float32 in
-Muon's products; losses and gradients are those of its eager paths. The linear schedule ends with
-the seconds, which are the processor's, of training alone.
+Muon's products. The linear schedule ends with the seconds, which are the processor's, of training.
 """
 
 from __future__ import annotations

@@ -59,10 +59,8 @@ def read_ahead(
         For s = 0, 1, ...: (B, T, H), and (B, T) bool where they are those of a round.
     """
     (rows, length), masks, reads = ids.shape, depths_of(model) - 1, states_input(model)
-    at, row = (
-        torch.arange(length, device=ids.device),
-        torch.arange(rows, device=ids.device)[:, None],
-    )
+    at = torch.arange(length, device=ids.device)
+    row = torch.arange(rows, device=ids.device)[:, None]
     begin = at.expand(rows, -1) if begins is None else window(begins)
     shares = [1.0] * masks
     rank = torch.zeros(begin.shape, device=ids.device)
@@ -110,7 +108,7 @@ def read_ahead(
         states = states.index_put((row, here), of_depth.to(states))
         states = nn.functional.pad(states, (0, 0, step, 0))[:, :length]
         if reads is not None:
-            path = reads.path(reads.tokens(ids), before(path))
+            path = reads.after_own(ids, before(path))
             states = final_norm(model)(states + path)
         is_kept = torch.zeros_like(ids, dtype=torch.bool)
         is_kept[row, here] = rank[:, : here.shape[1]] < shares[min(step, masks) - 1]

@@ -226,15 +226,13 @@ class HeldOut:
         if reads is None and depths == 1:
             return [batch.states(draft)]
         check_length(draft.model.config, ids.shape[1])
-        if reads is None:
-            ahead = read_ahead(draft.model, ids, PLACES, begins=is_predicted)
-            return [states[is_predicted] for states, _ in ahead]
         rows = [] if self._tapped is None else [self._tapped[row] for row in batch.examples]
         with reading_stored(draft.model, rows, ids.shape[1]):
-            taps = reads.read_target(ids)
+            taps = None if reads is None else reads.read_target(ids)
         if depths > 1:
             ahead = read_ahead(draft.model, ids, PLACES, taps=taps, begins=is_predicted)
             return [states[is_predicted] for states, _ in ahead]
+        assert taps is not None
         return [states[is_predicted] for states in readings(draft.model, ids, taps, PLACES)]
 
     def _of_text(self, text: Tensor, draft: LMHead, states: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from eval.publishing.serving import DEFAULT_LENGTHS, serving_lines
+from eval.publishing.serving import DEFAULT_LENGTHS, served_lengths, serving_lines
 
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
 VLLM_KEYS = {
@@ -58,6 +58,7 @@ def test_vllm_reads_its_lines() -> None:
         assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
     assert settings["rejection_sample_method"] == "block"
     masked = words_of(serving_lines("acme/draft", "acme/target", depths=3)["vLLM"])[-1]
+    assert served_lengths(depths=3)["vLLM"][0] == 3  # as the card says
     assert json.loads(masked) == {
         "method": "draft_model",
         "model": "acme/draft",

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.transformers_models import has_rules
-from specdata.depths import MASK
+from specdata.depths import MASK, depths_of
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import known_ids
@@ -69,43 +69,44 @@ def tree_states(
             states = hidden_states(draft, ids, position_ids=places, cache=empty)
     elif reads is None:
         states = hidden_states(draft, ids, mask[:, None], position_ids=places)
-    elif reads.depths > 1:  # at the places of the drafted tokens the layers read the first masks
+    else:
         with torch.no_grad():
-            text, left = ids[:, :length], list[Tensor]()
-            states = before(reads.read_target(text))
+            text, chosen = ids[:, :length], ids[:, length:]
             last = (positions - 1).clamp(min=0, max=length - 1)
-            states_there = states.gather(1, last[..., None].expand(-1, -1, states.shape[-1]))
-            x = reads.masks_after(text.gather(1, last), states_there)[..., 0, :]
-            x = torch.cat([reads.after_target(text, states), x], dim=1)
+            taps = before(reads.read_target(text))
+            x = reads.after_target(text, taps)
+            # What the layers read at drafted tokens comes after the draft's own states, which the
+            # text's forward gives; or with depths it is the first mask, whatever is drafted.
+            if reads.depths == 1:
+                along = draft.base_model(inputs_embeds=x, use_cache=False)[0]
+                behind = reads.after_own(chosen, _at(along, last))
+            else:
+                behind = reads.masks_after(text.gather(1, last), _at(taps, last))[..., 0, :]
+            left = list[Tensor]()
             with capturing_taps(draft, [len(decoder_layers(draft)[1])], left.append):
                 states = draft.base_model(
-                    inputs_embeds=x,
+                    inputs_embeds=torch.cat([x, behind], dim=1),
                     attention_mask=mask[:, None],
                     position_ids=places,
                     use_cache=False,
                 )[0]
-            drafted_states = left[0][:, length:] + reads.own_token(reads.tokens(ids[:, length:]))
-            states = torch.cat([states[:, :length], final_norm(draft)(drafted_states)], dim=1)
-    else:  # the drafted tokens come after the draft's own states, which the text's forward gives
-        with torch.no_grad():
-            x = reads(ids[:, :length])
-            along = draft.base_model(inputs_embeds=x, use_cache=False)[0]
-            index = (positions - 1).clamp(min=0, max=length - 1)[..., None]
-            own = along.gather(1, index.expand(-1, -1, along.shape[-1]))
-            x = torch.cat([x, reads.after_own(ids[:, length:], own)], dim=1)
-            states = draft.base_model(
-                inputs_embeds=x,
-                attention_mask=mask[:, None],
-                position_ids=places,
-                use_cache=False,
-            )[0]
+            if reads.depths > 1:
+                path = reads.own_token(reads.tokens(chosen))
+                after = final_norm(draft)(left[0][:, length:] + path)
+                states = torch.cat([states[:, :length], after], dim=1)
     return states[:, :length], states[:, length:]
+
+
+def _at(along: Tensor, places: Tensor) -> Tensor:
+    """(B, T, F) along texts -> (B, M, F) at places (B, M)."""
+    return along.gather(1, places[..., None].expand(-1, -1, along.shape[-1]))
 
 
 def _read(draft: PreTrainedModel, tokens: Tensor) -> Tensor:
     """What a draft reads where tokens are drafted: with depths its mask, whatever they are."""
-    mask_id = getattr(draft.config, MASK, None)
-    return tokens if mask_id is None else torch.full_like(tokens, mask_id)
+    if states_input(draft) is not None or depths_of(draft) == 1:
+        return tokens
+    return torch.full_like(tokens, getattr(draft.config, MASK))
 
 
 @torch.no_grad()

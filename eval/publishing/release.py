@@ -21,7 +21,7 @@ from eval.analysis.head_verdict import VERDICT, HeadVerdict, not_measured
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
-from eval.publishing.serving import DEFAULT_LENGTHS, acceptance_positions, serving_lines
+from eval.publishing.serving import acceptance_positions, served_lengths, serving_lines
 from eval.reporting import verifiers
 from eval.reporting.recommendation import (
     fastest_lengths,
@@ -157,7 +157,7 @@ def release_draft(
         length_cells={engine: length_cells(rows) for engine, rows in fastest.items() if rows},
         acceptance=acceptance_positions(measured),
         serving=serving_lines(released, loadable(target), depths_of(model)),
-        served_lengths=DEFAULT_LENGTHS,
+        served_lengths=served_lengths(depths_of(model)),
     ) as folder:
         if states:
             getattr(model.config, KEY)["target"] = loadable(target)

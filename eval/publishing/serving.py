@@ -21,6 +21,13 @@ DEFAULT_LENGTHS = {
 loop says nothing about another, and what pays in one is measured there (`draftsmith engine`)."""
 
 
+def served_lengths(depths: int = 1) -> dict[str, tuple[int, str]]:
+    """The draft length in each engine's lines, and whose it is."""
+    if depths == 1:
+        return DEFAULT_LENGTHS
+    return DEFAULT_LENGTHS | {"vLLM": (depths, "what the draft proposes after one forward")}
+
+
 def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
     """The command lines with which engines serve a draft and its target (Hub ids or folders).
 
@@ -33,10 +40,10 @@ def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
     greedy = {
         "method": "draft_model",
         "model": draft,
-        "num_speculative_tokens": DEFAULT_LENGTHS["vLLM"][0],
+        "num_speculative_tokens": served_lengths(depths)["vLLM"][0],
     }
     if depths > 1:
-        greedy |= {"num_speculative_tokens": depths, "parallel_drafting": True}
+        greedy["parallel_drafting"] = True
     sampled = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
     vllm = [
         f"vllm serve {shlex.quote(target)} --speculative-config "

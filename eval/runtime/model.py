@@ -42,7 +42,7 @@ from eval.runtime.transformers_models import (
     takes_positions,
     uses_sdpa,
 )
-from specdata.depths import MASK, depths_of
+from specdata.depths import depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids, narrow_logits
 from specdata.lm_head import capturing_hidden
 from specdata.models import cache_argument, known_ids
@@ -105,7 +105,7 @@ class CachedModel:
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
         self.reads_states = states_input(model) is not None
         self._capture_hidden = capture_hidden or self.reads_states
-        self.depths, self.mask_id = depths_of(model), getattr(model.config, MASK, None)
+        self.depths = depths_of(model)
         is_ahead = self.reads_states and self.depths > 1
         self._taps = (len(layers),) if is_ahead else tuple(taps)  # what leaves its layers
         ids = draft_vocabulary_ids(model)
@@ -181,7 +181,9 @@ class CachedModel:
         sequence = self._prompted(1)
         for count, logits_to_keep in appends:
             self.run(sequence.append(self._different(count), logits_to_keep))
-        for count in nodes if self._takes_masks and self.depths == 1 else ():
+        if self.depths > 1:  # its layers read no nodes, and all nodes and drafted tokens are alike
+            nodes = (1,)
+        for count in nodes if self._takes_masks else ():
             self.run(sequence.append_tree(self._different(count), [0] * count))
             sequence.accept([])
         self.reset()
@@ -207,9 +209,9 @@ class CachedModel:
             Logits (logits_to_keep, V).
         """
         layout = forward.layout()
-        run = self._run_unrolled if forward.unrolled else self._run_single
         if isinstance(forward.sequence, AheadSequence):
             return self._commit(forward, layout, self._run_ahead(forward.sequence, forward))
+        run = self._run_unrolled if forward.unrolled else self._run_single
         return self._commit(forward, layout, run(forward, layout))
 
     def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:

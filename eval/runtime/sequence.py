@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
-from specdata.depths import depths_of
+from specdata.depths import MASK, depths_of
 from specdata.probability import SamplingConfig
 from specdata.states_draft import states_input, without_first
 
@@ -35,7 +35,6 @@ class ForwardRunner(Protocol):
     """What runs the forwards of its sequences: a `CachedModel` (`eval/runtime/model.py`)."""
 
     model: Any
-    mask_id: int | None
     kv_cache: KVCache
 
     def run(self, forward: Forward) -> Tensor:
@@ -478,8 +477,8 @@ class AheadSequence(StatesSequence):
         """(n,) ids or (n, H) vectors that the layers read of a forward made by `by_layers`."""
         count, embedding = len(forward.tokens) - self.masks, self._embedding
         if embedding is None:
-            assert self.model.mask_id is not None
-            return torch.cat([ids[:count], ids.new_full((self.masks,), self.model.mask_id)])
+            mask_id = getattr(self.model.model.config, MASK)
+            return torch.cat([ids[:count], ids.new_full((self.masks,), mask_id)])
         last = embedding.weight.new_zeros(embedding.states.in_features)
         if self.target is not None and self.target.taps is not None and self.length + count > 1:
             last = self.target.taps[self.length + count - 2]
