@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specdata.errors import ConfigError
 from specdata.state_store import StateStore
-from specdata.states_draft import KEY, StatesInput, TargetStates, states_input
+from specdata.states_draft import KEY, StatesInput, TargetStates, final_norm, states_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -141,6 +141,7 @@ def install(
         record["output_bias"] = True
     if depths > 1:
         record["depths"] = depths
+        final_norm(model)  # refused now, not when it drafts
     size = record["width"] // len(taps)
     reads = StatesInput(model.get_input_embeddings(), width, len(taps), size, depths)
     model.set_input_embeddings(reads)

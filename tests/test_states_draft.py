@@ -43,7 +43,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, draw_one
-from specdata.states_draft import before, states_input, token_embedding, unit
+from specdata.states_draft import before, final_norm, states_input, token_embedding, unit
 from specdata.taps import attach, install, read_taps
 from specdata.target_states import reading_stored
 from tests.random_pair import texts_of
@@ -618,6 +618,8 @@ def test_depths_that_a_draft_cannot_have_are_refused() -> None:
     recurrent = FalconMambaForCausalLM(
         FalconMambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
+    with pytest.raises(ConfigError, match="needs a final norm, and none was found in FalconMamba"):
+        final_norm(recurrent)
     add_masks(recurrent, 3, range(30))
     with pytest.raises(ConfigError, match="needs a draft whose attention takes any mask"):
         check_masks(recurrent.eval(), 9)
