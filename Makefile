@@ -94,7 +94,7 @@ $(ENGINES)/installed: $(INSTALLED) tests/vllm_cpu_expand.py
 # After `make real`: its target in vLLM, alone and with drafts of the same rollouts, none trained for longer than
 # `make real` trains: EAGLE-3's layout, EAGLE-1's, a plain draft, and that one ended by a head.
 SERVED := runs/$(MODEL)-served
-PASSES_eagle3 := 3
+PASSES_eagle3 := $(if $(IN_FLOAT32),2,3)
 PASSES_eagle := 0.1
 PASSES_plain := 0.4
 INIT_eagle3 := {kind: states, layers: 1, layout: eagle3, vocabulary: 8192}
@@ -111,10 +111,10 @@ SERVE = $(foreach k,$(4),--serve '$(1) K=$(k)={"method": "$(2)", "model": "$(3)"
 ASKED = $(comma) "env": {"PYTHONPATH": "$(CURDIR)/$(PLAIN)/release/head"$(comma) "DRAFT": "$(CURDIR)/$(PLAIN)/release/draft"$(comma) "THRESHOLD": "0.5"}
 # $(1): options of a temperature, $(2): how vLLM draws drafts.
 ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python --config recipes/configs/$(MODEL).yaml $(REAL_DTYPE) $(1) --output $(SERVED) --draft null --head null --models.draft $(PLAIN)/release/draft \
-	--eval.methods '[{name: plain, decoder: plain}]' --eval.verifiers 0 --eval.max_new_tokens 48 \
+	--eval.methods '[{name: plain, decoder: plain}]' --eval.verifiers 0 \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: test, count: 8},)]' \
 	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,2,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
-	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,1 2,$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))
+	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,2,$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))
 real-engines: recipes/configs/$(MODEL)-plain.yaml $(ENGINES)/installed
 	@$(call EAGLE,eagle3)
 	@$(call EAGLE,eagle)
