@@ -36,7 +36,7 @@ from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
 from heads import BaseHead
 from heads.remote import write_custom_generate
-from specdata.depths import depths_of
+from specdata.depths import MASK, depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids, restore_vocabulary, substitute_row
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
@@ -198,6 +198,7 @@ def release_head(
     verdict = verdict or not_measured("there are no held-out labels")
     used = head_run(measured, verdict.method)
     target, draft = used.target, about.base_model or str(used.draft)
+    read = load_configs(str(used.draft))[0]
     front = metadata(
         about,
         name=name,
@@ -224,7 +225,7 @@ def release_head(
             "draft": loadable(draft),
         },
         head=head,
-        states=reads_states(load_configs(str(used.draft))[0]),
+        by_transformers=not (reads_states(read) or getattr(read, MASK, None) is not None),
         width=getattr(head, "width", None),
         trained=trained,
         verdict=verdict,
