@@ -7,8 +7,8 @@ n/2, n - 3, n; drafts are trained in the precision in which they were. Every row
 many of its training rollouts, evenly of each set, and measured on all dev rollouts: sum of
 min(p, q), and tokens of a round of four, in which a draft on states reads its own from the second
 token on. Seconds are the processor's, of making and training the draft; the target's states are
-stored. Finished rows are kept in --work: the same command goes on where it ended, and commands of
-one seed each may run side by side.
+stored. Finished rows and their drafts, for the clock of an evaluation (--models.draft), are kept in
+--work: the same command goes on where it ended, and commands of one seed each may run side by side.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distill.config import DistilConfig, InitConfig
 from distill.distillation import distil
@@ -34,7 +36,7 @@ from specdata.loading import Loading
 from specdata.models import load_configs, load_model
 from specdata.sampling import SamplingConfig
 from specdata.saving import copy_tokenizer
-from specdata.states_draft import states_input
+from specdata.states_draft import StatesInput, states_input
 from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest
@@ -61,6 +63,7 @@ def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iter
             yield {**shared, "name": f"states, layout {layout}", "init": init}
         depths = {**STATES, "depths": 4}
         yield {**shared, "name": "states, depths", "init": depths}
+        yield {**shared, "name": "states, depths without bias", "init": depths, "bias": False}
         yield {**shared, "name": "plain, depths", "init": PLAIN, "train": {"depths": 4}}
         yield {**shared, "name": "states, least squares alone", "train": {"epochs": 0}}
         no_training = {"init": depths, "train": {"epochs": 0}}
@@ -114,7 +117,7 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
     made |= {"layout": row["init"].get("layout")}
     made |= {"epochs": round(config["epochs"], 2), "seconds": round(seconds, 1)}
     made |= {"steps": result.steps} | judged(given.run, work / "draft")
-    shutil.rmtree(work)
+    shutil.rmtree(work / "initial")
     return made
 
 
@@ -131,6 +134,17 @@ def judged(run: Path, draft: Path) -> Row:
         tokens = each.expected_tokens["token_4"]
         made[name] = {"acceptance": round(each.acceptance, 4), "tokens": round(tokens, 4)}
     return made
+
+
+@contextmanager
+def masks_alone() -> Iterator[None]:
+    """Drafts with depths do not see which tokens were drafted."""
+
+    def nothing(_reads: StatesInput, _embedded: Tensor, states: Tensor) -> Tensor:
+        return torch.zeros_like(states)
+
+    with patch.object(StatesInput, "path", nothing):
+        yield
 
 
 def at_random(folder: Path, target: str, seed: int) -> None:
@@ -184,7 +198,9 @@ def main() -> None:
                     if (each["rollouts"], each["seed"]) == (row["rollouts"], row["seed"])
                 }
                 epochs *= like["states"] / like["plain"]
-            write_json(kept, measured(row, given, kept.with_suffix(""), epochs))
+            with masks_alone() if row.get("bias") is False else nullcontext():
+                made = measured(row, given, kept.with_suffix(""), epochs)
+            write_json(kept, made)
         figures.append(json.loads(kept.read_text()))
         print(json.dumps(figures[-1]), flush=True)
     for name, _, folder in (each.partition("=") for each in given.draft):
