@@ -114,7 +114,7 @@ ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python --
 	--eval.methods '[{name: plain, decoder: plain}]' --eval.verifiers 0 \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: test, count: 8},)]' \
 	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,2,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
-	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,2,$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))
+	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,$(if $(IN_FLOAT32),1,2),$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))
 real-engines: recipes/configs/$(MODEL)-plain.yaml $(ENGINES)/installed
 	@$(call EAGLE,eagle3)
 	@$(call EAGLE,eagle)
