@@ -18,7 +18,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -136,15 +136,9 @@ def judged(run: Path, draft: Path) -> Row:
     return made
 
 
-@contextmanager
-def masks_alone() -> Iterator[None]:
-    """Drafts with depths do not see which tokens were drafted."""
-
-    def nothing(_reads: StatesInput, _embedded: Tensor, states: Tensor) -> Tensor:
-        return torch.zeros_like(states)
-
-    with patch.object(StatesInput, "path", nothing):
-        yield
+def no_path(_reads: StatesInput, _embedded: Tensor, states: Tensor) -> Tensor:
+    """In place of the recurrence: no depth sees which tokens were drafted."""
+    return torch.zeros_like(states)
 
 
 def at_random(folder: Path, target: str, seed: int) -> None:
@@ -198,7 +192,8 @@ def main() -> None:
                     if (each["rollouts"], each["seed"]) == (row["rollouts"], row["seed"])
                 }
                 epochs *= like["states"] / like["plain"]
-            with masks_alone() if row.get("bias") is False else nullcontext():
+            without = patch.object(StatesInput, "path", no_path)
+            with without if row.get("bias") is False else nullcontext():
                 made = measured(row, given, kept.with_suffix(""), epochs)
             write_json(kept, made)
         figures.append(json.loads(kept.read_text()))

@@ -409,11 +409,11 @@ def test_vllms_proposer_drafts_each_text_alike_whatever_row_it_stands_in_and_rea
         module.HeadProposer(engine)
     monkeypatch.setenv("THRESHOLD", "0.88")
     settings = tmp_path / "draft/config.json"
-    plain = settings.read_text(encoding="utf-8")
-    settings.write_text(json.dumps({**json.loads(plain), "pard_token": 0}), encoding="utf-8")
+    masked = json.loads(settings.read_text(encoding="utf-8")) | {"pard_token": 0}
+    settings.write_text(json.dumps({**masked, "depths": 3}), encoding="utf-8")
     with pytest.raises(ValueError, match="a head of a draft with masks"):
         module.HeadProposer(engine)
-    settings.write_text(plain, encoding="utf-8")
+    settings.write_text(json.dumps(masked), encoding="utf-8")  # decoded one by one everywhere
     proposer, fresh = module.HeadProposer(engine), module.HeadProposer(engine)
     read: list[int] = []
     one = module._CachedModel.read

@@ -227,9 +227,9 @@ class _PrefixAcceptance:
     """
 
     def __init__(self, head: Any, draft: Any) -> None:
-        if getattr(draft.config, "pard_token", None) is not None:
+        if getattr(draft.config, "depths", 1) > 1:
             raise ValueError(
-                "a head of a draft with masks (pard_token) judges tokens that were drafted after "
+                "a head of a draft with masks (depths) judges tokens that were drafted after "
                 "them, and these are drafted one by one: decode with draftsmith"
             )
         self.head = head.to(draft.device)
