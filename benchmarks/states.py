@@ -113,6 +113,8 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
         teacher_load=Loading(dtype=dtype),
     )
     seconds = time.process_time() - begun
+    if row.get("bias") is False:  # as it was trained
+        without_path(work / "draft", target)
     made = {key: row[key] for key in ("name", "rollouts", "seed")}
     made |= {"layout": row["init"].get("layout")}
     made |= {"epochs": round(config["epochs"], 2), "seconds": round(seconds, 1)}
@@ -139,6 +141,17 @@ def judged(run: Path, draft: Path) -> Row:
 def no_path(_reads: StatesInput, _embedded: Tensor, states: Tensor) -> Tensor:
     """In place of the recurrence: no depth sees which tokens were drafted."""
     return torch.zeros_like(states)
+
+
+def without_path(folder: Path, target: str) -> None:
+    """Have no path in a draft, whoever loads it."""
+    draft = load_model(str(folder))
+    reads = states_input(draft)
+    assert reads is not None
+    for module in (reads.own_token, reads.own_state):
+        nn.init.zeros_(module.weight)
+    save_model(draft, folder)
+    copy_tokenizer(target, folder)
 
 
 def at_random(folder: Path, target: str, seed: int) -> None:

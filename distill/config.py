@@ -362,8 +362,9 @@ class DistilConfig(Config):
 
     @model_validator(mode="after")
     def _masks_are_learnt(self) -> Self:
-        if self.depths > 1 and self.freeze_embeddings:
-            raise ValueError("freeze_embeddings must be left out with depths, whose mask is learnt")
+        for name in ("freeze_embeddings", "lora"):
+            if self.depths > 1 and getattr(self, name):
+                raise ValueError(f"{name} must be left out with depths, whose mask is learnt")
         return self
 
     def decisive(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from specdata.lm_head import hidden_states
+from specdata.errors import ConfigError
+from specdata.lm_head import body_of, hidden_states
 from specdata.states_draft import StatesInput, before, states_input, unit, without_first
 from specdata.taps import decoder_layers, read_taps
 from specdata.target_states import reading_stored
@@ -172,6 +173,11 @@ def _parts(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Ten
             inputs, outputs = [], []
         inputs.append(x)
         outputs.append(y)
+    if not inputs:
+        raise ConfigError(
+            "maps of a draft are fitted to completions, and none is longer than draft.init.depths: "
+            "lower that, or raise rollouts.max_new_tokens and make the rollouts again"
+        )
     yield torch.cat(inputs), torch.cat(outputs)
 
 
@@ -211,7 +217,7 @@ def readings(
         mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
         seen = visible if reads.reads_first else without_first(visible)
         mask.masked_fill_(~seen, torch.finfo(x.dtype).min)
-        states: Tensor = model.base_model(
+        states: Tensor = body_of(model)(
             inputs_embeds=x,
             attention_mask=mask[:, None],
             position_ids=places,

@@ -230,7 +230,8 @@ class HeldOut:
         with reading_stored(draft.model, rows, ids.shape[1]):
             taps = None if reads is None else reads.read_target(ids)
         if depths > 1:
-            ahead = read_ahead(draft.model, ids, PLACES, taps=taps, begins=is_predicted)
+            places = max(PLACES, min(depths, max(DRAFTED)))
+            ahead = read_ahead(draft.model, ids, places, taps=taps, begins=is_predicted)
             return [states[is_predicted] for states, _ in ahead]
         assert taps is not None
         return [states[is_predicted] for states in readings(draft.model, ids, taps, PLACES)]

@@ -140,7 +140,7 @@ class SpeculativeDecoder:
                     check_trees(model, by_mask=config.tree_attention or model is not target)
             drafters = partial(make_drafter, config, cached_drafts, head, end_tokens)
         return cls(
-            CachedModel(target, vocabulary, engine=engine, taps=taps),
+            CachedModel(target, vocabulary, engine=engine, taps=taps, drafts=False),
             config.sampling,
             drafters,
             verifier or config.make_verifier(),

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdata.depths import depths_of
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.sampling import SamplingConfig
+from specdata.states_draft import reads_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,15 +60,21 @@ def probe_of(draft: PreTrainedModel) -> list[float]:
 def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
     """Refuse a head that was not trained for a draft.
 
-    A head without a probe is judged by its width alone.
+    A head without a probe is judged by its width, and whether there is a state for it, alone.
 
     Args:
         draft: the draft, in any precision and on any device.
         head: the head.
 
     Raises:
-        ConfigError: if the head reads states of another width, or of another draft.
+        ConfigError: if the head reads states of another width, or of another draft, or judges a
+            token by a state that does not know it.
     """
+    if head.lag and not reads_states(draft.config) and depths_of(draft) > 1:
+        raise ConfigError(
+            "a plain draft with masks (depths) has no state after a token that it drafted, which "
+            "this head judges it by: train one of kind immediate"
+        )
     size = int(draft.get_output_embeddings().weight.shape[-1])
     if head.hidden_size != size:
         raise ConfigError(

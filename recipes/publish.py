@@ -217,7 +217,7 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     }
     if len(sizes - {None}) > 1:
         return []
-    depths = config.draft.depths if config.draft else 1
+    depths = described(str(folder(config, "release") / "draft")).get("depths", 1)
     line = serving_lines(draft, target, depths)["vLLM"]
     if depths > 1:
         return [Step("serve", line)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from specdata.config import MOST_TIMES
 from specdata.errors import ConfigError
 from specdata.states_draft import states_input
 
@@ -24,11 +25,16 @@ def depths_of(model: Any) -> int:
     """D: tokens that a draft proposes after one forward. Raises ConfigError without its mask."""
     if (reads := states_input(model)) is not None:
         return reads.depths
-    depths = int(getattr(model.config, DEPTHS, 1))
-    if depths > 1 and getattr(model.config, MASK, None) is None:
+    depths, mask = getattr(model.config, DEPTHS, 1), getattr(model.config, MASK, None)
+    if depths == 1:
+        return 1
+    size = model.config.get_text_config().vocab_size
+    is_id = isinstance(mask, int) and 0 <= mask < size
+    if not (isinstance(depths, int) and 1 <= depths <= MOST_TIMES and is_id):
         raise ConfigError(
-            f"the draft's config.json says {DEPTHS} {depths} and no {MASK}, the id of its mask: "
-            f"add that, or remove {DEPTHS}"
+            f"a draft's config.json must have {DEPTHS} up to {MOST_TIMES} and, above 1, {MASK}, "
+            f"the id of its mask, below {size}; this one's are {depths!r} and {mask!r}: mend them, "
+            f"or remove {DEPTHS}"
         )
     return depths
 

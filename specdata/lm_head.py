@@ -60,11 +60,9 @@ def hidden_states(
     """
     # Not every model takes these, so they are passed only where they are given.
     given = {"position_ids": position_ids, "past_key_values": cache}
-    # Llama 4 calls its body another name than the one by which it says that it goes.
-    body = model.base_model if model.base_model is not model else model.model
     # Not inference_mode: what is trained on the states must be allowed to keep them.
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-        states: Tensor = body(
+        states: Tensor = body_of(model)(
             input_ids=known_ids(input_ids, model),
             attention_mask=attention_mask,
             use_cache=False,
@@ -72,6 +70,13 @@ def hidden_states(
         )[0]
     # The last layer of a model that is spread over devices lies on another than its ids.
     return states.to(input_ids.device)
+
+
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """A language model without its output embedding."""
+    # Llama 4 calls its body another name than the one by which it says that it goes.
+    body: nn.Module = model.base_model if model.base_model is not model else model.model
+    return body
 
 
 @contextmanager

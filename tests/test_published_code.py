@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -408,12 +407,6 @@ def test_vllms_proposer_drafts_each_text_alike_whatever_row_it_stands_in_and_rea
     with pytest.raises(ValueError, match="THRESHOLD must be a probability"):
         module.HeadProposer(engine)
     monkeypatch.setenv("THRESHOLD", "0.88")
-    settings = tmp_path / "draft/config.json"
-    masked = json.loads(settings.read_text(encoding="utf-8")) | {"pard_token": 0}
-    settings.write_text(json.dumps({**masked, "depths": 3}), encoding="utf-8")
-    with pytest.raises(ValueError, match="a head of a draft with masks"):
-        module.HeadProposer(engine)
-    settings.write_text(json.dumps(masked), encoding="utf-8")  # decoded one by one everywhere
     proposer, fresh = module.HeadProposer(engine), module.HeadProposer(engine)
     read: list[int] = []
     one = module._CachedModel.read

@@ -341,22 +341,6 @@ def test_a_head_that_the_cost_rule_alone_asks_is_published_without_a_threshold(
     assert len(shown["out"].tokens)
 
 
-def test_a_head_of_a_draft_with_masks_is_not_said_to_be_read_by_transformers(
-    pair: Pair, tmp_path: Path
-) -> None:
-    AutoModelForCausalLM.from_pretrained(pair.draft).save_pretrained(tmp_path / "draft")
-    settings = json.loads((tmp_path / "draft/config.json").read_text(encoding="utf-8"))
-    settings |= {"pard_token": 0, "depths": 3}
-    (tmp_path / "draft/config.json").write_text(json.dumps(settings), encoding="utf-8")
-    runs = [
-        run.model_copy(update={"draft": run.draft and str(tmp_path / "draft")})
-        for run in pair.results.runs
-    ]
-    results = pair.results.model_copy(update={"runs": runs})
-    card = ModelCard.load(release_head(pair.head, tmp_path / "out", results) / "README.md")
-    assert "custom_generate" not in card.content
-
-
 def test_the_head_card_and_its_json_give_the_verdict(
     pair: Pair, head: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForCausalLM,
     FalconMambaConfig,
     FalconMambaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedModel,
 )
 
@@ -33,9 +35,12 @@ from eval.analysis.tree_states import check_tree_states, tree_states
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting import drafters
 from eval.drafts import DraftTree
+from eval.runtime.model import CachedModel
 from eval.verifiers import rule
 from eval.verifiers.persistent_residual import PersistentResiduals
 from eval.verifiers.rule import Drawn, Rng, Verifier, outcomes
+from heads import AcceptanceHead, ImmediateHead
+from heads.probe import check_head
 from specdata import probability
 from specdata.depths import add_masks, depths_of
 from specdata.draft_vocabulary import reduce_vocabulary
@@ -607,22 +612,56 @@ def test_depths_that_a_draft_cannot_have_are_refused() -> None:
         InitConfig(kind="states", layers=1, layout="eagle", depths=3)
     with pytest.raises(ValueError, match="freeze_embeddings must be left out with depths"):
         DistilConfig(depths=3, freeze_embeddings=True)
+    with pytest.raises(ValueError, match="lora must be left out with depths"):
+        DistilConfig(depths=3, lora={})
     target, draft = pair(40)
     with pytest.raises(ConfigError, match=r"reads? tokens alone: give draft.init.depths"):
         add_masks(draft, 3, [])
     with pytest.raises(ConfigError, match="needs a token of the draft that no text holds"):
         add_masks(target, 3, range(40))
-    target.config.depths = 3
-    with pytest.raises(ConfigError, match="says depths 3 and no pard_token"):
-        depths_of(target)
+    for depths, mask in ((3, None), (3, 40), (3, "x"), (0, 1), ("x", 1), (10**9, 1)):
+        target.config.depths, target.config.pard_token = depths, mask
+        with pytest.raises(ConfigError, match=f"this one's are {depths!r} and {mask!r}"):
+            depths_of(target)
     recurrent = FalconMambaForCausalLM(
         FalconMambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
     with pytest.raises(ConfigError, match="needs a final norm, and none was found in FalconMamba"):
         final_norm(recurrent)
     add_masks(recurrent, 3, range(30))
+    with pytest.raises(ConfigError, match=r"recurrent layers .* cannot read masks"):
+        CachedModel(recurrent.eval(), 40)
     with pytest.raises(ConfigError, match="needs a draft whose attention takes any mask"):
         check_masks(recurrent.eval(), 9)
+
+
+def test_masks_are_of_drafts_and_may_stand_behind_the_last_position() -> None:
+    target, draft = pair(40, "masks")
+    small = GPT2Config(vocab_size=40, n_positions=24, n_embd=16, n_layer=1, n_head=2)
+    small.depths, small.pard_token = 8, 39
+    torch.manual_seed(0)
+    learnt = GPT2LMHeadModel(small).double().eval()
+    check_masks(learnt, 24)
+    prompt = torch.tensor(PROMPT)
+
+    def decoded(*models: PreTrainedModel) -> list[int]:
+        config = DecodeConfig(temperature=0.0, length=4)
+        decoder = SpeculativeDecoder.from_config(*models, config)
+        generator = torch.Generator().manual_seed(0)
+        room = 24 - len(PROMPT)
+        return decoder.generate(prompt, max_new_tokens=room, generator=generator).tokens.tolist()
+
+    plain = decoded(target, draft)
+    assert plain == decoded(target, learnt)
+    target.config.depths, target.config.pard_token = 3, 39  # as a draft that is decoded itself
+    assert plain == decoded(target, draft)
+
+
+def test_a_head_that_judges_by_the_state_after_a_token_is_refused_where_there_is_none() -> None:
+    _, draft = pair(40, "masks")
+    check_head(draft, ImmediateHead(hidden_size=16))
+    with pytest.raises(ConfigError, match="has no state after a token that it drafted"):
+        check_head(draft, AcceptanceHead(hidden_size=16))
 
 
 def test_a_plain_draft_learns_what_its_mask_stands_for(tiny_pair: Path, tmp_path: Path) -> None:

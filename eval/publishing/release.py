@@ -36,7 +36,7 @@ from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
 from heads import BaseHead
 from heads.remote import write_custom_generate
-from specdata.depths import DEPTHS, depths_of
+from specdata.depths import depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids, restore_vocabulary, substitute_row
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
@@ -156,6 +156,7 @@ def release_draft(
         lengths=lengths,
         length_cells={engine: length_cells(rows) for engine, rows in fastest.items() if rows},
         acceptance=acceptance_positions(measured),
+        depths=depths_of(model),
         serving=serving_lines(released, loadable(target), depths_of(model)),
         served_lengths=served_lengths(depths_of(model)),
     ) as folder:
@@ -225,7 +226,7 @@ def release_head(
             "draft": loadable(draft),
         },
         head=head,
-        by_transformers=not (reads_states(read) or getattr(read, DEPTHS, 1) > 1),
+        by_transformers=not reads_states(read),
         width=getattr(head, "width", None),
         trained=trained,
         verdict=verdict,

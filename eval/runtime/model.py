@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +45,9 @@ from eval.runtime.transformers_models import (
 )
 from specdata.depths import depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids, narrow_logits
+from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
-from specdata.models import cache_argument, known_ids
+from specdata.models import cache_argument, known_ids, positions
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 from specdata.states_draft import states_input, token_embedding
 from specdata.taps import capturing_taps
@@ -83,6 +85,7 @@ class CachedModel:
             final norm) at the last token of each forward, for acceptance heads, and give the
             input embeddings of tokens. Always of a draft that reads its target's states.
         taps: keep these states in `CachedSequence.taps`, for such a draft.
+        drafts: let it propose several tokens after one forward, if it can (`specdata.depths`).
 
     Raises:
         CacheNotRewindableError: if tokens cannot be dropped from the model's cache.
@@ -97,6 +100,7 @@ class CachedModel:
         engine: Engine = "eager",
         capture_hidden: bool = False,
         taps: Sequence[int] = (),
+        drafts: bool = True,
     ) -> None:
         check_forward(model)
         layers = cached_layers(model.config)
@@ -105,7 +109,7 @@ class CachedModel:
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
         self.reads_states = states_input(model) is not None
         self._capture_hidden = capture_hidden or self.reads_states
-        self.depths = depths_of(model)
+        self.depths = depths_of(model) if drafts else 1
         is_ahead = self.reads_states and self.depths > 1
         self._taps = (len(layers),) if is_ahead else tuple(taps)  # what leaves its layers
         ids = draft_vocabulary_ids(model)
@@ -116,9 +120,14 @@ class CachedModel:
         self._dtype: torch.dtype = model.dtype
         self._engine = engine_on(engine, self.device.type)
         self._graphs: ForwardGraphs | None = None
-        self._read_drafted: ReadDrafted | None = None
+        self._read_drafted: ReadDrafted | None = drafted_forward(model) if is_ahead else None
         self._recurrent = any(layer.states for layer in layers)
         self._mixers = mixers_of(model) if self._recurrent else []
+        if self._recurrent and self.depths > 1:
+            raise ConfigError(
+                f"a draft with recurrent layers ({model.config.model_type}) cannot read masks: "
+                "remove depths from its config.json"
+            )
         if self._recurrent or any(layer.indexed for layer in layers):
             self._run_eagerly("its recurrent or indexed layers are no part of a graph")
         self.refresh_graphs()
@@ -129,6 +138,7 @@ class CachedModel:
         self._has_rules = self._takes_masks and has_rules(model)
         self._cache_argument = cache_argument(type(model))
         self._takes_positions = takes_positions(model)
+        self._last_position = positions(model.config) - 1
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
         # graph would keep the length.
         self._sdpa = uses_sdpa(model)
@@ -155,7 +165,6 @@ class CachedModel:
 
     def refresh_graphs(self) -> None:
         """Use graphs of the weights as they are now; they may have changed."""
-        self._read_drafted = None
         if self._engine != "eager":
             graphs = shared_graphs(self.model, self._engine, self._taps)
             self._graphs = None if graphs.fails else graphs
@@ -311,29 +320,22 @@ class CachedModel:
         return Outputs(*(None if each is None else each[0] for each in outputs))  # type: ignore[arg-type]
 
     def _run_ahead(self, sequence: AheadSequence, forward: Forward) -> Outputs:
-        """Run the layers over the tokens that need them, and read the others without."""
-        read, count, masks = sequence.by_layers(forward), 0, sequence.masks
-        parts: list[tuple[Tensor | None, ...]] = []
-        if read is not None:
-            count = len(read.tokens) - masks
-            read_all = self._run_single(read, read.layout())
-            sequence.look_ahead(
-                [each if each is None else each[-masks:] for each in read_all], count
-            )
-            kept = slice(-read.logits_to_keep, -masks)
-            parts.append(tuple(each if each is None else each[kept] for each in read_all[:2]))
-        if count < len(forward.tokens):
+        """Run the layers over committed tokens and masks, or read drafted tokens without them."""
+        read, masks = sequence.by_layers(forward), sequence.masks
+        if read is None:
             ids = known_ids(torch.tensor(forward.tokens, device=self.device), self.model)
-            if self._read_drafted is None and self.reads_states:
-                graphs = self._graphs
-                self._read_drafted = graphs.drafted if graphs else drafted_forward(self.model)
-            parts += sequence.drafted(forward, ids, count, self._read_drafted)
-        logits, states = (
-            torch.cat([each for each in some if each is not None]) if some[0] is not None else None
-            for some in zip(*parts, strict=True)
-        )
-        assert logits is not None
-        return Outputs(logits, states)
+            read_drafted = self._read_drafted
+            if read_drafted is not None and self._graphs is not None:
+                read_drafted = self._graphs.drafted
+            return Outputs(*sequence.drafted(forward, ids, read_drafted))
+        layout = read.layout()
+        at = [min(each, self._last_position) for each in layout.positions]  # masks may stand beyond
+        layout = replace(layout, positions=at)
+        outputs = self._run_single(read, layout)
+        ahead = [each if each is None else each[-masks:] for each in outputs]
+        sequence.look_ahead(ahead, root=sequence.length + len(forward.tokens) - 1)
+        kept = slice(-read.logits_to_keep, -masks)
+        return Outputs(*(each if each is None else each[kept] for each in outputs[:2]))  # type: ignore[arg-type]
 
     def _run_slot(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -468,10 +468,11 @@ class AheadSequence(StatesSequence):
     def by_layers(self, forward: Forward) -> Forward | None:
         """The forward of the layers that one needs, with the masks; None if it needs none."""
         count = self._after_known(forward)
+        assert count in (0, len(forward.tokens))  # `pieces`
         if not count:
             return None
-        kept = max(0, forward.logits_to_keep - len(forward.tokens) + count)
-        return Forward(self, forward.tokens[:count] + [0] * self.masks, kept + self.masks)
+        kept = forward.logits_to_keep + self.masks
+        return Forward(self, forward.tokens + [0] * self.masks, kept)
 
     def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
         """(n,) ids or (n, H) vectors that the layers read of a forward made by `by_layers`."""
@@ -481,56 +482,46 @@ class AheadSequence(StatesSequence):
             return torch.cat([ids[:count], ids.new_full((self.masks,), mask_id)])
         last = embedding.weight.new_zeros(embedding.states.in_features)
         if self.target is not None and self.target.taps is not None and self.length + count > 1:
-            last = self.target.taps[self.length + count - 2]
+            last.copy_(self.target.taps[self.length + count - 2])  # from its device, and its type
         masks = embedding.masks_after(ids[count - 1], last)
         read = Forward(self, forward.tokens[:count], 1)
         return torch.cat([super().inputs(read, ids[:count]), masks])
 
-    def look_ahead(self, ahead: Sequence[Tensor | None], count: int) -> None:
-        """Draft from what a forward gave at the masks behind `count` more tokens.
+    def look_ahead(self, ahead: Sequence[Tensor | None], root: int) -> None:
+        """Draft from what a forward gave at the masks behind the token at `root`.
 
         `ahead` are (D - 1, ...) logits, states, and what left the layers, as far as captured.
         """
-        root = self.length + count - 1
         self._ahead, self._depths = tuple(ahead), {root: 0}
         if self._embedding is not None:
             self._draft_states = {root: self._embedding.weight.new_zeros(self._embedding.width)}
 
     def drafted(
-        self, forward: Forward, ids: Tensor, first: int, read: ReadDrafted | None
-    ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Logits and states of tokens that the layers do not read, in parts.
+        self, forward: Forward, ids: Tensor, read: ReadDrafted | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits and states of a forward's tokens, (n,) ids, which the layers do not read.
 
-        Args:
-            forward: n tokens.
-            ids: (n,) of them.
-            first: of those that are meant.
-            read: how those of a draft on its target's states are made.
+        `read` is how those of a draft on its target's states are made.
         """
-        before, at = self._before(forward), first
-        while at < len(ids):  # those whose predecessors are known together
-            end = at + 1
-            while end < len(ids) and before[end] in self._depths:
-                end += 1
-            places = range(self.in_use + at, self.in_use + end)
-            for place, parent in zip(places, before[at:end], strict=True):
-                self._depths[place] = self._depths[parent] + 1
-            masks = [min(self._depths[place], self.masks) - 1 for place in places]
-            logits, states, left = (None if each is None else each[masks] for each in self._ahead)
-            if read is not None:
-                assert left is not None
-                paths = torch.stack([self._draft_states[place] for place in before[at:end]])
-                logits, states, paths = read(ids[at:end], paths, left)
-                self._draft_states |= dict(zip(places, paths, strict=True))
-            yield logits, states
-            at = end
+        before, places = self._before(forward), range(self.in_use, self.in_use + len(ids))
+        for place, parent in zip(places, before, strict=True):
+            self._depths[place] = self._depths[parent] + 1
+        masks = [min(self._depths[place], self.masks) - 1 for place in places]
+        logits, states, left = (None if each is None else each[masks] for each in self._ahead)
+        if read is not None:
+            assert left is not None
+            paths = torch.stack([self._draft_states[place] for place in before])
+            logits, states, paths = read(ids, paths, left)
+            self._draft_states |= dict(zip(places, paths, strict=True))
+        assert logits is not None
+        return logits, states
 
     def commit(
         self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
     ) -> None:
         """Take account of a forward that has run; those without the layers are not counted."""
         paths, forwards = self._draft_states, self.forwards
-        forwards += self.by_layers(forward) is not None
+        forwards += self._after_known(forward) > 0
         self._draft_states = {}
         super().commit(forward, layout, states)
         self._draft_states, self.forwards = paths, forwards

@@ -221,17 +221,9 @@ class _PrefixAcceptance:
     Args:
         head: the acceptance head, which is moved to the draft's device.
         draft: the draft.
-
-    Raises:
-        ValueError: if the head was trained on states at a draft's masks, which are not read here.
     """
 
     def __init__(self, head: Any, draft: Any) -> None:
-        if getattr(draft.config, "depths", 1) > 1:
-            raise ValueError(
-                "a head of a draft with masks (depths) judges tokens that were drafted after "
-                "them, and these are drafted one by one: decode with draftsmith"
-            )
         self.head = head.to(draft.device)
         self.embeddings = draft.get_input_embeddings()
         self.vocabulary = draft.config.get_text_config().vocab_size
