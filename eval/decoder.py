@@ -8,6 +8,7 @@ from the target (unless the verifier is a biased one).
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,6 +111,7 @@ class SpeculativeDecoder:
         """
         vocabulary = target.config.get_text_config().vocab_size
         end_tokens = end_ids(target.generation_config)
+        verifier = verifier or config.make_verifier()
         taps: list[int] = []
         cached_drafts: tuple[CachedModel, ...] = ()
         drafters: Callable[[int], Drafter] | None = None
@@ -131,8 +133,16 @@ class SpeculativeDecoder:
             if head is not None and capture_hidden:
                 check_head(drafts[0], head)
                 warn_of_other_sampling(head, config.sampling)
+            # A residual that persists is of tokens after those of its round, too.
+            deepest = sys.maxsize if verifier.residual_persists else config.deepest
             cached_drafts = tuple(
-                CachedModel(model, vocabulary, engine=engine, capture_hidden=capture_hidden)
+                CachedModel(
+                    model,
+                    vocabulary,
+                    engine=engine,
+                    capture_hidden=capture_hidden,
+                    deepest=deepest,
+                )
                 for model in drafts
             )
             if config.drafter != "chain":
@@ -140,10 +150,10 @@ class SpeculativeDecoder:
                     check_trees(model, by_mask=config.tree_attention or model is not target)
             drafters = partial(make_drafter, config, cached_drafts, head, end_tokens)
         return cls(
-            CachedModel(target, vocabulary, engine=engine, taps=taps, drafts=False),
+            CachedModel(target, vocabulary, engine=engine, taps=taps, deepest=1),
             config.sampling,
             drafters,
-            verifier or config.make_verifier(),
+            verifier,
             end_tokens,
             drafts=cached_drafts,
             tree_attention=config.tree_attention,

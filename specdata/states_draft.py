@@ -145,11 +145,14 @@ class StatesInput(nn.Module):
         x: Tensor = self.own_token(embedded) + self.own_state(states)
         return x
 
-    def masks_after(self, ids: Tensor, states: Tensor) -> Tensor:
-        """(..., D - 1, H) inputs of the masks behind tokens; arguments as in `after_target`."""
+    def masks_after(self, ids: Tensor, states: Tensor, count: int | None = None) -> Tensor:
+        """(..., count, H) inputs of the first masks behind tokens; others as in `after_target`."""
         scaled = self.scaled(states).to(self.weight.dtype)
-        x: Tensor = self.masks(torch.cat([self.tokens(ids), scaled], dim=-1))
-        return x.view(*x.shape[:-1], self.depths - 1, self.width)
+        count = self.depths - 1 if count is None else count
+        x = nn.functional.linear(
+            torch.cat([self.tokens(ids), scaled], dim=-1), self.masks.weight[: count * self.width]
+        )
+        return x.view(*x.shape[:-1], count, self.width)
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) texts -> (B, T, H), each token after the target."""

@@ -173,6 +173,16 @@ class Checked:
         return Drawn(drawn.nodes, drawn.token, cast(Verifier, self))
 
 
+@pytest.mark.parametrize("kind", ["depths", "masks"])
+@pytest.mark.parametrize("widths", [(2,), (2, 1)])
+def test_no_more_masks_are_read_than_a_path_needs(widths: tuple[int, ...], kind: str) -> None:
+    config = DecodeConfig(verifier="traversal", drafter="tree", widths=widths, siblings="distinct")
+    target, draft = pair(40, kind)
+    decoded_as_defined(target, draft, config, PROMPT)
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    assert [each.depths for each in decoder._drafts] == [len(widths)]
+
+
 DRAFTED = CASES | {
     "dynamic tree": DecodeConfig(verifier="naive", drafter="dynamic_tree", nodes=4, depth=3),
 }

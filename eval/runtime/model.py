@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -85,7 +86,8 @@ class CachedModel:
             final norm) at the last token of each forward, for acceptance heads, and give the
             input embeddings of tokens. Always of a draft that reads its target's states.
         taps: keep these states in `CachedSequence.taps`, for such a draft.
-        drafts: let it propose several tokens after one forward, if it can (`specdata.depths`).
+        deepest: the most tokens of a path that it drafts, by default any number. No more masks are
+            read than that takes (`specdata.depths`); with 1 none, as by a target.
 
     Raises:
         CacheNotRewindableError: if tokens cannot be dropped from the model's cache.
@@ -100,7 +102,7 @@ class CachedModel:
         engine: Engine = "eager",
         capture_hidden: bool = False,
         taps: Sequence[int] = (),
-        drafts: bool = True,
+        deepest: int = sys.maxsize,
     ) -> None:
         check_forward(model)
         layers = cached_layers(model.config)
@@ -109,7 +111,7 @@ class CachedModel:
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
         self.reads_states = states_input(model) is not None
         self._capture_hidden = capture_hidden or self.reads_states
-        self.depths = depths_of(model) if drafts else 1
+        self.depths = min(depths_of(model), deepest) if deepest > 1 else 1
         is_ahead = self.reads_states and self.depths > 1
         self._taps = (len(layers),) if is_ahead else tuple(taps)  # what leaves its layers
         ids = draft_vocabulary_ids(model)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
-from specdata.depths import MASK, depths_of
+from specdata.depths import MASK
 from specdata.probability import SamplingConfig
 from specdata.states_draft import states_input, without_first
 
@@ -36,6 +36,7 @@ class ForwardRunner(Protocol):
 
     model: Any
     kv_cache: KVCache
+    depths: int
 
     def run(self, forward: Forward) -> Tensor:
         """Run one forward by itself: logits (logits_to_keep, N)."""
@@ -450,7 +451,7 @@ class AheadSequence(StatesSequence):
 
     def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
-        self.masks = depths_of(model.model) - 1
+        self.masks = model.depths - 1
         # Of each mask: logits, what the lm_head read, what left the layers.
         self._ahead: tuple[Tensor | None, ...] = ()
         self._depths: dict[int, int] = {}  # by cache position, of tokens from the last read one on
@@ -483,7 +484,7 @@ class AheadSequence(StatesSequence):
         last = embedding.weight.new_zeros(embedding.states.in_features)
         if self.target is not None and self.target.taps is not None and self.length + count > 1:
             last.copy_(self.target.taps[self.length + count - 2])  # from its device, and its type
-        masks = embedding.masks_after(ids[count - 1], last)
+        masks = embedding.masks_after(ids[count - 1], last, self.masks)
         read = Forward(self, forward.tokens[:count], 1)
         return torch.cat([super().inputs(read, ids[:count]), masks])
 
