@@ -48,7 +48,7 @@ BELOW = {
         "sources": "errors storage",
         "draft_vocabulary": "errors",
         "states_draft": "config errors",
-        "depths": "errors states_draft",
+        "depths": "config errors states_draft",
         "state_store": "",
         "taps": "errors state_store states_draft",
         "eagle": "draft_vocabulary states_draft",
