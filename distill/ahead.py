@@ -94,12 +94,10 @@ def read_ahead(
     mask.masked_fill_(~visible, torch.finfo(dtype).min)
     left: list[Tensor] = []
     with capturing_taps(model, [len(decoder_layers(model)[1])] if reads else [], left.append):
-        last = positions(model.config) - 1  # masks may stand beyond
+        places = torch.cat([at.expand(rows, -1), at_mask + 1 + depth], dim=1)
         along = body_of(model)(
             attention_mask=mask[:, None],
-            position_ids=torch.cat([at.expand(rows, -1), at_mask + 1 + depth], dim=1).clamp(
-                max=last
-            ),
+            position_ids=places.clamp(max=positions(model.config) - 1),  # masks may stand beyond
             use_cache=False,
             **inputs,
         )[0]
@@ -125,9 +123,15 @@ def with_masks(
 ) -> None:
     """Let plain drafts with the same weights learn to propose `depths` tokens after one forward.
 
+    With 1, as many as they have learnt to.
+
     Raises:
         ConfigError: if they cannot.
     """
+    if depths == 1 and states_input(drafts[0]) is None:
+        depths = depths_of(drafts[0])
+    if depths == 1:
+        return
     used, longest = {*special}, 0
     for row in chain.from_iterable(map(tokens_of, rollouts)):
         text = row["prompt_ids"] + row["completion_ids"]

@@ -36,7 +36,6 @@ from distill.training import (
     work_of,
 )
 from distill.watch import HeldOut, Measurement
-from specdata.depths import depths_of
 from specdata.errors import TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
@@ -171,9 +170,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     student = load_student(str(draft), config.lora, seed=seed)
     plain = load_plain(str(draft), config.lora)
     drafts = base_of(student), base_of(plain)
-    has = 1 if reads_states(drafts[0].config) else depths_of(drafts[0])
-    if (depths := config.depths if config.depths > 1 else has) > 1:
-        with_masks(drafts, depths, tokenizer.all_special_ids, fit.rollouts, dev)
+    with_masks(drafts, config.depths, tokenizer.all_special_ids, fit.rollouts, dev)
     store = StateStore()  # what all that is kept of the target's states goes to
     for reader in drafts:
         if reads_states(reader.config) and not isinstance(teacher, TopLogitDistributions):

@@ -43,7 +43,8 @@ from specdata.top_logits import TopLogitDistributions, logits_of
 DRAFTED = (4, 8)
 """Tokens drafted in the rounds whose expected tokens are measured."""
 PLACES = 4
-"""Of a round, at which a draft on its target's states is read; it drafts later ones as the last."""
+"""Of a round, at which a draft on its target's states is read; it drafts later ones as the last.
+One with more depths is read at all of them."""
 SCORE = "token_4"
 """The figure by which the best weights are told: expected tokens of a round, over all positions.
 

@@ -60,7 +60,7 @@ def probe_of(draft: PreTrainedModel) -> list[float]:
 def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
     """Refuse a head that was not trained for a draft.
 
-    A head without a probe is judged by its width, and whether there is a state for it, alone.
+    A head without a probe is judged by its width and its kind alone.
 
     Args:
         draft: the draft, in any precision and on any device.

@@ -211,13 +211,10 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     from eval.publishing.serving import serving_lines
 
     target = config.models.target
-    sizes = {
-        described(model).get("vocab_size")
-        for model in (target, str(folder(config, "release") / "draft"))
-    }
-    if len(sizes - {None}) > 1:
+    released = described(str(folder(config, "release") / "draft"))
+    if len({each.get("vocab_size") for each in (described(target), released)} - {None}) > 1:
         return []
-    depths = described(str(folder(config, "release") / "draft")).get("depths", 1)
+    depths = released.get("depths", 1)
     line = serving_lines(draft, target, depths)["vLLM"]
     if depths > 1:
         return [Step("serve", line)]

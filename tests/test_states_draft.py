@@ -41,6 +41,7 @@ from eval.verifiers.persistent_residual import PersistentResiduals
 from eval.verifiers.rule import Drawn, Rng, Verifier, outcomes
 from heads import AcceptanceHead, ImmediateHead
 from heads.probe import check_head
+from recipes.config import PipelineConfig
 from specdata import probability
 from specdata.depths import add_masks, depths_of
 from specdata.draft_vocabulary import reduce_vocabulary
@@ -624,6 +625,18 @@ def test_depths_that_a_draft_cannot_have_are_refused() -> None:
         DistilConfig(depths=3, freeze_embeddings=True)
     with pytest.raises(ValueError, match="lora must be left out with depths"):
         DistilConfig(depths=3, lora={})
+    with pytest.raises(ValueError, match=r"after masks \(draft.depths 3\) there is none"):
+        PipelineConfig(
+            output="o",
+            models={"target": "t", "draft": "d"},
+            rollouts={"sets": [{"name": "chat-code", "split": "train", "count": 1}]},
+            eval={
+                "sets": [{"name": "chat-code", "split": "test", "count": 1}],
+                "methods": [{"name": "plain", "decoder": "plain"}],
+            },
+            draft={"depths": 3},
+            head={"kind": "specdec++"},
+        )
     target, draft = pair(40)
     with pytest.raises(ConfigError, match=r"reads? tokens alone: give draft.init.depths"):
         add_masks(draft, 3, [])

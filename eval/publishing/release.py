@@ -156,9 +156,9 @@ def release_draft(
         lengths=lengths,
         length_cells={engine: length_cells(rows) for engine, rows in fastest.items() if rows},
         acceptance=acceptance_positions(measured),
-        depths=depths_of(model),
-        serving=serving_lines(released, loadable(target), depths_of(model)),
-        served_lengths=served_lengths(depths_of(model)),
+        depths=(depths := depths_of(model)),
+        serving=serving_lines(released, loadable(target), depths),
+        served_lengths=served_lengths(depths),
     ) as folder:
         if states:
             getattr(model.config, KEY)["target"] = loadable(target)
