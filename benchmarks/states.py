@@ -54,7 +54,7 @@ def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iter
             yield {"name": "plain", "init": PLAIN, "rollouts": count, "seed": seed}
             yield {"name": "states", "init": STATES, "rollouts": count, "seed": seed}
         shared: Row = {"init": STATES, "rollouts": ablated, "seed": seed}
-        yield {**shared, "name": "plain, as many seconds", "init": PLAIN, "as": "states"}
+        yield {**shared, "name": "plain, as many seconds", "init": PLAIN, "as": ["states", "plain"]}
         yield {**shared, "name": "states, two layers", "init": {**STATES, "layers": 2}}
         for name, taps in (("final", [layers]), ("three", [2, layers // 2, layers - 3])):
             yield {**shared, "name": f"states, taps {name}", "init": {**STATES, "taps": taps}}
@@ -63,6 +63,8 @@ def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iter
             yield {**shared, "name": f"states, layout {layout}", "init": init}
         depths = {**STATES, "depths": 4}
         yield {**shared, "name": "states, depths", "init": depths}
+        as_depths = {"as": ["states, depths", "states"]}
+        yield {**shared, **as_depths, "name": "states, as many seconds as depths"}
         yield {**shared, "name": "states, depths without bias", "init": depths, "bias": False}
         yield {**shared, "name": "plain, depths", "init": PLAIN, "train": {"depths": 4}}
         yield {**shared, "name": "states, least squares alone", "train": {"epochs": 0}}
@@ -204,7 +206,8 @@ def main() -> None:
                     for each in figures
                     if (each["rollouts"], each["seed"]) == (row["rollouts"], row["seed"])
                 }
-                epochs *= like["states"] / like["plain"]
+                longer, shorter = row["as"]
+                epochs *= like[longer] / like[shorter]
             without = patch.object(StatesInput, "path", no_path)
             with without if row.get("bias") is False else nullcontext():
                 made = measured(row, given, kept.with_suffix(""), epochs)

@@ -1,10 +1,12 @@
-"""The package speculators' own EAGLE-3 draft, trained on our rollouts for some of a CPU's seconds.
+"""The package speculators' own EAGLE-3 or P-EAGLE draft, trained on our rollouts for some seconds.
 
-    PYTHONPATH=. PYTHON_WITH_SPECULATORS benchmarks/speculators_eagle3.py RUN --rollouts 512 \
+    PYTHONPATH=. PYTHON_WITH_SPECULATORS benchmarks/speculators_package.py RUN --rollouts 512 \
         --seconds 600 --out FOLDER
     draftsmith import-eagle3 FOLDER --target TARGET --out DRAFT
 
-Then `benchmarks/states.py RUN --draft NAME=DRAFT` judges it with our drafts. Its own are
+Then `benchmarks/states.py RUN --draft NAME=DRAFT` judges it with our drafts. P-EAGLE's is saved
+without its masks, as an EAGLE-3 draft: of it, the first token's acceptance alone means something.
+The package's own are
 `TrainConfig` with all defaults but those that are options here, the model, its loss, vocabulary and
 data loading, and `Trainer.train_epoch` with its optimizers. Ours is what it has for GPUs alone:
 attention document by document instead of flex attention, KL with a closed gradient, and float32 in
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import speculators.models.eagle3.core as core
+import speculators.models.peagle.core as peagle
 import torch
 import torch.optim._muon as muon
 from speculators.losses import utils as losses
@@ -159,7 +162,15 @@ def install() -> None:
     def extended(mask: Any, length: int) -> Any:
         return mask if isinstance(mask, Documents) else extend(mask, length)
 
+    make_peagle_mask = peagle.create_peagle_mask_mod
+
+    def with_anchors(anchor_pos: Tensor, document_ids: Tensor, **options: Any) -> Any:
+        allowed = make_peagle_mask(anchor_pos, document_ids=document_ids, **options)
+        allowed.documents = document_ids[anchor_pos]
+        return allowed
+
     ALL_ATTENTION_FUNCTIONS.register("documents", by_document)
+    peagle.create_peagle_mask_mod = with_anchors
     core.create_combined_mask_mod = with_documents
     core.extend_dense_mask_for_draft_tokens = extended
     losses._EAGER_LOSS_FN_MAP["kl_div"] = _Divergence.apply
@@ -208,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("run", type=Path, help="output of a run whose rollouts are made, with their taps")
+    add("--kind", default="eagle3", choices=["eagle3", "peagle"])
     add("--rollouts", type=int, default=512)
     add("--seconds", type=float, required=True)
     add("--lr", default="1e-3", help="1e-3 is the package's")
@@ -217,7 +229,6 @@ def main() -> None:
     add("--seed", default="0")
     add("--out", type=Path, required=True)
     given = parser.parse_args()
-    install()
     folder = given.run / "rollouts"
     target = read_manifest(folder)["settings"]["target"]["name"]
     train = of_split(load_stored(folder), "train", folder)
@@ -225,11 +236,11 @@ def main() -> None:
     count = given.rollouts
     rows = train.select([in_order[index * len(train) // count] for index in range(count)])
     *taps, final = rows[0]["taps"]
-    flags = ["--speculator-type", "eagle3", "--verifier-name-or-path", target]
+    flags = ["--speculator-type", given.kind, "--verifier-name-or-path", target]
     flags += ["--draft-vocab-size", str(given.vocabulary), "--hidden-states-dtype", "float32"]
     flags += ["--total-seq-len", given.tokens, "--loss-implementation", "eager"]
     flags += ["--draft-attn-impl", "eager", "--num-workers", "0", "--seed", given.seed]
-    flags += ["--lr", given.lr, "--optimizer", given.optimizer]
+    flags += ["--lr", given.lr, "--optimizer", given.optimizer, "--draft-arch", "llama"]
     flags += ["--target-layer-ids", *map(str, taps)]
     settings = argparse.Namespace(**TrainConfig.resolve(flags).flatten())
     settings.draft_attn_impl = "documents"
@@ -243,7 +254,7 @@ def main() -> None:
         frequencies = torch.load(Path(scratch) / "frequencies.pt", weights_only=True)
         tokens = cli.get_target_vocab_size(None, target)
         d2t, t2d = build_vocab_mappings_from_distribution(frequencies, given.vocabulary, tokens)
-        kind = SpeculatorModel.registry["eagle3"]
+        kind = SpeculatorModel.registry[given.kind]
         model = cli.build_draft_model(settings, kind, t2d, d2t, given.vocabulary)
         model._create_mask_fn = lambda allowed, **_: Documents(allowed, allowed.documents)
         batches = _setup_dataloader(
@@ -268,10 +279,13 @@ def main() -> None:
         except OutOfTimeError:
             pass
     spent, steps = time.process_time() - trainer.begun, trainer.global_step
+    if given.kind == "peagle":
+        del model.mask_hidden
     model.save_pretrained(given.out)
     done = {"steps": steps, "epochs": round(steps / len(batches), 2), "seconds": round(spent, 1)}
     print(json.dumps(vars(given) | {"run": str(given.run), "out": str(given.out)} | done))
 
 
 if __name__ == "__main__":
+    install()
     main()
