@@ -132,11 +132,17 @@ def with_masks(
         depths = depths_of(drafts[0])
     if depths == 1:
         return
-    used, longest = {*special}, 0
+    used, longest, completion = {*special}, 0, 0
     for row in chain.from_iterable(map(tokens_of, rollouts)):
         text = row["prompt_ids"] + row["completion_ids"]
         used.update(text)
         longest = max(longest, len(text))
+        completion = max(completion, len(row["completion_ids"]))
+    if depths > completion:
+        raise ConfigError(
+            f"draft.depths must be at most {completion}, the tokens of the longest completion, got "
+            f"{depths}: lower it, or raise rollouts.max_new_tokens"
+        )
     for each in drafts:
         add_masks(each, depths, used)
     check_masks(drafts[-1], longest)

@@ -274,7 +274,8 @@ class DistilConfig(Config):
         1,
         ge=1,
         description="tokens that a draft which reads tokens alone proposes after one forward, with "
-        "masks for those between (PARD); served with as many; 1: each takes a forward",
+        "masks for those between (PARD); served with as many; 1: as many as models.draft has "
+        "learnt to, else one",
     )
     max_length: int | None = Field(
         None,

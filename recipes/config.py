@@ -126,11 +126,6 @@ class PipelineConfig(Config):
                 f"draft.held_out_share ({self.draft.held_out_share:g}) keeps rollouts for a "
                 "head, and there is no head section: leave it out, or add one"
             )
-        if self.draft and self.draft.depths > 1 and self.head and self.head.kind == "specdec++":
-            raise ValueError(
-                "head.kind specdec++ judges a token by the draft's state after it, and after masks "
-                f"(draft.depths {self.draft.depths}) there is none: choose immediate"
-            )
         if self.models.draft is not None and makes_it and self.toy is None:
             raise ValueError(
                 f"models.draft ({self.models.draft}) and draft.init (kind: "

@@ -27,7 +27,8 @@ from recipes.layout import (
 from recipes.make_logits import cached_rows, check_cache, identity, made_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
-from recipes.sizes import PAIR, rows_size
+from recipes.sizes import PAIR, described, rows_size
+from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.terminal import progress
 
@@ -72,6 +73,15 @@ class Labels(Stage):
         """Refuse labels that cannot be made."""
         check_training_splits(self.config)
         check_loading(self.config, "labels")
+        head, draft, given = self.config.head, self.config.draft, self.config.models.draft
+        depths = draft.depths if draft else 1
+        if depths == 1 and given:  # as many as it has learnt to
+            depths = described(given).get("depths", 1)
+        if head and head.kind == "specdec++" and depths != 1:
+            raise ConfigError(
+                "head.kind specdec++ judges a token by the draft's state after it, and after masks "
+                f"(depths {depths}) there is none: choose immediate"
+            )
         if (cache := self.config.labels.cache) and self.config.head:
             check_cache(self.config, "labels.cache", cache, bound=self.config.labels.bound)
 

@@ -32,7 +32,7 @@ def depths_of(model: Any) -> int:
     is_id = isinstance(mask, int) and 0 <= mask < size
     if not (isinstance(depths, int) and 1 <= depths <= MOST_TIMES and is_id):
         raise ConfigError(
-            f"a draft's config.json must have {DEPTHS} up to {MOST_TIMES} and, above 1, {MASK}, "
+            f"a draft's config.json must have {DEPTHS} of 1 to {MOST_TIMES} and, above 1, {MASK}, "
             f"the id of its mask, below {size}; this one's are {depths!r} and {mask!r}: mend them, "
             f"or remove {DEPTHS}"
         )

@@ -35,6 +35,7 @@ from specdata.loading import ONE_DEVICE, Loading, check_vocabularies
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.states_draft import (
+    KEY,
     MODEL_TYPE,
     TargetStates,
     reads_states,
@@ -104,6 +105,11 @@ def load_model(
         raise ConfigError(
             f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
             f"(first: {missing[0]}); save it again with save_pretrained"
+        )
+    if reads_states(model.config) and (unknown := sorted(info["unexpected_keys"])):
+        raise ConfigError(
+            f"{KEY} in the config.json of {name!r} must be as it was written: the weights hold "
+            f"{unknown[0]}, of which it says nothing; restore it"
         )
     model = _placed(model, name, load).eval()
     if reads_states(model.config):

@@ -246,6 +246,17 @@ def test_completions_longer_than_a_context_are_found_in_config_json_alone(
     assert pipeline.RECIPE.run([*flags, *room, "--plan"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("draft", "flag"), [({"depths": 3}, "--draft=null"), ({}, "--draft.depths=3")]
+)
+def test_a_head_that_no_draft_with_masks_can_be_asked_by_is_refused_before_its_labels(
+    draft: dict[str, object], flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*own(tmp_path / "out", {}, draft), flag, "--head={kind: specdec++}"]
+    message = "after masks (depths 3) there is none"
+    refuse(pipeline.RECIPE, flags, message, tmp_path / "out", capsys)
+
+
 MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
 CHAIN = "{name: mine, length: 4}"
 TREE = "{name: mine, verifier: naive, drafter: tree, widths: [2]}"

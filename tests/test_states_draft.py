@@ -24,7 +24,7 @@ from transformers import (
 
 from distill import ahead
 from distill import states as distill_states
-from distill.ahead import check_masks, read_ahead
+from distill.ahead import check_masks, read_ahead, with_masks
 from distill.config import DistilConfig, InitConfig
 from distill.distillation import distil
 from distill.initial import cut, make_initial
@@ -41,7 +41,6 @@ from eval.verifiers.persistent_residual import PersistentResiduals
 from eval.verifiers.rule import Drawn, Rng, Verifier, outcomes
 from heads import AcceptanceHead, ImmediateHead
 from heads.probe import check_head
-from recipes.config import PipelineConfig
 from specdata import probability
 from specdata.depths import add_masks, depths_of
 from specdata.draft_vocabulary import reduce_vocabulary
@@ -548,13 +547,14 @@ def test_a_model_of_no_or_endless_layers_is_refused_before_it_is_made(
         ("width", 0, "width: must be greater than 0"),
         ("width", 7, "cannot load the model"),
         ("layout", "eagle3", r"layout.*must be a section"),
+        ("depths", ..., "the weights hold .*masks.weight, of which it says nothing"),
         (None, [], "must be a section"),
     ],
 )
 def test_a_draft_says_which_states_of_which_target_it_reads_or_is_refused(
     target: Path, tmp_path: Path, key: str | None, value: Any, message: str
 ) -> None:
-    made(target, tmp_path / "draft")
+    made(target, tmp_path / "draft", depths=2)
     path = tmp_path / "draft" / "config.json"
     config = json.loads(path.read_text())
     record = config["target_states"] | {key: value}
@@ -625,19 +625,9 @@ def test_depths_that_a_draft_cannot_have_are_refused() -> None:
         DistilConfig(depths=3, freeze_embeddings=True)
     with pytest.raises(ValueError, match="lora must be left out with depths"):
         DistilConfig(depths=3, lora={})
-    with pytest.raises(ValueError, match=r"after masks \(draft.depths 3\) there is none"):
-        PipelineConfig(
-            output="o",
-            models={"target": "t", "draft": "d"},
-            rollouts={"sets": [{"name": "chat-code", "split": "train", "count": 1}]},
-            eval={
-                "sets": [{"name": "chat-code", "split": "test", "count": 1}],
-                "methods": [{"name": "plain", "decoder": "plain"}],
-            },
-            draft={"depths": 3},
-            head={"kind": "specdec++"},
-        )
     target, draft = pair(40)
+    with pytest.raises(ConfigError, match=r"at most 3, the tokens of the longest completion, got"):
+        with_masks([draft], 4, [], ROWS.map(lambda row: {"completion_ids": [1, 2, 3]}))
     with pytest.raises(ConfigError, match=r"reads? tokens alone: give draft.init.depths"):
         add_masks(draft, 3, [])
     with pytest.raises(ConfigError, match="needs a token of the draft that no text holds"):

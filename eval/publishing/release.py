@@ -36,7 +36,7 @@ from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
 from heads import BaseHead
 from heads.remote import write_custom_generate
-from specdata.depths import depths_of
+from specdata.depths import DEPTHS, depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids, restore_vocabulary, substitute_row
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
@@ -227,6 +227,7 @@ def release_head(
         },
         head=head,
         by_transformers=not reads_states(read),
+        depths=getattr(read, DEPTHS, 1),
         width=getattr(head, "width", None),
         trained=trained,
         verdict=verdict,
