@@ -114,6 +114,7 @@ def test_the_tests_that_a_section_names_pass_once_its_edits_are_made(
 def test_the_fast_tier_passes_once_all_edits_are_made(tmp_path: Path) -> None:
     """So that no section leaves out a file. It takes as long as the fast tier of the tree."""
     tree = copied(tmp_path, *SECTIONS)
+    run(tree, "-m", "tests.test_conformance")  # as its section says
     run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive")
 
 
