@@ -6,11 +6,12 @@
 
 Then `benchmarks/states.py RUN --draft NAME=DRAFT` judges it with our drafts. P-EAGLE's is saved
 without its masks, as an EAGLE-3 draft: of it, the first token's acceptance alone means something.
-The package's own are
-`TrainConfig` with all defaults but those that are options here, the model, its loss, vocabulary and
-data loading, and `Trainer.train_epoch` with its optimizers. Ours is what it has for GPUs alone:
-attention document by document instead of flex attention, KL with a closed gradient, and float32 in
-Muon's products. The linear schedule ends with the seconds, which are the processor's, of training.
+The
+package's own are `TrainConfig` with all defaults but those that are options here and a layer of
+Llama's kind, the model, its loss, vocabulary and data loading, and `Trainer.train_epoch` with its
+optimizers. Ours is what it has for GPUs alone: attention document by document instead of flex
+attention, KL with a closed gradient, and float32 in Muon's products. The linear schedule ends with
+the seconds, which are the processor's, of training.
 """
 
 from __future__ import annotations

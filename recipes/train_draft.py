@@ -15,6 +15,7 @@ from distill.config import DistilConfig, check_layout
 from recipes.checks import (
     check_loading,
     check_room,
+    check_states,
     check_training_splits,
     has_chat_template,
     named,
@@ -198,6 +199,7 @@ class Draft(_OfDraft):
     def check(self) -> None:
         """Refuse a draft that cannot be made, fine-tuned or distilled."""
         check_training_splits(self.config)
+        check_states(self.config)
         config, draft = self.config, self.config.draft
         if draft is None:
             return

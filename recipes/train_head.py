@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from recipes.checks import check_loading, check_training_splits, is_shared
+from recipes.checks import check_loading, check_states, check_training_splits, is_shared
 from recipes.layout import (
     draft_in_use,
     folder,
@@ -27,8 +27,7 @@ from recipes.layout import (
 from recipes.make_logits import cached_rows, check_cache, identity, made_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
-from recipes.sizes import PAIR, described, rows_size
-from specdata.errors import ConfigError
+from recipes.sizes import PAIR, rows_size
 from specdata.processes import is_main
 from specdata.terminal import progress
 
@@ -73,15 +72,7 @@ class Labels(Stage):
         """Refuse labels that cannot be made."""
         check_training_splits(self.config)
         check_loading(self.config, "labels")
-        head, draft, given = self.config.head, self.config.draft, self.config.models.draft
-        depths = draft.depths if draft else 1
-        if depths == 1 and given:  # as many as it has learnt to
-            depths = described(given).get("depths", 1)
-        if head and head.kind == "specdec++" and depths != 1:
-            raise ConfigError(
-                "head.kind specdec++ judges a token by the draft's state after it, and after masks "
-                f"(depths {depths}) there is none: choose immediate"
-            )
+        check_states(self.config)
         if (cache := self.config.labels.cache) and self.config.head:
             check_cache(self.config, "labels.cache", cache, bound=self.config.labels.bound)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import make_rollouts, pipeline, publish, run_eval
+from recipes import make_rollouts, pipeline, publish, run_eval, train_draft
 from recipes.checks import check_whole_run
 from recipes.command import main
 from recipes.config import parse
@@ -255,6 +255,8 @@ def test_a_head_that_no_draft_with_masks_can_be_asked_by_is_refused_before_its_l
     flags = [*own(tmp_path / "out", {}, draft), flag, "--head={kind: specdec++}"]
     message = "after masks (depths 3) there is none"
     refuse(pipeline.RECIPE, flags, message, tmp_path / "out", capsys)
+    if not draft:  # the stage that would make such a draft
+        refuse(train_draft.RECIPE, flags, message, tmp_path / "out", capsys)
 
 
 MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
