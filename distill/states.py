@@ -22,6 +22,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from specdata.cache import cache_argument
 from specdata.errors import ConfigError
 from specdata.lm_head import body_of, hidden_states
 from specdata.states_draft import StatesInput, before, states_input, unit, without_first
@@ -208,7 +209,7 @@ def readings(
     """
     reads = states_input(model)
     assert reads is not None
-    cache, length = DynamicCache(), ids.shape[1]
+    body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
     at = torch.arange(length, device=ids.device)
     rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
     x, visible = reads.after_target(ids, before(taps)), (at <= at[:, None]).expand(len(ids), -1, -1)
@@ -217,12 +218,12 @@ def readings(
         mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
         seen = visible if reads.reads_first else without_first(visible)
         mask.masked_fill_(~seen, torch.finfo(x.dtype).min)
-        states: Tensor = body_of(model)(
+        states: Tensor = body(
             inputs_embeds=x,
             attention_mask=mask[:, None],
             position_ids=places,
-            past_key_values=cache,
             use_cache=True,
+            **{cache_argument(body): cache},
         )[0]
         if step:
             everywhere = states.new_zeros(*ids.shape, states.shape[-1])

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from specdata.cache import cache_argument
 from specdata.draft_vocabulary import ReducedOutput, install_output
 from specdata.states_draft import Norms, StatesInput, TargetStates, without_first
 
 if TYPE_CHECKING:
-    from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+CACHE = cache_argument(LlamaDecoderLayer)
 
 
 class EagleLayer(LlamaDecoderLayer):  # type: ignore[misc]
@@ -34,13 +37,12 @@ class EagleLayer(LlamaDecoderLayer):  # type: ignore[misc]
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
         **named: Any,
     ) -> Tensor:
         """(B, T, H) -> (B, T, H)."""
-        if past_key_values is None:  # whoever keeps a cache says what tokens attend to
+        if named.get(CACHE) is None:  # whoever keeps a cache says what tokens attend to
             attention_mask = _without_first(hidden_states, attention_mask)
-        named |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        named["attention_mask"] = attention_mask
         return cast(Tensor, super().forward(hidden_states, **named))
 
 
@@ -60,13 +62,12 @@ class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
         **named: Any,
     ) -> Tensor:
         """(B, T, 2 H) -> (B, T, H)."""
-        named |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
-        if past_key_values is None:  # whoever keeps a cache says what tokens attend to
-            named["attention_mask"] = _without_first(hidden_states, attention_mask)
+        if named.get(CACHE) is None:  # whoever keeps a cache says what tokens attend to
+            attention_mask = _without_first(hidden_states, attention_mask)
+        named["attention_mask"] = attention_mask
         tokens, states = hidden_states.chunk(2, dim=-1)
         normed = self.hidden_norm(states)
         read = torch.cat([self.input_layernorm(tokens), normed], dim=-1)

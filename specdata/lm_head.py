@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from specdata.cache import cache_argument
 from specdata.errors import ConfigError
 from specdata.models import known_ids
 
@@ -59,10 +60,13 @@ def hidden_states(
         (B, T, H) in the model's precision.
     """
     # Not every model takes these, so they are passed only where they are given.
-    given = {"position_ids": position_ids, "past_key_values": cache}
+    given = {"position_ids": position_ids}
     # Not inference_mode: what is trained on the states must be allowed to keep them.
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-        states: Tensor = body_of(model)(
+        body = body_of(model)
+        if cache is not None:
+            given[cache_argument(body)] = cache
+        states: Tensor = body(
             input_ids=known_ids(input_ids, model),
             attention_mask=attention_mask,
             use_cache=False,

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -407,12 +406,6 @@ def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
     model has gets a stand-in: a worse guess follows, never another distribution of the target.
     """
     return torch.where(ids < model.config.get_text_config().vocab_size, ids, 0)
-
-
-def cache_argument(kind: type[PreTrainedModel]) -> str:
-    """The name by which a class of models takes its cache: Mamba and its kin have their own."""
-    is_own = "cache_params" in signature(kind.forward).parameters
-    return "cache_params" if is_own else "past_key_values"
 
 
 def end_ids(generation: GenerationConfig) -> frozenset[int]:

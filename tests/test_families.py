@@ -134,6 +134,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_kv_shared_layers": 2, "global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {"layer_types": HALF},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
@@ -238,12 +239,14 @@ PROMPTS = [
 BUDGET = 24
 CHAIN = DecodeConfig(temperature=0.0, length=4)
 TREE = DecodeConfig(temperature=0.0, verifier="rrs_wor", drafter="tree", widths=(2, 2))
+NO_CACHE = "refused: no cache of transformers"
 OWN_STATE = "refused: a state of their own kind"
 NO_POSITIONS = "refused: positions of their own kind"
 RECURRENT = "a recurrent state is of one text"
 PLACED = "a token's place in the cache is its position"
 # Why a family is refused, in the words of docs/families.md: the error, and words of it.
 REASONS: dict[str, tuple[type[Exception], str]] = {
+    NO_CACHE: (CacheNotRewindableError, "takes no cache of transformers"),
     OWN_STATE: (CacheNotRewindableError, "a state of its own kind"),
     NO_POSITIONS: (ConfigError, "derives positions from what is not"),
     RECURRENT: (ConfigError, "so they cannot read a tree"),
@@ -336,17 +339,15 @@ NO_TREES = {"recurrent": RECURRENT, "by place in the cache": PLACED}
 # Every other family decodes chains and batches, and trees unless its kind of cache forbids them.
 REFUSED = {
     **dict.fromkeys(("cpmant",), NO_POSITIONS),
+    **dict.fromkeys(("openai-gpt", "reformer", "rwkv", "xlnet"), NO_CACHE),
     **dict.fromkeys(
         [
             "deepseek_v4",
+            "dory",
             "minimax",
             "mllama_text_model",
-            "openai-gpt",
             "qwen4_exp_text",
             "recurrent_gemma",
-            "reformer",
-            "rwkv",
-            "xlnet",
             "xlstm",
         ],
         OWN_STATE,
@@ -397,7 +398,9 @@ def test_a_wrapper_is_read_as_its_language_model_alone(name: str, tmp_path: Path
         model = load_model(str(folder))
         ids = PROMPTS[0][None]
         with torch.inference_mode():
-            assert torch.equal(model(ids).logits, whole(input_ids=ids).logits)
+            # Llama 4's wrapper fails at its own output in transformers 5.24.
+            read = whole.language_model if text == "llama4_text" else whole
+            assert torch.equal(model(ids).logits, read(input_ids=ids).logits)
         described, generation = load_configs(str(folder))
         assert type(model) is classes()[text]
         assert described.model_type == model.config.model_type == text

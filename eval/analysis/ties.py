@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from specdata.models import cache_argument, end_ids
+from specdata.cache import cache_argument
+from specdata.models import end_ids
 
 # The gap between two logits that each change by the noise changes by twice that; twice again
 # because only a few ways of running the model are tried.
@@ -205,7 +206,7 @@ def _choice(
 def _last_logits(model: Any, pieces: Sequence[Sequence[int]]) -> Tensor:
     """Logits (V,) in float32 after all pieces."""
     cache = DynamicCache(config=model.config)
-    cached = {cache_argument(type(model)): cache}
+    cached = {cache_argument(model): cache}
     for piece in filter(None, pieces):
         ids = torch.tensor([piece], device=model.device)
         out = model(input_ids=ids, **cached, use_cache=True, logits_to_keep=1)

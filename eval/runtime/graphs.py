@@ -38,6 +38,7 @@ from eval.runtime.transformers_models import (
     length_dependent_rope,
     weight_versions,
 )
+from specdata.cache import cache_argument
 from specdata.draft_vocabulary import narrow_logits
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden, find_lm_head
@@ -316,7 +317,7 @@ def eager_forward(
         last: whether logits of the last token alone are needed.
         taps: states that it gives.
     """
-    kinds = cached_layers(model.config)
+    kinds, cached = cached_layers(model.config), cache_argument(model)
 
     def forward(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         hidden: list[Tensor] = []
@@ -332,7 +333,7 @@ def eager_forward(
                 **named_inputs(ids),
                 position_ids=positions,
                 attention_mask=rest[0] if masks == 1 else None,
-                past_key_values=_CacheView(kinds, rest[masks:]),
+                **{cached: _CacheView(kinds, rest[masks:])},
                 use_cache=True,
                 logits_to_keep=int(last),  # 0: all
             ).logits

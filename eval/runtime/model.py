@@ -44,11 +44,12 @@ from eval.runtime.transformers_models import (
     takes_positions,
     uses_sdpa,
 )
+from specdata.cache import cache_argument
 from specdata.depths import depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids, narrow_logits
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
-from specdata.models import cache_argument, known_ids, positions
+from specdata.models import known_ids, positions
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 from specdata.states_draft import states_input, token_embedding
 from specdata.taps import capturing_taps
@@ -138,7 +139,7 @@ class CachedModel:
         self.packs = can_pack(model) and self.depths == 1
         # Some of its layers make masks of their own, of what they are given here.
         self._has_rules = self._takes_masks and has_rules(model)
-        self._cache_argument = cache_argument(type(model))
+        self._cache_argument = cache_argument(model)
         self._takes_positions = takes_positions(model)
         self._last_position = positions(model.config) - 1
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a

@@ -32,8 +32,8 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from eval.runtime.kv_cache import LayerKind
+from specdata.cache import cache_argument
 from specdata.errors import CacheNotRewindableError, ConfigError
-from specdata.models import cache_argument
 
 PACKED = "draftsmith_packed"
 """The name by which transformers knows the attention."""
@@ -65,15 +65,15 @@ def check_forward(model: PreTrainedModel) -> None:
     """Refuse models whose cache is unknown, or that are not told where a token stands.
 
     Raises:
-        CacheNotRewindableError: if the model takes no cache of transformers' kind.
+        CacheNotRewindableError: if the model takes no cache of transformers' kind, or keeps more.
         ConfigError: if it finds positions in its own way.
     """
     # A wrapper (PEFT) hides the arguments of the forward that it wraps.
     if not isinstance(model, PreTrainedModel):
         return
     kind = model.config.model_type
-    takes_cache = cache_argument(type(model)) in signature(model.forward).parameters
-    if not takes_cache or _remembers_elsewhere(model):
+    cache_argument(model)
+    if _remembers_elsewhere(model):
         raise CacheNotRewindableError(
             f"{kind} keeps a state of its own kind, from which rejected tokens cannot be removed; "
             "speculative decoding needs transformers' cache of keys and values or recurrent states"
@@ -96,6 +96,7 @@ def _remembers_elsewhere(model: PreTrainedModel) -> bool:
         or any(hasattr(module, "recurrent_states") for module in model.modules())  # RecurrentGemma
         or hasattr(model.config, "indexer_compress_ratio")  # Qwen4's positions of indexed keys
         or hasattr(model.config, "cross_attention_layers")  # Mllama's images
+        or hasattr(model.config, "n_recurrent_loops")  # Dory's layers that are run again
     )
 
 

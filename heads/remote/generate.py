@@ -35,10 +35,11 @@ from transformers import (
 # They change each row of logits by itself, so all rows of a draft can be changed at once.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Arguments that would need more than is here.
-UNSUPPORTED = ("inputs_embeds", "past_key_values", "position_ids", "stop_strings")
+UNSUPPORTED = ("inputs_embeds", "past_key_values", "cache", "position_ids", "stop_strings")
 # What `generate` adds to the arguments of the model's forward by itself.
 PREPARED = {
     "attention_mask",
+    "cache",
     "cache_position",
     "logits_to_keep",
     "past_key_values",
@@ -268,7 +269,11 @@ class _CachedModel:
         config = model.config.get_text_config()
         self.own_vocabulary = config.vocab_size
         self.positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        self.takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
+        # PEFT's wrapper hides the arguments of the forward that it wraps.
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        taken = inspect.signature(base.forward).parameters
+        self.takes_count = "logits_to_keep" in taken
+        self.cache_argument = "cache" if "cache" in taken else "past_key_values"
         # Made without a configuration, it forgets nothing that leaves an attention window.
         self.cache = DynamicCache()
         self.length, self.state = 0, torch.zeros(0)
@@ -280,8 +285,8 @@ class _CachedModel:
         with self._keeping_state() if self.with_state else nullcontext():
             output = self.model(
                 input_ids=torch.tensor([ids], device=self.model.device),
-                past_key_values=self.cache,
                 use_cache=True,
+                **{self.cache_argument: self.cache},
                 **({"logits_to_keep": count} if self.takes_count else {}),
             )
         self.length += len(tokens)

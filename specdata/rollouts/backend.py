@@ -17,9 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from specdata.cache import cache_argument, counts_tokens
 from specdata.errors import NotFiniteError
 from specdata.lm_head import capturing_hidden
-from specdata.models import cache_argument, end_ids, known_ids
+from specdata.models import end_ids, known_ids
 from specdata.prepack import prepacked
 from specdata.probability import NO_TOKEN, SamplingConfig, drawn_tokens, to_vocabulary
 from specdata.sampling import generator_for
@@ -335,8 +336,7 @@ def _forward(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
 ) -> Tensor:
     """Logits (B, V) after the last of the new tokens (B, n), which the cache then holds."""
-    cached = {cache_argument(type(model)): cache}
-    if "past_key_values" not in cached:  # recurrent states alone: no token before can be hidden
+    if not counts_tokens(cache):  # recurrent states alone: no token before can be hidden
         mask = mask[:, -ids.shape[1] :]
     logits: Tensor = model(
         input_ids=known_ids(ids, model),
@@ -344,7 +344,7 @@ def _forward(
         position_ids=positions,
         use_cache=True,
         logits_to_keep=1,
-        **cached,
+        **{cache_argument(model): cache},
     ).logits[:, -1]
     return logits
 
