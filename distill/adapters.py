@@ -38,10 +38,6 @@ def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrained
     Returns:
         The model, or a `peft.PeftModel` around it of which only the adapters are trained. The
         adapters start as no change.
-
-    Raises:
-        ConfigError: if the draft cannot be loaded or its weights are not finite, or `lora.rank`
-            exceeds its hidden size.
     """
     model = load_model(name)
     if lora is None:

@@ -124,9 +124,6 @@ def with_masks(
     """Let plain drafts with the same weights learn to propose `depths` tokens after one forward.
 
     With 1, as many as they have learnt to.
-
-    Raises:
-        ConfigError: if they cannot.
     """
     if depths == 1 and states_input(drafts[0]) is None:
         depths = depths_of(drafts[0])
@@ -153,9 +150,6 @@ def check_masks(model: PreTrainedModel, longest: int) -> None:
     """Make sure that one pass gives a plain draft's states after masks, as a forward would.
 
     Found out by trying, at full length: what a window hides is seen only beyond it.
-
-    Raises:
-        ConfigError: if it takes no such mask, or reads otherwise under one.
     """
     masks, tokens = depths_of(model) - 1, len(model.get_input_embeddings().weight)
     size = min(longest, positions(model.config) - masks)

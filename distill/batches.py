@@ -35,11 +35,7 @@ class Fitted:
 
 
 def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
-    """Cut rollouts to `max_length` tokens, and leave out those without a completion.
-
-    Raises:
-        ConfigError: if none is left.
-    """
+    """Cut rollouts to `max_length` tokens, and leave out those without a completion."""
     lengths = [
         (len(prompt), len(completion))
         for prompt, completion in zip(
@@ -90,9 +86,6 @@ def check_context(configs: Mapping[str, PreTrainedConfig], *rollouts: Dataset) -
     Args:
         configs: of each model, by its role.
         rollouts: with `prompt_ids` and `completion_ids`.
-
-    Raises:
-        ConfigError: naming the longest rollout and the positions, or ids of no token.
     """
     texts = (
         prompt + completion

@@ -151,11 +151,7 @@ def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> Non
 
 
 def load_best(work: Path, step: int) -> Weights:
-    """The weights of a step.
-
-    Raises:
-        ManifestError: if they are missing or damaged.
-    """
+    """The weights of a step."""
     path = work / f"best-{step}" / WEIGHTS
     try:
         return load_file(path)
@@ -173,9 +169,6 @@ def reporters(names: Sequence[Reporter] | None, folder: Path) -> list[TrainerCal
         names: where; None is TensorBoard if it is installed, else nowhere.
         folder: where TensorBoard's files go, if its own environment variable names no other. By
             default they would lie among the checkpoints, and go with them.
-
-    Raises:
-        ConfigError: if one is not installed.
     """
     installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
     if names is None:

@@ -128,11 +128,7 @@ class InitConfig(Config):
         return self
 
     def layers_of(self, count: int, target: str | Path) -> list[int]:
-        """The numbers of the layers that are cut from a target of so many.
-
-        Raises:
-            ConfigError: if it has fewer.
-        """
+        """The numbers of the layers that are cut from a target of so many."""
         numbers = self.layers
         if isinstance(numbers, int):
             first = count - numbers if self.kind == "states" else 0

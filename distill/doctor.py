@@ -62,9 +62,6 @@ def examine(
         count: most prompts.
         max_new_tokens: of each text.
         sampling: of target and draft.
-
-    Raises:
-        ConfigError: if there is no draft to examine, or the target cannot be loaded.
     """
     config, name = config_of(folder), str(folder)
     target, tokenizer = load_model(target_name), load_tokenizer(target_name)

@@ -101,10 +101,6 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
 
     Returns:
         The draft, in float32 and eval mode, which reads that target.
-
-    Raises:
-        ConfigError: if the folder is of another layout, tensors are missing or not known, or it
-            does not fit the target.
     """
     name, settings = str(folder), config_of(folder)
     tensors = tensors_of(stored(folder), name)
@@ -125,11 +121,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def settings_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Norms]:
-    """The taps and the norm flags of a config.json, or what engines take where it is silent.
-
-    Raises:
-        ConfigError: if they are no numbers of layers, or a flag is neither true nor false.
-    """
+    """The taps and the norm flags of a config.json, or what engines take where it is silent."""
     layers = target.config.get_text_config().num_hidden_layers
     eagle = read_stored(_Taps, settings.get("eagle_config", settings), "config.json")
     flags = {each.name: settings[each.name] for each in fields(Norms) if each.name in settings}
@@ -138,11 +130,7 @@ def settings_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list
 
 
 def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) -> Tensor:
-    """(N,) the ids of the tokens that a draft proposes.
-
-    Raises:
-        ConfigError: if `d2t` gives no such ids, or is missing where they are not all.
-    """
+    """(N,) the ids of the tokens that a draft proposes."""
     rows, vocabulary = len(tensors["lm_head.weight"]), target.config.get_text_config().vocab_size
     if "d2t" not in tensors and rows < vocabulary:
         raise ConfigError(
@@ -198,9 +186,6 @@ def first_eagle3(
         target: of Llama's or Qwen's kind.
         taps: that the draft reads.
         rollouts: with `prompt_ids` and `completion_ids`.
-
-    Raises:
-        ConfigError: if the target is of another kind.
     """
     layer, last = _layer_of(target, "eagle3"), decoder_layers(target)[1]
     text = target.config.get_text_config()
@@ -286,9 +271,6 @@ def first_eagle(target: PreTrainedModel, rollouts: Dataset) -> PreTrainedModel:
     Args:
         target: of Llama's or Qwen's kind.
         rollouts: as of `first_eagle3`.
-
-    Raises:
-        ConfigError: if the target is of another kind.
     """
     layer, layers = _layer_of(target, "eagle"), decoder_layers(target)[1]
     taps = [len(layers)]
@@ -390,11 +372,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 
 def tensors_of(stored_tensors: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
-    """What a folder holds by our names, but `d2t` and `norm.weight`, which keep theirs.
-
-    Raises:
-        ConfigError: naming the folder, if what every such draft has is missing.
-    """
+    """What a folder holds by our names, but `d2t` and `norm.weight`, which keep theirs."""
     tensors: dict[str, Tensor] = {}
     for name, each in stored_tensors.items():
         plain = name.removeprefix("model.")
@@ -430,9 +408,6 @@ def write_eagle(
 
     Returns:
         How many tokens it proposes, the taps that it reads, and its target.
-
-    Raises:
-        ConfigError: if the draft is of another layout, or its folder is incomplete.
     """
     settings = config_of(draft)
     record = TargetStates.of(settings) if KEY in settings else None

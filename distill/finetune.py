@@ -94,10 +94,6 @@ def stored_rows(folder: Path, settings: Settings, make: Callable[[], Rows]) -> R
         folder: where the rows are kept until the training is done.
         settings: what they depend on.
         make: makes them.
-
-    Raises:
-        ConfigError: of `make`.
-        ManifestError: if `folder` was made with other settings.
     """
     if join_processes().is_main_process and not folder.exists():
         rows = make()
@@ -121,9 +117,6 @@ def make_rows(
 
     A text that is longer than a row becomes several; parts in which nothing is learnt are dropped.
     Several texts share a row: TRL's best-fit decreasing, which cuts none.
-
-    Raises:
-        ConfigError: if the texts cannot be used (`conversation_texts`), or nothing is left.
     """
     accounts: list[Account] = []
     if config.conversations:
@@ -178,10 +171,6 @@ def conversation_texts(
         tokenizer: the target's.
         seed: decides the order of a catalogued set.
         accounts: of each source one is added.
-
-    Raises:
-        ConfigError: if a source cannot be read, has no conversation that can be used, or the
-            tokenizer has no chat template.
     """
     require_template(tokenizer)
     for name in names:
@@ -408,9 +397,6 @@ def check_packing(model: PreTrainedModel, rows: Dataset) -> None:
     transformers reads off the positions where a text begins (`masking_utils`, for eager attention,
     SDPA and flex; FlashAttention for batches of one row). Models without positions, or with
     attention of their own, do not, and would learn across texts without a word.
-
-    Raises:
-        ConfigError: if the logits of a text depend on the text before it.
     """
     row = next((row for row in rows if len(row["seq_lengths"]) > 1), None)
     if row is None:

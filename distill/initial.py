@@ -201,9 +201,6 @@ def frequent_tokens(
         count: how many.
         vocabulary: tokens that the draft has ids for; rollouts may hold others.
         ends: ids that end a text.
-
-    Raises:
-        ConfigError: if there are fewer tokens, or more ends.
     """
     ends = sorted(token for token in ends if token < vocabulary)
     if not len(ends) <= count <= vocabulary:
@@ -234,9 +231,6 @@ def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
 
     Returns:
         A model of the same class, in eval mode.
-
-    Raises:
-        ConfigError: if a layer would be another one in its new place.
     """
     name, layers = decoder_layers(model)
     config = copy.deepcopy(model.config)
@@ -287,9 +281,6 @@ def align_output(
         target: what it was cut from.
         rollouts: with `prompt_ids` and `completion_ids`, and the target's states if they keep them.
         states_dtype: the precision of those, if the target was loaded in another.
-
-    Raises:
-        ConfigError: if the output embedding is not a linear layer over the last hidden states.
     """
     output = model.get_output_embeddings()
     if (head := find_lm_head(target)).embedding is None or type(output) is not nn.Linear:

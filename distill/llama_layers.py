@@ -39,9 +39,6 @@ def llama_draft(
 
     Returns:
         The model, and what makes its states of those that leave the target's last layer.
-
-    Raises:
-        ConfigError: if the target makes its logits in another way.
     """
     text, head = target.config.get_text_config(), find_lm_head(target)
     embed = target.get_input_embeddings()

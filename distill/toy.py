@@ -45,9 +45,6 @@ def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
         folder: where the two model folders go; a folder exists only once it is complete.
         config: sizes and lengths.
         seed: decides the text, the initial weights and the order of the blocks.
-
-    Raises:
-        ManifestError: if a model in `folder` was trained with other settings.
     """
     for name in ("target", "draft"):
         # A model depends on the settings of its own and the shared ones only.

@@ -115,11 +115,7 @@ class ModelFolder:
         return work_of(self.path)
 
     def result(self) -> dict[str, Any] | None:
-        """What its making stored with it; None if it is not there yet.
-
-        Raises:
-            ManifestError: if it was made with other settings, or is damaged.
-        """
+        """What its making stored with it; None if it is not there yet."""
         if not self.path.exists():
             return None
         shutil.rmtree(self.work, ignore_errors=True)  # of a run killed right before its end

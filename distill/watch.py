@@ -148,9 +148,6 @@ class HeldOut:
 
         Returns:
             Its figures. They are NaN if its weights are.
-
-        Raises:
-            ConfigError: if a rollout is longer than a model's context.
         """
         head = find_lm_head(draft)
         columns = self._along(lambda batch: self._look(batch, head), watched_only)

@@ -252,11 +252,7 @@ class Method(Config):
             raise ConfigError(f"method {given['name']!r}: {reasons}") from error
 
     def decoding(self, sampling: SamplingConfig) -> DecodeConfig:
-        """The configuration of a decoder that draws tokens so.
-
-        Raises:
-            ConfigError: if parameters of the verifier are out of range.
-        """
+        """The configuration of a decoder that draws tokens so."""
         settings = {name: getattr(self, name) for name in Method.model_fields}
         return DecodeConfig(**settings, **asdict(sampling))
 

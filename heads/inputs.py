@@ -166,9 +166,6 @@ def logits_of_states(draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """The map from a draft's last hidden states to its logits: (..., H) -> (..., V).
 
     It is found out at the first call, so a head that reads no distribution costs nothing.
-
-    Raises:
-        ConfigError: when called, if the draft's logits cannot be made of its hidden states.
     """
     find = cache(find_lm_head)
 

@@ -65,10 +65,6 @@ def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
     Args:
         draft: the draft, in any precision and on any device.
         head: the head.
-
-    Raises:
-        ConfigError: if the head reads states of another width, or of another draft, or judges a
-            token by a state that does not know it.
     """
     if head.lag and not reads_states(draft.config) and depths_of(draft) > 1:
         raise ConfigError(

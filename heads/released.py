@@ -104,12 +104,7 @@ def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 def _translated(weights: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """The names and values of `AcceptanceHead`'s parameters, float32.
-
-    Raises:
-        KeyError: if one is missing.
-        IndexError: if there are not two logits.
-    """
+    """The names and values of `AcceptanceHead`'s parameters, float32."""
     parameters = {
         f"blocks.{block}.linear.{kind}": weights[f"model.{block}.linear.{kind}"].float()
         for block in range(depth)

@@ -84,9 +84,6 @@ class LabelRows:
             dataset: label rows.
             max_length: tokens of prompt + completion that are kept of a row.
             with_draws: whether further draws are read if it has them.
-
-        Raises:
-            ConfigError: if a column is missing or no row can be used.
         """
         missing = [column for column in COLUMNS if column not in dataset.column_names]
         if missing:

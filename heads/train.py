@@ -440,11 +440,7 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 
 
 def finished_head(out: Path, settings: Settings) -> HeadResult | None:
-    """The measurements of the head in a folder; None if it is not done there.
-
-    Raises:
-        ManifestError: if it is a head of other settings.
-    """
+    """The measurements of the head in a folder; None if it is not done there."""
     path = out / METRICS_NAME
     if not path.is_file():
         return None

@@ -130,9 +130,6 @@ def check_loading(
     Args:
         config: the run's.
         stage: whose models are looked at; "labels" goes for the head that learns from them.
-
-    Raises:
-        ConfigError: with the reason and the remedy, before weights are loaded.
     """
     load = config.models.load.target
     if _loads_target(config, stage) and load.is_spread and (local := local_process_count()) > 1:
@@ -177,9 +174,6 @@ def check_decodable(config: PipelineConfig) -> None:
 
     By the configurations alone of models that are on this machine; with none of them, torch is not
     imported. Layers that a run cuts from its target are of the target's kind.
-
-    Raises:
-        ConfigError: naming the model, and the method if it is one of several.
     """
     target, methods = config.models.target, config.eval.methods
     models = [

@@ -138,11 +138,7 @@ TOOLS = (*DOES, "launch", "profile")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status.
-
-    Raises:
-        SystemExit: for `--help` and `--version`, and with status 2 for an unknown command.
-    """
+    """Run a command line; returns the exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     name = parser.parse_args(given[:1]).command  # what follows is for the command itself

@@ -176,10 +176,6 @@ def parse(
         description: what the recipe does, for `--help`.
         sections: keys of the configuration that `--help` lists; the others are accepted, too.
         program: how the recipe was called, for `--help`; by default the script's name.
-
-    Raises:
-        ConfigError: for an unreadable file, an unknown key (naming the nearest) or a bad value.
-        SystemExit: for `--help`.
     """
     options, rest = _parser(description, sections, program).parse_known_args(arguments)
     if rest:
@@ -340,9 +336,6 @@ def _written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
     Args:
         node: the document, or a part.
         known: the same of parts that were counted; 0 of those that are being counted.
-
-    Raises:
-        ConstructorError: if they are more than MOST_VALUES, or one names what it stands within.
     """
     if node not in known:
         known[node] = 0
@@ -380,11 +373,7 @@ def _value(key: str, text: str) -> Any:
 
 
 def _choose_methods(tree: dict[str, Any], names: Sequence[str]) -> None:
-    """Leave of eval.methods the plain one and those wanted, in that order.
-
-    Raises:
-        ConfigError: for what is neither a method's name (naming the nearest) nor a new method.
-    """
+    """Leave of eval.methods the plain one and those wanted, in that order."""
     section = tree.get("eval")
     methods = section.get("methods") if isinstance(section, dict) else None
     if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):

@@ -160,10 +160,6 @@ def cached_rows(
         key: the setting that names it, for messages.
         source: what it must have been made of (`made_of`).
         rollouts: rollouts of this run.
-
-    Raises:
-        ConfigError: if it was made of other rollouts or by another target, or lacks some of them.
-        ManifestError: if it cannot be read.
     """
     from specdata.storage.dataset import load_stored
     from specdata.storage.manifest import read_manifest

@@ -223,11 +223,7 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
 
 
 def _results(config: PipelineConfig) -> Results:
-    """The measurements, with models named as this run names them now.
-
-    Raises:
-        ManifestError: if other models were measured.
-    """
+    """The measurements, with models named as this run names them now."""
     evaluation = eval_folder(config)
     results = read_results(evaluation / RESULTS)
     check_metrics(results, evaluation / RESULTS)

@@ -88,9 +88,6 @@ class Recipe:
 
         Returns:
             Whether all of it is made already.
-
-        Raises:
-            ConfigError: with what to do.
         """
         for stage in stages:
             stage.check_folder()
@@ -111,9 +108,6 @@ class Recipe:
         Returns:
             The exit status: 0 done, 1 failure while running, 2 unusable configuration or input,
             130 interrupted by SIGINT (Ctrl-C), 143 by SIGTERM, 129 by SIGHUP.
-
-        Raises:
-            SystemExit: for `--help`.
         """
         given = sys.argv[1:] if arguments is None else arguments
         accept_any_text()

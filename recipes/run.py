@@ -175,11 +175,6 @@ def run_stage(stage: Stage) -> dict[str, Any]:
 
     Returns:
         The stage's results, from run.json if it was already done.
-
-    Raises:
-        ConfigError: if the folder belongs to another run (with what differs and the stage's
-            remedy), another process works in it, or an input is missing.
-        ManifestError: if run.json is damaged.
     """
     if stage.is_alone and not is_main():
         return {}
@@ -295,11 +290,7 @@ def check_files(folder: Path) -> None:
 
 
 def stage_record(folder: Path) -> dict[str, Any]:
-    """The run.json of a stage's folder, paths in the run's output as `portable` gives them.
-
-    Raises:
-        ManifestError: if it is damaged.
-    """
+    """The run.json of a stage's folder, paths in the run's output as `portable` gives them."""
     record = read_record(folder / RUN, KEYS, f"choose another --output, or remove {folder}")
     config = record.get("config")
     was = config.get("output") if isinstance(config, Mapping) else None

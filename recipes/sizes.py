@@ -58,11 +58,7 @@ def on_this_machine(model: str) -> Path | None:
 
 
 def described(model: str) -> Mapping[str, Any]:
-    """The language model's part of a model's config.json; empty if it is not on this machine.
-
-    Raises:
-        ConfigError: if it is a GGUF file that cannot be read.
-    """
+    """The language model's part of a model's config.json; empty if it is not on this machine."""
     if base := base_of_adapters(model):
         return described(base)
     folder = on_this_machine(model)

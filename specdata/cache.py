@@ -17,9 +17,6 @@ def cache_argument(model: nn.Module | type[nn.Module]) -> str:
     """The name by which a model, or a layer's class, takes transformers' cache.
 
     A wrapper (PEFT) hides the arguments of the model that it passes them on to.
-
-    Raises:
-        CacheNotRewindableError: if it takes none.
     """
     taker = model
     if not isinstance(model, type):

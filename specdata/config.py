@@ -116,11 +116,6 @@ def read_config(kind: type[T], values: Mapping[str, Any]) -> T:
     Args:
         kind: a `Config` class, or a dataclass.
         values: what a YAML file holds.
-
-    Raises:
-        ConfigError: with one line for each mistake, such as
-            "head.depht: unknown key: did you mean 'depth'?" or
-            "head.mixing: must be less than 1 (got 1.5)".
     """
     try:
         return TypeAdapter(kind).validate_python(values)

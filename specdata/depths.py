@@ -49,9 +49,6 @@ def add_masks(model: Any, depths: int, used: Iterable[int]) -> None:
         model: the draft, which is changed.
         depths: D.
         used: ids that texts hold or may hold.
-
-    Raises:
-        ConfigError: if it reads its target's states, or every id is used.
     """
     if states_input(model) is not None:
         raise ConfigError(

@@ -101,10 +101,6 @@ def reduce_vocabulary(model: PreTrainedModel, vocabulary_ids: Sequence[int]) -> 
     Args:
         model: a causal language model.
         vocabulary_ids: ids of the tokens that it can propose from now on.
-
-    Raises:
-        ConfigError: if its vocabulary is reduced already, its output embedding is no linear layer,
-            or an id is not of its vocabulary.
     """
     output = model.get_output_embeddings()
     if isinstance(output, ReducedOutput) and len(output.vocabulary_ids) < output.vocabulary:
@@ -155,11 +151,7 @@ def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTra
 
 
 def settle(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model of `reduced_class` that has been loaded the ids of its tokens.
-
-    Raises:
-        ConfigError: if its tensors d2t and t2d do not fit each other.
-    """
+    """Give a model of `reduced_class` that has been loaded the ids of its tokens."""
     output = model.get_output_embeddings()
     vocabulary_ids = model.d2t + torch.arange(len(model.d2t), device=model.d2t.device)
     if not torch.equal(vocabulary_ids, model.t2d.nonzero().squeeze(-1)):
@@ -199,9 +191,6 @@ def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
     Args:
         model: with a reduced vocabulary.
         others: (H,) the row of every token outside its vocabulary; see `substitute_row`.
-
-    Raises:
-        ConfigError: if its vocabulary is not reduced.
     """
     reduced = model.get_output_embeddings()
     if not isinstance(reduced, ReducedOutput):

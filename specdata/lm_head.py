@@ -90,9 +90,6 @@ def capturing_hidden(model: PreTrainedModel, capture: Callable[[Tensor], object]
     Args:
         model: a causal language model, or a wrapper of one that forwards `get_output_embeddings`.
         capture: called with (B, rows, H), the positions that logits are made of.
-
-    Raises:
-        ConfigError: if the model has no output embedding.
     """
     embedding: nn.Module | None = model.get_output_embeddings()
     if embedding is None:
@@ -110,12 +107,7 @@ def capturing_hidden(model: PreTrainedModel, capture: Callable[[Tensor], object]
 
 @torch.no_grad()
 def check_hidden_states(model: PreTrainedModel) -> None:
-    """Make sure that `hidden_states` and `capturing_hidden` read the same states of a model.
-
-    Raises:
-        ConfigError: if the model does something between its last layer and its output embedding, or
-            has no output embedding.
-    """
+    """Make sure that `hidden_states` and `capturing_hidden` read the same states of a model."""
     ids = torch.arange(2, device=model.device).unsqueeze(0)
     captured: list[Tensor] = []
     with capturing_hidden(model, captured.append):

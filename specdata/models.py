@@ -73,10 +73,6 @@ def load_model(
 
     Returns:
         The model. Spread over several places its `device` is the one that token ids go to.
-
-    Raises:
-        ConfigError: if it cannot be had, `dtype` is unknown, adapters are not of their base, or it
-            cannot be loaded like this.
     """
     dtype = load.dtype or dtype
     if dtype not in DTYPES:
@@ -279,11 +275,7 @@ def _in_lockstep(model: Any, name: str) -> Any:
 
 
 def load_reward_model(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a model for sequence classification and its tokenizer, without code that comes with it.
-
-    Raises:
-        ConfigError: if it cannot be had.
-    """
+    """Load a model for sequence classification and its tokenizer, without remote code."""
     source, revision = hub_source(name)
     kind: Any = AutoModelForSequenceClassification
     model = from_hub(
@@ -295,11 +287,7 @@ def load_reward_model(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or the Hub, without running code that comes with it.
-
-    Raises:
-        ConfigError: if it cannot be had.
-    """
+    """Load a tokenizer from a folder or the Hub, without running code that comes with it."""
     if not (Path(name) / "tokenizer_config.json").is_file() and (base := base_of_adapters(name)):
         return _of_base(name, base, lambda: load_tokenizer(base))
     source, revision = hub_source(name)
@@ -330,11 +318,7 @@ def device() -> torch.device:
 
 
 def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
-    """A model's configuration and its generation configuration, without its weights.
-
-    Raises:
-        ConfigError: if they cannot be had.
-    """
+    """A model's configuration and its generation configuration, without its weights."""
     if base := base_of_adapters(name):
         return _of_base(name, base, lambda: load_configs(base))
     source, revision = hub_source(name)
@@ -350,11 +334,7 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
 
 
 def without_weights(name: str) -> Any:
-    """A model as its configuration describes it, its weights on no device.
-
-    Raises:
-        ConfigError: if it cannot be had.
-    """
+    """A model as its configuration describes it, its weights on no device."""
     config, _ = load_configs(name)
     kind: Any = AutoModelForCausalLM
     with torch.device("meta"):
@@ -389,11 +369,7 @@ def check_ids(config: PreTrainedConfig, least: int, largest: int) -> None:
 
 
 def longest_prompt(name: str, max_new_tokens: int) -> int:
-    """Most tokens of a prompt that leave a model room for its completion; loads no weights.
-
-    Raises:
-        ConfigError: if there is no room, or the model's configuration cannot be had.
-    """
+    """Most tokens of a prompt that leave a model room for its completion; loads no weights."""
     config, _ = load_configs(name)
     check_length(config, 1 + max_new_tokens)
     return positions(config) - max_new_tokens
@@ -451,9 +427,6 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
         what: is loaded, in words.
         name: folder or Hub id.
         load: loads it.
-
-    Raises:
-        ConfigError: if it cannot be had.
     """
     try:
         return load()
@@ -500,11 +473,7 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def check_shared_vocabulary(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase
 ) -> None:
-    """Compare two tokenizers id by id. Sizes of embedding matrices may differ by padding.
-
-    Raises:
-        VocabularyMismatchError: naming the first ids that differ.
-    """
+    """Compare two tokenizers id by id. Sizes of embedding matrices may differ by padding."""
     check_vocabularies(
         *({index: token for token, index in each.get_vocab().items()} for each in (target, draft))
     )

@@ -46,9 +46,6 @@ def copy_tokenizer(name: str, folder: Path) -> None:
     Args:
         name: folder or Hub id of the model whose tokenizer it is.
         folder: another model, saved there before; files of the same names are replaced.
-
-    Raises:
-        ConfigError: if the tokenizer cannot be had.
     """
     tokenizer = load_tokenizer(name)
     source, revision = hub_source(name)

@@ -16,11 +16,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def hub_source(name: str) -> tuple[str, str | None]:
-    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name.
-
-    Raises:
-        ConfigError: for an address with a password, which is not repeated.
-    """
+    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name."""
     if without_passwords(name) != name:
         raise ConfigError(
             "a model's name must hold no password: give a folder or a Hub id, and log in with `hf "
@@ -38,9 +34,6 @@ def base_of_adapters(folder: str) -> str | None:
 
     Returns:
         None if this is no folder of adapters alone: one with config.json has weights of its own.
-
-    Raises:
-        ConfigError: if the folder names no base.
     """
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file() or path.with_name("config.json").is_file():
@@ -72,9 +65,6 @@ def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrained
 
     Returns:
         An ordinary model.
-
-    Raises:
-        ConfigError: if the adapters are not of this base, or cannot be read.
     """
     import peft
 

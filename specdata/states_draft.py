@@ -183,11 +183,7 @@ def before(states: Tensor) -> Tensor:
 
 
 def final_norm(model: Any) -> nn.Module:
-    """What stands between a draft's last layer and its output matrix.
-
-    Raises:
-        ConfigError: if it has none by the name that layers of Llama's kind have beside them.
-    """
+    """What stands between a draft's last layer and its output matrix."""
     norm: nn.Module | None = getattr(model.base_model, "norm", None)
     if norm is None:
         raise ConfigError(

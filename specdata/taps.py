@@ -28,11 +28,7 @@ BOUND = 0.25
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The name and the list of a model's decoder layers, found by their number.
-
-    Raises:
-        ConfigError: if there is not one list of as many modules as the configuration says.
-    """
+    """The name and the list of a model's decoder layers, found by their number."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [
         (name, module)
@@ -132,9 +128,6 @@ def install(
         target: the target.
         taps: which states.
         depths: of `StatesInput`.
-
-    Raises:
-        ConfigError: if the target has no such taps.
     """
     record, width = record_of(target, taps), model.config.get_text_config().hidden_size
     if model.get_output_embeddings().bias is not None:
@@ -151,11 +144,7 @@ def install(
 
 
 def record_of(target: PreTrainedModel, taps: Sequence[int]) -> dict[str, Any]:
-    """What a draft's config.json says of the target whose taps it reads.
-
-    Raises:
-        ConfigError: if the target has no such taps.
-    """
+    """What a draft's config.json says of the target whose taps it reads."""
     check_taps(taps, len(decoder_layers(target)[1]))
     probe, width = _probe_of(target, taps)
     return {
@@ -173,10 +162,6 @@ def attach(
 
     Returns:
         The taps.
-
-    Raises:
-        ConfigError: if the target is not the one that the draft was made for, or the draft was
-            loaded without what reads them.
     """
     record, reads = TargetStates.of(draft.config), states_input(draft)
     if reads is None:

@@ -67,9 +67,6 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
         draft: any draft.
         rows: B rollouts, of which completions may have been cut since.
         length: T of the ids that it reads of them, padding on the right included.
-
-    Raises:
-        ConfigError: if what is stored is not as long as the rows.
     """
     reads = states_input(draft)
     taps = [] if reads is None else TargetStates.of(draft.config).taps
@@ -110,9 +107,6 @@ def stored_states(
     Returns:
         (C, H) on the CPU, in that precision; None if the rollout was stored without, or if the
         target's logits are not made of its states.
-
-    Raises:
-        ConfigError: if their size is not that of states of this target.
     """
     stored = row.get(COLUMN)
     if stored is None or target.embedding is None:

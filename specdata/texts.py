@@ -120,9 +120,6 @@ class TextBatch:
         Args:
             head: of the model; a draft on its target's states has the target read the texts.
             rows: the rows that `examples` are of, which may store these states.
-
-        Raises:
-            ConfigError: if a text is longer than the model's context, or has ids of no token.
         """
         ids = self.input_ids[:, :-1].to(head.model.device)
         check_length(head.model.config, ids.shape[1])

@@ -40,12 +40,7 @@ class TopLogits:
 
     @classmethod
     def of(cls, folder: Path) -> TopLogits:
-        """The top logits that a stored dataset holds, by its manifest.
-
-        Raises:
-            ConfigError: if it keeps no logits.
-            ManifestError: if there is no such dataset.
-        """
+        """The top logits that a stored dataset holds, by its manifest."""
         stored = read_manifest(folder)["settings"]
         if not stored.get("top_logits"):
             raise ConfigError(
@@ -235,9 +230,6 @@ def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
 
     Returns:
         The number for each of the known, which is logged if it is not 0.
-
-    Raises:
-        ConfigError: if it is more than the share `MOST_UNDECIDED` of the positions.
     """
     undecided, positions = [0] * len(laws), 0
     for row in _rows_of(logits_of(rows)):

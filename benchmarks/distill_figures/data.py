@@ -59,9 +59,6 @@ def prepare(*, run: Path, pair: Path, counts: Mapping[str, Mapping[str, int]]) -
         run: folder of rollouts and drafts.
         pair: folder of target and draft; without the demo's, the demo's first stage is run.
         counts: split -> domain -> prompts.
-
-    Raises:
-        ConfigError: if `run` holds rollouts that were made with other settings.
     """
     if not pair.exists() and pair == DEMO_PAIR:
         make_demo("make_rollouts")

@@ -71,9 +71,6 @@ def prepare(
         counts: split -> domain -> prompts.
         draws: drafted tokens a position of the training rollouts.
         head: the shipped head, for `train_shipped`.
-
-    Raises:
-        ConfigError: if `run` holds what was made with other settings.
     """
     if not draft.exists() and pair == DEMO_PAIR:
         make_demo("make_rollouts", "train_draft")

@@ -139,11 +139,7 @@ class HeadVerdict(Strict):
 
     @classmethod
     def read(cls, path: Path) -> HeadVerdict | None:
-        """A stored value; None if there is none.
-
-        Raises:
-            ManifestError: if the file is damaged.
-        """
+        """A stored value; None if there is none."""
         if not path.is_file():
             return None
         try:

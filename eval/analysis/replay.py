@@ -257,11 +257,7 @@ def check_labelling_draft(labels: Path, draft: str | None) -> None:
 def rows_of_split(
     labels: datasets.IterableDataset, folder: Path, split: str, most: int
 ) -> datasets.Dataset:
-    """The first rows of a split, at most so many of each prompt set.
-
-    Raises:
-        ConfigError: if there are none.
-    """
+    """The first rows of a split, at most so many of each prompt set."""
     from datasets import Dataset
 
     if most < 1:

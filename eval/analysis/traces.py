@@ -37,10 +37,6 @@ def acceptance_traces(
         draft: the draft that made them; needed with a head.
         sampling: how its tokens were drawn; likewise.
         head: an acceptance head of this draft, whose outputs are recorded.
-
-    Raises:
-        ConfigError: if the head is of another draft, or reads states after drafted tokens, which
-            this draft does not give in one forward (a sliding window, flash attention).
     """
     recorded = None
     if head is not None:

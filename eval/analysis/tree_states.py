@@ -118,9 +118,6 @@ def check_tree_states(draft: PreTrainedModel, longest: int) -> None:
     Args:
         draft: a causal language model.
         longest: tokens of the longest text that it will read so.
-
-    Raises:
-        ConfigError: if it takes no such mask or no positions, or reads otherwise under one.
     """
     if states_input(draft) is not None:
         return  # made of layers that take such masks

@@ -193,9 +193,6 @@ def drafted(
         max_new_tokens: of each text.
         first_text: the number of the first text.
         timed: gets the first few drafts with the target's distributions, whatever the vocabulary.
-
-    Raises:
-        ConfigError: if the models cannot decode so.
     """
     default = config.make_verifier()
     recorder = _Recorder(
@@ -384,11 +381,7 @@ def verifier_table(
 
 
 def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[VerifierRow]:
-    """The rows of one kind of draft, in about so many seconds.
-
-    Raises:
-        ConfigError: if the models cannot draft so.
-    """
+    """The rows of one kind of draft, in about so many seconds."""
     begun = time.thread_time()
     config, rows = kind.config(measured.sampling), kind.rows()
     ends = end_ids(measured.target.generation_config)

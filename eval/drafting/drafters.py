@@ -333,9 +333,6 @@ def _candidates(
     """Draw siblings from one distribution (V,), in order; "chosen" are its likeliest tokens.
 
     There are fewer than `count` if its support is smaller, except with "iid".
-
-    Raises:
-        NotFiniteError: if it is no distribution.
     """
     if how == "iid":
         return draw_several(distribution, count, generator)

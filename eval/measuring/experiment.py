@@ -117,12 +117,7 @@ class Experiment:
             share_out(range(len(share.groups)), share.attempt)
 
     def results(self) -> Results:
-        """The results of stored prompts, ready to be written.
-
-        Raises:
-            OSError: if a prompt is not stored.
-            ManifestError: if a stored prompt is damaged, or was measured with other settings.
-        """
+        """The results of stored prompts, ready to be written."""
         store = self._store()
         measured: dict[tuple[str, str], list[PromptRecord]] = {}
         for prompt in self.prompts:

@@ -107,9 +107,6 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
         config: the evaluation.
         sampling: the distribution that tokens are served from.
         head: whether there will be an acceptance head.
-
-    Raises:
-        ConfigError: naming the method.
     """
     check_scores(config.scores)
     for method in config.methods:

@@ -184,12 +184,7 @@ class RecordStore:
         )
 
     def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
-        """Method -> record of a prompt that is done.
-
-        Raises:
-            ManifestError: if the file is damaged.
-            OtherSettingsError: if it was made with other settings, or on another machine.
-        """
+        """Method -> record of a prompt that is done."""
         path = record_file(self._folder, prompt)
         remedy = "remove it, and run again"
         stored = read_record(path, ("settings", "records"), remedy)

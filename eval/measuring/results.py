@@ -205,12 +205,7 @@ class Results(Strict):
 
 
 def together(evaluations: Sequence[Results]) -> Results:
-    """Several evaluations of the same settings as one: the first, the others its `repeats`.
-
-    Raises:
-        ConfigError: unless they share settings, machine and commit, and the counts of every
-            generation but those of rules that follow the clock.
-    """
+    """Several evaluations of the same settings as one: the first, the others its `repeats`."""
     first, *others = [alone for each in evaluations for alone in each.repetitions()]
     ours, _ = _shared_and_own(first)
     repeats = []
@@ -298,9 +293,6 @@ def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
     Args:
         results: as they were read.
         path: the file, for the message.
-
-    Raises:
-        ManifestError: naming the first metric that differs.
     """
     for run in results.runs:
         where = f"{run.dataset}, {run.method.name}"
@@ -331,11 +323,7 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read and validate results.json.
-
-    Raises:
-        ManifestError: if the file is missing, damaged, or of another schema version.
-    """
+    """Read and validate results.json."""
     # Not the advice to remove a folder that no evaluation made.
     is_ours = (path.parent / "run.json").is_file()
     again = f"remove {path.parent} and run" if is_ours else "give another's, or run"

@@ -69,9 +69,6 @@ def make_samples(
         prompts: of the evaluation; those without a record are left out.
         folder: of the evaluation.
         decode: the tokenizer's, with special tokens and as it is.
-
-    Raises:
-        ManifestError: if a prompt's record is damaged.
     """
     samples = []
     for prompt in shown_prompts(prompts):

@@ -48,11 +48,7 @@ class ServedEngine:
     backend: VllmBackend
 
     def generate(self, ids: list[int], key: str) -> Generation:
-        """Continue one prompt, timed.
-
-        Raises:
-            ConfigError: if what it counts is less than before: it was restarted.
-        """
+        """Continue one prompt, timed."""
         counted, begun = self._counts(), time.perf_counter()
         [found] = self.backend.complete([Request(ids, (key,))])
         seconds = time.perf_counter() - begun
@@ -77,11 +73,7 @@ class ServedEngine:
 
     @torch.inference_mode()
     def probe(self, target: PreTrainedModel, ids: list[int]) -> None:
-        """Make sure that it answers greedily as the target would, up to rounding and quantisation.
-
-        Raises:
-            ConfigError: if the target finds one of its first tokens far from the likeliest.
-        """
+        """Make sure that it answers greedily as the target would, up to rounding."""
         greedy = replace(self.backend, sampling=SamplingConfig(0.0), max_new_tokens=PROBED)
         [found] = greedy.complete([Request(ids, ("probe",))])
         text = torch.tensor([[*ids, *found.ids]], device=target.device)
@@ -101,9 +93,6 @@ def rounds_of(counted: Counter[str], tokens: int) -> tuple[Round, ...]:
     Args:
         counted: drafts, drafted tokens, and accepted tokens by position.
         tokens: of the text.
-
-    Raises:
-        ConfigError: if there are more rounds than tokens.
     """
     drafts, drafted = counted["drafts"], counted["draft_tokens"]
     reached = [drafts]

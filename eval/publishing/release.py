@@ -252,9 +252,6 @@ def head_run(results: Results, method: str | None = None) -> Run:
         results: an evaluation with a head.
         method: the one that was chosen on held-out rollouts. Without one it is that of most
             tokens a second over all prompt sets, or, where nothing was timed, a target's forward.
-
-    Raises:
-        ManifestError: if no method used a head on every data set.
     """
     heads = [
         row

@@ -437,11 +437,7 @@ def length_cells(rows: Sequence[PooledRow]) -> tuple[str, str, str, str]:
 
 
 def longest_measured(results: Results) -> int:
-    """The longest fixed length of a chain that was measured on every prompt set.
-
-    Raises:
-        ManifestError: if none was.
-    """
+    """The longest fixed length of a chain that was measured on every prompt set."""
     rows = _fixed_lengths(results)
     if not rows:
         raise ManifestError(

@@ -22,9 +22,6 @@ def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
         results: of an evaluation; of several (`together`) it shows the medians and their spread.
         methods: which, in this order; by default of each kind of method the one setting that is
             fastest over all prompt sets, plain decoding first, at most ROWS.
-
-    Raises:
-        ConfigError: if a method is not in the results.
     """
     sets, pooled = results.datasets(), {row.name: row for row in medians(results)}
     of_set = {each: {row.name: row for row in medians(results, [each])} for each in sets}

@@ -73,9 +73,6 @@ def shared_graphs(
 
     Changed weights are found by their version counters, which every in-place operation advances,
     except operations on `.data`.
-
-    Raises:
-        ConfigError: for an unknown engine, and for models whose forward cannot be one graph.
     """
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}; choose from {', '.join(ENGINES)}")

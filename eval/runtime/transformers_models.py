@@ -62,12 +62,7 @@ def weight_versions(model: PreTrainedModel) -> WeightVersions:
 
 
 def check_forward(model: PreTrainedModel) -> None:
-    """Refuse models whose cache is unknown, or that are not told where a token stands.
-
-    Raises:
-        CacheNotRewindableError: if the model takes no cache of transformers' kind, or keeps more.
-        ConfigError: if it finds positions in its own way.
-    """
+    """Refuse models whose cache is unknown, or that are not told where a token stands."""
     # A wrapper (PEFT) hides the arguments of the forward that it wraps.
     if not isinstance(model, PreTrainedModel):
         return
@@ -109,11 +104,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def cached_layers(config: PretrainedConfig) -> list[LayerKind]:
-    """What each layer of a model keeps of the tokens that it has read.
-
-    Raises:
-        CacheNotRewindableError: if a layer keeps what tokens cannot be dropped from in a known way.
-    """
+    """What each layer of a model keeps of the tokens that it has read."""
     kinds = []
     layers = _layers(config)
     # A layer may take the choice of an indexer before it (GLM-5, Hy 4).
@@ -207,9 +198,6 @@ def check_rope(model: PreTrainedModel, prompt_length: int, max_length: int, *, a
         prompt_length: tokens of the prompt.
         max_length: most tokens of the sequence, the prompt included.
         alone: whether forwards serve this sequence only.
-
-    Raises:
-        ConfigError: if the frequencies would change while the sequence is decoded.
     """
     rope, config = length_dependent_rope(model), model.config.get_text_config()
     if rope is None:

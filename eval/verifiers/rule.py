@@ -87,11 +87,7 @@ class Candidates:
     def of(
         cls, tree: DraftTree, children: Sequence[int], chances: tuple[list[float], list[float]]
     ) -> Candidates:
-        """The candidates that these nodes hold, given `DraftTree.chances` of the draft.
-
-        Raises:
-            NotFiniteError: if the target has no distribution at the position.
-        """
+        """The candidates that these nodes hold, given `DraftTree.chances` of the draft."""
         p, q = chances
         if any(math.isnan(p[child - 1]) for child in children):
             raise NotFiniteError

@@ -181,11 +181,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
 def evaluated(
     pair: ModelPair, spec: Mapping[str, Any]
 ) -> tuple[EvalConfig, SamplingConfig, list[dict[str, Any]]]:
-    """What an evaluation measures: its configuration, its sampling, and the expanded methods.
-
-    Raises:
-        ConfigError: if the pair's configuration cannot be measured so.
-    """
+    """What an evaluation measures: its configuration, its sampling, and the expanded methods."""
     given, methods = pair.given["eval"], expanded(spec["methods"])
     section = {"batch": 16, "engine": "eager", "threads": given.get("threads", 0)}
     if spec.get("timed"):

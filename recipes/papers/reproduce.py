@@ -34,11 +34,7 @@ RESULTS, PAGE, SETTINGS, RECORDS = "results.json", "README.md", "settings.json",
 
 
 def protocol_of(paper: str, *, quick: bool) -> dict[str, Any]:
-    """A paper's protocol; with `quick`, its measurements are the smaller ones.
-
-    Raises:
-        ConfigError: for an unknown paper, naming the nearest.
-    """
+    """A paper's protocol; with `quick`, its measurements are the smaller ones."""
     if paper not in PAPERS:
         raise ConfigError(f"unknown paper {paper!r}: {nearest(paper, PAPERS)}")
     protocol: dict[str, Any] = yaml.safe_load((FOLDER / f"{paper}.yaml").read_text("utf-8"))
@@ -51,11 +47,7 @@ def protocol_of(paper: str, *, quick: bool) -> dict[str, Any]:
 
 
 def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Run the stages whose artefacts these measurements read, as far as they are not made.
-
-    Raises:
-        ConfigError: if the configuration cannot work.
-    """
+    """Run the stages whose artefacts these measurements read, as far as they are not made."""
     if not any(KINDS[spec["kind"]][1] for spec in specs.values()):
         return
     stages = [stage(config) for stage in TRAINING]
@@ -71,11 +63,7 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
 
 
 def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A measurement's `records` and `environment`: those that are stored, or made now and stored.
-
-    Raises:
-        ManifestError: if its folder was made with other settings.
-    """
+    """A measurement's `records` and `environment`, stored already or made now."""
     folder = pair.folder / name
     kind, needs_pair = KINDS[spec["kind"]]
     identity = pair.identity() if needs_pair else {}
@@ -138,9 +126,6 @@ def reproduce(
         prompts: of each set, instead of the configuration's `count`.
         out: folder of page and figures; by default OUTPUT/papers/PAPER.
         drafts: further ones, for protocols of several; by default the draft before its training.
-
-    Raises:
-        ConfigError: if the pair cannot be measured so.
     """
     protocol = protocol_of(paper, quick=quick)
     if prompts is not None and prompts < 1:

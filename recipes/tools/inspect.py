@@ -44,9 +44,6 @@ def summarise(folder: Path, samples: int = 0) -> tuple[Groups, list[dict[str, An
 
     Returns:
         What its rows hold, and some whole rows, spread evenly over the dataset.
-
-    Raises:
-        ManifestError: if there is no dataset, or a shard is damaged or not of this program.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

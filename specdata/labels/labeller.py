@@ -53,12 +53,7 @@ class Labeller:
     greedy: bool = False
 
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
-        """Label the rows; one with undecided positions in parts, without these.
-
-        Raises:
-            ConfigError: if a row is longer than a model's context.
-            NotFiniteError: naming the model, if a distribution is none.
-        """
+        """Label the rows; one with undecided positions in parts, without these."""
 
         def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
             p_at, states = self.source.at(batch, rows), batch.states(self.draft, rows)

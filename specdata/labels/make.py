@@ -62,10 +62,6 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
 
     Returns:
         Number of rows.
-
-    Raises:
-        ConfigError: if a rollout is longer than a model's context, or the top logits are too few
-            for this sampler.
     """
     q = find_lm_head(draft)
     source: Source
@@ -118,12 +114,7 @@ def are_greedy(folder: Path) -> bool:
 
 
 def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
-    """Read labels that were made under this sampler.
-
-    Raises:
-        ManifestError: if the dataset cannot be read, or was made with another sampler: a head
-            would learn the acceptance of distributions that are never served.
-    """
+    """Read labels that were made under this sampler."""
     stored = read_manifest(folder)["settings"].get("sampling")
     if changed := differences(stored or {}, asdict(sampling)):
         raise ManifestError(

@@ -63,9 +63,6 @@ def make_logits(
 
     Returns:
         Number of rows.
-
-    Raises:
-        ConfigError, ManifestError, OSError: as the source and `fill_dataset`.
     """
 
     def shard(start: int) -> list[Logits]:
@@ -103,11 +100,7 @@ class ModelLogits:
         return self.target.vocabulary
 
     def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
-        """Each rollout with its columns of `TOP_LOGITS`, in the order given.
-
-        Raises:
-            ConfigError: if a rollout is longer than the target's context.
-        """
+        """Each rollout with its columns of `TOP_LOGITS`, in the order given."""
         source = ModelSource(self.target, SamplingConfig())
 
         def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:

@@ -48,12 +48,7 @@ class ServedLogits:
     vocabulary: int
 
     def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
-        """Each rollout with its columns of `TOP_LOGITS`; many requests are under way at once.
-
-        Raises:
-            ConfigError: if an answer is refused or unusable.
-            ConnectionError: if the server does not answer.
-        """
+        """Each rollout with its columns of `TOP_LOGITS`; many requests are under way at once."""
         return self.client.each(self._of, rows)
 
     @property
@@ -169,9 +164,6 @@ def check_lengths(rows: Mapping[str, Sequence[Sequence[int]]], limit: int | None
     Args:
         rows: `prompt_ids` and `completion_ids`.
         limit: the longest sequence that it takes, in tokens, if it states one.
-
-    Raises:
-        ConfigError: naming the longest.
     """
     if limit is None:
         return

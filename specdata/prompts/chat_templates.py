@@ -37,10 +37,6 @@ def chat_ids(
         tokenizer: the target's.
         messages: roles and contents.
         reply: end with what opens the assistant's answer (the generation prompt).
-
-    Raises:
-        ConfigError: if the tokenizer has no chat template.
-        TemplateRefusedError: if the template does not take these messages.
     """
     require_template(tokenizer)
     try:
@@ -78,11 +74,6 @@ def assistant_mask(
 
     Returns:
         The ids of the whole conversation, and a mask of 0 and 1 of the same length.
-
-    Raises:
-        UnmaskableError: if the mask is all 0, all 1 or not what the assistant said (showing the
-            text and the mask), or a prompt is no prefix.
-        ConfigError: as `chat_ids`.
     """
     if tokenizer.chat_template and _MARKER.search(tokenizer.get_chat_template()):
         chat_ids(tokenizer, messages, reply=False)  # for its errors

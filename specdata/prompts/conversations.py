@@ -93,9 +93,6 @@ def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message
     Yields:
         The number of a row in its source, from 1, and its messages, or why it cannot be trained on:
         one of the first three `REASONS`.
-
-    Raises:
-        ConfigError: for an unknown or unreadable source, or a row without the columns.
     """
     form = CATALOGUE[name].form if name in CATALOGUE else None
     for number, row in read_rows(_checked(name), seed):
@@ -128,10 +125,6 @@ def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = F
         names: the sources.
         seed: as in `read_conversations`.
         here_alone: of sources that are not on this machine, check the names only.
-
-    Raises:
-        ConfigError: as `read_conversations`, or if a source has no conversation with a turn of the
-            assistant.
     """
     check_names([PromptSet(name, "train", 0) for name in names])
     for name in names:

@@ -52,9 +52,6 @@ def form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
     """The way from rows of a set to prompts: as catalogued, by its template, or by its columns.
 
     A row with a conversation (`messages` or `conversations`) and a `prompt` is read by the former.
-
-    Raises:
-        ConfigError: if it has no column that is known, or settings exclude each other.
     """
     catalogued = CATALOGUE.get(dataset.name)
     if dataset.template is not None:
@@ -101,9 +98,6 @@ def uses_chat(dataset: PromptSet, form: Form, has_template: bool) -> bool:
 
     Conversations always are. What is meant as an instruction or a question is if there is a
     template; a `prompt` column and text to continue are only if the set says `chat: true`.
-
-    Raises:
-        ConfigError: if questions have later turns that nothing could render.
     """
     if form.messages:
         return True

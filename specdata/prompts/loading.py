@@ -92,10 +92,6 @@ def load_prompts(
 
     Returns:
         The prompts that are kept, in order, and an account of each set.
-
-    Raises:
-        ConfigError: for an unknown, absent or unreadable set, a missing column or chat template,
-            or a set of which nothing can be kept.
     """
     check_names(sets)
     seen: dict[str, Prompt] = {}
@@ -121,9 +117,6 @@ def check_sets(
 
     Returns:
         The account of each set that was read, before anything is tokenized.
-
-    Raises:
-        ConfigError: as `load_prompts`.
     """
     check_names(sets)
     seen: dict[str, Prompt] = {}

@@ -165,9 +165,6 @@ def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
 
     A catalogued set comes in an order shuffled by the seed (a larger count only appends), any
     other in its own order.
-
-    Raises:
-        ConfigError: if it cannot be had or read, or has no such split.
     """
     check_split(dataset)
     if catalogued := CATALOGUE.get(dataset.name):
@@ -181,11 +178,7 @@ def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, PromptRow]]:
-    """The lines of a JSONL file and their objects, so that one bad character costs one row.
-
-    Raises:
-        ConfigError: if the file cannot be read or a line is no JSON object.
-    """
+    """The lines of a JSONL file and their objects, so that one bad character costs one row."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ConfigError(f"{path} must be a regular file")
     try:
@@ -234,9 +227,6 @@ def load_rows(
 
     Returns:
         A `datasets.Dataset`.
-
-    Raises:
-        ConfigError: saying what to do.
     """
     hub, pinned = hub_source(source)
     if "://" in source:

@@ -177,9 +177,6 @@ def sample_batch(
 
     Returns:
         B completions as token ids; one that ended before its uniforms did has an end token last.
-
-    Raises:
-        NotFiniteError: naming the model, at the first token whose logits are NaN or infinite.
     """
     limits = [len(row) for row in uniforms]
     lengths = torch.tensor(limits).to(model.device)

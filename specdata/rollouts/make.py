@@ -64,9 +64,6 @@ def make_rollouts(
 
     Returns:
         Number of completions in the dataset.
-
-    Raises:
-        ConfigError, ManifestError, OSError: as the backend and `fill_dataset`.
     """
     ordered = sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.example_id))
     groups = [

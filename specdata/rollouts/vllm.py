@@ -48,12 +48,7 @@ class VllmBackend:
     seed: int
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """See `Backend`; many requests are under way at once.
-
-        Raises:
-            ConfigError: if an answer is refused or unusable.
-            ConnectionError: if the server does not answer.
-        """
+        """See `Backend`; many requests are under way at once."""
         return self.client.each(self._complete, requests)
 
     def _complete(self, request: Request) -> Completion:

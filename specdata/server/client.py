@@ -128,10 +128,6 @@ class ServerClient:
 
         Returns:
             The longest sequence it takes (prompt and completion, in tokens), if it states one.
-
-        Raises:
-            ConfigError: if it serves another model.
-            ConnectionError: if it cannot be reached.
         """
         answer = self.ask(Models, "GET", "/v1/models")
         served = {entry.id: entry for entry in answer.data}
@@ -163,10 +159,6 @@ class ServerClient:
             method: of HTTP.
             path: of the API.
             body: sent as JSON.
-
-        Raises:
-            ConfigError: if the request is refused, or the answer is not of this kind.
-            ConnectionError: if the server does not answer in `TRIES` tries.
         """
         trouble = ""
         for attempt in range(TRIES):

@@ -36,10 +36,6 @@ def checkpoint_to_resume(work: Path, settings: Settings, *, engine: str = "") ->
         work: folder of the checkpoints.
         settings: what the result depends on.
         engine: what will read them; see `complete`.
-
-    Raises:
-        ManifestError: if `work` was started with other settings or under another engine, or holds
-            only damaged checkpoints.
     """
     state = join_processes()
     with state.main_process_first():
@@ -93,10 +89,6 @@ def newest_checkpoint(work: Path, *, engine: str = "") -> Path | None:
 
     Returns:
         The newest whose files are as they were written; None if there is no complete one.
-
-    Raises:
-        ManifestError: naming a damaged file, if no other checkpoint is whole; or if the newest was
-            written by another engine. Nothing complete is removed then.
     """
     for checkpoint in _by_step(work):
         if not (checkpoint / COMPLETE).is_file():

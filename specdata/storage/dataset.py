@@ -75,11 +75,6 @@ def fill_dataset(
 
     Returns:
         Number of rows in the dataset.
-
-    Raises:
-        OtherSettingsError: if the folder holds a dataset made with other settings.
-        ManifestError: if it holds a damaged one, or a file that is not part of it.
-        OSError: if a shard cannot be written; those that are finished stay.
     """
     if tensor_parallel and not is_main():
         return _follow(shards, report)
@@ -222,9 +217,6 @@ def load_stored(folder: Path) -> datasets.Dataset:
 
     The `datasets` library keeps it as an Arrow file for that: in the folder itself (`.cache`, which
     may be removed) if that can be written, else in its usual cache.
-
-    Raises:
-        ManifestError: if it is missing, unfinished, of another schema version, or damaged.
     """
     cache = folder / CACHE
     files = _finished_files(folder)
@@ -236,11 +228,7 @@ def load_stored(folder: Path) -> datasets.Dataset:
 
 
 def stream_stored(folder: Path) -> datasets.IterableDataset:
-    """Read a finished dataset row by row, in its order, holding a part of one shard at a time.
-
-    Raises:
-        ManifestError: as `load_stored`.
-    """
+    """Read a finished dataset row by row, in its order, holding a part of one shard at a time."""
     if not (files := _finished_files(folder)):
         raise ManifestError(f"{folder} holds no rows: make the dataset again, with prompts")
     return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
@@ -288,9 +276,6 @@ def of_split(
         source: its folder, for the message.
         held_out_share: share of the prompts that are left out (`is_held_out`).
         wants_held_out: only rows of that share instead; all where it is 0.
-
-    Raises:
-        ConfigError: if there are none.
     """
     keys = zip(dataset["split"], dataset["example_id"], strict=True)
     rows = dataset.select(

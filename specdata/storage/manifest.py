@@ -75,11 +75,7 @@ def new_manifest(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a dataset.
-
-    Raises:
-        ManifestError: if there is none, or it is damaged or of another schema version.
-    """
+    """Read the manifest of a dataset."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ManifestError(f"{folder} holds no dataset: {MANIFEST} is missing")

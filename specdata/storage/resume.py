@@ -58,10 +58,6 @@ class Settings:
         Args:
             stored: `values` of the run that made the artefact, as read from JSON.
             artefact: its file or folder, or what else it is called in the refusal.
-
-        Raises:
-            OtherSettingsError: naming the artefact, the settings that differ and the remedy.
-            ManifestError: if what is stored is no mapping, naming the artefact and the remedy.
         """
         if not isinstance(stored, Mapping):
             raise ManifestError(
@@ -79,10 +75,6 @@ class Settings:
 
         Returns:
             Whether there is such a file.
-
-        Raises:
-            OtherSettingsError: if its settings differ.
-            ManifestError: if it is damaged.
         """
         if not path.is_file():
             return False
@@ -104,10 +96,6 @@ def read_record(path: Path, keys: Sequence[str], remedy: str) -> dict[str, Any]:
 
     Returns:
         All that it holds.
-
-    Raises:
-        ManifestError: if it is no such object, naming the file and the remedy.
-        OSError: if it cannot be read.
     """
     try:
         record = read_object(path)
