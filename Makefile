@@ -5,7 +5,8 @@
 # make test-engines   drafts and heads of `make demo` in vLLM on this CPU, in an environment of its own; with
 #                     LLAMA_SERVER=FILE, built in llama.cpp's tree, there, too. make real-engines: `make real`'s target in vLLM
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
-#                                      allows, each in an environment of its own
+#                                      allows, each in an environment of its own; make newest smoke-newest: a few
+#                                      of its tests with the newest, as .ci/run does
 PYTHON ?= python3
 # Further options of pytest: make test PYTEST="--durations=30 -k heads".
 PYTEST ?=
@@ -22,7 +23,7 @@ RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/m
 	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo real real-more real-choose real-engines test test-all test-engines test-oldest test-newest lint check fix bench clean
+.PHONY: demo real real-more real-choose real-engines test test-all test-engines test-oldest test-newest newest smoke-newest smoke lint check fix bench clean
 
 demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
@@ -142,9 +143,19 @@ test-oldest:
 	@$(MAKE) test-all VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 # From nothing each time: newer versions may have come.
-test-newest:
+newest:
 	rm -rf .venv-newest
+	@$(MAKE) .venv-newest/installed VENV=.venv-newest CONSTRAINTS=
+
+test-newest: newest
 	@$(MAKE) test-all VENV=.venv-newest CONSTRAINTS=
+
+# After `make newest`: decoding, each training, a release loaded again and a pipeline, in three minutes.
+smoke-newest:
+	@$(MAKE) smoke VENV=.venv-newest CONSTRAINTS=
+
+smoke: $(INSTALLED)
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder -m smoke $(PYTEST) || { $(BIN)/python -m tests.newer_versions; exit 1; }
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

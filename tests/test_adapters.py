@@ -104,6 +104,7 @@ def test_adapters_start_as_no_change_from_the_seed_alone(pair: Path) -> None:
         assert torch.equal(one.eval()(input_ids=IDS).logits, expected)
 
 
+@pytest.mark.smoke
 def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trained_adapters(
     pair: Path, tmp_path: Path
 ) -> None:

@@ -333,7 +333,8 @@ QUICK = (
     "bloom",
 )
 FAMILIES = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in classes()
+    pytest.param(name, marks=pytest.mark.smoke if name in QUICK else pytest.mark.exhaustive)
+    for name in classes()
 ]
 NO_TREES = {"recurrent": RECURRENT, "by place in the cache": PLACED}
 # Every other family decodes chains and batches, and trees unless its kind of cache forbids them.

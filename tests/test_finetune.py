@@ -299,6 +299,7 @@ def test_unusable_texts_are_refused_with_the_reason(pair: Path, tmp_path: Path) 
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
     pair: Path, file: Path, tmp_path: Path

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
     GPT2Config,
@@ -18,7 +20,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from specdata.errors import ConfigError
+from specdata.cache import cache_argument
+from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import (
     check_length,
     end_ids,
@@ -230,3 +233,15 @@ def test_the_commit_of_a_hub_model_is_the_one_its_branch_had_when_it_was_loaded(
     assert revision_of("me/model@v2") == "b" * 40
     assert revision_of(f"me/model@{'b' * 40}") == "b" * 40
     assert len(revision_of(str(repository))) != 40, "a folder is what it holds"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_the_caches_argument_is_found_behind_a_wrapper_and_its_absence_is_named() -> None:
+    model = tiny_llama(seed=0)
+    name = cache_argument(model)
+    assert name in inspect.signature(model.forward).parameters
+    assert cache_argument(get_peft_model(tiny_llama(seed=0), LoraConfig())) == name
+    assert cache_argument(model.base_model) == cache_argument(type(model.model.layers[0])) == name
+    # Older models take past_key_values; Mamba's, cache_params.
+    with pytest.raises(CacheNotRewindableError, match="cache, past_key_values, cache_params"):
+        cache_argument(torch.nn.Linear(1, 1))

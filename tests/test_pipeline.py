@@ -147,6 +147,7 @@ def shards(folder: Path, stage: str) -> dict[str, bytes]:
     return {f"{stage}/{path.name}": path.read_bytes() for path in paths}
 
 
+@pytest.mark.smoke
 def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     out = finished / "out"
     rollouts = load_stored(out / "rollouts")
@@ -228,6 +229,7 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
         assert "Speeds were **not measured**: 4 prompts were decoded together." in card
 
 
+@pytest.mark.smoke
 @EXHAUSTIVE
 def test_a_draft_on_its_targets_states_goes_through_every_stage(
     finished: Path, tmp_path: Path

@@ -283,11 +283,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("folders"))
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_auto_model_gives_the_heads_logits(folders: Folders) -> None:
     check_logits(folders)
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_custom_generate_draws_the_tokens_that_our_decoder_draws(folders: Folders) -> None:
     check_tokens(folders)

@@ -144,6 +144,7 @@ def uncommented(code: str) -> str:
     return code.replace("    # ", "    ")
 
 
+@pytest.mark.smoke
 def test_a_released_draft_loads_with_the_same_weights(pair: Pair, draft: Path) -> None:
     ours = load_file(draft / "model.safetensors")
     theirs = load_file(pair.draft / "model.safetensors")
@@ -478,6 +479,7 @@ def stranger(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         return drive(out, orders, **environment)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", [None, "eagle3"])
 def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_measured(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any

@@ -78,6 +78,7 @@ def test_rows_are_sampled_from_the_models_own_forward_and_so_are_kept_states_and
         torch.testing.assert_close(torch.cat(taps[row]), read_taps(model, [1, 2], ids)[0], **close)
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "llama4_text", "gpt_oss", "falcon_h1", "mamba2"])
 def test_rollouts_become_labels_drafts_and_heads_in_families_of_every_cache(
