@@ -35,6 +35,7 @@ from recipes.train_draft import Draft
 from specdata.storage.dataset import load_stored
 from tests.light_imports import run_without_heavy_libraries
 from tests.test_datasets import small_disk
+from tests.test_documents import blocks
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -193,11 +194,10 @@ def test_every_published_figure_is_what_its_raw_counts_give(finished: Path) -> N
 def test_the_python_example_of_the_readme_runs(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = (ROOT / "README.md").read_text()
-    example = readme.split("```python\n")[1].split("```")[0]
-    assert example.count("runs/toy") == 4
-    exec(compile(example.replace("runs/toy", f"{finished}/out"), "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip()
+    for example in blocks("README.md", "python"):  # each alone
+        assert "runs/toy" in example
+        exec(compile(example.replace("runs/toy", f"{finished}/out"), "README.md", "exec"), {})
+        assert capsys.readouterr().out.strip()
 
 
 @EXHAUSTIVE
