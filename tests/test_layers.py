@@ -47,16 +47,17 @@ BELOW = {
         "prepack": "",
         "sources": "errors storage",
         "draft_vocabulary": "errors",
+        "cache": "errors",
         "states_draft": "config errors",
         "depths": "config errors states_draft",
         "state_store": "",
         "taps": "errors state_store states_draft",
-        "eagle": "draft_vocabulary states_draft",
+        "eagle": "cache draft_vocabulary states_draft",
         "loading": "config errors processes sources",
         "models": "draft_vocabulary eagle errors loading processes sources states_draft "
         "storage taps",
         "saving": "errors models sources states_draft storage",
-        "lm_head": "errors models",
+        "lm_head": "cache errors models",
         "storage": "config errors interruption processes sampling",
         "target_states": "errors lm_head states_draft storage",
         "expected_tokens": "",
@@ -64,7 +65,7 @@ BELOW = {
         "server": "config errors",
         "top_logits": "errors probability storage",
         "texts": "lm_head models probability state_store target_states top_logits",
-        "rollouts": "config errors lm_head models prepack probability prompts sampling "
+        "rollouts": "cache config errors lm_head models prepack probability prompts sampling "
         "server states_draft storage taps target_states",
         "labels": "config errors lm_head prepack probability sampling storage texts top_logits",
         "logits": "config errors lm_head probability server storage texts top_logits",
