@@ -41,7 +41,7 @@ EVAL := $(RUN) $(BIN)/python recipes/run_eval.py
 TABLE := $(RUN) $(BIN)/python -m recipes.command table
 # The same evaluation twice more, each in a process of its own, and the medians of the three.
 # $(1): its options, $(2): its folder.
-AGAIN = @for n in 2 3; do $(EVAL) $(1) --eval.folder eval-run-$$n --eval.verifiers 0 || exit 1; done; \
+AGAIN = @for n in 2 3; do $(EVAL) $(1) --eval.folder eval-run-$$n || exit 1; done; \
 	$(TABLE) $(2)/eval $(2)/eval-run-2 $(2)/eval-run-3
 # Large pages: logits of 262,144 tokens are otherwise faulted in 4 KiB at a time.
 real real-more real-choose: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
@@ -54,7 +54,7 @@ real: $(INSTALLED)
 # so that none is among those of the rollouts.
 comma := ,
 LONG_gemma-3-270m := {name: long, split: dev, count: 4}
-CHOOSE := --seed 1 --eval.verifiers 0 --eval.folder eval-choose \
+CHOOSE := --seed 1 --eval.folder eval-choose \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: dev, count: 8},)$(LONG_$(MODEL))]'
 DYNAMIC := $(foreach n,3 4 5 6 8,--method '{name: $n nodes, verifier: naive, drafter: dynamic_tree, nodes: $n, depth: 3, gain: 0.5}')
 TREES = $(foreach widths,$(1),--method '{name: tree $(subst $(comma),x,$(widths)), verifier: traversal, drafter: tree, \
@@ -72,7 +72,7 @@ real-choose: $(INSTALLED)
 CHAIN_smollm2-135m := 4
 CHAIN_gemma-3-270m := 3
 PUBLIC = --eval.sets '[{name: gsm8k, source: $(GSM8K), count: 32}, {name: humaneval, source: $(HUMANEVAL), count: 32}]' \
-	--method K=$(CHAIN_$(MODEL)) --method "dynamic tree" --method cost --eval.verifiers 0 --eval.folder eval-public
+	--method K=$(CHAIN_$(MODEL)) --method "dynamic tree" --method cost --eval.folder eval-public
 real-more: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL_T1)
 	$(call AGAIN,$(REAL_T1),runs/$(MODEL)-t1)
@@ -114,7 +114,7 @@ SERVE = $(foreach k,$(4),--serve '$(1) K=$(k)={"method": "$(2)", "model": "$(3)"
 ASKED = $(comma) "env": {"PYTHONPATH": "$(CURDIR)/$(PLAIN)/release/head"$(comma) "DRAFT": "$(CURDIR)/$(PLAIN)/release/draft"$(comma) "THRESHOLD": "0.5"}
 # $(1): options of a temperature, $(2): how vLLM draws drafts.
 ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python --config recipes/configs/$(MODEL).yaml $(REAL_DTYPE) $(1) --output $(SERVED) --draft null --head null --models.draft $(PLAIN)/release/draft \
-	--eval.methods '[{name: plain, decoder: plain}]' --eval.verifiers 0 \
+	--eval.methods '[{name: plain, decoder: plain}]' \
 	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: test, count: 8},)]' \
 	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,2,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
 	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,$(if $(IN_FLOAT32),1,2),$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))

@@ -60,10 +60,6 @@ if TYPE_CHECKING:
     from specdata.prompts.loading import LoadedPrompts
 
 
-UNTIMED = 60.0
-"""Seconds for the table of verifiers where the methods were not timed."""
-
-
 class Eval(Stage):
     """Measure every method."""
 
@@ -310,11 +306,7 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
 def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
     """The table of every verifier, each kind of draft kept as soon as it is done."""
     evaluation = experiment.config
-    seconds = evaluation.verifiers
-    if seconds is None:
-        took = sum(each.seconds for run in results.runs for each in run.generations)
-        seconds = took / 5 if results.timed else UNTIMED
-    if not seconds or not any(run.method.uses_draft for run in results.runs):
+    if not evaluation.verifier_seconds or not any(run.method.uses_draft for run in results.runs):
         return []
     import torch
 
@@ -345,7 +337,7 @@ def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
     )
     return verifier_table(
         measured,
-        seconds=seconds,
+        seconds=evaluation.verifier_seconds,
         folder=experiment.folder / PROGRESS / "verifiers",
         report=lambda kind: say(f"  verifiers on {kind}"),
     )

@@ -169,7 +169,7 @@ def test_what_is_no_file_of_a_configurations_size_is_never_read(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", ".inf", "1.0e+400", ".nan"])
-@pytest.mark.parametrize("key", ["draft.epochs", "sampling.temperature", "eval.verifiers"])
+@pytest.mark.parametrize("key", ["draft.epochs", "sampling.temperature", "eval.verifier_seconds"])
 def test_a_number_that_is_not_finite_is_refused(key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=key.rpartition(".")[2]):
         parse([f"--{key}={text}"], "")

@@ -241,7 +241,7 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
     refused = run(tmp_path, "pipeline.py", *flags)
     assert refused.returncode == 2
     assert "leave the methods transformers out of eval.methods" in refused.stderr
-    methods = ["--method", "K=3", "--method", "head", "--eval.verifiers", "4"]
+    methods = ["--method", "K=3", "--method", "head", "--eval.verifier_seconds", "4"]
     done = run(tmp_path, "pipeline.py", *flags, *methods)
     assert done.returncode == 0, done.stderr
     release = tmp_path / "out" / "release"
@@ -250,7 +250,7 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
     # An evaluation of what was assembled gives the same tokens.
     other = ["--draft", "null", "--head", "null", "--output", "again"]
     other += ["--models.draft", str(release / "draft"), "--toy", "null"]
-    other += ["--method", "K=3", "--eval.verifiers", "0"]
+    other += ["--method", "K=3"]
     again = run(tmp_path, "run_eval.py", *other)
     assert again.returncode == 0, again.stderr
     results = read_results(tmp_path / "out" / "eval" / "results.json")

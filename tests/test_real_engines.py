@@ -140,7 +140,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     made["masks"] = (folder / "masks", folder / "masks")
     run = folder / "run"  # of 200 tokens, with a head for what vLLM drafts
     given = ["--config", str(TOY), "--toy", "null", "--labels.greedy", "true", "--output", str(run)]
-    given += ["--models.target", str(TARGET), "--models.draft", "null", "--eval.verifiers", "0"]
+    given += ["--models.target", str(TARGET), "--models.draft", "null"]
     given += ["--draft.init", "{kind: target, layers: 2, vocabulary: 200, align: true}"]
     each = [
         {"name": name, "split": split, "count": count}

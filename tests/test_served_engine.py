@@ -75,7 +75,7 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
     given += ["--models.draft", str(tiny_pair / "draft"), "--sampling.temperature", "0"]
     given += ["--eval.sets", "[{name: maths, count: 3}]", "--eval.max_new_tokens", "24"]
     given += ["--eval.methods", "[{name: plain, decoder: plain}, {name: K=3, length: 3}]"]
-    given += ["--eval.verifiers", "0", "--model", "served", "--method", "K=3"]
+    given += ["--model", "served", "--method", "K=3"]
     with (
         serving(handler=engine(target, draft, 3)) as drafting,
         serving(handler=engine(target, None, 3)) as alone,

@@ -51,11 +51,10 @@ class EvalConfig(Config):
         description="folder or Hub id of a model for sequence classification that scores texts; "
         "the win rate against plain sampling is reported",
     )
-    verifiers: float | None = Field(
-        default=None,
+    verifier_seconds: float = Field(
+        default=0.0,
         ge=0.0,
-        description="seconds for the table of every verifier on every kind of draft; 0: no table; "
-        "left out: a fifth of the time that the methods took",
+        description="for the table of every verifier on every kind of draft; 0: no table",
     )
     folder: str | None = Field(
         default=None,

@@ -29,7 +29,11 @@ head: {{kind: immediate}}                     # null: no head; then leave out it
 eval:
   max_new_tokens: 128
   sets: [{{name: {test}, split: test, count: 100}}]
-  methods: [{{name: plain, decoder: plain}}, {{name: K=4, length: 4}}, {{name: head, stop: head}}]
+  methods:
+    - {{name: plain, decoder: plain}}
+    - {{name: K=4, length: 4}}
+    - {{name: block K=8, verifier: block, length: 8}}
+    - {{name: head, verifier: block, stop: head}}
 """
 
 
