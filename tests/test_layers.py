@@ -42,6 +42,7 @@ BELOW = {
         "interruption": "processes",
         "toy": "",
         "config": "errors",
+        "cache": "errors",
         "probability": "errors sampling",
         # A leaf: rollouts and labels run any model through it.
         "prepack": "",
