@@ -30,14 +30,8 @@ ADAPTER = ".lora_"
 def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrainedModel:
     """Load the draft that is trained: all of its weights, or adapters in it.
 
-    Args:
-        name: folder or Hub id of the draft.
-        lora: the adapters; None trains all weights.
-        seed: decides the adapters' initial weights, the same on every process.
-
-    Returns:
-        The model, or a `peft.PeftModel` around it of which only the adapters are trained. The
-        adapters start as no change.
+    With adapters it is a `peft.PeftModel` of which they alone are trained. They start as no change,
+    from the seed, the same on every process.
     """
     model = load_model(name)
     if lora is None:
@@ -62,14 +56,7 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 def load_plain(name: str, lora: LoraConfig | None) -> PreTrainedModel:
     """Load the draft once more, to measure and save it with the weights of a training.
 
-    No engine ever wraps this one.
-
-    Args:
-        name: folder or Hub id of the draft that training starts from.
-        lora: the adapters of the training.
-
-    Returns:
-        The draft, with room for adapters that are no change yet.
+    No engine ever wraps this one. Its adapters, if there are any, are no change yet.
     """
     model = load_model(name)
     return _with_adapters(model, lora, seed=0).eval() if lora else model
@@ -88,11 +75,7 @@ def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def set_weights(plain: PreTrainedModel, trained: Mapping[str, Tensor]) -> None:
-    """Give a draft of `load_plain` the weights of a training, any number of times.
-
-    Raises:
-        RuntimeError: if they are not those of such a draft.
-    """
+    """Give a draft of `load_plain` the weights of a training, any number of times."""
     if not isinstance(plain, peft.PeftModel):
         plain.load_state_dict(trained)
         return

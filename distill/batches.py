@@ -81,12 +81,7 @@ def tokens_of(rollouts: Dataset) -> Dataset:
 
 
 def check_context(configs: Mapping[str, PreTrainedConfig], *rollouts: Dataset) -> None:
-    """Make sure that models have positions for every rollout, and its tokens.
-
-    Args:
-        configs: of each model, by its role.
-        rollouts: with `prompt_ids` and `completion_ids`.
-    """
+    """Make sure that models, by their roles, have positions for every rollout, and its tokens."""
     texts = (
         prompt + completion
         for each in rollouts
@@ -130,11 +125,8 @@ def collate(
     it, whatever the order and the number of processes; -1 for a row that fills an empty share.
     `examples` (B,) is its index in the data set, where the row says it as `example`; else -1.
 
-    Args:
-        pad_id: fills up `input_ids`.
-        process: which of the `processes` shares of the rows to collate. A share without a row
-            becomes one row without labels, because collective operations need a batch.
-        processes: among how many the rows are divided.
+    Of the rows it collates the share of one of the `processes`. A share without a row becomes one
+    row without labels, because collective operations need a batch.
     """
 
     def batch(rows: Sequence[Row]) -> dict[str, Tensor]:

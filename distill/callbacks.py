@@ -165,10 +165,9 @@ def load_best(work: Path, step: int) -> Weights:
 def reporters(names: Sequence[Reporter] | None, folder: Path) -> list[TrainerCallback]:
     """The Trainer's callbacks that report losses and measurements, besides `history.json`.
 
-    Args:
-        names: where; None is TensorBoard if it is installed, else nowhere.
-        folder: where TensorBoard's files go, if its own environment variable names no other. By
-            default they would lie among the checkpoints, and go with them.
+    Without names that is TensorBoard if it is installed, else nowhere. Its files go to the folder,
+    if its own environment variable names no other; by default they would lie among the checkpoints,
+    and go with them.
     """
     installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
     if names is None:

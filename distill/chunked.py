@@ -54,9 +54,6 @@ def chunked_loss(
         at_once: positions of a chunk (default: as many as fit into `CHUNK_BYTES`).
         is_narrow: the loss takes the logits of the tokens of a reduced vocabulary alone, and
             `head.embedding` is its `specdata.draft_vocabulary.ReducedOutput`.
-
-    Returns:
-        A scalar, 0 without positions.
     """
     linear = head.embedding
     if is_narrow:
@@ -88,16 +85,11 @@ def chunked_loss(
 def inside_forward(
     model: nn.Module, inner: nn.Module, work: Callable[..., T], *inputs: Tensor
 ) -> T:
-    """Do some work as the forward of a module, so that an engine around it prepares for it.
+    """Do some work as the forward of `inner`, so that an engine around it prepares for it.
 
-    DDP and ZeRO-3 act in the forward of what they wrap, and the loss calls parts of the
-    model alone. TRL's trainers do the same.
-
-    Args:
-        model: `inner`, or what an engine made of it.
-        inner: whose forward the work stands for.
-        work: is done once, with the inputs as the engine passes them on.
-        inputs: of the forward.
+    DDP and ZeRO-3 act in the forward of what they wrap (`model`, which may be `inner` itself), and
+    the loss calls parts of the model alone. TRL's trainers do the same. The work is done once, with
+    the inputs as the engine passes them on.
     """
     own = vars(inner).get("forward")  # an engine may have given it one
 

@@ -153,12 +153,9 @@ class InitConfig(Config):
 
 
 def check_layout(layout: str | None, kind: str | None, target: str) -> None:
-    """Raise ConfigError if a draft of a layout cannot begin with the last layer of such a target.
+    """Refuse a draft of a layout of EAGLE's that cannot begin with the last layer of such a target.
 
-    Args:
-        layout: of EAGLE's, or none.
-        kind: `model_type` of the target, if it is known.
-        target: its name.
+    `kind` is the target's `model_type`, if it is known. Raises ConfigError.
     """
     if layout and kind and kind not in KINDS:
         raise ConfigError(

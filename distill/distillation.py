@@ -118,12 +118,8 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             the draft learns from them; then the weights of the target are not read.
 
     Raises:
-        ConfigError: if a model cannot be loaded or has fewer positions than
-            a rollout tokens, or if top logits do not decide the target's distributions.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
-        ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
-            are damaged.
         ValueError: if a data set is empty, or without a completion.
     """
     for name, rollouts in (("train", train), ("dev", dev)):

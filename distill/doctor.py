@@ -53,15 +53,10 @@ def examine(
     max_new_tokens: int,
     sampling: SamplingConfig,
 ) -> Iterator[Finding]:
-    """What is found in a folder, one after the other.
+    """What is found in a draft's folder, one after the other.
 
-    Args:
-        folder: the draft.
-        target_name: folder or Hub id of the model that it drafts for.
-        prompts: a file, or a set by name (default: chat-assistant, or instruct).
-        count: most prompts.
-        max_new_tokens: of each text.
-        sampling: of target and draft.
+    `prompts` is a file, or a set by name (default: chat-assistant, or instruct), of which at most
+    `count` are read.
     """
     config, name = config_of(folder), str(folder)
     target, tokenizer = load_model(target_name), load_tokenizer(target_name)

@@ -93,15 +93,7 @@ class _Taps(_Read):
 
 
 def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
-    """Make a draft of a published folder.
-
-    Args:
-        folder: with a config.json and safetensors.
-        target: the model that it was trained for.
-
-    Returns:
-        The draft, in float32 and eval mode, which reads that target.
-    """
+    """Make a draft, in float32 and eval mode, of a published folder; it reads the given target."""
     name, settings = str(folder), config_of(folder)
     tensors = tensors_of(stored(folder), name)
     taps, norms = settings_of(settings, target)
@@ -180,12 +172,7 @@ def first_eagle3(
     `fc` predicts the target's last state from the taps at the token before (ridge regression), and
     the target's final norm and output matrix make tokens of it. The token itself enters by
     attention alone, so that begins by looking at itself (`_attention_to_itself`), and adds what is
-    left of that state.
-
-    Args:
-        target: of Llama's or Qwen's kind.
-        taps: that the draft reads.
-        rollouts: with `prompt_ids` and `completion_ids`.
+    left of that state. The target is of Llama's or Qwen's kind.
     """
     layer, last = _layer_of(target, "eagle3"), decoder_layers(target)[1]
     text = target.config.get_text_config()
@@ -232,12 +219,8 @@ def _attention_to_itself(
 
     Queries and keys are one constant vector, nearly: what best predicts 1. In pairs of dimensions
     that are turned by different angles from token to token it is most like itself at distance 0.
-    Values are the map of least squares, of the rank that they have.
-
-    Args:
-        reads: (n, 2 H) of each text.
-        rests: (n, H) what is to be added there.
-        text: the target's configuration.
+    Values are the map of least squares, of the rank that they have, from the (n, 2 H) that are read
+    of each text to the (n, H) that are to be added there.
     """
     width, heads = text.hidden_size, text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
@@ -267,10 +250,6 @@ def first_eagle(target: PreTrainedModel, rollouts: Dataset) -> PreTrainedModel:
 
     `fc` predicts the target's last normed state from the one before and the token. The layer's
     other matrices are those of the target's last layer, made to read normed states.
-
-    Args:
-        target: of Llama's or Qwen's kind.
-        rollouts: as of `first_eagle3`.
     """
     layer, layers = _layer_of(target, "eagle"), decoder_layers(target)[1]
     taps = [len(layers)]
@@ -399,15 +378,10 @@ def tensors_of(stored_tensors: Mapping[str, Tensor], folder: str) -> dict[str, T
 def write_eagle(
     draft: Path, out: Path, layout: Literal["eagle", "speculators"]
 ) -> tuple[int, list[int], str]:
-    """Write a draft in a layout that engines load.
+    """Write a draft of `draft.init.layout` eagle or eagle3, or of `read_eagle3`, for engines.
 
-    Args:
-        draft: of `draft.init.layout` eagle or eagle3, or made by `read_eagle3`.
-        out: the new folder.
-        layout: of EAGLE's own code, which vLLM and SGLang load, or speculators' (EAGLE-3 alone).
-
-    Returns:
-        How many tokens it proposes, the taps that it reads, and its target.
+    In the layout of EAGLE's own code, which vLLM and SGLang load, or speculators' (EAGLE-3 alone).
+    Returns how many tokens it proposes, the taps that it reads, and its target.
     """
     settings = config_of(draft)
     record = TargetStates.of(settings) if KEY in settings else None

@@ -89,11 +89,6 @@ def stored_rows(folder: Path, settings: Settings, make: Callable[[], Rows]) -> R
 
     Rendering and masking a hundred thousand conversations takes many minutes, so the main process
     does it, the others wait for it, and a run that goes on reads what lies there.
-
-    Args:
-        folder: where the rows are kept until the training is done.
-        settings: what they depend on.
-        make: makes them.
     """
     if join_processes().is_main_process and not folder.exists():
         rows = make()
@@ -164,13 +159,8 @@ def conversation_texts(
 ) -> Iterator[Text]:
     """Conversations as the target's chat template renders them; the assistant's turns are learnt.
 
-    One that the template refuses or hides the answers of is left out and counted.
-
-    Args:
-        names: the sources (`read_conversations`).
-        tokenizer: the target's.
-        seed: decides the order of a catalogued set.
-        accounts: of each source one is added.
+    One that the template refuses or hides the answers of is left out and counted, in an account
+    that is added for each source.
     """
     require_template(tokenizer)
     for name in names:
@@ -227,8 +217,7 @@ def collate_texts(
         vocabulary_ids: (N,) ids that a draft with a reduced vocabulary can propose, increasing. The
             others are not learnt, and labels are rows of its output matrix instead of ids, which is
             what TRL's fused loss takes them for.
-        process: which of the `processes` shares of the rows to collate. A share without a row
-            becomes a row without labels, because collective operations need a batch.
+        process: which of the `processes` shares to collate, as `distill.batches.collate`.
         processes: among how many the rows are divided.
     """
     of_label = torch.arange(vocab_size)
@@ -271,17 +260,8 @@ def finetune(
 
     A killed run goes on from its last checkpoint when called again; a finished one returns its
     stored result. Works in one process and under `accelerate launch`, where each step is taken on
-    the same rows however many processes there are.
-
-    Args:
-        target: folder or Hub id of the target, whose tokenizer and chat template are used.
-        draft: folder or Hub id of the draft to start from.
-        rollouts: of split "train"; used if the configuration names no conversations.
-        out: the new model folder; it appears once it is complete.
-        config: texts and schedule.
-        lora: adapters, if not all weights are trained.
-        seed: decides the order of the texts.
-        save_steps: steps between checkpoints, from which a killed run goes on.
+    the same rows however many processes there are. The rollouts, of split "train", are used if the
+    configuration names no conversations.
 
     Returns:
         What was done, as JSON values: `Rows.account`, `steps`, and the mean loss
@@ -289,12 +269,8 @@ def finetune(
         `loss_first` and `loss_last`.
 
     Raises:
-        ConfigError: if a model cannot be loaded or has fewer positions than `config.max_length`,
-            texts cannot be used or none is left, or packed texts would see each other.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
-        ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
-            are damaged.
     """
     folder = ModelFolder(
         out,

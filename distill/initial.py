@@ -78,28 +78,11 @@ def make_initial(
     """Make the draft that training starts from and save it as a model folder, in float32.
 
     It has the target's tokenizer; made ones also its padded vocabulary, context and special ids.
-    One process works, others wait for it. A finished folder is kept and its stored result returned.
-
-    Args:
-        target: folder or Hub id of the target.
-        draft: folder or Hub id of an existing draft, if `config.kind` is "model".
-        rollouts: of split "train", with `prompt_ids` and `completion_ids`: what the vocabulary is
-            counted on, and an output matrix is fitted on.
-        out: the new model folder; it appears once it is complete.
-        config: what to make.
-        seed: decides random weights.
-        states_dtype: the target's precision when it made the states that rollouts may keep.
-        target_load: where the target lies while layers are taken from it.
-
-    Returns:
-        What was made, as JSON values.
-
-    Raises:
-        ConfigError: if a model cannot be loaded, the target's layers cannot be cut or are fewer,
-            the vocabulary cannot be reduced as asked, or rollouts are not of the target.
-        VocabularyMismatchError: if an existing draft has another vocabulary.
-        ManifestError: if `out` was made with other settings.
-        ValueError: if there are no rollouts, or all their completions are empty.
+    One process works, others wait for it. A finished folder is kept and its stored result returned:
+    what was made, as JSON values. On the rollouts, of split "train", the vocabulary is counted and
+    an output matrix is fitted; `states_dtype` is the target's precision when it made the states
+    that they may keep. Raises VocabularyMismatchError if an existing draft has another vocabulary,
+    and ValueError if there are no rollouts, or all their completions are empty.
     """
     if len(rollouts) == 0 or not any(map(len, rollouts["completion_ids"])):
         raise ValueError(
@@ -190,17 +173,11 @@ def make_initial(
 def frequent_tokens(
     rollouts: Dataset, count: int, vocabulary: int, ends: Iterable[int]
 ) -> list[int]:
-    """The tokens that a reduced vocabulary keeps, in the order in which they are chosen.
+    """The `count` tokens that a reduced vocabulary keeps, in the order in which they are chosen.
 
     End tokens first, then the most frequent of the completions, equal ones by id. If these are
     fewer than `count`, the most frequent of the prompts follow, then the lowest ids, which are
-    the earliest merges of a byte-pair vocabulary.
-
-    Args:
-        rollouts: with `prompt_ids` and `completion_ids`.
-        count: how many.
-        vocabulary: tokens that the draft has ids for; rollouts may hold others.
-        ends: ids that end a text.
+    the earliest merges of a byte-pair vocabulary. Rollouts may hold ids beyond the draft's own.
     """
     ends = sorted(token for token in ends if token < vocabulary)
     if not len(ends) <= count <= vocabulary:
@@ -223,14 +200,9 @@ def coverage(rollouts: Dataset, vocabulary_ids: Iterable[int]) -> float:
 
 
 def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
-    """A model of some of the layers of another, all other weights as they are there.
+    """A model of some of the layers of another, in order, all other weights as they are there.
 
-    Args:
-        model: the model to cut. Its weights are shared, not copied.
-        numbers: numbers of the layers, in order.
-
-    Returns:
-        A model of the same class, in eval mode.
+    Of the same class, in eval mode; the weights are shared, not copied.
     """
     name, layers = decoder_layers(model)
     config = copy.deepcopy(model.config)
@@ -274,13 +246,8 @@ def align_output(
     With A the (H, H) matrix for which `states A` is nearest to the target's last hidden states
     (least squares, at the completion positions of `fit_rows` of the rollouts), and W the target's
     output matrix, the new one is W A^T: linear shortcuts (Din et al. 2023, arXiv:2303.09435), put
-    into the weights. The input embedding stays, so tied matrices are untied.
-
-    Args:
-        model: the cut model, which is changed.
-        target: what it was cut from.
-        rollouts: with `prompt_ids` and `completion_ids`, and the target's states if they keep them.
-        states_dtype: the precision of those, if the target was loaded in another.
+    into the weights. The input embedding stays, so tied matrices are untied. `states_dtype` is the
+    precision of states that the rollouts keep, if the target was loaded in another.
     """
     output = model.get_output_embeddings()
     if (head := find_lm_head(target)).embedding is None or type(output) is not nn.Linear:

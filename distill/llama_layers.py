@@ -37,8 +37,7 @@ def llama_draft(
 ) -> tuple[PreTrainedModel, Callable[[Tensor], Tensor]]:
     """A model of silent layers with the target's embedding and output rows.
 
-    Returns:
-        The model, and what makes its states of those that leave the target's last layer.
+    And what makes its states of those that leave the target's last layer.
     """
     text, head = target.config.get_text_config(), find_lm_head(target)
     embed = target.get_input_embeddings()

@@ -42,15 +42,8 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Ten
     """KL(p || q) = sum_x p (log p - log q): covers all that the target does.
 
     Gradient q - p. The classic distillation loss (Hinton et al. 2015, arXiv:1503.02531), the
-    baseline of DistillSpec (Zhou et al. 2023, arXiv:2310.08461).
-
-    Args:
-        draft_logits: (..., V), any float type.
-        target_logits: (..., V).
-        mask: (...), true where the position counts.
-
-    Returns:
-        The masked mean in nats, 0 if no position counts.
+    baseline of DistillSpec (Zhou et al. 2023, arXiv:2310.08461). Logits are (..., V) of any float
+    type, the mask (...); the mean is in nats, 0 if no position counts.
     """
     log_p, log_q = _log_distributions(draft_logits, target_logits)
     return _masked_mean(_kl(log_p, log_q, draft_logits > -torch.inf), mask)
@@ -195,13 +188,8 @@ def bucketed(draft_logits: Tensor, top: Mapping[str, Tensor]) -> tuple[Tensor, T
     none where KL is smaller than TV. The draft's tail learns its mass from the target's, and not
     which tokens of it are likely.
 
-    Args:
-        draft_logits: (n, V), warped.
-        top: columns of `specdata.top_logits`, at the temperature at which p and q are
-            compared: (n, N) `top_ids` and `top_logits`, (n, 1) `rest_logit`.
-
-    Returns:
-        (n, N + 1) each, float32 or wider; the target's from `top`, without a gradient.
+    (n, V) warped logits, and columns of `specdata.top_logits` at the temperature at which p and q
+    are compared -> (n, N + 1) each, float32 or wider; the target's without a gradient.
     """
     wide = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))
     ids = top["top_ids"].long()

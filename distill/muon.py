@@ -17,11 +17,7 @@ from torch import nn
 class MuonWithAdamW(torch.optim.Optimizer):
     """Both optimizers behind the interface of one, for schedulers, accelerate and checkpoints.
 
-    Args:
-        matrices: 2-D weights that Muon updates, at least one.
-        others: weights that AdamW updates, at least one.
-        lr: learning rate of both.
-        betas: of AdamW.
+    Muon updates the `matrices`, AdamW the `others`, at least one weight each.
     """
 
     def __init__(

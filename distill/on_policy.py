@@ -62,10 +62,7 @@ class DraftTexts:
     ) -> list[dict[str, Tensor]]:
         """The batches of a step (this process's share of them) with the draft's text in its rows.
 
-        Args:
-            batches: as `distill.batches.collate` makes them.
-            draft: as in `write`.
-            step: optimizer steps taken before.
+        `step` counts the optimizer steps taken before.
         """
         rows = [row for batch in batches for row in rows_of(batch)]
         indices = [
@@ -96,13 +93,9 @@ class DraftTexts:
     ) -> list[Row]:
         """The rows, some of them with completions that the draft has written.
 
-        A completion is at most as long as the rollout's and may end earlier, by an end token.
-
-        Args:
-            draft: any mode; it writes in eval mode, without gradients, and keeps its mode.
-            rows: with `prompt_ids` and `completion_ids`. One without a completion stays as it is.
-            indices: of the rows in the step, over all its batches and processes.
-            step: optimizer steps taken before.
+        A completion is at most as long as the rollout's and may end earlier, by an end token; a row
+        without one stays as it is. The draft writes in eval mode, without gradients, and keeps its
+        mode. `indices` are of the rows in the step, over all its batches and processes.
         """
         uniforms: dict[int, Tensor] = {}  # by the place among the rows
         for place, (row, index) in enumerate(zip(rows, indices, strict=True)):
@@ -160,11 +153,8 @@ def copy_to_write(draft: PreTrainedModel, accelerator: Accelerator) -> PreTraine
 def whole_draft(draft: PreTrainedModel, duplicate: PreTrainedModel | None) -> PreTrainedModel:
     """The draft as it is now, which a process may call as often as it likes.
 
-    All processes must call this together.
-
-    Args:
-        draft: the draft in training, out of its engine's wrapper.
-        duplicate: what `copy_to_write` made of it before.
+    All processes must call this together. The draft is the one in training, out of its engine's
+    wrapper; the duplicate is what `copy_to_write` made of it before.
     """
     if duplicate is None:
         return draft

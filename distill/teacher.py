@@ -102,9 +102,7 @@ class Teacher:
     def compared(self, q_logits: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """What the loss compares at n positions: logits of draft and target, and which count.
 
-        Args:
-            q_logits: (n, V') of the draft.
-            at: the columns there.
+        Of (n, V') logits of the draft and the columns there.
         """
         with torch.no_grad():
             if self.part is None:
@@ -125,11 +123,7 @@ class Teacher:
     def states(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states at the labelled positions of a batch, row after row.
 
-        Of a target of which a part is learnt, the rest comes with them, as a logit.
-
-        Args:
-            batch: of `distill.batches.collate`. A row with an index in `examples` is that rollout;
-                one with -1 carries other text, and is read.
+        A row with an index in `examples` is that rollout; one with -1 is other text, and is read.
 
         Returns:
             (N, H), or (N, V) logits if `head.embedding` is None, which no gradient reaches; and
@@ -232,12 +226,7 @@ class TopLogitsTeacher:
     """
 
     def __init__(self, rollouts: Dataset, distributions: TopLogitDistributions) -> None:
-        """Read from rollouts.
-
-        Args:
-            rollouts: what the draft trains on, with columns of `TOP_LOGITS`.
-            distributions: what p is made of, at the warp at which it is compared.
-        """
+        """Read from rollouts with columns of `TOP_LOGITS`, at the warp at which p is compared."""
         self.distributions = distributions
         self._source = TopLogitSource(distributions)
         self._rows = logits_of(rollouts)
@@ -245,9 +234,7 @@ class TopLogitsTeacher:
     def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The top logits at the labelled positions of a batch, row after row: (n, N) or (n, 1).
 
-        Args:
-            batch: of `distill.batches.collate`; each row with a label names its rollout in
-                `examples`.
+        Each row with a label names its rollout in `examples`.
         """
         columns = self._source.columns(texts_of(batch), self._rows)
         return {name: values.to(batch["labels"].device) for name, values in columns.items()}

@@ -41,10 +41,7 @@ TARGET_RATE, DRAFT_RATE = 3e-3, 4e-3
 def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
     """Train `folder/target` and `folder/draft`; a model that is already finished is kept.
 
-    Args:
-        folder: where the two model folders go; a folder exists only once it is complete.
-        config: sizes and lengths.
-        seed: decides the text, the initial weights and the order of the blocks.
+    The seed decides the text, the initial weights and the order of the blocks.
     """
     for name in ("target", "draft"):
         # A model depends on the settings of its own and the shared ones only.

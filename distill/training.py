@@ -219,15 +219,10 @@ def whole_batches(trainer: Trainer, batch_size: int) -> DataLoader[dict[str, Ten
 def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: str) -> None:
     """Train to the end, from the newest whole checkpoint in `work` if there is one.
 
-    Args:
-        trainer: ready to train, with `training_arguments(work, ...)`.
-        work: folder of the checkpoints; the caller deletes it when the result is saved.
-        settings: what the result depends on; checkpoints of other settings are refused.
-        label: shown beside the progress bar.
+    The trainer is ready to train, with `training_arguments(work, ...)`; the caller deletes `work`
+    when the result is saved. Checkpoints of other settings are refused.
 
     Raises:
-        ManifestError: if `work` was started with other settings or under another engine, or holds
-            only damaged checkpoints.
         TrainingDivergedError: on every process, before anything that is not finite is stored.
         Interrupted: on every process, if one was asked to stop, after a checkpoint.
     """

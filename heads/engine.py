@@ -49,15 +49,9 @@ AVAILABLE: dict[Tracker, Callable[[], bool]] = {
 
 
 def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> Accelerator:
-    """Join the processes that the launcher started.
+    """Join the processes that the launcher started; `Accelerator.log` reports to a tracker.
 
-    Args:
-        report_to: which tracker `Accelerator.log` reports to.
-        logs: the folder for what it writes.
-
-    Raises:
-        ConfigError: if the tracker is not installed.
-        RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
+    Raises RuntimeError if the launcher's DeepSpeed or processes were silently lost.
     """
     if report_to != "none" and not AVAILABLE[report_to]():
         # accelerate would leave it out without a word.
@@ -102,13 +96,7 @@ class Engine:
     def of(cls, accelerator: Accelerator, head: BaseHead, config: HeadConfig) -> Engine:
         """Wrap a head; batch sizes are ours, not the launcher's.
 
-        Args:
-            accelerator: from `start_accelerator`.
-            head: weights to start from.
-            config: says the batch sizes and, by the head's kind, AdamW's weight decay.
-
-        Raises:
-            RuntimeError: under DeepSpeed, if accelerate wrapped the head in something else.
+        Raises RuntimeError under DeepSpeed, if accelerate wrapped the head in something else.
         """
         size = config.micro_batch_size
         accumulation = math.ceil(config.batch_size / (size * accelerator.num_processes))
@@ -177,10 +165,8 @@ class Engine:
     def restore_moments(self, checkpoint: Checkpoint, arguments: Sequence[Tensor]) -> None:
         """Put Adam back where it was; the weights go into the head before it is wrapped.
 
-        Args:
-            checkpoint: holds the moments, and a loss for each update.
-            arguments: any arguments of the head. Optimizers create their state in the first step,
-                so one step at rate 0 is taken to have it.
+        `arguments` are any of the head: optimizers create their state in the first step, so one
+        step at rate 0 is taken to have it.
         """
         self.set_learning_rate(0.0)
         for _ in range(self.accelerator.gradient_accumulation_steps):

@@ -39,11 +39,7 @@ def judge_of(head: BaseHead) -> Judge:
 
 
 class TorchJudge:
-    """Asks any head, on any device.
-
-    Args:
-        head: the head.
-    """
+    """Asks any head, on any device."""
 
     def __init__(self, head: BaseHead) -> None:
         self._head = head
@@ -63,13 +59,10 @@ class TorchJudge:
 
 
 class ImmediateJudge:
-    """Asks an `ImmediateHead` on a CPU.
+    """Asks an `ImmediateHead` on a CPU; its weights are copied.
 
     What a token adds is a row of a table, which is made when the first one is judged; scales are
     folded into the matrices.
-
-    Args:
-        head: the head; its weights are copied.
     """
 
     @torch.no_grad()
@@ -122,11 +115,7 @@ class ImmediateJudge:
 
 
 class ResidualJudge:
-    """Asks SpecDec++'s head on a CPU.
-
-    Args:
-        head: the head; its weights are copied.
-    """
+    """Asks SpecDec++'s head on a CPU; its weights are copied."""
 
     @torch.no_grad()
     def __init__(self, head: AcceptanceHead) -> None:

@@ -13,37 +13,22 @@ CALIBRATION_BINS = 15
 
 
 def loss_mass(accept: Tensor, rejection_weight: float) -> Tensor:
-    """Return sum a + w(1 - a): what the loss of a whole batch is divided by.
+    """Return sum a + w(1 - a), float64, of labels a: what the loss of a whole batch is divided by.
 
     It depends on the labels alone, so the mass of a global batch is known before any forward pass
     and the loss does not change with accumulation or with the number of processes.
-
-    Args:
-        accept: labels a in [0, 1], any shape.
-        rejection_weight: w > 0.
-
-    Returns:
-        float64 scalar.
     """
     accept = accept.double()
     return (accept + rejection_weight * (1.0 - accept)).sum()
 
 
 def weighted_bce(logits: Tensor, accept: Tensor, mask: Tensor, rejection_weight: float) -> Tensor:
-    """Return the numerator of the class-weighted cross-entropy with soft labels.
+    """Return the numerator of the class-weighted cross-entropy with soft labels, all (...).
 
     sum over the mask of -a log phat - w (1 - a) log(1 - phat), phat = sigmoid(logit). Divide it by
-    the `loss_mass` of the *global* batch. Its minimum is at phat = a / (a + w (1 - a)).
+    the `loss_mass` of the *global* batch. Its minimum is at phat = a / (a + w (1 - a)). Positions
+    outside the mask get no gradient.
     Source: SpecDec++ (2405.19715), weighted BCE with w_acc = 1 and w_rej = w.
-
-    Args:
-        logits: (...) raw acceptance logits.
-        accept: (...) labels a in [0, 1].
-        mask: (...) bool; False positions do not count and get no gradient.
-        rejection_weight: w > 0.
-
-    Returns:
-        scalar, the type of the logits.
     """
     terms = accept * softplus(-logits) + rejection_weight * (1.0 - accept) * softplus(logits)
     return terms.masked_fill(~mask, 0.0).sum()
@@ -91,9 +76,7 @@ def binary_kl(logits: Tensor, accept: Tensor) -> Tensor:
 def soft_auroc(scores: Tensor, accept: Tensor) -> float | None:
     """Area under the ROC curve with soft labels; ties count one half; None if undefined.
 
-    Args:
-        scores: (N,) any increasing function of the predicted acceptance.
-        accept: (N,) labels in [0, 1].
+    (N,) scores, any increasing function of the predicted acceptance, and (N,) labels in [0, 1].
     """
     accept = accept.double()
     _, group = torch.unique(scores, return_inverse=True)  # groups in increasing order of score
@@ -108,13 +91,7 @@ def soft_auroc(scores: Tensor, accept: Tensor) -> float | None:
 
 
 def calibration_error(predicted: Tensor, accept: Tensor, bins: int = CALIBRATION_BINS) -> float:
-    """Expected calibration error: mean |prediction - label| of bin averages, weighted by size.
-
-    Args:
-        predicted: (N,) probabilities.
-        accept: (N,) labels in [0, 1].
-        bins: bins of equal width.
-    """
+    """Expected calibration error: mean |prediction - label| of bin averages, weighted by size."""
     index = (predicted * bins).long().clamp(0, bins - 1)
     gap = torch.zeros(bins, dtype=torch.float64).index_add_(
         0, index, predicted.double() - accept.double()
@@ -123,15 +100,10 @@ def calibration_error(predicted: Tensor, accept: Tensor, bins: int = CALIBRATION
 
 
 def head_metrics(logits: Tensor, accept: Tensor, rejection_weight: float) -> HeadMetrics:
-    """Judge raw logits against labels.
+    """Judge (N,) raw acceptance logits of drafted tokens against their (N,) labels.
 
-    Args:
-        logits: (N,) raw acceptance logits of drafted tokens.
-        accept: (N,) their labels.
-        rejection_weight: w of the loss the logits were trained with.
-
-    Raises:
-        ValueError: if there is no token to judge by.
+    `rejection_weight` is w of the loss they were trained with. Raises ValueError if there is no
+    token to judge by.
     """
     if logits.numel() == 0:
         raise ValueError("there is no drafted token to evaluate the head on; check dev and mixing")

@@ -221,16 +221,10 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
         self.output = nn.Linear(hidden_size, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the raw acceptance logit of the token just consumed.
+        """Return the raw acceptance logit of the token just consumed: (..., H) -> (...).
 
-        Args:
-            hidden: (..., H), any float type.
-
-        Returns:
-            (...) logits in the precision of the parameters, float32 unless the head was converted.
-
-        Raises:
-            ValueError: if the last dimension is not H.
+        In the precision of the parameters, float32 unless the head was converted. Raises ValueError
+        if the last dimension is not H.
         """
         self._check_width("hidden states", hidden, self.hidden_size)
         # Autocast would quietly run the layers in half precision.
@@ -331,16 +325,9 @@ class ImmediateHead(BaseHead):
         return checked
 
     def forward(self, *features: Tensor) -> Tensor:
-        """Return raw acceptance logits.
+        """Return (...) raw acceptance logits of features, (...) or (..., size), in `reads`'s order.
 
-        Args:
-            *features: in the order of `reads`, each (...) or (..., size).
-
-        Returns:
-            (...) logits.
-
-        Raises:
-            ValueError: if a vector has another width than the draft's.
+        Raises ValueError if a vector has another width than the draft's.
         """
         given = dict(zip(self.reads, features, strict=True))
         # Autocast would quietly run the layers in half precision.

@@ -56,10 +56,8 @@ class Questions:
     def row(self, labels: LabelRow, index: int, epoch: int | None) -> Row:
         """One row of a pass over the training rows; None: of the dev rows, which stay the same.
 
-        Mixed anew for each pass, or with the pass's draws; dev rows with the first.
-
-        Raises:
-            ValueError: if the columns do not fit each other.
+        Mixed anew for each pass, or with the pass's draws; dev rows with the first. Raises
+        ValueError if the columns do not fit each other.
         """
         if self.config.kind == "specdec++":
             key: tuple[str | int, ...] = ("dev",) if epoch is None else ("train", self.seed, epoch)

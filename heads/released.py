@@ -35,21 +35,11 @@ def from_released(
 ) -> AcceptanceHead:
     """Read a released head; its raw acceptance probabilities stay what they are.
 
-    Args:
-        folder: with `config.json` (hidden_size, num_layers) and model.safetensors, or else
-            pytorch_model.bin, of which only tensors are read.
-        rejection_weight: the weight of rejections in its training loss, which the format does not
-            record (6 in that of Llama 2 chat). Only `probability` depends on it, the rule with a
-            threshold does not.
-        draft: name of the draft whose hidden states it reads, to be recorded.
-        sampling: temperature, top_k and top_p of its labels, to be recorded.
-
-    Returns:
-        The head in float32, in evaluation mode.
-
-    Raises:
-        ConfigError: if the folder does not hold such a head.
-        ManifestError: if its config.json is damaged.
+    The folder has `config.json` (hidden_size, num_layers) and model.safetensors, or else
+    pytorch_model.bin, of which only tensors are read. The format does not record the weight of
+    rejections in the training loss (6 in that of Llama 2 chat). Only `probability` depends on it,
+    the rule with a threshold does not. The name of its draft and the sampling of its labels are to
+    be recorded. The head is in float32 and in evaluation mode.
     """
     folder = Path(folder)
     if not (folder / CONFIG_NAME).is_file():

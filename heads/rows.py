@@ -77,13 +77,10 @@ class LabelRows:
     def read(
         cls, name: str, dataset: datasets.Dataset, max_length: int, *, with_draws: bool
     ) -> LabelRows:
-        """Check a dataset and find its usable rows.
+        """Check a dataset, which errors call `name`, and find its usable rows.
 
-        Args:
-            name: what errors call it.
-            dataset: label rows.
-            max_length: tokens of prompt + completion that are kept of a row.
-            with_draws: whether further draws are read if it has them.
+        Of a row at most `max_length` tokens, prompt and completion, are kept. Further draws are
+        read `with_draws`, if it has them.
         """
         missing = [column for column in COLUMNS if column not in dataset.column_names]
         if missing:
@@ -160,15 +157,14 @@ class Row:
 def mixed_row(row: LabelRow, *, rate: float, max_length: int, key: Key) -> Row:
     """Mix one row: the text holds the tokens that are judged, by the states after them.
 
+    Raises ValueError if the row's columns do not fit each other.
+
     Args:
         row: the labels of one completion.
         rate: r in [0, 1), the probability that a position keeps the target's token.
         max_length: tokens of prompt + completion kept; the rest is cut at the end.
         key: what the draw depends on beside example_id and sample, e.g. (seed, epoch). The same
             key gives the same mixing on any process, in any order and after a resume.
-
-    Raises:
-        ValueError: if the row's columns do not fit each other.
     """
     tokens, accept = drawn_tokens(row)
     uniform = numpy_generator_for(*key, row["example_id"], row["sample"]).random(len(tokens))
@@ -189,14 +185,8 @@ def mixed_row(row: LabelRow, *, rate: float, max_length: int, key: Key) -> Row:
 def drawn_row(row: LabelRow, *, draws: Sequence[int], max_length: int, index: int = -1) -> Row:
     """Some of a row's draws, each beside the target's own text, by the states before them.
 
-    Args:
-        row: the labels of one completion.
-        draws: which of its draws, from 0.
-        max_length: tokens of prompt + completion kept; the rest is cut at the end.
-        index: of the row in its dataset, if what the draft says of it may be kept.
-
-    Raises:
-        ValueError: if the row's columns do not fit each other.
+    `max_length` as of `mixed_row`; `index` is the row's in its dataset, if what the draft says of
+    it may be kept. Raises ValueError if the row's columns do not fit each other.
     """
     tokens, accept = drawn_tokens(row)
     prompt = row["prompt_ids"]
@@ -221,8 +211,7 @@ def draws_of(row: LabelRow) -> int:
 def drawn_tokens(row: LabelRow) -> tuple[np.ndarray, np.ndarray]:
     """(n, S) int64 tokens and (n, S) float32 labels, the row's own draw first.
 
-    Raises:
-        ValueError: if the row's columns do not fit each other.
+    Raises ValueError if the row's columns do not fit each other.
     """
     tokens = np.asarray(row["draft_ids"], dtype=np.int64)
     accept = np.asarray(row["accept_prob"], dtype=np.float32)
@@ -268,17 +257,11 @@ def labels_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 def micro_batches(
     rows: Sequence[Row], *, size: int, process: int, processes: int, count: int | None = None
 ) -> Iterator[list[Row]]:
-    """Yield one process's part of a global batch, in `count` micro-batches.
+    """Yield one process's part of a global batch, in `count` micro-batches of `size` rows.
 
     Where rows run out, rows without labels fill up: every process computes equally many
-    micro-batches of equal size, as collective operations require, and the sum does not change.
-
-    Args:
-        rows: the whole batch, the same on every process.
-        size: rows a micro-batch.
-        process: index of this process.
-        processes: how many there are.
-        count: micro-batches a process; by default as many as the rows need.
+    micro-batches of equal size, as collective operations require, and the sum does not change. By
+    default they are as many as the rows need.
     """
     count = count or math.ceil(len(rows) / (size * processes))
     ordered = sorted(rows, key=lambda row: text_length(row.text))  # like lengths pad less

@@ -66,16 +66,8 @@ def check_value(hint: Any, value: Any, name: str) -> None:
     """Check a value before it is converted, and all that a section or list holds.
 
     pydantic reads true as the number 1, and takes control characters, with which a name could
-    overwrite what a terminal shows.
-
-    Args:
-        hint: the annotation of its field.
-        value: as it was read from YAML.
-        name: of its field.
-
-    Raises:
-        ValueError: for true or false where a number is due, and for text with control characters
-            or an address with a password, which is not repeated.
+    overwrite what a terminal shows. Raises ValueError for true or false where a number is due, and
+    for text with control characters or an address with a password, which is not repeated.
     """
     if isinstance(value, bool) and _is_number(hint):
         raise ValueError(f"must be a number (got {str(value).lower()})")
@@ -111,12 +103,7 @@ def _is_number(hint: Any) -> bool:
 
 
 def read_config(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Turn a nested mapping into a configuration.
-
-    Args:
-        kind: a `Config` class, or a dataclass.
-        values: what a YAML file holds.
-    """
+    """Turn a nested mapping into a configuration: a `Config` class, or a dataclass."""
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
@@ -169,9 +156,7 @@ def nearest(name: str, choices: Collection[str]) -> str:
 def fields_of(kind: type) -> Mapping[str, FieldInfo]:
     """Every field of a configuration class by name: its annotation, default and description.
 
-    Args:
-        kind: a `Config` class, a pydantic dataclass, or a standard one, whose descriptions are in
-            its annotations (`Annotated[float, Field(description=...)]`).
+    A standard dataclass has them in its annotations: `Annotated[float, Field(description=...)]`.
     """
     if issubclass(kind, BaseModel):
         return kind.model_fields

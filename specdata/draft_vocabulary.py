@@ -35,11 +35,7 @@ RIDGE = 1e-3
 class ReducedOutput(nn.Module):
     """An output embedding of N tokens whose logits are as wide as the vocabulary.
 
-    Args:
-        weight: (N, H).
-        bias: (N,) or None.
-        vocabulary_ids: (N,) int64 ids of these tokens, increasing.
-        vocabulary: V.
+    Of (N, H) weight, (N,) bias or None, and (N,) int64 increasing ids of the N tokens among V.
     """
 
     vocabulary_ids: Tensor
@@ -94,13 +90,9 @@ def draft_vocabulary_ids(model: Any) -> Tensor | None:
 
 
 def reduce_vocabulary(model: PreTrainedModel, vocabulary_ids: Sequence[int]) -> None:
-    """Keep of a model's output matrix the rows of some tokens, in place.
+    """Keep of a model's output matrix the rows of the tokens that it can propose, in place.
 
     The input embedding stays whole, so tied matrices are untied.
-
-    Args:
-        model: a causal language model.
-        vocabulary_ids: ids of the tokens that it can propose from now on.
     """
     output = model.get_output_embeddings()
     if isinstance(output, ReducedOutput) and len(output.vocabulary_ids) < output.vocabulary:
@@ -162,18 +154,12 @@ def settle(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def substitute_row(states: Tensor, logits: Tensor) -> Tensor:
-    """The row that stands for all tokens that a reduced draft left out, in a plain model.
+    """The row (H,) that stands for all tokens that a reduced draft left out, in a plain model.
 
     A plain model gives every token a probability. This row's logit is, as nearly as one row's can
     be (least squares), the smallest that any of its tokens has in the same state, so that what was
-    left out gets next to nothing, and the draft goes on proposing what it has learned.
-
-    Args:
-        states: (n, H) what the output embedding read.
-        logits: (n, V) what it gave.
-
-    Returns:
-        (H,) the row.
+    left out gets next to nothing, and the draft goes on proposing what it has learned. Of (n, H)
+    states that the output embedding read, and (n, V) logits that it gave.
     """
     smallest = logits.masked_fill(logits.isneginf(), float("inf")).amin(dim=-1)
     states, smallest = states.double(), smallest.double()
@@ -188,9 +174,7 @@ def substitute_row(states: Tensor, logits: Tensor) -> Tensor:
 def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
     """Give a reduced draft all rows of its output matrix again, in place.
 
-    Args:
-        model: with a reduced vocabulary.
-        others: (H,) the row of every token outside its vocabulary; see `substitute_row`.
+    `others` is (H,) the row of every token outside its vocabulary (`substitute_row`).
     """
     reduced = model.get_output_embeddings()
     if not isinstance(reduced, ReducedOutput):

@@ -90,9 +90,7 @@ def _without_first(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
 class EagleInput(StatesInput):
     """The input embedding of EAGLE-1: one map of a token's embedding and a normed state.
 
-    Args:
-        tokens: (V, H) the target's.
-        epsilon: of the target's final norm, which makes the state that it reads.
+    `epsilon` is that of the target's final norm, which makes the state that it reads.
     """
 
     reads_first = False  # a draft begins with the second token, and the state at the first
@@ -114,15 +112,7 @@ class EagleInput(StatesInput):
 
 
 class Eagle3Input(StatesInput):
-    """The input embedding: a token's embedding and a state, (..., 2 H).
-
-    Args:
-        tokens: (V, H) the draft's own, or the target's.
-        taps: how many.
-        size: width of each.
-        norms: of what is read.
-        epsilon: of the norms.
-    """
+    """The input embedding: a token's embedding and a state, (..., 2 H), of `taps` states."""
 
     reads_first = False  # a draft begins with the second token, and the state at the first
 

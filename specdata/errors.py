@@ -39,11 +39,7 @@ class VocabularyMismatchError(ValueError):
 
 
 class NotFiniteError(ConfigError):
-    """A model's weights or logits are NaN or infinite, so they give no distribution.
-
-    Args:
-        model: its name, where that is known.
-    """
+    """A model's weights or logits are NaN or infinite, so they give no distribution."""
 
     def __init__(self, model: str = "a model") -> None:
         super().__init__(
@@ -105,17 +101,11 @@ USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewi
 
 
 def trouble_outside(error: BaseException) -> OSError | None:
-    """What a machine lacks behind an error, if that is what it is: disk, memory, another process.
+    """What a machine lacks behind an error, disk, memory, another process; None if it is another.
 
     Libraries wrap what the system reported: `datasets` in an error of generating, safetensors,
-    tokenizers and torch in errors of their own that carry no error number.
-
-    Args:
-        error: what was raised; the errors that it was raised from, or while handling, are looked
-            at as well.
-
-    Returns:
-        An error that says it, and what to lower; None if `error` is something else.
+    tokenizers and torch in errors of their own that carry no error number. So the errors that it
+    was raised from, or while handling, are looked at as well.
     """
     link: BaseException | None = error
     seen: set[int] = set()

@@ -81,8 +81,7 @@ def stopping_on_signals() -> Iterator[None]:
 def until_checkpoint() -> Iterator[None]:
     """Let a signal wait while the block runs, which must ask for it (`asked_of_any`).
 
-    Raises:
-        Interrupted: at the block's end, if a signal came that it did not ask for.
+    One that it did not ask for raises Interrupted at the block's end.
     """
     _request.waits = True
     try:

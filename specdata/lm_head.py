@@ -42,22 +42,20 @@ def hidden_states(
     cache: Cache | None = None,
     trained: bool = False,
 ) -> Tensor:
-    """Return the last hidden state at each position, after the model consumed the token there.
+    """(B, T) ids -> (B, T, H) last hidden states, after the model consumed the token there.
 
-    Equal to `output_hidden_states=True`'s last entry, without the logits and the other layers.
+    Equal to `output_hidden_states=True`'s last entry, without the logits and the other layers, in
+    the model's precision. Ids beyond its vocabulary are replaced (`known_ids`).
 
     Args:
         model: a causal language model.
-        input_ids: (B, T); ids beyond the model's vocabulary are replaced (`known_ids`).
+        input_ids: (B, T).
         attention_mask: (B, T), 1 at tokens, 0 at padding; or (B, 1, T, T), added to the attention's
             scores. Padding on the right needs none: a causal model reads nothing to the right.
         position_ids: (B, T), where tokens stand if not one after the other.
         cache: an empty one, without which transformers takes positions that go back for the
             beginnings of other texts.
         trained: whether a gradient reaches the model, where gradients are enabled.
-
-    Returns:
-        (B, T, H) in the model's precision.
     """
     # Not every model takes these, so they are passed only where they are given.
     given = {"position_ids": position_ids}
@@ -87,9 +85,7 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 def capturing_hidden(model: PreTrainedModel, capture: Callable[[Tensor], object]) -> Iterator[None]:
     """Pass what the output embedding reads to `capture`, in every forward in the `with` block.
 
-    Args:
-        model: a causal language model, or a wrapper of one that forwards `get_output_embeddings`.
-        capture: called with (B, rows, H), the positions that logits are made of.
+    That is (B, rows, H), of the positions that logits are made of.
     """
     embedding: nn.Module | None = model.get_output_embeddings()
     if embedding is None:

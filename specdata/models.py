@@ -60,8 +60,9 @@ def load_model(
 ) -> Any:
     """Load a causal LM from a folder or the Hub, in eval mode.
 
-    Code that comes with a model is never run: see `from_hub`. A draft with a reduced
-    vocabulary (`specdata.draft_vocabulary`) gets logits as wide as its vocabulary all the same.
+    Code that comes with a model is never run: see `from_hub`. A draft with a reduced vocabulary
+    (`specdata.draft_vocabulary`) gets logits as wide as its vocabulary all the same. The `device`
+    of a model that is spread over several places is the one that token ids go to.
 
     Args:
         name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION. Adapters in a
@@ -70,9 +71,6 @@ def load_model(
         load: where they lie; by default all on `device()`.
         target: of a draft that reads its target's states, where that is; by default where it was
             when the draft was made. It is loaded when the draft is first asked to read a text.
-
-    Returns:
-        The model. Spread over several places its `device` is the one that token ids go to.
     """
     dtype = load.dtype or dtype
     if dtype not in DTYPES:
@@ -131,19 +129,9 @@ def read_model(
 ) -> tuple[Any, dict[str, Any]]:
     """Load as transformers does, drafts with a reduced vocabulary, too.
 
-    Of a wrapper (`...ForConditionalGeneration`) only the language model is loaded.
-
-    Args:
-        source: folder or Hub id.
-        revision: on the Hub.
-        dtype: of the weights, or "auto".
-        load: where they lie; with one device, on the CPU at first.
-
-    Returns:
-        The model, and what transformers says of keys that are missing, unexpected or misfit.
-
-    Raises:
-        OSError, ValueError: of transformers.
+    Of a wrapper (`...ForConditionalGeneration`) only the language model is loaded. With one device
+    it lies on the CPU at first. Also returns what transformers says of keys that are missing,
+    unexpected or misfit; raises its OSError and ValueError.
     """
     whole, options = _config(source, revision), _options(load)
     config, kind = _language_model(whole)
@@ -421,13 +409,7 @@ def _damaged_weights(name: str) -> str:
 
 
 def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
-    """Load something that transformers reads, with errors that say what to do.
-
-    Args:
-        what: is loaded, in words.
-        name: folder or Hub id.
-        load: loads it.
-    """
+    """Load something (`what`) that transformers reads, with errors that say what to do."""
     try:
         return load()
     except Exception as error:

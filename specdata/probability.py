@@ -37,13 +37,9 @@ SORTED_WHOLE = 64
 def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """Return the distribution that tokens are drawn from: temperature, then top-k, then top-p.
 
-    Args:
-        logits: (..., V), any float type.
-        sampling: the warp; the same object must be used for p and for q.
-
-    Returns:
-        (..., V) probabilities, float32 (float64 if the logits are float64), rows sum to 1; to NaN
-        where the largest logit is NaN or infinite, so that who draws from a row sees it.
+    (..., V) logits of any float type -> (..., V), float32 (float64 if the logits are); rows sum to
+    1, or to NaN where the largest logit is NaN or infinite, so that who draws from a row sees it. p
+    and q must have the same sampling.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0.0:
@@ -68,12 +64,7 @@ def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Keep the smallest set of most likely tokens whose mass reaches top_p, and normalise.
 
-    Args:
-        probs: (..., V); rows may miss mass, as long as what is there reaches top_p.
-        top_p: in (0, 1].
-
-    Returns:
-        (..., V), rows sum to 1.
+    (..., V) -> (..., V); rows may miss mass, as long as what is there reaches top_p.
     """
     size = probs.shape[-1]
     rows = probs.reshape(-1, size)
@@ -120,14 +111,9 @@ def to_vocabulary(logits: Tensor, size: int) -> Tensor:
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Map uniforms in [0, 1) to tokens; a token of probability 0 is never returned.
+    """Map uniforms (...) in [0, 1) to tokens of (..., V) non-negative weights.
 
-    Args:
-        probs: (..., V) non-negative weights, not all zero in a row.
-        uniform: (...) one uniform a row.
-
-    Returns:
-        (...) token ids, int64; NO_TOKEN in a row whose sum is no positive number.
+    (...) ids, int64, never of probability 0; NO_TOKEN in a row whose sum is no positive number.
     """
     return inverse_cdfs(probs, uniform.unsqueeze(-1)).squeeze(-1)
 
@@ -135,13 +121,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 def drawn_tokens(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
     """The tokens that uniforms choose: `inverse_cdf` of the `probabilities` of logits.
 
-    Args:
-        logits: (B, V).
-        sampling: the warp.
-        uniform: (B,) in [0, 1).
-
-    Returns:
-        (B,) token ids, int64; NO_TOKEN in a row of logits that are not finite.
+    (B, V) logits and (B,) uniforms -> (B,) ids; NO_TOKEN in a row of logits that are not finite.
     """
     at_once = len(logits) if logits.device.type != "cpu" else _rows_at_once(logits.shape[-1])
     if len(logits) <= at_once:
@@ -193,11 +173,7 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def draw_one(probs: Tensor, generator: torch.Generator) -> int:
-    """Draw one token from one distribution (V,): what `draw` returns.
-
-    Raises:
-        NotFiniteError: if it is none, here and in what follows.
-    """
+    """Draw one token from one distribution (V,): what `draw` returns; NotFiniteError for none."""
     return draw_several(probs, 1, generator)[0]
 
 
@@ -235,13 +211,8 @@ def draw_and_read(
 ) -> tuple[int, tuple[float, ...] | None]:
     """Draw one token from one distribution (V,), and what is to be known of it in the same read.
 
-    Args:
-        probs: (V,).
-        generator: gives one uniform, as for `draw_one`.
-        numbers: gives (m,) numbers of a token (1,).
-
-    Returns:
-        What `draw_one` returns, and the numbers; None where they can be read later as well.
+    `numbers` gives (m,) numbers of a token (1,). They come with what `draw_one` returns; None where
+    they can be read later as well.
     """
     if numbers is None or not read_waits(probs):
         return draw_one(probs, generator), None

@@ -23,14 +23,8 @@ class SamplingConfig:
 
     A standard dataclass rather than a `Config`, because the library constructs it by position,
     `SamplingConfig(1.0, 0, 1.0)`, and uses it as a value: hashed, compared, part of other settings.
-
-    Args:
-        temperature: softmax temperature; 0 makes the distribution one-hot at the largest logit.
-        top_k: keep the k largest logits; 0 keeps all.
-        top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
-
-    Raises:
-        ValueError: if a value lies outside its range.
+    Temperature 0 makes the distribution one-hot at the largest logit. Raises ValueError for a value
+    outside its range.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

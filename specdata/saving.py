@@ -37,15 +37,11 @@ TOKENIZER_FILES = (
 
 
 def copy_tokenizer(name: str, folder: Path) -> None:
-    """Copy the tokenizer of a model into a folder, each file byte for byte.
+    """Copy the tokenizer of a model into the folder of another, each file byte for byte.
 
     Saving a loaded tokenizer writes the names and settings of the installed transformers, which
     older ones and other engines refuse. Only if the files make another tokenizer here (without a
     `tokenizer_class` its kind follows from the model that it lies beside) is it saved that way.
-
-    Args:
-        name: folder or Hub id of the model whose tokenizer it is.
-        folder: another model, saved there before; files of the same names are replaced.
     """
     tokenizer = load_tokenizer(name)
     source, revision = hub_source(name)
@@ -80,9 +76,6 @@ def add_former_names(folder: Path) -> None:
     nothing: the model answers, with other rotations. transformers 5 reads both.
 
     A draft on its target's states gets a `model_type` that transformers does not know.
-
-    Args:
-        folder: a folder written by `save_pretrained`.
     """
     path = folder / CONFIG_NAME
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

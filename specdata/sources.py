@@ -29,11 +29,7 @@ def hub_source(name: str) -> tuple[str, str | None]:
 def base_of_adapters(folder: str) -> str | None:
     """The model that a folder's adapters were trained in: a folder, or OWNER/NAME@REVISION.
 
-    Args:
-        folder: any model's name.
-
-    Returns:
-        None if this is no folder of adapters alone: one with config.json has weights of its own.
+    None if this is no folder of adapters alone: one with config.json has weights of its own.
     """
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file() or path.with_name("config.json").is_file():
@@ -56,16 +52,7 @@ def base_of_adapters(folder: str) -> str | None:
 
 
 def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrainedModel:
-    """Merge a folder's adapters into the model that they were trained in.
-
-    Args:
-        model: the base; changed in place.
-        folder: with `adapter_config.json` and the adapters.
-        base: the base's name, for messages.
-
-    Returns:
-        An ordinary model.
-    """
+    """Merge a folder's adapters into the base that they were trained in, in place."""
     import peft
 
     try:

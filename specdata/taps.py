@@ -63,10 +63,7 @@ def capturing_taps(
 ) -> Iterator[None]:
     """Pass the taps to `capture` in every forward in the `with` block.
 
-    Args:
-        model: the target.
-        taps: which, in increasing order.
-        capture: called with (B, T, taps x H) at every token that the forward reads.
+    In increasing order, (B, T, taps x H), at every token that the forward reads.
     """
     if not taps:
         yield
@@ -121,13 +118,7 @@ def install(
 ) -> StatesInput:
     """Make of a model cut from its target a draft that reads the target's states, in place.
 
-    Its new maps are not set yet.
-
-    Args:
-        model: with the target's input embedding.
-        target: the target.
-        taps: which states.
-        depths: of `StatesInput`.
+    It has the target's input embedding; its new maps are not set yet.
     """
     record, width = record_of(target, taps), model.config.get_text_config().hidden_size
     if model.get_output_embeddings().bias is not None:
@@ -158,11 +149,7 @@ def record_of(target: PreTrainedModel, taps: Sequence[int]) -> dict[str, Any]:
 def attach(
     draft: PreTrainedModel, target: PreTrainedModel, store: StateStore | None = None
 ) -> list[int]:
-    """Let a draft that reads states read them of a target, and keep them in a store.
-
-    Returns:
-        The taps.
-    """
+    """Let a draft read states of a target, and keep them in a store; returns the taps."""
     record, reads = TargetStates.of(draft.config), states_input(draft)
     if reads is None:
         raise ConfigError(

@@ -63,10 +63,8 @@ def has_taps(rollouts: Dataset) -> bool:
 def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -> Iterator[None]:
     """Inside, a draft that reads states takes those stored with the texts that it reads, if any.
 
-    Args:
-        draft: any draft.
-        rows: B rollouts, of which completions may have been cut since.
-        length: T of the ids that it reads of them, padding on the right included.
+    `rows` are B rollouts, whose completions may have been cut since; `length` is T of the ids that
+    it reads of them, padding on the right included.
     """
     reads = states_input(draft)
     taps = [] if reads is None else TargetStates.of(draft.config).taps
@@ -97,16 +95,10 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
 def stored_states(
     row: Mapping[str, Any], target: LMHead, dtype: torch.dtype | None = None
 ) -> Tensor | None:
-    """The target's states at the completion tokens of a stored rollout.
+    """(C, H) of the target at the completion tokens of a stored rollout, on the CPU.
 
-    Args:
-        row: a rollout, of which the completion may have been cut since.
-        target: the model that they are stored of.
-        dtype: the precision that it had when it made them, if it has another now.
-
-    Returns:
-        (C, H) on the CPU, in that precision; None if the rollout was stored without, or if the
-        target's logits are not made of its states.
+    In the precision `dtype` that it had when it made them, if it has another now. None if the
+    rollout was stored without, or if the target's logits are not made of its states.
     """
     stored = row.get(COLUMN)
     if stored is None or target.embedding is None:

@@ -23,15 +23,8 @@ def progress(
 ) -> tqdm[Any]:
     """Show on stderr how far a piece of work is: a bar, or lines where stderr is no terminal.
 
-    Args:
-        total: units in all.
-        label: what is being done.
-        unit: what is counted.
-        done: units that an earlier run has done.
-        is_shown: False for the processes that print nothing.
-
-    Returns:
-        What is told of each unit with `update`, and closed as a context.
+    What it returns is told of each unit with `update`, and closed as a context. `done` are units of
+    an earlier run; processes that print nothing show none.
     """
     from tqdm import tqdm
 
@@ -76,14 +69,8 @@ def visible(text: str) -> str:
 def tell(error: Exception) -> int:
     """Print an error that a user can act on, without passwords and control characters.
 
-    Args:
-        error: what a command raised.
-
-    Returns:
-        The exit status: 2 for unusable configuration or input, 1 for trouble while running.
-
-    Raises:
-        Exception: the error, if it is a defect of the program.
+    Returns the exit status: 2 for unusable configuration or input, 1 for trouble while running.
+    Raises the error again if it is a defect of the program.
     """
     from safetensors import SafetensorError
 

@@ -115,11 +115,9 @@ class TextBatch:
         return self.labels[:, 1:][self.is_predicted]
 
     def states(self, head: LMHead, rows: Rows | None = None) -> Tensor:
-        """(N, H) a model's states that predict the tokens.
+        """(N, H) states that predict the tokens; a draft on states has its target read the texts.
 
-        Args:
-            head: of the model; a draft on its target's states has the target read the texts.
-            rows: the rows that `examples` are of, which may store these states.
+        `rows` are those that `examples` are of, which may store these states.
         """
         ids = self.input_ids[:, :-1].to(head.model.device)
         check_length(head.model.config, ids.shape[1])
@@ -311,13 +309,8 @@ def along_pair(
 ) -> list[dict[str, Tensor]]:
     """As `along`, of p and q (C, V), float64, of a target and its draft.
 
-    Args:
-        pair: target and draft.
-        rows: the texts.
-        samplings: the warp of both, or of each.
-        columns_at: p, q, and the positions of a batch that they are of -> (C, ...) columns.
-        places: as `along`.
-        report: as `along`.
+    `columns_at` makes (C, ...) columns of p, q and the positions of a batch that they are of;
+    `samplings` is the warp of both, or of each.
     """
     heads = [find_lm_head(model) for model in pair]
     vocabulary, device = heads[0].vocabulary, heads[0].model.device
@@ -361,9 +354,7 @@ def text_length(row: Row) -> int:
 def by_length(lengths: Sequence[int], tokens_at_once: int) -> Iterator[list[int]]:
     """Indices of rows that go together: of like length, longest first.
 
-    Args:
-        lengths: tokens of each row.
-        tokens_at_once: most tokens of a batch, padding included; a longer row goes by itself.
+    A batch has at most `tokens_at_once`, padding included; a longer row goes by itself.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     while order:

@@ -77,12 +77,10 @@ def logits_content(rows: Dataset) -> bytes:
 
 
 def top_logit_columns(row: Mapping[str, Any], count: int, positions: int) -> dict[str, Tensor]:
-    """The top logits of one rollout: (C, N) or (C, 1) columns.
+    """The top logits of one rollout's first tokens: (C, N) or (C, 1) columns.
 
-    Args:
-        row: of `logits_of`, or the same as lists.
-        count: N.
-        positions: C, how many of its completion's tokens are wanted, from the first on.
+    Of a row of `logits_of`, or the same as lists; `positions` is C, counted from its completion's
+    first token on.
     """
     wide = {"top_ids", "top_logits"}
     return {
@@ -115,7 +113,7 @@ def top_logits(logits: Tensor, count: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TopLogitDistributions:
-    """The target's distributions from N top logits, or a refusal.
+    """The target's distributions from N = `count` top logits of V, or a refusal (ConfigError).
 
     Exact, up to the float32 of what is stored:
     - any sampler if N >= V;
@@ -133,15 +131,6 @@ class TopLogitDistributions:
     mean of min(1, p/q) over drafted tokens outside. The drafted tokens themselves are exact.
 
     Everything else is refused: the mass outside is not known at another temperature.
-
-    Attributes:
-        count: N.
-        vocabulary: V.
-        sampling: the sampler that tokens are served with.
-        bound: whether a bound will do.
-
-    Raises:
-        ConfigError: for a sampler that is neither exact nor an allowed bound.
     """
 
     count: int
@@ -224,12 +213,9 @@ class TopLogitDistributions:
 
 
 def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
-    """Count the positions of rows at which they do not decide their target's distributions.
+    """Count the positions of rows at which each of `laws` is not decided; what is not 0 is logged.
 
     Rows with the columns of `COLUMNS` are read once, without the target or a draft.
-
-    Returns:
-        The number for each of the known, which is logged if it is not 0.
     """
     undecided, positions = [0] * len(laws), 0
     for row in _rows_of(logits_of(rows)):

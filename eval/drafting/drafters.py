@@ -27,12 +27,7 @@ from specdata.probability import SamplingConfig, draw_and_read, draw_one, draw_s
 
 
 class Drafter(ABC):
-    """Proposes tokens after the committed tokens of one sequence.
-
-    Args:
-        sequences: of the draft models.
-        end_tokens: token ids after which nothing is drafted.
-    """
+    """Proposes tokens after the committed tokens of one sequence; nothing after an end token."""
 
     def __init__(self, sequences: Sequence[CachedSequence], end_tokens: frozenset[int]) -> None:
         self._sequences = tuple(sequences)
@@ -44,10 +39,7 @@ class Drafter(ABC):
     ) -> ForwardCoroutine[DraftTree]:
         """Draft at most `max_depth` tokens deep. `accept` is due before the next draft.
 
-        Args:
-            committed: the tokens of the sequence; the cache holds all but the last, or fewer.
-            max_depth: no path of the draft is longer; 0 allows no token.
-            generator: every draw.
+        The cache holds all committed tokens but the last, or fewer; the generator makes every draw.
         """
 
     def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
@@ -58,12 +50,9 @@ class Drafter(ABC):
     def accept(self, nodes: list[int], length: int) -> None:
         """Bring the cache in step with the sequence after the verification of a draft.
 
-        Before the first draft there is nothing to accept, and this changes nothing.
-
-        Args:
-            nodes: the accepted nodes of the last draft, from the root down.
-            length: committed tokens of the sequence, those of the nodes included; the cache then
-                holds at most as many.
+        `nodes` are those accepted of the last draft, from the root down; the cache then holds at
+        most `length` tokens, the committed ones, these included. Before the first draft there is
+        nothing to accept, and this changes nothing.
         """
 
     def observe(self, record: Round) -> None:  # noqa: B027 (most learn nothing)
@@ -93,13 +82,7 @@ class Drafter(ABC):
 
 
 class ChainDrafter(Drafter):
-    """Drafts one path, until the stopping rule, the maximal depth or an end token ends it.
-
-    Args:
-        sequence: the draft model's.
-        rule: when to stop.
-        end_tokens: token ids after which nothing is drafted.
-    """
+    """Drafts one path, until the stopping rule, the maximal depth or an end token ends it."""
 
     def __init__(
         self, sequence: CachedSequence, rule: ActiveRule, end_tokens: frozenset[int]
@@ -159,11 +142,9 @@ def _read(numbers: Numbers, known: tuple[Tensor, Tensor | None, Embed], token: T
 
 @dataclass(frozen=True, slots=True)
 class DraftPath:
-    """The drafting of one of several paths.
+    """The drafting of one of several paths, which may share a sequence of a draft model.
 
-    Args:
-        sequence: of the draft model that drafts it; paths may share one.
-        sampling: the sampling of its distributions, if not the sequence's own.
+    Its distributions are sampled as the sequence's own, unless it has a `sampling`.
     """
 
     sequence: CachedSequence
@@ -266,9 +247,8 @@ class BranchingDrafter(Drafter):
     ) -> ForwardCoroutine[dict[tuple[int, int], Tensor]]:
         """Run the nodes of a level.
 
-        Returns:
-            By the index of the draft that ran a node and the node: the distribution (V,) after it,
-            or the logits if paths have samplings of their own.
+        By the index of the draft that ran a node and the node: the distribution (V,) after it, or
+        the logits if paths have samplings of their own.
         """
         scores: dict[tuple[int, int], Tensor] = {}
         for index, draft in enumerate(self._drafts):

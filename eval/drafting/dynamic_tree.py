@@ -27,20 +27,13 @@ class DynamicTreeDrafter(Drafter):
     """Drafts the nodes with the most probable paths, level by level: one forward a level.
 
     After Li et al. 2024, EAGLE-2 (arXiv:2406.16858): the value of a node is the draft's probability
-    of its path. Of all that was seen, the most valuable nodes are kept; a level's nodes are run if
-    they are among these so far, since a child is worth no more than its parent. Ours is the end of
-    it: levels are added while the nodes that would be run are worth `gain` together.
+    of its path. Of all that was seen, the `nodes` most valuable are kept; a level's nodes are run
+    if they are among these so far, since a child is worth no more than its parent. Ours is the end
+    of it: of at most `depth` levels, one is added while the nodes that would be run are worth
+    `gain` together; 0 adds all.
 
     Nothing is drawn, so the draft is the same whatever the target will sample, and a verifier that
     follows the target's own sample (`naive`) is exact.
-
-    Args:
-        sequence: the draft model's.
-        nodes: most nodes of a draft.
-        depth: most levels.
-        gain: least sum of the values of a level's nodes for which the next level is drafted; 0: all
-            `depth` levels.
-        end_tokens: token ids after which nothing is drafted.
     """
 
     def __init__(
@@ -91,15 +84,11 @@ class DynamicTreeDrafter(Drafter):
 class _Seen:
     """All nodes that one draft has looked at; node 0 is the last committed token.
 
-    Args:
-        model: the draft.
-        count: most nodes to keep.
-
     Attributes:
         tokens: the token of node i + 1.
         parents: the node that node i + 1 follows.
         values: probability of the path down to each node, node 0 first.
-        best: the most valuable nodes, in the order in which they were seen.
+        best: the `count` most valuable nodes, in the order in which they were seen.
         newest: those of them that the last `extend` added.
     """
 

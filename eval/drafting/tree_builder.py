@@ -17,10 +17,6 @@ from eval.drafts import DraftTree, How, TreeShape, path_to
 class TreeBuilder:
     """A draft tree to which nodes are added, parents before their children.
 
-    Args:
-        how: how siblings are drawn.
-        shape: "paths" or "tree".
-
     Attributes:
         tokens: the token of node i + 1.
         parents: the node that node i + 1 follows.
@@ -40,14 +36,10 @@ class TreeBuilder:
     def add_distribution(self, parent: int, distribution: Tensor, source: Hashable = None) -> int:
         """The index of the distribution that children of a node are to be drawn from.
 
-        Paths with the same tokens so far continue from one distribution, the first that was given:
-        rows that differ by rounding would leave a token recorded with another distribution than the
-        one that its competitors were drawn from.
-
-        Args:
-            parent: the node.
-            distribution: (V,).
-            source: what made it, where paths of one tree have several drafts or temperatures.
+        Paths with the same tokens so far continue from one distribution (V,), the first that was
+        given: rows that differ by rounding would leave a token recorded with another distribution
+        than the one that its competitors were drawn from. `source` is what made it, where paths of
+        one tree have several drafts or temperatures.
         """
         path = path_to(self.parents, parent)
         prefix = tuple(self.tokens[step - 1] for step in path)
@@ -85,13 +77,10 @@ class TreeBuilder:
 def drawn_chain(
     tokens: list[int], distributions: list[Tensor], planned: int, tail: Tensor | None = None
 ) -> DraftTree:
-    """A chain whose tokens were just drawn, without the checks of `DraftTree.chain`.
+    """A chain of L tokens that were just drawn, without the checks of `DraftTree.chain`.
 
-    Args:
-        tokens: L tokens.
-        distributions: the distribution (V,) that each was drawn from.
-        planned: the length that the chain was to have; at least L.
-        tail: (V,) the draft's distribution after the last token, if known.
+    Of the distribution (V,) of each; `planned` is the length that it was to have, at least L, and
+    `tail` (V,) the draft's distribution after the last token, if known.
     """
     order = torch.arange(len(tokens))
     stacked = torch.stack(distributions) if distributions else torch.empty(0, 0)

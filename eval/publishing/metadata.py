@@ -83,14 +83,8 @@ def metadata(
 ) -> tuple[ModelCardData, list[str]]:
     """The front matter of a card, and what it does not name because it is no Hub id.
 
-    Args:
-        about: licence, languages, data sets, what it was made from.
-        name: of the artefact.
-        target: the target, as the results name it.
-        library: that loads it.
-        tag: what it is.
-        relation: of the artefact to the draft that it was made from.
-        measured: the runs of one method, one a prompt set, whose metrics are given.
+    `relation` is that of the artefact to the draft that it was made from; `measured` are the runs
+    of one method, one a prompt set, whose metrics are given.
     """
     # Of a draft cut from its target both are the same.
     names = list(dict.fromkeys(filter(None, [about.base_model, target])))

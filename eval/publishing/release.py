@@ -77,24 +77,13 @@ def release_draft(
     The settings make transformers draft as many tokens a round as were measured to be best in its
     own loop; where that was not measured they leave it to transformers. A draft on its target's
     states, which transformers refuses, comes without code, as it was measured, and names its
-    target. The folder appears when all of it, the upload included, is done.
-
-    Args:
-        source: folder of the draft, as the results name it.
-        out: folder to make; must not exist.
-        results: measurements of this draft.
-        about: base model, license, further measures.
-        push_to: Hub id to upload to; None uploads nothing.
-        private: whether a repository made by the upload is private.
-
-    Returns:
-        `out`.
+    target. The folder appears when all of it, the upload included, is done; nothing is uploaded
+    unless `push_to` names a repository, which is made private unless told otherwise.
 
     Raises:
         ManifestError: if the results do not measure this draft at a fixed length, were changed by
             hand, or the weights do not fit the configuration.
         VocabularyMismatchError: if the target's tokenizer differs from the draft's.
-        ConfigError: if `push_to` is no Hub id, or the target cannot be loaded.
         FileExistsError: if `out` exists.
     """
     about, name = about or About(), push_to or out.name
@@ -248,10 +237,8 @@ def release_head(
 def head_run(results: Results, method: str | None = None) -> Run:
     """A run of the method whose threshold a head's card names.
 
-    Args:
-        results: an evaluation with a head.
-        method: the one that was chosen on held-out rollouts. Without one it is that of most
-            tokens a second over all prompt sets, or, where nothing was timed, a target's forward.
+    That is the `method` that was chosen on held-out rollouts. Without one it is that of most tokens
+    a second over all prompt sets, or, where nothing was timed, a target's forward.
     """
     heads = [
         row

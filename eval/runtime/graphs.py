@@ -110,15 +110,9 @@ class _GraphKind(NamedTuple):
 class ForwardGraphs:
     """The graphs of one model, one for each `_GraphKind`, made when they are first needed.
 
-    Args:
-        model: the model, which is not kept alive.
-        versions: of its weights; the graphs are valid for these only.
-        compiled: whether graphs go through `torch.compile`.
-        taps: states inside the model that they give (`specdata.taps`).
-
-    Raises:
-        ConfigError: if the model's forward depends on the length of the sequence, or is spread
-            over devices.
+    They are valid for these `versions` of its weights only; the model is not kept alive. `taps` are
+    states inside the model that they give (`specdata.taps`). Raises ConfigError if the model's
+    forward depends on the length of the sequence, or is spread over devices.
     """
 
     def __init__(
@@ -174,7 +168,6 @@ class ForwardGraphs:
 
         Raises:
             CaptureError: if the forward cannot be captured.
-            ConfigError: if its graph gives other logits.
         """
         count = ids.shape[1]
         # Forwards with an empty cache would be compiled for separately.
@@ -306,13 +299,10 @@ def drafted_forward(model: PreTrainedModel) -> Graph:
 def eager_forward(
     model: PreTrainedModel, masks: int, last: bool, taps: Sequence[int] = ()
 ) -> Graph:
-    """The model's forward as a function of tensors only.
+    """The model's forward as a function of tensors only, which gives `taps`, too.
 
-    Args:
-        model: the model.
-        masks: 0, 1 for a mask, 2 for that and the key positions of a sight.
-        last: whether logits of the last token alone are needed.
-        taps: states that it gives.
+    `masks` are as of `_GraphKind`, those of a sight with its key positions; with `last`, logits of
+    the last token alone are needed.
     """
     kinds, cached = cached_layers(model.config), cache_argument(model)
 

@@ -29,9 +29,6 @@ class KVCache(Cache):  # type: ignore[misc]
 
     Before a forward, `place` says where the new tokens go; each layer's `update` then stores their
     keys and values there and returns those of all positions that may be attended to.
-
-    Args:
-        kinds: what each layer of the model keeps.
     """
 
     def __init__(self, kinds: Sequence[LayerKind]) -> None:
@@ -52,8 +49,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def reserve(self, slots: int, capacity: int) -> bool:
         """Have buffers of at least (slots, heads, capacity, size); what is stored stays.
 
-        Returns:
-            False if no forward has shown the number of heads and their size yet.
+        False if no forward has shown the number of heads and their size yet.
         """
         if self.stores[0].template is None:
             return False
@@ -94,8 +90,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def views(self, slot: int, end: int) -> list[Tensor] | None:
         """Keys and values of every layer, as views (1, heads, end, size) of one slot.
 
-        Returns:
-            None before the first forward, which shows the sizes.
+        None before the first forward, which shows the sizes.
         """
         first = self.stores[0].keys
         fits = first is not None and slot < first.shape[0] and end <= first.shape[2]
@@ -164,14 +159,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new tokens.
+        """Store the new tokens; (B, heads, end, size) of all positions that may be attended to.
 
-        Args:
-            key_states: (B, heads, n, size); (1, heads, n, size) if all tokens are in one row.
-            value_states: as the keys.
-
-        Returns:
-            Keys and values of all positions that may be attended to, (B, heads, end, size).
+        Theirs are (B, heads, n, size); (1, heads, n, size) if all tokens are in one row.
         """
         self.template = key_states[:0, :, :0], value_states[:0, :, :0]
         self.reserve(self.slots.stop, self.end)

@@ -100,11 +100,7 @@ class Packing:
 
 
 def pack(forwards: Mapping[int, tuple[Sequence[int], Layout]]) -> Packing:
-    """Put the tokens of several sequences into one row.
-
-    Args:
-        forwards: tokens and their layout, by slot.
-    """
+    """Put the tokens of several sequences, given with their layout by slot, into one row."""
     rows: list[list[int]] = [[], [], [], [], []]
     starts, ends = [0] * (max(forwards) + 1), {}
     for slot, (tokens, layout) in forwards.items():

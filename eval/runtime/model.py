@@ -182,9 +182,8 @@ class CachedModel:
     def warm_up(self, appends: Sequence[tuple[int, int]], nodes: Sequence[int] = ()) -> None:
         """Make the graphs that decoding will need, so that none is made while something is timed.
 
-        Args:
-            appends: (tokens, logits to keep) of the forwards that follow a prompt.
-            nodes: numbers of nodes by which a draft tree will be extended.
+        `appends` are (tokens, logits to keep) of the forwards that follow a prompt, `nodes` numbers
+        of nodes by which a draft tree will be extended.
         """
         if self._graphs is None:
             return
@@ -215,11 +214,7 @@ class CachedModel:
         return [(100 + 31 * place) % self.vocabulary for place in range(count)]
 
     def run(self, forward: Forward) -> Tensor:
-        """Run one forward by itself.
-
-        Returns:
-            Logits (logits_to_keep, V).
-        """
+        """Run one forward by itself: logits (logits_to_keep, V)."""
         layout = forward.layout()
         if isinstance(forward.sequence, AheadSequence):
             return self._commit(forward, layout, self._run_ahead(forward.sequence, forward))
@@ -227,11 +222,7 @@ class CachedModel:
         return self._commit(forward, layout, run(forward, layout))
 
     def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """Run one forward of each of several sequences, together where that pays.
-
-        Returns:
-            The logits (logits_to_keep, V) of each.
-        """
+        """Run one forward of each of several sequences, together where that pays: their logits."""
         joined = [
             index
             for index, forward in enumerate(forwards)
@@ -276,13 +267,8 @@ class CachedModel:
     def _commit(self, forward: Forward, layout: Layout, outputs: Outputs) -> Tensor:
         """Commit a forward that has run to its sequence; every forward ends here.
 
-        Args:
-            forward: what was run.
-            layout: where its tokens were written.
-            outputs: of them, without rows.
-
-        Returns:
-            Logits (logits_to_keep, N), N = V but for a reduced vocabulary.
+        Its outputs are without rows. Returns logits (logits_to_keep, N), N = V but for a reduced
+        vocabulary.
         """
         logits, hidden, taps = outputs
         states = None if hidden is None else hidden[-forward.logits_to_keep :]

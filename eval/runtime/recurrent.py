@@ -39,9 +39,6 @@ NAMES = (
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """The recurrent states of one layer, of every slot, and copies of them to go back to.
 
-    Args:
-        count: how many states the layer has.
-
     Attributes:
         used: numbers of the states that a mixer has read or written.
     """
@@ -116,10 +113,8 @@ def _copy(state: State) -> State:
 class Mixer:
     """A module of a model that reads and writes recurrent states of the cache.
 
-    Args:
-        module: the module.
-        stepwise: it forgets its state over several tokens at once (Mamba), so that it reads each
-            by itself.
+    A `stepwise` one forgets its state over several tokens at once (Mamba), so that it reads each by
+    itself.
     """
 
     module: Any
@@ -149,11 +144,8 @@ def keeping_states(
 ) -> Iterator[None]:
     """Inside, a forward reads `count` tokens, and the states after the `committed` first are kept.
 
-    Args:
-        mixers: the model's.
-        kv_cache: its cache, whose recurrent layers are in the sequence's slot.
-        committed: 0 if the forward reads drafted tokens alone.
-        count: tokens of the forward.
+    The cache's recurrent layers are in the sequence's slot; `committed` is 0 if the forward reads
+    drafted tokens alone.
     """
     split = [mixer for mixer in mixers if mixer.stepwise or 0 < committed < count]
     before = [vars(mixer.module).get("forward") for mixer in split]

@@ -126,9 +126,6 @@ def run_batch(
         last: the model whose forwards run only when no other model has any to run. With the target
             here, sequences whose drafts differ in length are still verified together.
         report: called with 1 when a job ends.
-
-    Returns:
-        What each coroutine returned, in the order of the jobs.
     """
     queue = deque(enumerate(jobs))
     # What can go on: job, slot, coroutine, and the logits that it is sent (none to begin with).
@@ -216,10 +213,8 @@ class CachedSequence:
     def append(self, tokens: list[int], logits_to_keep: int, drafted: int = 0) -> Forward:
         """The forward that appends tokens to a chain. No nodes may be in the cache.
 
-        Args:
-            tokens: n tokens.
-            logits_to_keep: logits are needed after this many of the last ones.
-            drafted: this many of the last ones are not committed yet.
+        Logits are needed after `logits_to_keep` of the last ones; `drafted` of them are not
+        committed yet.
         """
         return Forward(self, tokens, logits_to_keep, drafted=drafted)
 
@@ -257,11 +252,8 @@ class CachedSequence:
     ) -> None:
         """Take account of a forward of this sequence that has run.
 
-        Args:
-            forward: what was run.
-            layout: where its tokens were written.
-            states: (n, H) what the lm_head read at the last tokens, if it was captured.
-            taps: (n, F) the taps of all its tokens, if they were captured.
+        Of what its layout says it wrote; (n, H) what the lm_head read at the last tokens and (n, F)
+        taps of all its tokens, if they were captured.
         """
         if taps is not None:
             end = layout.start + len(taps)
@@ -284,8 +276,7 @@ class CachedSequence:
     def accept(self, nodes: Sequence[int]) -> None:
         """Commit a path of nodes, given from the root down, and drop the other nodes.
 
-        Raises:
-            ValueError: if a node is not in the cache.
+        Raises ValueError if a node is not in the cache.
         """
         cached = len(self.ancestors)
         if any(not 0 < node <= cached for node in nodes):

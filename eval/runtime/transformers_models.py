@@ -191,13 +191,8 @@ def check_rope(model: PreTrainedModel, prompt_length: int, max_length: int, *, a
     """Refuse sequences whose distributions would depend on how many tokens a forward reads.
 
     A length-dependent rope takes the frequencies of a whole forward from its last position, and the
-    keys in the cache keep those that they were written with.
-
-    Args:
-        model: the target.
-        prompt_length: tokens of the prompt.
-        max_length: most tokens of the sequence, the prompt included.
-        alone: whether forwards serve this sequence only.
+    keys in the cache keep those that they were written with. `max_length` counts the prompt, too;
+    `alone` says whether forwards serve this sequence only.
     """
     rope, config = length_dependent_rope(model), model.config.get_text_config()
     if rope is None:
@@ -241,10 +236,7 @@ def can_pack(model: PreTrainedModel) -> bool:
 def attending_packed(model: PreTrainedModel, slots: Tensor, columns: Tensor) -> Iterator[None]:
     """Inside, the model attends by `packed_attention`.
 
-    Args:
-        model: the model.
-        slots: (n,) of each token.
-        columns: (n,) its place among the tokens of its slot.
+    Of (n,) slots and (n,) columns, the place of each token among the tokens of its slot.
     """
     config = model.config.get_text_config()
     before = config._attn_implementation
@@ -268,16 +260,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attend from packed tokens to the keys and values of their own slots.
 
-    Args:
-        module: the attention layer.
-        query: (1, heads, n, size).
-        key: (B, key heads, end, size), of every slot.
-        value: (B, key heads, end, size).
-        attention_mask: (B, 1, m, end), additive.
-        **kwargs: what else the model passes to its attention, such as its scaling.
-
-    Returns:
-        (1, n, heads, size).
+    (1, heads, n, size) queries, (B, key heads, end, size) keys and values of every slot and a
+    (B, 1, m, end) additive mask -> (1, n, heads, size).
     """
     slots, columns = (places.to(query.device) for places in _PLACES.get())
     _, heads, _, size = query.shape

@@ -113,13 +113,9 @@ def two_drafts(
 ) -> list[dict[str, Any]]:
     """Acceptance of two drafts over few tokens (Khisti et al. 2025, Example 1 and Figure 2).
 
-    Args:
-        q: (V,) the draft's distribution.
-        fixed: the first V - 2 probabilities of each target, whose last two are x and the rest.
-        points: how many x, evenly from 0 to the rest.
-
-    Returns:
-        Records of `target`, `x`, `scheme` ("optimal", "SpecTr", "SpecInfer") and `acceptance`.
+    `fixed` are the first V - 2 probabilities of each target, whose last two are x and the rest, for
+    `points` x evenly from 0 to the rest. Records of `target`, `x`, `scheme` ("optimal", "SpecTr",
+    "SpecInfer") and `acceptance`.
     """
     draft = torch.tensor(q, dtype=torch.float64)
     records = []

@@ -63,10 +63,8 @@ def markov_chains(
 ) -> tuple[Tensor, Tensor, theory.Model, theory.Model]:
     """Two random chains whose transitions change with the position (Yin et al., section 5).
 
-    The target's logits are standard normal, the draft's lie around them with the given spread.
-
-    Returns:
-        p and q, (T, V + 1, V), row V for the first token, and the same as models.
+    The target's logits are standard normal, the draft's lie around them with the given spread: p
+    and q, (T, V + 1, V), row V for the first token, and the same as models.
     """
     generator = torch.Generator().manual_seed(seed)
     size = (horizon, vocabulary + 1, vocabulary)

@@ -119,13 +119,9 @@ def reproduce(
 ) -> Path:
     """Run a paper's protocol and write its page, JSON and figures; returns the page's path.
 
-    Args:
-        paper: its name, one of `PAPERS`.
-        options: of the pair's configuration, as a recipe takes them.
-        quick: measure less: minutes.
-        prompts: of each set, instead of the configuration's `count`.
-        out: folder of page and figures; by default OUTPUT/papers/PAPER.
-        drafts: further ones, for protocols of several; by default the draft before its training.
+    `options` are of the pair's configuration, as a recipe takes them; `prompts` of each set,
+    instead of the configuration's `count`. `quick` measures less: minutes. Further `drafts`, for
+    protocols of several, are by default the draft before its training.
     """
     protocol = protocol_of(paper, quick=quick)
     if prompts is not None and prompts < 1:

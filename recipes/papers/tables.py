@@ -147,12 +147,9 @@ def paper_figures(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def page(protocol: Mapping[str, Any], measured: Mapping[str, Sequence[Record]], of: str) -> str:
-    """The Markdown page of a paper.
+    """The Markdown page of a paper, of its records by measurement.
 
-    Args:
-        protocol: its tables and figures.
-        measured: records of every measurement by name.
-        of: what they were measured on, and by which command.
+    `of` says what they were measured on, and by which command.
     """
     parts = [f"# {protocol['title']}", of, protocol["differs"].strip()]
     words = WORDS | protocol.get("words", {})

@@ -30,7 +30,7 @@ def expected_rejections(
 
     One response is token verification: Yin et al. 2024 (arXiv:2411.00841), Theorem 1,
     E[N_rej] = sum_n E_{x_{1:n-1} ~ p}[TV(p, q)], the sum of what is returned; by their Theorem 2 no
-    lossless rejection rule has fewer. Drafts run to the end of the horizon, so a speed-up of
+    lossless rejection rule has fewer. Drafts run to the end of the horizon T, so a speed-up of
     T / E[N_rej] counts rejections as target calls.
 
     Several are Theorem 3. With f(x_{1:n}) the probability that the output
@@ -39,17 +39,9 @@ def expected_rejections(
         f(x_{1:n}) = f(x_{1:n-1}) Pi p^{M+1}(x_n) + (p(x_{1:n-1}) - f(x_{1:n-1})) (p - q)+(x_n)
         E[N_rej]   = sum_n sum_{x_{1:n-1}} p(x_{1:n-1}) TV(p, q) - f(x_{1:n-1}) (TV(p, q) - Pi)
 
-    Args:
-        p: the target.
-        q: the draft.
-        horizon: tokens to generate, T.
-        responses: M, rollouts in a batch; None for the limit M -> infinity, in which Pi is the
-            target's mass outside the draft's support (0 in the paper, which assumes full support).
-        memory: how many of the last tokens the distributions depend on, besides the position;
-            None for all.
-
-    Raises:
-        ValueError: if responses is below 1.
+    Without `responses` (M) it is the limit of many, in which Pi is the target's mass outside the
+    draft's support (0 in the paper, which assumes full support). `memory` is how many of the last
+    tokens the distributions depend on, besides the position; None for all.
     """
     if responses is not None and responses < 1:
         raise ValueError(f"a batch needs at least 1 response, got {responses}")
@@ -74,15 +66,7 @@ def expected_rejections(
 def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[float, Tensor]:
     """Pi = prod_m TV(p^m, q), the probability that M first tokens are all rejected, and p^{M+1}.
 
-    p^1 = p and p^{m+1} = norm((p^m - q)+).
-
-    Args:
-        p: (V,) the target's distribution.
-        q: (V,) the draft's.
-        responses: M; None is the limit of many.
-
-    Returns:
-        Pi, and p^{M+1}, (V,).
+    p^1 = p, (V,), and p^{m+1} = norm((p^m - q)+). Without `responses` (M) it is the limit of many.
     """
     if responses is None:
         outside = torch.where(q > 0, 0.0, p)
@@ -170,13 +154,9 @@ def _by_length(
 ) -> Tensor:
     """The sum of a value over the contexts of length 0, 1, .. count-1: float64 (count,).
 
-    Args:
-        extend: weights (V, k) of a prefix's extensions, given its own weights (k,).
-        weights: k; those of the empty prefix are 1.
-        count: how many lengths.
-        memory: contexts that agree in their last `memory` tokens are merged and their weights
-            added, which is exact where `extend` is linear and depends on those tokens only.
-        value: of a prefix and its weights.
+    `extend` gives the weights (V, k) of a prefix's extensions from its own weights (k,), 1 for the
+    empty prefix. Contexts that agree in their last `memory` tokens are merged and their weights
+    added, which is exact where `extend` is linear and depends on those tokens only.
     """
     sums = []
     start = torch.ones(weights, dtype=torch.float64)

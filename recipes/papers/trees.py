@@ -90,9 +90,8 @@ def k_configurations(budget: int, depth: int = DEEPEST) -> Iterator[tuple[int, .
 def expected_rounds(prefix_acceptance: Reals, lengths: NDArray[np.int64]) -> Reals:
     """(R,) rounds that texts take in expectation.
 
-    Args:
-        prefix_acceptance: (D, R, N) v_d of rounds that start at each position.
-        lengths: (R,) tokens of each text; those that are accepted beyond it end it.
+    Of (D, R, N) v_d of rounds that start at each position, and (R,) tokens of each text; those that
+    are accepted beyond it end it.
     """
     depth, rollouts, width = prefix_acceptance.shape
     reached = np.concatenate([np.ones((1, rollouts, width)), prefix_acceptance])
@@ -108,17 +107,10 @@ def expected_rounds(prefix_acceptance: Reals, lengths: NDArray[np.int64]) -> Rea
 
 
 def scales(p: Tensor, q: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
-    """The t of the residual (p - t q)+ after k = 1 .. `most` candidates, at C positions.
+    """The t of the residual (p - t q)+ after k = 1 .. `most` candidates: (C, most), rising.
 
-    Args:
-        p: (C, V) the target's distributions, float64.
-        q: (C, V) the draft's.
-        uniforms: (C, most - 1) in [0, 1), which draw the candidates that are rejected without
-            replacement; None for candidates drawn with replacement.
-        most: the largest k.
-
-    Returns:
-        (C, most), rising.
+    Of (C, V) p and q, float64; (C, most - 1) uniforms in [0, 1) draw the candidates that are
+    rejected without replacement, None is for candidates drawn with replacement.
     """
     remaining, t = q.clone(), torch.zeros_like(q[:, :1])
     scales_of = []
@@ -137,14 +129,9 @@ def scales(p: Tensor, q: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
 
 
 def accepted(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
-    """A_k at C positions for k = 1 .. `most`, given the text's token: (C, most), rising.
+    """A_k at C positions for k = 1 .. `most`, given the text's (C,) tokens: (C, most), rising.
 
-    Args:
-        p: (C, V) the target's distributions.
-        q: (C, V) the draft's.
-        tokens: (C,) of the text.
-        uniforms: as for `scales`.
-        most: the largest k.
+    Of (C, V) p and q; uniforms are as for `scales`.
     """
     p, q = (each.double() / each.double().sum(dim=-1, keepdim=True) for each in (p, q))
     p_x, q_x = (each.gather(-1, tokens.unsqueeze(-1)) for each in (p, q))
@@ -162,16 +149,10 @@ def acceptance_along(
     most: int,
     seed: int,
 ) -> Acceptance:
-    """Run both models over rollouts of the target.
+    """Run both models over rollouts of the target, at least one.
 
-    Args:
-        texts: rollouts, at least one.
-        target: the model that wrote them.
-        draft: the model of q.
-        sampling: how they were sampled, and how the draft's candidates are.
-        siblings: how candidates of a position are drawn.
-        most: the largest width.
-        seed: of the rejected candidates; each rollout's own is made of it.
+    `sampling` is how they were sampled, and how the draft's candidates are; `most` is the largest
+    width. The seed is that of the rejected candidates; each rollout's own is made of it.
     """
 
     def uniforms(row: Mapping[str, Any]) -> Tensor:
@@ -206,15 +187,9 @@ def acceptance_along(
 def search(acceptance: Acceptance, budget: int, ratio: float) -> list[Record]:
     """Every k-configuration of at most `budget` paths, and what it is expected to emit.
 
-    Args:
-        acceptance: along held-out text.
-        budget: most paths.
-        ratio: t_draft / t_target; a round is taken to cost one forward of the target and one of
-            the draft for each level.
-
-    Returns:
-        Records of `widths`, such as 4x2x1x1, `paths` (leaves), `nodes` (N), `block_efficiency`,
-        and `speedup` over plain decoding.
+    `ratio` is t_draft / t_target; a round is taken to cost one forward of the target and one of the
+    draft for each level. Records of `widths`, such as 4x2x1x1, `paths` (leaves), `nodes` (N),
+    `block_efficiency`, and `speedup` over plain decoding.
     """
     _, group = np.unique(acceptance.prompts, return_inverse=True)
     weights = resamples(int(group.max()) + 1)

@@ -42,23 +42,13 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
 
     One teacher-forced pass of each model, in batches that the shard alone decides. With
     `config.draws` = S above 1, rows of split "train" get S - 1 more tokens of the draft at each
-    position, in the columns `MORE_DRAWS`. The first token does not depend on S, nor does any other.
-    `fill_dataset` describes several processes, resume and errors.
+    position, in the columns `MORE_DRAWS`. The first token does not depend on S, nor does any other;
+    a row's own seed is made of the run's and of what identifies the row. `fill_dataset` describes
+    several processes, resume and errors.
 
-    From top logits the target is not run (`TopLogitDistributions` says what is exact then). A
-    rollout with positions that they do not decide is stored in parts, without them.
-
-    Args:
-        target: the model of p, or the logits of it that the rollouts are stored with.
-        draft: the model of q.
-        rollouts: the target's completions, columns of `ROLLOUTS`; with top logits of `LOGITS`.
-        folder: where the dataset goes.
-        config: rollouts of a shard, tokens drawn at each position, whether a bound will do.
-        sampling: the sampler that tokens are served with; stored, and checked by `load_labels`.
-        seed: the run's seed; a row's own seed is made of it and of what identifies the row.
-        settings: what else decides the rows; stored in the manifest, compared on resume.
-        report: called with the number of rows done.
-        tensor_parallel: whether each process holds a part of the target; see `fill_dataset`.
+    From top logits, which the rollouts must be stored with (columns of `LOGITS`), the target is not
+    run (`TopLogitDistributions` says what is exact then). A rollout with positions that they do not
+    decide is stored in parts, without them.
 
     Returns:
         Number of rows.

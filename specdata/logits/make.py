@@ -52,17 +52,8 @@ def make_logits(
 ) -> int:
     """Store the target's largest logits along every rollout (see `fill_dataset`).
 
-    Args:
-        source: the target in this process, or a server of it.
-        rollouts: the target's completions, columns of `ROLLOUTS`, and its states if they keep them.
-        folder: where the dataset goes.
-        config: rollouts of a shard.
-        settings: what else decides the rows; stored in the manifest, compared on resume.
-        report: called with the number of rows done.
-        tensor_parallel: whether each process holds a part of the target; see `fill_dataset`.
-
-    Returns:
-        Number of rows.
+    Rollouts that keep the target's states are not read again by the target in this process. Returns
+    the number of rows.
     """
 
     def shard(start: int) -> list[Logits]:

@@ -161,9 +161,7 @@ class ServedLogits:
 def check_lengths(rows: Mapping[str, Sequence[Sequence[int]]], limit: int | None) -> None:
     """Refuse texts that leave a server no room for the token it generates.
 
-    Args:
-        rows: `prompt_ids` and `completion_ids`.
-        limit: the longest sequence that it takes, in tokens, if it states one.
+    `limit` is the longest sequence that it takes, in tokens, if it states one.
     """
     if limit is None:
         return

@@ -24,13 +24,7 @@ _EXPORTED = {name: f"*/{name}/*.parquet" for name in ("train", "validation", "te
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A split of the source, or a part of it.
-
-    Args:
-        of: the source's name of the split.
-        start: rank, as a share of 1, of the first prompt.
-        stop: rank, as a share of 1, after the last prompt.
-    """
+    """A split of the source, or a part of it: the prompts between two ranks, as shares of 1."""
 
     of: str
     start: float = 0.0

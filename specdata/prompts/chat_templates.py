@@ -28,15 +28,11 @@ class UnmaskableError(ConfigError):
 def chat_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, reply: bool = True
 ) -> list[int]:
-    """Render a conversation with the tokenizer's chat template.
+    """Render a conversation with the target's chat template.
 
     The template writes every special token itself, so the tokenizer adds none: a beginning-of-text
-    token comes once, or not at all.
-
-    Args:
-        tokenizer: the target's.
-        messages: roles and contents.
-        reply: end with what opens the assistant's answer (the generation prompt).
+    token comes once, or not at all. With `reply`, it ends with what opens the assistant's answer
+    (the generation prompt).
     """
     require_template(tokenizer)
     try:
@@ -67,13 +63,11 @@ def assistant_mask(
 ) -> tuple[list[int], list[int]]:
     """Which tokens of a conversation the assistant wrote, its end-of-turn tokens included.
 
-    Where the template has `{% generation %}` markers they decide. Otherwise each answer is what
-    the conversation's ids have beyond those of its prompt, which must be a prefix of them: that is
-    also what makes training and serving see the same ids. Either way the masked text is compared
-    with what the assistant said, up to outer white space.
-
-    Returns:
-        The ids of the whole conversation, and a mask of 0 and 1 of the same length.
+    Where the template has `{% generation %}` markers they decide. Otherwise each answer is what the
+    conversation's ids have beyond those of its prompt, which must be a prefix of them: that is also
+    what makes training and serving see the same ids. Either way the masked text is compared with
+    what the assistant said, up to outer white space. Returns the ids of the whole conversation, and
+    a mask of 0 and 1 of the same length.
     """
     if tokenizer.chat_template and _MARKER.search(tokenizer.get_chat_template()):
         chat_ids(tokenizer, messages, reply=False)  # for its errors

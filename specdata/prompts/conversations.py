@@ -81,18 +81,12 @@ def conversation_inputs(names: Sequence[str]) -> dict[str, str]:
 
 
 def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message] | str]]:
-    """All conversations of a source.
+    """All conversations of a source: each row's number, from 1, and its messages.
 
-    Rows hold `messages` ({role, content}) or, as ShareGPT's, `conversations` ({from, value}).
-
-    Args:
-        name: a JSONL, JSON or parquet file, a folder, a catalogued set (sharegpt) or a Hub id, of
-            which split train is read.
-        seed: decides the order of a catalogued set.
-
-    Yields:
-        The number of a row in its source, from 1, and its messages, or why it cannot be trained on:
-        one of the first three `REASONS`.
+    Rows hold `messages` ({role, content}) or, as ShareGPT's, `conversations` ({from, value}). A
+    source is a JSONL, JSON or parquet file, a folder, a catalogued set (sharegpt), whose order the
+    seed decides, or a Hub id, of which split train is read. Of one that cannot be trained on it
+    yields why, one of the first three `REASONS`.
     """
     form = CATALOGUE[name].form if name in CATALOGUE else None
     for number, row in read_rows(_checked(name), seed):
@@ -121,10 +115,7 @@ def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message
 def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = False) -> None:
     """Find before any model is loaded what cannot be trained on.
 
-    Args:
-        names: the sources.
-        seed: as in `read_conversations`.
-        here_alone: of sources that are not on this machine, check the names only.
+    With `here_alone`, of sources that are not on this machine the names only are checked.
     """
     check_names([PromptSet(name, "train", 0) for name in names])
     for name in names:

@@ -119,11 +119,8 @@ def prompts_in(
 ) -> Iterator[RawPrompt | Unusable]:
     """The prompts of a row, or why it has none.
 
-    Args:
-        row: column -> value.
-        form: how to read it.
-        chat: whether a text is the user's message rather than the prompt.
-        turns: "all", "first" or "last" of a user's turns.
+    With `chat` a text is the user's message rather than the prompt; `turns` is "all", "first" or
+    "last" of a user's turns.
     """
     if form.messages:
         recorded = row[form.messages]

@@ -82,16 +82,8 @@ def load_prompts(
     A prompt is dropped, and counted under its reason (`REASONS`), if it equals an earlier one (of
     any set), has no letter or digit, is longer than `max_tokens`, is not valid Unicode, is a
     conversation without a user's turn, or is refused by the chat template (which may, for example,
-    not take a system message).
-
-    Args:
-        sets: what to read; `count` prompts of each are read, so fewer may be kept.
-        tokenizer: the target's.
-        seed: decides the embedded prompts, and the order of catalogued sets.
-        max_tokens: longest prompt, such as the target's positions less `max_new_tokens`.
-
-    Returns:
-        The prompts that are kept, in order, and an account of each set.
+    not take a system message). The seed decides the embedded prompts, and the order of catalogued
+    sets; `count` prompts of each are read, so fewer may be kept.
     """
     check_names(sets)
     seen: dict[str, Prompt] = {}
@@ -107,16 +99,10 @@ def check_sets(
     here_alone: bool = False,
     has_template: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """Find before any model is loaded what `load_prompts` would refuse.
+    """Find what `load_prompts` would refuse before any model is loaded; the account of each set.
 
-    Args:
-        sets: what would be read.
-        seed: as in `load_prompts`.
-        here_alone: of sets that are not on this machine, check names and splits only.
-        has_template: whether the target has a chat template; None if it is not known.
-
-    Returns:
-        The account of each set that was read, before anything is tokenized.
+    With `here_alone`, of sets that are not on this machine names and splits only are checked.
+    `has_template` is None if it is not known whether the target has a chat template.
     """
     check_names(sets)
     seen: dict[str, Prompt] = {}

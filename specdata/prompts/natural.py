@@ -25,14 +25,9 @@ MEASURED = 1000
 def natural_prompts(name: str, split: str, count: int, *, seed: int) -> list[str]:
     """The first `count` prompts of a split, each another text.
 
-    Args:
-        name: one of `NATURAL`, or `LONG`, which has a fifth as many.
-        split: train (2,000 prompts), dev (5,000) or test (4,000).
-        count: how many.
-        seed: 0 is the order of the file, any other shuffles it; a larger count only appends.
-
-    Raises:
-        ValueError: if the split is unknown, or has fewer prompts.
+    A set of `NATURAL` has 2,000 in train, 5,000 in dev and 4,000 in test, `LONG` a fifth as many.
+    Seed 0 is the order of the file, any other shuffles it; a larger count only appends. Raises
+    ValueError if the split is unknown, or has fewer prompts.
     """
     if name == LONG:
         sets = [natural_prompts(each, split, LISTED * count, seed=seed) for each in NATURAL[:3]]

@@ -217,16 +217,9 @@ def load_rows(
 ) -> Any:
     """One split of a data file (whole, whatever the split), of a folder or of a Hub data set.
 
-    Args:
-        name: of the prompt set, for messages.
-        source: where it is.
-        split: the source's name of it.
-        subset: the source's configuration.
-        revision: of a Hub data set; OWNER/NAME@REVISION has precedence.
-        files: patterns of the files of each split in a Hub data set.
-
-    Returns:
-        A `datasets.Dataset`.
+    `name` is the prompt set's, for messages; `files` are patterns of the files of each split in a
+    Hub data set, whose `revision` in OWNER/NAME@REVISION has precedence. Returns a
+    `datasets.Dataset`.
     """
     hub, pinned = hub_source(source)
     if "://" in source:

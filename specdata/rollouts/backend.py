@@ -81,18 +81,8 @@ class Backend(Protocol):
 class TransformersBackend:
     """Batches of similar length on the model's device.
 
-    Args:
-        model: the target.
-        sampling: the sampler of every token.
-        max_new_tokens: longest completion, in tokens.
-        batch_size: rows decoded together.
-        seed: the run's seed.
-        store_states: whether completions come with their states.
-        store_taps: with which taps (`specdata.taps`).
-
-    Raises:
-        ConfigError: with `store_states`, for a model whose states do not make its logits; for taps
-            that it does not have.
+    Raises ConfigError with `store_states` for a model whose states do not make its logits, and for
+    taps (`specdata.taps`) that it does not have.
     """
 
     model: PreTrainedModel
@@ -161,7 +151,8 @@ def sample_batch(
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
-    Rows that have ended leave the batch, a quarter of it at a time.
+    Rows that have ended leave the batch, a quarter of it at a time. Returns B completions as token
+    ids; one that ended before its uniforms did has an end token last.
 
     Args:
         model: the language model.
@@ -174,9 +165,6 @@ def sample_batch(
             added, on the CPU (default: they are not looked at).
         taps: which taps (`specdata.taps`), and B lists, to which those of the prompt (P, F) and of
             each token that is read after it (1, F) are added, on the CPU.
-
-    Returns:
-        B completions as token ids; one that ended before its uniforms did has an end token last.
     """
     limits = [len(row) for row in uniforms]
     lengths = torch.tensor(limits).to(model.device)
@@ -253,16 +241,11 @@ def _of_prompts(tapped: list[Tensor], prompts: Sequence[Sequence[int]]) -> Itera
 def read_prompts(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], cache: DynamicCache
 ) -> tuple[Tensor, Tensor]:
-    """Fill an empty cache with prompts, and return what follows them.
+    """Fill an empty cache of `growing_cache` with B prompts, and return what follows them.
 
     What all prompts begin with, as chat templates do, is read once, and the rest a few prompts at a
     time, so that those of like length, which should stand together, are padded little. Models with
     other layers than plain ones in their cache read everything at once.
-
-    Args:
-        model: the language model.
-        prompts: B prompts of any lengths.
-        cache: an empty cache of `growing_cache`.
 
     Returns:
         Logits after each prompt (B, V), and which positions of the cache hold its tokens: a mask

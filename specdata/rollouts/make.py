@@ -50,20 +50,8 @@ def make_rollouts(
     """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
 
     Prompts are grouped by length, so that little of a batch is padding. A shard is completed by
-    itself: neither the number of processes nor an interruption changes its batches.
-
-    Args:
-        backend: completes the prompts.
-        prompts: what is completed; their order does not matter.
-        folder: where the dataset goes.
-        config: completions of a prompt, prompts of a shard, whether states are stored.
-        dialogue: needed where prompts have follow-ups.
-        settings: everything that decides the rows; stored in the manifest, compared on resume.
-        report: called with the number of rows done.
-        tensor_parallel: whether each process holds a part of the model; see `fill_dataset`.
-
-    Returns:
-        Number of completions in the dataset.
+    itself: neither the number of processes nor an interruption changes its batches. `dialogue` is
+    needed where prompts have follow-ups. Returns the number of completions in the dataset.
     """
     ordered = sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.example_id))
     groups = [

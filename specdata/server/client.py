@@ -92,13 +92,9 @@ class Completions(Answer):
 class ServerClient:
     """Asks one server, up to `config.concurrency` requests at once.
 
-    Args:
-        config: the server.
-        section: where `config` stands in the configuration, for messages ("rollouts.vllm").
-
-    Raises:
-        ConfigError: if the variable that should hold its key holds none, or the address of the
-            server or of a proxy is none.
+    `section` is where `config` stands in the configuration, for messages ("rollouts.vllm"). Raises
+    ConfigError if the variable that should hold its key holds none, or the address of the server or
+    of a proxy is none.
     """
 
     def __init__(self, config: ServerConfig, section: str) -> None:
@@ -126,8 +122,7 @@ class ServerClient:
     def check(self, model: str) -> int | None:
         """Make sure that the server serves a model, by the name that it has there.
 
-        Returns:
-            The longest sequence it takes (prompt and completion, in tokens), if it states one.
+        Returns the longest sequence it takes (prompt and completion, in tokens), if it states one.
         """
         answer = self.ask(Models, "GET", "/v1/models")
         served = {entry.id: entry for entry in answer.data}
@@ -152,14 +147,7 @@ class ServerClient:
                 raise
 
     def ask(self, kind: type[A], method: str, path: str, body: dict[str, Any] | None = None) -> A:
-        """The server's answer; after a failure that may pass, the request is sent again.
-
-        Args:
-            kind: what is read of it.
-            method: of HTTP.
-            path: of the API.
-            body: sent as JSON.
-        """
+        """The server's answer; after a failure that may pass, the request is sent again."""
         trouble = ""
         for attempt in range(TRIES):
             if attempt:

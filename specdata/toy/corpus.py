@@ -58,10 +58,8 @@ MOST = {"train": 50_000, "dev": 6_250, "test": 6_250}
 def prompts(family: str, split: str, count: int, *, seed: int) -> dict[str, str]:
     """Return `count` prompts of one split, each with one of its many possible answers.
 
-    No prompt belongs to two splits, for any seed.
-
-    Raises:
-        ValueError: if the family or the split is unknown, or has fewer prompts.
+    No prompt belongs to two splits, for any seed. Raises ValueError if the family or the split is
+    unknown, or has fewer prompts.
     """
     if split in MOST and count > MOST[split]:
         raise ValueError(
@@ -102,10 +100,7 @@ def corpus(
 ) -> list[str]:
     """Return the training documents in random order: examples of the train split, library text.
 
-    Args:
-        seed: decides the examples and the order.
-        examples_per_family: documents of each prompt family.
-        library_characters: how much library text at most.
+    The seed decides the examples and the order.
     """
     documents = library_texts(library_characters)
     for family in FAMILIES:

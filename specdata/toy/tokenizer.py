@@ -18,12 +18,8 @@ _OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer; any text can be encoded and decoded back exactly.
 
-    Args:
-        texts: the training documents.
-        vocab_size: tokens in all, the 256 bytes and the two special tokens included.
-
-    Raises:
-        ValueError: if the texts are too few to fill the vocabulary, or it is below 258.
+    `vocab_size` counts the 256 bytes and the two special tokens, too. Raises ValueError if the
+    texts are too few to fill it, or it is below 258.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,11 +49,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> PreTrainedT
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a tokenizer such that transformers 4 loads it as well as transformers 5.
 
-    transformers 5 writes a class that 4 does not have, and where the tokenizer came from.
-
-    Args:
-        tokenizer: one made by `train_tokenizer`, or read from a GGUF file.
-        folder: where to write `tokenizer.json` and `tokenizer_config.json`.
+    transformers 5 writes a class that 4 does not have, and where the tokenizer came from. For one
+    made by `train_tokenizer`, or read from a GGUF file.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"

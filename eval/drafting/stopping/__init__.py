@@ -57,18 +57,14 @@ STOPPING_RULES: dict[str, type[StoppingRule]] = {
 def read_rule(
     stop: Any, parameters: Mapping[str, Any], *, others: Collection[str], strict: bool
 ) -> StoppingRule:
-    """The rule that flat settings ask for.
+    """The rule that flat settings ask for; ValidationError has each mistake under its own key.
 
     Args:
         stop: the rule's name, or a rule whose parameters are already in it.
         parameters: settings that belong to no other part of the configuration.
         others: names of the settings of other parts, for the hint at an unknown name.
-        strict: refuse a parameter that only other rules have. Otherwise it is ignored, so that one
-            call can name the parameters of several rules.
-
-    Raises:
-        ValidationError: with each mistake under its own key.
-        ValueError: for parameters that the rule does not have.
+        strict: refuse (ValueError) a parameter that only other rules have. Otherwise it is ignored,
+            so that one call can name the parameters of several rules.
     """
     rule = stop if isinstance(stop, StoppingRule) else None
     kind = STOPPING_RULES.get(str(stop)) if rule is None else type(rule)
@@ -90,13 +86,7 @@ def read_rule(
 def fit_rules(
     rules: Iterable[StoppingRule], tokens: RecordedTokens, accept: Reals
 ) -> dict[str, Any]:
-    """Values of every parameter that a rule needs fitted, each fitted once.
-
-    Args:
-        rules: some of them with parameters that were not given.
-        tokens: held-out rollouts, which the draft was not distilled on.
-        accept: (R, N) min(1, p/q) of their drafted tokens.
-    """
+    """Values of every parameter that a rule needs fitted, each fitted once (`StoppingRule.fit`)."""
     values: dict[str, Any] = {}
     for rule in rules:
         if rule.needs_fit and not values.keys() >= set(rule.fitted):

@@ -117,16 +117,11 @@ def gain(
 ) -> float:
     """What one more drafted token is expected to save: lambda prod_{i<=k} a_i abar_{k+1} - t_d.
 
-    One more token saves lambda, the time of an emitted token, if it and all before it are accepted,
-    and costs t_d. With lambda the least reachable time per token this is the optimal rule for
-    independent acceptances (`tests/optimal_stopping.py`); taking lambda from what the rule
-    itself achieves is Dinkelbach's iteration, which converges to it.
-
-    Args:
-        prefix_acceptance: prod_{i<=k} a_i, that everything drafted so far is accepted.
-        mean_acceptance: abar_{k+1}, of a token that is not drawn yet.
-        token_seconds: lambda.
-        draft_seconds: t_d.
+    One more token saves lambda, the time of an emitted token (`token_seconds`), if it and all
+    before it are accepted, and costs t_d (`draft_seconds`). With lambda the least reachable time
+    per token this is the optimal rule for independent acceptances (`tests/optimal_stopping.py`);
+    taking lambda from what the rule itself achieves is Dinkelbach's iteration, which converges to
+    it.
     """
     return token_seconds * prefix_acceptance * mean_acceptance - draft_seconds
 
@@ -140,10 +135,6 @@ class CostEstimates(ActiveRule):
     drafted token (draft, target and stopping rule together), lambda as the time of these rounds per
     emitted token, prefills apart. Before the first measurement, and in batches, whose rounds have
     no times of their own, t_d is `DRAFT_SHARE` of lambda.
-
-    Args:
-        rule: the parameters.
-        head: the acceptance head, if there is one.
     """
 
     def __init__(self, rule: Cost, head: BaseHead | None = None) -> None:

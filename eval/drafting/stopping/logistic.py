@@ -50,9 +50,6 @@ class OnlineLogistic:
     overshooting.
 
     What is decided with it stays lossless: it only looks at rounds that are over.
-
-    Args:
-        first: the coefficients without any outcome.
     """
 
     def __init__(self, first: Pair) -> None:
@@ -222,12 +219,9 @@ def fit_calibration(accept: Reals, q_max: Reals) -> Calibration:
     P = sigmoid(intercept + slope logit(max q)). The second part keeps the answer finite when all
     labels or all inputs agree, and gives the default when there is nothing to fit.
 
-    Args:
-        accept: (n,) min(1, p/q) of drafted tokens, or whether they were accepted.
-        q_max: (n,) max_x q(x) of the distributions they were drawn from.
-
-    Raises:
-        ValueError: if sizes differ or a value is no probability.
+    Of (n,) min(1, p/q) of drafted tokens, or whether they were accepted, and (n,) max_x q(x) of the
+    distributions they were drawn from. Raises ValueError if sizes differ or a value is no
+    probability.
     """
     from scipy.optimize import minimize
     from scipy.special import expit, logit

@@ -102,9 +102,7 @@ class NotRecordedError(Exception):
 class RecordedToken:
     """As `DraftedToken`, but of drafts from every position at once: numbers are arrays (R, N).
 
-    Args:
-        tokens: the rollouts.
-        position: the token's place in these drafts, from 0.
+    `position` is the token's place in these drafts, from 0.
     """
 
     numbers = None
@@ -132,14 +130,9 @@ class RecordedToken:
 def recorded_lengths(rule: StoppingRule, tokens: RecordedTokens) -> Lengths | None:
     """The number of tokens that a rule would draft from each position: (R, N).
 
-    The rule's own object is at work, as in decoding, on the drafts of all positions at once.
-
-    Args:
-        rule: the rule; one that learns while it decodes is asked as it is at first.
-        tokens: the rollouts.
-
-    Returns:
-        None if it asks for what was not recorded.
+    The rule's own object is at work, as in decoding, on the drafts of all positions at once; one
+    that learns while it decodes is asked as it is at first. None if it asks for what was not
+    recorded.
     """
     if rule.reads_head and tokens.head is None:
         return None

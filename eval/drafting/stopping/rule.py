@@ -88,10 +88,9 @@ class ActiveRule:
     numbers that it reads are then arrays, and so is its answer. So a rule adds, multiplies and
     compares them, and decides nothing by `if` or `not`.
 
-    Args:
-        longest: most tokens drafted in a round.
-        reads: numbers that it is asked by, which on a GPU are read together with the token: rules
-            that read the distribution themselves wait for the device once more.
+    At most `longest` tokens are drafted in a round. The numbers that it `reads` are read together
+    with the token on a GPU: rules that read the distribution themselves wait for the device once
+    more.
     """
 
     def __init__(self, longest: int, reads: Numbers | None = None) -> None:
@@ -174,9 +173,8 @@ class StoppingRule(Config):
     def fit(cls, tokens: RecordedTokens, accept: Reals) -> dict[str, Any]:
         """Values of the parameters in `fitted`, as JSON can hold them.
 
-        Args:
-            tokens: held-out rollouts, which the draft was not distilled on.
-            accept: (R, N) min(1, p/q) of their drafted tokens.
+        Of held-out rollouts, which the draft was not distilled on, and (R, N) min(1, p/q) of their
+        drafted tokens.
         """
         return {}
 
@@ -203,8 +201,7 @@ class StoppingRule(Config):
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Put the rule to work in one slot.
 
-        Args:
-            head: the acceptance head, on the draft's device; never None if `needs_head`.
+        The acceptance head is on the draft's device; it is never None if `needs_head`.
         """
 
 
