@@ -48,7 +48,6 @@ BELOW = {
         "prepack": "",
         "sources": "errors storage",
         "draft_vocabulary": "errors",
-        "cache": "errors",
         "states_draft": "config errors",
         "depths": "config errors states_draft",
         "state_store": "",
