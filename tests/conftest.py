@@ -65,6 +65,15 @@ def tiny_pair() -> Path:
 
 
 @pytest.fixture(scope="session")
+def word_pair() -> Path:
+    """Tiny random models whose tokens are words (`tests.word_pair`), kept likewise."""
+    from tests.made_once import made_once
+    from tests.word_pair import word_pair
+
+    return made_once("words", "tests/word_pair.py tests/tiny.py", word_pair)
+
+
+@pytest.fixture(scope="session")
 def server() -> ForkServerContext:
     """Starts processes (`server.Process(target=, args=)`) with what they import already there.
 

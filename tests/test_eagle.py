@@ -29,9 +29,9 @@ from specdata.models import load_model
 from specdata.probability import SamplingConfig
 from specdata.taps import read_taps
 from tests.test_initial import ROWS, stored
-from tests.test_sharding import ROOT
 from tests.test_states_draft import DRAFTED, decoded_as_defined
 
+ROOT = Path(__file__).parent.parent
 H, INNER, HEADS, KEPT = 16, 24, 2, 40
 TAPS = [1, 2, 3]
 LAYER = {

@@ -13,14 +13,13 @@ from recipes import make_rollouts, train_draft, train_head
 from recipes.config import PipelineConfig, parse
 from specdata.errors import ConfigError
 from specdata.storage.dataset import is_held_out, load_stored, of_split
-from tests.test_sharding import pair, with_train_and_dev
+from tests.word_pair import with_train_and_dev
 
-__all__ = ["pair"]
 SHARE = 0.4
 
 
-def tree_of(pair: Path, folder: Path) -> dict[str, Any]:
-    tree = with_train_and_dev(pair, folder)
+def tree_of(word_pair: Path, folder: Path) -> dict[str, Any]:
+    tree = with_train_and_dev(word_pair, folder)
     tree["rollouts"]["store_states"] = True
     tree["output"] = str(folder / "out")
     # The draft is made of the target in float32, the target's states are kept in bfloat16.
@@ -71,8 +70,8 @@ def test_a_share_and_the_rest_of_a_split_are_all_of_it_and_have_nothing_in_commo
 
 
 @pytest.mark.slow
-def test_draft_and_head_learn_from_different_rollouts(pair: Path, tmp_path: Path) -> None:
-    config = config_of(tree_of(pair, tmp_path), tmp_path)
+def test_draft_and_head_learn_from_different_rollouts(word_pair: Path, tmp_path: Path) -> None:
+    config = config_of(tree_of(word_pair, tmp_path), tmp_path)
     asked = ["--config", str(tmp_path / "pair.yaml")]
     for recipe in (make_rollouts, train_draft, train_head):
         assert recipe.RECIPE.run(asked) == 0

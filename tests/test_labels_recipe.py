@@ -11,18 +11,17 @@ import yaml
 from recipes import make_logits, make_rollouts, train_head
 from specdata.labels.make import load_labels
 from specdata.probability import SamplingConfig
-from tests.test_sharding import pair, with_train_and_dev
+from tests.word_pair import with_train_and_dev
 
-__all__ = ["pair"]
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingConfig(top_k=8)
 
 
 @pytest.fixture(scope="module")
-def labelled(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def labelled(word_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with rollouts, ten logits a position, and labels of three draws, by one process."""
     folder = tmp_path_factory.mktemp("labelled")
-    tree = with_train_and_dev(pair, folder)
+    tree = with_train_and_dev(word_pair, folder)
     tree |= {"output": str(folder / "out"), "sampling": {"top_k": 8}}
     tree |= {"labels": {"shard_size": 4, "draws": 3}, "logits": {"top_logits": 10}}
     tree |= {"head": {"depth": 1, "epochs": 1}}
@@ -68,7 +67,7 @@ def test_labels_from_top_logits_are_those_of_the_target_and_keep_none(
 )
 def test_top_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made(
     labelled: Path,
-    pair: Path,
+    word_pair: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
@@ -76,7 +75,7 @@ def test_top_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made(
 ) -> None:
     asked = unlabelled(labelled, tmp_path / "out")
     asked += ["--labels.cache", str(labelled / "out" / "logits")]
-    places = {"draft": str(pair / "draft"), "rollouts": str(tmp_path / "out" / "rollouts")}
+    places = {"draft": str(word_pair / "draft"), "rollouts": str(tmp_path / "out" / "rollouts")}
     asked += [places.get(argument, argument) for argument in arguments]
     assert train_head.RECIPE.run(asked) == 2
     assert message in capsys.readouterr().err

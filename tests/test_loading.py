@@ -30,12 +30,11 @@ from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
 from specdata.taps import attach
 from tests.drive_tensor_parallel import IDS, main, seen
-from tests.test_sharding import pair, with_train_and_dev
 from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama
 from tests.two_processes import ON_CPU, finish, start_two
+from tests.word_pair import with_train_and_dev
 
-__all__ = ["pair"]
 ON_DISK = {"device_map": "auto"}
 
 
@@ -250,10 +249,12 @@ def test_what_several_processes_cannot_do_is_refused(
 
 
 @pytest.fixture(scope="module")
-def shared(pair: Path, server: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(
+    word_pair: Path, server: ForkServerContext, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """One run made by a process, another by two that hold half of the target each."""
     folder = tmp_path_factory.mktemp("shared")
-    tree = with_train_and_dev(pair, folder)
+    tree = with_train_and_dev(word_pair, folder)
     tree |= {"labels": {"shard_size": 4}, "head": {"depth": 1, "epochs": 1}}
     tree["rollouts"]["store_taps"] = [1, 2]
     (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
@@ -267,10 +268,10 @@ def shared(pair: Path, server: ForkServerContext, tmp_path_factory: pytest.TempP
 
 @pytest.mark.exhaustive
 def test_two_processes_with_half_a_target_each_give_its_logits_and_texts(
-    pair: Path, shared: Path
+    word_pair: Path, shared: Path
 ) -> None:
     found = json.loads((shared / "seen.json").read_text())
-    whole = seen(load_model(str(pair / "target")), load_model(str(pair / "draft")))
+    whole = seen(load_model(str(word_pair / "target")), load_model(str(word_pair / "draft")))
     assert found.pop("share") == 0.5
     torch.testing.assert_close(
         torch.tensor(found.pop("logits")), torch.tensor(whole.pop("logits")), rtol=1e-5, atol=1e-4

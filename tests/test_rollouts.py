@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerBase
 
-from specdata.probability import SamplingConfig, inverse_cdf, probabilities
+from specdata.probability import SamplingConfig
 from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
@@ -35,6 +24,7 @@ from specdata.storage.resume import Settings
 from specdata.storage.schema import Rollout
 from tests.chi_square import p_value
 from tests.tiny import END, joint_distribution, tiny_llama
+from tests.word_pair import word_tokenizer
 
 PLAIN = SamplingConfig()
 WARPED = SamplingConfig(temperature=0.8, top_k=3)
@@ -52,66 +42,12 @@ def uniforms(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(rows, length, generator=generator, dtype=torch.float64)
 
 
-def tiny_mistral() -> MistralForCausalLM:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=6,
-        eos_token_id=END,
-        pad_token_id=0,
-        initializer_range=0.4,
-    )
-    return MistralForCausalLM(config).double().eval()
-
-
-def tiny_gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=40,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        bos_token_id=0,
-        eos_token_id=END,
-        pad_token_id=0,
-        initializer_range=0.4,
-    )
-    return GPT2LMHeadModel(config).double().eval()
-
-
 @pytest.mark.parametrize("sampling", [SamplingConfig(), WARPED], ids=["plain", "warped"])
 def test_the_joint_distribution_of_a_batch_is_plain_samplings(sampling: SamplingConfig) -> None:
     model = tiny_llama(0)
     distribution = joint_distribution(model, [2, 3], 4, sampling)
     rows = sample_batch(model, [[2, 3]] * 4000, uniforms(4000, 4), sampling)
     assert p_value(Counter(map(tuple, rows)), distribution) > 1e-6
-
-
-@pytest.mark.parametrize("make", [tiny_mistral, tiny_gpt2], ids=["sliding window", "absolute"])
-def test_rows_that_leave_change_nothing_in_models_with_other_caches_and_positions(
-    make: Callable[[], PreTrainedModel],
-) -> None:
-    model = make()
-    model.generation_config.eos_token_id = [1, 5, 9, 17, 23]
-    asked = prompts(12)
-    draws = uniforms(12, 40)
-    together = sample_batch(model, [prompt.ids for prompt in asked], draws, SamplingConfig())
-    assert len({len(row) for row in together}) > 4, "rows leave at different times"
-    for index, prompt in enumerate(asked):
-        ids = list(prompt.ids)
-        for step, token in enumerate(together[index]):
-            with torch.inference_mode():
-                distribution = model(input_ids=torch.tensor([ids])).logits[0, -1]
-            assert token == inverse_cdf(
-                probabilities(distribution, SamplingConfig()), draws[index, step]
-            )
-            ids.append(token)
 
 
 def backend(sampling: SamplingConfig = PLAIN, **changes: Any) -> TransformersBackend:
@@ -172,11 +108,7 @@ def test_samples_differ_and_the_first_is_what_a_single_one_would_be(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def chat() -> PreTrainedTokenizerBase:
-    words = {f"w{index}": index for index in range(40)}
-    words |= {"<u>": 40, "<a>": 41}
-    core = Tokenizer(WordLevel(words, unk_token="w2"))
-    core.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w1")
+    tokenizer = word_tokenizer("<u>", "<a>")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<u> ' if m.role == 'user' else '<a> ' }}{{ m.content }} "
         "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

@@ -35,11 +35,11 @@ from specdata.storage.schema import TOP_LOGITS, Logits, Rollout
 from specdata.top_logits import TopLogits
 from tests import test_vllm
 from tests.test_acceptance import rollouts
-from tests.test_sharding import pair, with_train_and_dev
 from tests.test_vllm import Edit, Server, no_pauses
 from tests.tiny import tiny_llama
+from tests.word_pair import with_train_and_dev
 
-__all__ = ["no_pauses", "pair"]  # fixtures
+__all__ = ["no_pauses"]  # a fixture
 
 V, N = 40, 6
 
@@ -263,16 +263,16 @@ def test_a_dataset_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def bare(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bare(word_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pair whose target folder has no weights, its configuration, and prompts."""
     folder = tmp_path_factory.mktemp("bare")
     weights = shutil.ignore_patterns("*.safetensors")
-    shutil.copytree(pair / "target", folder / "target", ignore=weights)
-    tree = with_train_and_dev(pair, folder)
+    shutil.copytree(word_pair / "target", folder / "target", ignore=weights)
+    tree = with_train_and_dev(word_pair, folder)
     out = folder / "out"
     tree |= {
         "output": str(out),
-        "models": {"target": str(folder / "target"), "draft": str(pair / "draft")},
+        "models": {"target": str(folder / "target"), "draft": str(word_pair / "draft")},
         "sampling": {"top_k": 8},
         "logits": {"top_logits": 12, "shard_size": 4},
         "draft": {"epochs": 1, "batch_size": 4, "cache": str(out / "logits"), "report_to": []},
@@ -296,10 +296,10 @@ def by_server(server: Server) -> list[str]:
 
 @pytest.mark.slow
 def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
-    bare: Path, pair: Path, capsys: pytest.CaptureFixture[str]
+    bare: Path, word_pair: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--config", str(bare / "pair.yaml")]
-    model = load_model(str(pair / "target"))
+    model = load_model(str(word_pair / "target"))
     with serving(model, troubles=()) as server:
         given = [*asked, *by_server(server)]
         for recipe in (make_logits, train_draft):

@@ -33,9 +33,9 @@ from tests.test_families import build
 
 WARP = SamplingConfig(0.8, 0, 0.9)
 ENDS = [5, 9, 17, 23, 31, 47, 61, 73]
-# Windows, soft-capped or scaled; chunks; an indexer; sinks; recurrent layers beside attention, in
-# the same layer, and alone, where no padding may be read before a text.
-QUICK = ("gemma2", "llama4_text", "deepseek_v32", "gpt_oss", "falcon_h1", "mamba")
+# Absolute positions; windows, soft-capped or scaled; chunks; an indexer; sinks; recurrent layers
+# beside attention, in the same layer, and alone, where no padding may be read before a text.
+QUICK = ("gpt2", "gemma2", "llama4_text", "deepseek_v32", "gpt_oss", "falcon_h1", "mamba")
 FAMILIES = [
     *QUICK,
     *(
