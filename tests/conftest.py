@@ -74,6 +74,12 @@ def word_pair() -> Path:
 
 
 @pytest.fixture(scope="session")
+def pair(tiny_pair: Path) -> Path:
+    """What a test takes to which it is all the same; several files have one of their own."""
+    return tiny_pair
+
+
+@pytest.fixture(scope="session")
 def server() -> ForkServerContext:
     """Starts processes (`server.Process(target=, args=)`) with what they import already there.
 

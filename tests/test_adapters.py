@@ -20,45 +20,19 @@ from distill.adapters import (
     trained_weights,
 )
 from distill.config import DistilConfig, LoraConfig
-from distill.distillation import DistilResult, distil
-from distill.trainer import draft_trainer
 from recipes.config import PipelineConfig, parse
 from recipes.train_draft import check_lora
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_configs, load_model, load_tokenizer
-from specdata.sampling import SamplingConfig
 from tests.random_pair import texts_of
+from tests.trainings import distilled, trainer_of, weights_of
 
 LORA = LoraConfig(rank=4)
 QUICK = DistilConfig(
     epochs=4, learning_rate=2e-2, save_steps=4, lora=LORA, keep="last", report_to=[]
 )
 IDS = torch.arange(12).unsqueeze(0)
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_pair: Path) -> Path:
-    return tiny_pair
-
-
-def distilled(
-    pair: Path, out: Path, config: DistilConfig = QUICK, *, draft: Path | None = None
-) -> DistilResult:
-    return distil(
-        target=pair / "target",
-        draft=draft or pair / "draft",
-        train=texts_of(pair, 16, seed=1),
-        dev=texts_of(pair, 4, seed=2),
-        out=out,
-        config=config,
-        sampling=SamplingConfig(),
-        seed=0,
-    )
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 def randomly_adapted(model_folder: Path, folder: Path) -> Tensor:
@@ -108,15 +82,9 @@ def test_adapters_start_as_no_change_from_the_seed_alone(pair: Path) -> None:
 def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trained_adapters(
     pair: Path, tmp_path: Path
 ) -> None:
-    trainer = draft_trainer(
-        load_model(str(pair / "target")),
-        load_student(str(pair / "draft"), LORA, seed=0),
-        texts_of(pair, 16, seed=1),
-        tmp_path / "work",
-        QUICK,
-        SamplingConfig(),
-        seed=0,
-    )
+    student = load_student(str(pair / "draft"), LORA, seed=0)
+    rows = texts_of(pair, 16, seed=1)
+    trainer = trainer_of(pair / "target", student, rows, tmp_path / "work", QUICK)
     trainer.train()
     student = trainer.model.eval()
     assert find_lm_head(base_of(student)).embedding is not None
@@ -125,7 +93,7 @@ def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trai
     plain = load_plain(str(pair / "draft"), LORA)
     for _ in range(2):  # as measurements while training do
         set_weights(plain, trained)
-    result = distilled(pair, tmp_path / "draft")
+    result = distilled(pair, tmp_path / "draft", QUICK, rows=16)
     with torch.no_grad():
         expected = student(input_ids=IDS).logits
         start = load_model(str(pair / "draft"))(input_ids=IDS).logits
@@ -134,7 +102,7 @@ def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trai
         for model in (merged(plain), load_model(str(tmp_path / "draft"))):
             torch.testing.assert_close(model(input_ids=IDS).logits, expected)
     assert result.acceptance_after > result.acceptance_before
-    assert weights(tmp_path / "draft").keys() == weights(pair / "draft").keys()
+    assert weights_of(tmp_path / "draft").keys() == weights_of(pair / "draft").keys()
     files = {path.name for path in (tmp_path / "draft").iterdir()}
     assert files >= {path.name for path in (pair / "draft").iterdir()}
     assert not [name for name in files if "adapter" in name]
@@ -153,7 +121,7 @@ def test_checkpoints_hold_adapters_alone_and_other_settings_of_adapters_are_refu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distill.distillation.reporters", lambda *_: [Stops()])
         with pytest.raises(KeyboardInterrupt):
-            distilled(pair, tmp_path / "draft")
+            distilled(pair, tmp_path / "draft", QUICK, rows=16)
     checkpoint = tmp_path / "draft.training" / "checkpoint-4"
     names = {path.name for path in checkpoint.iterdir()}
     assert names >= {"adapter_model.safetensors", "adapter_config.json", "complete.json"}
@@ -162,7 +130,7 @@ def test_checkpoints_hold_adapters_alone_and_other_settings_of_adapters_are_refu
     assert all(".lora_" in name for name in stored)
     other = QUICK.model_copy(update={"lora": LORA.model_copy(update={"rank": 8})})
     with pytest.raises(ManifestError, match=r"lora\.rank: 4 -> 8"):
-        distilled(pair, tmp_path / "draft", other)
+        distilled(pair, tmp_path / "draft", other, rows=16)
 
 
 def asked(pair: Path, *more: str) -> tuple[PipelineConfig, DistilConfig]:
@@ -219,7 +187,7 @@ def test_adapters_that_do_not_fit_their_base_are_refused_with_both_names(
     both = f"adapters in {adapters} do not fit their base, {pair / 'draft'}: "
     renamed(adapters, str(pair / "draft"))
     with pytest.raises(ConfigError, match=both):  # it has one layer, and another width
-        distilled(pair, tmp_path / "draft", draft=adapters)
+        distilled(pair, tmp_path / "draft", QUICK, draft=adapters)
     assert not (tmp_path / "draft").exists()
     shorter = load_model(str(pair / "target"))
     shorter.model.layers = shorter.model.layers[:1]

@@ -15,11 +15,9 @@ from transformers import LlamaConfig
 
 from distill import trainer as trainers
 from distill.batches import Numbered, check_context, collate, fitted
-from distill.config import DistilConfig
-from distill.distillation import DistilResult, distil
 from distill.losses import LOSSES
 from distill.teacher import Part, Teacher
-from distill.trainer import DistilTrainer, draft_trainer, learnt_part
+from distill.trainer import learnt_part
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.models import load_model
@@ -27,38 +25,7 @@ from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from tests.random_pair import texts_of
 from tests.tiny import tiny_llama
-
-QUICK = DistilConfig(epochs=2, learning_rate=1e-3, report_to=[], eval_rollouts=2)
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_pair: Path) -> Path:
-    return tiny_pair
-
-
-def trainer_of(pair: Path, work: Path, rows: int = 8, **settings: object) -> DistilTrainer:
-    trainer = draft_trainer(
-        load_model(str(pair / "target")),
-        load_model(str(pair / "draft")),
-        texts_of(pair, rows, seed=1),
-        work,
-        DistilConfig(**{**QUICK.model_dump(), **settings}),
-        SamplingConfig(),
-        seed=0,
-    )
-    assert isinstance(trainer, DistilTrainer)
-    return trainer
-
-
-def gradients(trainer: DistilTrainer) -> dict[str, Tensor]:
-    """Gradients of the first batch, in the mode of training."""
-    batch = next(iter(trainer.get_train_dataloader()))
-    trainer.student.train()
-    trainer.student.zero_grad()
-    count = (batch["labels"] != -100).sum()
-    trainer.compute_loss(trainer.student, batch, num_items_in_batch=count).backward()
-    return {name: each.grad for name, each in trainer.student.named_parameters()}
-
+from tests.trainings import QUICK, batch_gradients, changed, distilled, trainer_of
 
 # --- a draft with a reduced vocabulary
 
@@ -76,32 +43,23 @@ def test_a_reduced_draft_learns_the_same_from_the_tokens_that_it_can_propose(
     warp = "raw" if temperature is None else "sampler"
     sampling = SamplingConfig(temperature or 0.7, top_p=0.9 if temperature is None else 1.0)
 
-    def learnt(whole: bool) -> tuple[float, dict[str, Tensor]]:
+    def learnt(whole: bool) -> tuple[Tensor, list[Tensor]]:
         draft = load_model(str(pair / "draft"))
         reduce_vocabulary(draft, range(3, 40, 2))
-        config = DistilConfig(
-            **{**QUICK.model_dump(), "objective": objective, "warp": warp}  # type: ignore[arg-type]
-        )
-        target = load_model(str(pair / "target"))
-        data = texts_of(pair, 8, seed=1)
+        config = changed(QUICK, objective=objective, warp=warp)
+        rows = texts_of(pair, 8, seed=1)
         with monkeypatch.context() as patched:
             if whole:
                 patched.setattr(trainers, "learnt_part", lambda *_: None)
-            trainer = draft_trainer(target, draft, data, tmp_path, config, sampling, 0)
-        assert isinstance(trainer, DistilTrainer)
+            trainer = trainer_of(pair / "target", draft, rows, tmp_path, config, sampling)
         assert (trainer.teacher.part is None) == whole
-        batch = next(iter(trainer.get_train_dataloader()))
-        value = trainer.compute_loss(draft, batch, num_items_in_batch=torch.tensor(1))
-        assert isinstance(value, Tensor)
-        value.backward()  # type: ignore[no-untyped-call]
-        return value.item(), {n: p.grad for n, p in draft.named_parameters() if p.grad is not None}
+        return batch_gradients(trainer, 1)
 
-    (value, gradients_), (expected, of_whole) = learnt(whole=False), learnt(whole=True)
-    assert value == pytest.approx(expected, rel=1e-5)
-    assert gradients_.keys() == of_whole.keys()
-    for name, gradient in gradients_.items():
-        torch.testing.assert_close(gradient, of_whole[name], rtol=1e-3, atol=1e-5)
-    assert max(float(gradient.abs().max()) for gradient in gradients_.values()) > 1e-3
+    (value, found), (expected, of_whole) = learnt(whole=False), learnt(whole=True)
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=0.0)
+    for gradient, wanted in zip(found, of_whole, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-5)
+    assert max(float(gradient.abs().max()) for gradient in found) > 1e-3
 
 
 def test_truncation_takes_the_whole_distribution_of_the_target(pair: Path) -> None:
@@ -115,8 +73,7 @@ def test_truncation_takes_the_whole_distribution_of_the_target(pair: Path) -> No
         ("sampler", SamplingConfig(1.0, top_k=20), False),
         ("sampler", SamplingConfig(0.0), False),
     ):
-        config = DistilConfig(**{**QUICK.model_dump(), "warp": warp})
-        assert (learnt_part(draft, config, sampling) is not None) == is_part
+        assert (learnt_part(draft, changed(QUICK, warp=warp), sampling) is not None) == is_part
 
 
 def test_a_row_without_labels_has_no_rest(pair: Path) -> None:
@@ -179,7 +136,8 @@ def test_what_is_kept_has_the_same_bits_whatever_the_order_of_training() -> None
 
 
 def test_other_text_than_the_rollouts_is_read(pair: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(pair, tmp_path, on_policy=0.5)
+    texts, config = texts_of(pair, 8, seed=1), changed(QUICK, on_policy=0.5)
+    trainer = trainer_of(pair / "target", pair / "draft", texts, tmp_path, config)
     batch, _ = trainer.get_batch_samples(
         iter(trainer.get_train_dataloader()), 1, torch.device("cpu")
     )
@@ -214,30 +172,18 @@ def test_rollouts_of_which_nothing_can_be_learnt_are_refused_before_a_model_is_l
     empty = Dataset.from_dict({"prompt_ids": [[5, 6]], "completion_ids": [[]]})
     empty = empty.cast(texts_of(pair, 1, seed=1).features)
     with pytest.raises(ValueError, match=r"none of 1 rollouts .* their completions are empty"):
-        run(pair, tmp_path / "out", train=empty)
+        distilled(pair, tmp_path / "out", train=empty, dev=empty)
     with pytest.raises(
         ValueError, match=r"max_length is 2, and the shortest prompt has \d+ tokens"
     ):
-        run(pair, tmp_path / "out", max_length=2)
+        distilled(pair, tmp_path / "out", changed(QUICK, max_length=2))
     assert not list(tmp_path.iterdir())
-
-
-def run(pair: Path, out: Path, *, train: Dataset | None = None, **settings: object) -> DistilResult:
-    return distil(
-        target=pair / "target",
-        draft=pair / "draft",
-        train=texts_of(pair, 8, seed=1) if train is None else train,
-        dev=texts_of(pair, 2, seed=2),
-        out=out,
-        config=DistilConfig(**{**QUICK.model_dump(), **settings}),
-        sampling=SamplingConfig(),
-        seed=0,
-    )
 
 
 def test_the_result_says_what_was_cut_and_left_out(pair: Path, tmp_path: Path) -> None:
     longest = max(len(row["prompt_ids"]) for row in texts_of(pair, 8, seed=1))
-    result = run(pair, tmp_path / "out", max_length=longest + 1, epochs=1)
+    config = changed(QUICK, max_length=longest + 1, epochs=1)
+    result = distilled(pair, tmp_path / "out", config, rows=8)
     assert (result.cut, result.left_out) == (8, 0)
 
 
@@ -259,7 +205,7 @@ def test_a_context_that_is_too_short_is_refused_with_both_numbers(
         before = path.read_text()
         path.write_text(json.dumps({**json.loads(before), "max_position_embeddings": 6}))
         with pytest.raises(ConfigError, match=f"but the {role} .* has positions for 6"):
-            run(tmp_path / "pair", tmp_path / "out")
+            distilled(tmp_path / "pair", tmp_path / "out")
         path.write_text(before)
     assert not list(tmp_path.glob("out*"))
 
@@ -272,7 +218,9 @@ def test_bfloat16_is_of_the_forward_and_the_weights_that_move_are_float32(
 ) -> None:
     """A norm's weights are 1 and a step moves them by less than half of bfloat16's spacing there,
     1/256: a draft kept in bfloat16 would never move them."""
-    trainer = trainer_of(pair, tmp_path, precision="bfloat16", learning_rate=1e-4)
+    config = changed(QUICK, precision="bfloat16", learning_rate=1e-4)
+    texts = texts_of(pair, 8, seed=1)
+    trainer = trainer_of(pair / "target", pair / "draft", texts, tmp_path, config)
     seen: set[torch.dtype] = set()
     for module in trainer.student.model.modules():  # the output embedding's forward is the loss
         if isinstance(module, nn.Linear):

@@ -15,15 +15,14 @@ from distill import initial
 from distill.config import DistilConfig
 from distill.initial import align_output, cut
 from distill.muon import MuonWithAdamW, muon_optimizer
-from distill.trainer import DistilTrainer, draft_trainer
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model
-from specdata.sampling import SamplingConfig
 from specdata.taps import decoder_layers
 from tests.families import tiny
 from tests.random_pair import texts_of
+from tests.trainings import QUICK, changed, trainer_of
 
 ROWS = Dataset.from_list(
     [
@@ -34,11 +33,6 @@ ROWS = Dataset.from_list(
         for row in range(20)
     ]
 )
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_pair: Path) -> Path:
-    return tiny_pair
 
 
 def states_of(model: PreTrainedModel) -> torch.Tensor:
@@ -151,21 +145,13 @@ def test_adapters_are_not_trained_with_muon() -> None:
 # --- frozen embeddings
 
 
-def trainer_of(pair: Path, work: Path, draft: PreTrainedModel) -> DistilTrainer:
-    config = DistilConfig(
-        epochs=2, batch_size=4, learning_rate=1e-2, freeze_embeddings=True, report_to=[]
-    )
-    target, rows = load_model(str(pair / "target")), texts_of(pair, 8, seed=1)
-    trainer = draft_trainer(target, draft, rows, work, config, SamplingConfig(), 0)
-    assert isinstance(trainer, DistilTrainer)
-    return trainer
-
-
 def test_a_frozen_embedding_stays_and_all_else_learns(pair: Path, tmp_path: Path) -> None:
     draft = load_model(str(pair / "draft"))
     reduce_vocabulary(draft, range(40))
     before = {name: weight.detach().clone() for name, weight in draft.named_parameters()}
-    trainer_of(pair, tmp_path, draft).train()
+    config = changed(QUICK, batch_size=4, learning_rate=1e-2, freeze_embeddings=True)
+    given = texts_of(pair, 8, seed=1), tmp_path, config
+    trainer_of(pair / "target", draft, *given).train()
     embedding = draft.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     for name, weight in draft.named_parameters():
@@ -173,4 +159,4 @@ def test_a_frozen_embedding_stays_and_all_else_learns(pair: Path, tmp_path: Path
     tied = load_model(str(pair / "draft"))
     tied.get_output_embeddings().weight = tied.get_input_embeddings().weight
     with pytest.raises(ConfigError, match="reduce the vocabulary"):
-        trainer_of(pair, tmp_path, tied)
+        trainer_of(pair / "target", tied, *given)

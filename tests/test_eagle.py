@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from distill.chunked import chunked_loss
-from distill.config import DistilConfig, InitConfig
-from distill.distillation import distil
+from distill.config import InitConfig
 from distill.eagle import read_eagle3, settings_of
 from distill.initial import make_initial
 from distill.states import readings
@@ -26,10 +25,10 @@ from recipes.command import run_tool
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
-from specdata.probability import SamplingConfig
 from specdata.taps import read_taps
 from tests.test_initial import ROWS, stored
 from tests.test_states_draft import DRAFTED, decoded_as_defined
+from tests.trainings import QUICK, changed, distilled
 
 ROOT = Path(__file__).parent.parent
 H, INNER, HEADS, KEPT = 16, 24, 2, 40
@@ -202,25 +201,10 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
         target=target, draft=None, rollouts=ROWS, out=tmp_path / "new", config=init, seed=0
     )
     assert made["taps"] == [1, 2]
-    config = DistilConfig(
-        init=init,
-        optimizer="muon",
-        epochs=40,
-        learning_rate=1e-2,
-        warp="raw",
-        keep="last",
-        report_to=[],
-    )
-    found = distil(
-        target=target,
-        draft=tmp_path / "new",
-        train=ROWS,
-        dev=ROWS,
-        out=tmp_path / "draft",
-        config=config,
-        sampling=SamplingConfig(),
-        seed=0,
-    )
+    settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw", "keep": "last"}
+    config = changed(QUICK, init=init, optimizer="muon", **settings)
+    rows = {"target": target, "draft": tmp_path / "new", "train": ROWS, "dev": ROWS}
+    found = distilled(tmp_path, tmp_path / "draft", config, **rows)
     assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
     paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--layout", layout]
     assert run_tool("export-eagle", paths) == 0
@@ -248,11 +232,10 @@ def test_a_draft_of_eagle_1_learns_and_what_is_released_of_it_drafts_as_engines_
     init = InitConfig(kind="states", layout="eagle", layers=1)
     new, made = tmp_path / "new", tmp_path / "draft"
     make_initial(target=target, draft=None, rollouts=ROWS, out=new, config=init, seed=0)
-    settings: dict[str, Any] = {"learning_rate": 1e-2, "warp": "raw", "keep": "last"}
-    config = DistilConfig(init=init, optimizer="muon", epochs=40, report_to=[], **settings)
-    options: dict[str, Any] = {"target": target, "train": ROWS, "dev": ROWS, "seed": 0}
-    options |= {"sampling": SamplingConfig(), "config": config}
-    found = distil(draft=new, out=made, **options)
+    settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw", "keep": "last"}
+    config = changed(QUICK, init=init, optimizer="muon", **settings)
+    rows = {"target": target, "draft": new, "train": ROWS, "dev": ROWS}
+    found = distilled(tmp_path, made, config, **rows)
     assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
     assert run_tool("export-eagle", [str(made), "--out", str(tmp_path / "out")]) == 0
     assert (

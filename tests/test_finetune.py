@@ -37,7 +37,8 @@ from specdata.prompts.chat_templates import assistant_mask, chat_ids
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.chats import chat_tokenizer
-from tests.test_distill import GradientRecorder, assert_same_gradients
+from tests.trainings import assert_same_gradients
+from tests.trainings import step_gradients as gradients_of
 
 REPOSITORY = Path(__file__).parents[1]
 TALK = [
@@ -180,13 +181,9 @@ def step_gradients(
     pair: Path, work: Path, config: FinetuneConfig, rows: Rows | None = None
 ) -> dict[str, Tensor]:
     """Gradients of a step on all texts, through the trainer that `finetune` uses."""
-    student, recorder = load_model(str(pair / "draft")), GradientRecorder()
-    tokenizer = load_tokenizer(str(pair / "target"))
+    student, tokenizer = load_model(str(pair / "draft")), load_tokenizer(str(pair / "target"))
     trainer = finetune_trainer(student, tokenizer, rows or made(config), work, config, 0, 100)
-    trainer.add_callback(recorder)
-    trainer.train()
-    assert trainer.state.global_step == 1
-    return {name.removeprefix("module."): each for name, each in recorder.gradients.items()}
+    return {name.removeprefix("module."): each for name, each in gradients_of(trainer).items()}
 
 
 def test_packed_and_accumulated_texts_give_the_gradient_of_separate_ones(

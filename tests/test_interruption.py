@@ -11,23 +11,14 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainerCallback
 
-from distill.config import DistilConfig
-from distill.trainer import draft_trainer
 from distill.training import train_resumably
 from specdata.interruption import Interrupted, asked, stopping_on_signals, until_checkpoint
 from specdata.models import load_model
-from specdata.sampling import SamplingConfig
 from specdata.storage.resume import Settings
-from tests.random_pair import random_pair, texts_of
+from tests.random_pair import texts_of
+from tests.trainings import QUICK, changed, trainer_of
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    random_pair(folder)
-    return folder
 
 
 # --- what a signal does
@@ -158,18 +149,9 @@ def test_a_draft_that_is_interrupted_at_any_step_ends_in_the_weights_of_an_unint
 ) -> None:
 
     def train(work: Path, at: int | None) -> Trainer:
-        config = DistilConfig(
-            epochs=5, batch_size=4, learning_rate=5e-3, save_steps=100, report_to=[]
-        )
-        trainer = draft_trainer(
-            load_model(str(pair / "target")),
-            load_model(str(pair / "draft")).train(),
-            texts_of(pair, 16, seed=1),
-            work,
-            config,
-            SamplingConfig(),
-            seed=0,
-        )
+        rows, draft = texts_of(pair, 16, seed=1), load_model(str(pair / "draft")).train()
+        config = changed(QUICK, epochs=5, batch_size=4, save_steps=100)
+        trainer = trainer_of(pair / "target", draft, rows, work, config)
         trainer.add_callback(AtStep(at))
         with stopping_on_signals():
             train_resumably(trainer, work, Settings({}, {}, "no remedy"), label="draft")

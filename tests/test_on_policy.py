@@ -24,14 +24,20 @@ from transformers import (
 from distill.batches import collate
 from distill.config import DistilConfig
 from distill.on_policy import DraftTexts, Row, rows_of
-from distill.trainer import draft_trainer
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
 from specdata.texts import IGNORED
 from tests.chi_square import p_value
-from tests.test_distill import GradientRecorder, assert_same_gradients
 from tests.tiny import END, joint_distribution, tiny_llama
+from tests.trainings import (
+    PLAIN,
+    QUICK,
+    assert_same_gradients,
+    changed,
+    step_gradients,
+    trainer_of,
+)
 
 with warnings.catch_warnings():
     # It says that experimental parts of TRL may change.
@@ -173,23 +179,14 @@ def test_a_draft_with_a_reduced_vocabulary_writes_its_own_tokens() -> None:
 
 
 def config(**changes: Any) -> DistilConfig:
-    return DistilConfig.model_validate(
-        {"epochs": 3, "learning_rate": 5e-3, "save_steps": 2, "report_to": [], **changes}
-    )
+    return changed(QUICK, epochs=1, **changes)
 
 
 def trainer(
-    work: Path, settings: DistilConfig, rows: Sequence[Row], sampling: SamplingConfig | None = None
+    work: Path, settings: DistilConfig, rows: Sequence[Row], sampling: SamplingConfig = PLAIN
 ) -> Trainer:
-    return draft_trainer(
-        tiny_llama(8, vocab=V, layers=2),
-        tiny_llama(9, vocab=V),
-        Dataset.from_list([dict(row) for row in rows]),
-        work,
-        settings,
-        sampling or SamplingConfig(),
-        seed=0,
-    )
+    models = tiny_llama(8, vocab=V, layers=2), tiny_llama(9, vocab=V)
+    return trainer_of(*models, Dataset.from_list([*map(dict, rows)]), work, settings, sampling)
 
 
 def step_batches(one: Trainer, batches: int) -> tuple[list[dict[str, Tensor]], Tensor]:
@@ -225,25 +222,21 @@ def test_the_loss_is_taken_and_counted_where_the_targets_top_tokens_and_the_draf
 def gradients(one: Trainer) -> dict[str, Tensor]:
     """Those of a training's only step, not clipped: their size tells what they were divided by."""
     one.args.max_grad_norm = 0.0
-    recorder = GradientRecorder()
-    one.add_callback(recorder)
-    one.train()
-    assert one.state.global_step == 1
-    return recorder.gradients
+    return step_gradients(one)
 
 
 def test_a_step_is_one_on_a_data_set_of_the_texts_however_it_is_accumulated(
     tmp_path: Path,
 ) -> None:
     def drafting(batch_size: int) -> Trainer:
-        settings = {"epochs": 1, "batch_size": batch_size, "accumulation": 8 // batch_size}
+        settings = {"batch_size": batch_size, "accumulation": 8 // batch_size}
         return trainer(tmp_path / "work", config(**settings, on_policy=0.5), rollouts(8))
 
     (batch,), _ = step_batches(drafting(8), 1)
     written = rows_of(batch)
     whole = gradients(drafting(8))
     assert_same_gradients(gradients(drafting(4)), whole, 200)
-    static = config(epochs=1, batch_size=len(written))
+    static = config(batch_size=len(written))
     assert_same_gradients(gradients(trainer(tmp_path / "work", static, written)), whole, 200)
 
 
@@ -302,13 +295,7 @@ def test_a_step_on_the_drafts_text_has_the_gradients_of_a_step_of_gkd(tmp_path: 
     by the labels of the rollouts that its text replaces, so rollouts are as long as the texts.
     """
     rows: list[Row] = [{**row, "completion_ids": [3] * 6} for row in rollouts(8)]
-    settings = config(
-        epochs=1,
-        batch_size=8,
-        objective="js",
-        warp="raw",
-        on_policy=1.0,
-    )
+    settings = config(batch_size=8, objective="js", warp="raw", on_policy=1.0)
     ours = trainer(tmp_path / "ours", settings, rows, SamplingConfig(temperature=0.0))
     (batch,), _ = step_batches(ours, 1)
     assert (batch["labels"] != IGNORED).sum() == 8 * 6, "no text ends early"

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -15,22 +14,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.config import DistilConfig
-from distill.distillation import DistilResult, distil
+from distill.distillation import DistilResult
 from distill.losses import LOSSES, Loss, bucketed
-from distill.trainer import DistilTrainer, draft_trainer
 from distill.watch import HeldOut
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.models import load_model
 from specdata.probability import SamplingConfig
-from specdata.top_logits import TopLogitDistributions, TopLogits
+from specdata.top_logits import TopLogits
 from tests.random_pair import texts_of
-from tests.test_distill import QUICK, changed
 from tests.test_losses import gradient, random_logits
+from tests.trainings import PLAIN, QUICK, batch_gradients, changed, distilled, trainer_of
 
 NAMES = sorted(LOSSES)
-PLAIN = SamplingConfig()
 ALL = 400  # the pair's vocabulary
 SAMPLERS = {
     "plain": PLAIN,
@@ -125,25 +122,6 @@ def models(pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     return load_model(str(pair / "target")), load_model(str(pair / "draft"))
 
 
-def trainer_of(
-    teacher: PreTrainedModel | TopLogitDistributions,
-    student: PreTrainedModel,
-    rows: Dataset,
-    folder: Path,
-    sampling: SamplingConfig,
-    **settings: object,
-) -> DistilTrainer:
-    config = DistilConfig(batch_size=len(rows), epochs=1, **settings)
-    trainer = draft_trainer(teacher, student, rows, folder / "work", config, sampling, 0)
-    return cast(DistilTrainer, trainer)
-
-
-def value_and_gradients(trainer: DistilTrainer, student: PreTrainedModel) -> list[Tensor]:
-    batch = next(iter(trainer.get_train_dataloader()))
-    found = trainer.compute_loss(student, batch, num_items_in_batch=torch.tensor(50))
-    return [found.detach(), *torch.autograd.grad(found, list(student.parameters()))]  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("warp", ["sampler", "raw"])
 @pytest.mark.parametrize("which", SAMPLERS)
 def test_the_trainers_loss_from_top_logits_is_the_targets_wherever_p_is_known(
@@ -158,17 +136,13 @@ def test_the_trainers_loss_from_top_logits_is_the_targets_wherever_p_is_known(
     known = TopLogits(count, ALL).distributions(compared, bound=True)
     assert known.is_exact
     for objective in ("forward_kl", "lk_hybrid"):
-        expected, found = (
-            value_and_gradients(
-                trainer_of(
-                    teacher, student, each, tmp_path, sampling, warp=warp, objective=objective
-                ),
-                student,
-            )
+        config = changed(QUICK, epochs=1, batch_size=5, warp=warp, objective=objective)
+        (expected, of_target), (found, gradients) = (
+            batch_gradients(trainer_of(teacher, student, each, tmp_path, config, sampling))
             for teacher, each in ((target, rows), (known, kept))
         )
-        assert float(expected[0].abs()) > 1e-3
-        for ours, theirs in zip(found, expected, strict=True):
+        assert float(expected.abs()) > 1e-3
+        for ours, theirs in zip([found, *gradients], [expected, *of_target], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -221,15 +195,14 @@ def from_top_logits(
     if not bare.exists():
         weights = shutil.ignore_patterns("*.safetensors")
         shutil.copytree(pair / "target", bare, ignore=weights)
-    return distil(
+    return distilled(
+        pair,
+        folder / f"draft-{count}",
+        config,
+        sampling,
         target=bare,
-        draft=pair / "draft",
         train=kept_of(target, texts_of(pair, 48, seed=1), count),
         dev=kept_of(target, texts_of(pair, 8, seed=2), count),
-        out=folder / f"draft-{count}",
-        config=config,
-        sampling=sampling,
-        seed=0,
         top_logits=TopLogits(count, ALL),
     )
 
@@ -239,16 +212,7 @@ def test_a_draft_from_top_logits_ends_where_one_beside_its_target_does(
     pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
     config = changed(QUICK, epochs=6)
-    beside = distil(
-        target=pair / "target",
-        draft=pair / "draft",
-        train=texts_of(pair, 48, seed=1),
-        dev=texts_of(pair, 8, seed=2),
-        out=tmp_path / "beside",
-        config=config,
-        sampling=PLAIN,
-        seed=0,
-    )
+    beside = distilled(pair, tmp_path / "beside", config)
     whole = from_top_logits(tmp_path, pair, models[0], ALL, config)
     assert whole.acceptance_after == pytest.approx(beside.acceptance_after, abs=1e-3)
     assert not whole.is_bound
@@ -316,17 +280,9 @@ def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
     train, dev = (kept_of(models[0], texts_of(pair, n, seed=n), 8) for n in (16, 8))
 
     def of(every: int, name: str) -> DistilResult:
-        return distil(
-            target=pair / "target",
-            draft=pair / "draft",
-            train=with_ties(train, every),
-            dev=with_ties(dev, every),
-            out=tmp_path / name,
-            config=QUICK,
-            sampling=TIED,
-            seed=0,
-            top_logits=TopLogits(8, ALL),
-        )
+        rows = {"train": with_ties(train, every), "dev": with_ties(dev, every)}
+        top = TopLogits(8, ALL)
+        return distilled(pair, tmp_path / name, QUICK, TIED, **rows, top_logits=top)
 
     none, some = of(10**9, "none"), of(25, "some")
     planted = positions_of(train) // 25 + positions_of(dev) // 25
@@ -347,7 +303,8 @@ def test_an_undecided_position_adds_nothing_to_the_loss(pair: Path, tmp_path: Pa
     kept = kept_of(target, texts_of(pair, 4, seed=3), 8)
     known = TopLogits(8, ALL).distributions(TIED)
     tied = with_ties(kept, 7)
-    trainer = trainer_of(known, student, tied, tmp_path, TIED)
+    config = changed(QUICK, batch_size=len(tied))
+    trainer = trainer_of(known, student, tied, tmp_path, config, TIED)
     batch = next(iter(trainer.get_train_dataloader()))
     columns = trainer.teacher.columns(batch)
     decided = known.decided(columns)

@@ -30,12 +30,8 @@ from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from specdata.top_logits import TopLogits
 from tests.random_pair import texts_of
-from tests.test_distill import (
-    assert_same_weights,
-    changed,
-    distilled,
-    pair,
-)
+from tests.test_distill import pair
+from tests.trainings import assert_same_weights, changed, distilled
 
 __all__ = ["pair"]  # a fixture
 
