@@ -235,7 +235,7 @@ class DistilConfig(Config):
         description="the distributions compared: those that serving draws from (sampling), or the "
         "models' own at temperature 1",
     )
-    cache: str | None = Field(
+    logits: str | None = Field(
         None,
         description="dataset with top target logits (stage logits) to "
         "learn from, without the target: all tokens outside them count as one",
@@ -330,12 +330,12 @@ class DistilConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _cache_has_the_texts(self) -> Self:
-        if self.cache is not None and self.on_policy > 0:
+    def _logits_are_of_the_texts(self) -> Self:
+        if self.logits is not None and self.on_policy > 0:
             raise ValueError(
-                f"cache holds logits along the target's own texts, and on_policy "
+                f"logits are those along the target's own texts, and on_policy "
                 f"({self.on_policy:g}) has the target read those of the draft: set it to 0, or "
-                "leave cache out to distil with the target"
+                "leave logits out to distil with the target"
             )
         return self
 
@@ -344,7 +344,7 @@ class DistilConfig(Config):
         if self.init.kind != "states":
             return self
         for name, given, why in (
-            ("cache", self.cache, "top logits come without the target's states"),
+            ("logits", self.logits, "top logits come without the target's states"),
             ("on_policy", self.on_policy, "it learns from its own states in readings"),
             ("finetune", self.finetune, "the target does not read texts there"),
             ("lora", self.lora, "its maps are trained whole"),

@@ -132,7 +132,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
                 "target": fingerprint(str(target)),
                 "draft": fingerprint(str(draft)),
                 # Where top logits lie does not matter, as they are compared by what they hold.
-                "config": {**config.decisive(), "cache": None},
+                "config": {**config.decisive(), "logits": None},
                 "sampling": asdict(sampling),
                 "seed": seed,
                 "train": content_of(train),

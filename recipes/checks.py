@@ -118,8 +118,8 @@ def _loads_target(config: PipelineConfig, stage: str) -> bool:
     if stage == "logits":
         return config.logits is not None and config.logits.backend == "transformers"
     if stage == "draft":
-        return config.draft is None or config.draft.cache is None
-    return stage != "labels" or config.labels.cache is None
+        return config.draft is None or config.draft.logits is None
+    return stage != "labels" or config.labels.logits is None
 
 
 def check_loading(
@@ -149,7 +149,7 @@ def _check_tensor_parallel(config: PipelineConfig, stage: str) -> None:
         raise ConfigError(
             f"{key}: processes that distil have rollouts of their own, and a target that is split "
             "in every layer needs them in step: leave it out, spread the "
-            "target with device_map: auto, or distil on top logits (draft.cache)"
+            "target with device_map: auto, or distil on top logits (draft.logits)"
         )
     if stage == "eval":
         raise ConfigError(

@@ -149,14 +149,14 @@ def identity(name: str) -> dict[str, str]:
     return {"name": name, "revision": revision_of(name)}
 
 
-def cached_rows(
-    config: PipelineConfig, cache: str, key: str, source: dict[str, Any], rollouts: Dataset
+def rows_with_logits(
+    config: PipelineConfig, logits: str, key: str, source: dict[str, Any], rollouts: Dataset
 ) -> Dataset:
     """The rows of a dataset with top logits that belong to some of this run's rollouts.
 
     Args:
         config: the run's.
-        cache: the dataset's folder.
+        logits: the dataset's folder.
         key: the setting that names it, for messages.
         source: what it must have been made of (`made_of`).
         rollouts: rollouts of this run.
@@ -165,23 +165,23 @@ def cached_rows(
     from specdata.storage.manifest import read_manifest
     from specdata.top_logits import TopLogits
 
-    stored = dict(read_manifest(Path(cache))["settings"])
+    stored = dict(read_manifest(Path(logits))["settings"])
     stored |= stored.get("load", {}).get("target", {})
     load = config.models.loading("target")
     source = {**source, "dtype": load.dtype}
     stored_source = {name: stored.get(name) for name in source}
     if changed := differences(stored_source, source, ("target.name",)):
         raise ConfigError(
-            f"{key} {cache} was made of other rollouts or by another target: leave it out, or name "
+            f"{key} {logits} was made of other rollouts or by another target: leave it out, or name "
             "one of the same. Stored -> this run's:\n  " + "\n  ".join(changed)
         )
-    TopLogits.of(Path(cache))
-    rows = load_stored(Path(cache))
+    TopLogits.of(Path(logits))
+    rows = load_stored(Path(logits))
     places = {name: place for place, name in enumerate(_names(rows))}
     names = _names(rollouts)
     if missing := sum(name not in places for name in names):
         raise ConfigError(
-            f"{key} {cache} lacks {missing} of {len(names)} rollouts that are needed (labels of a "
+            f"{key} {logits} lacks {missing} of {len(names)} rollouts that are needed (labels of a "
             "run with draft.held_out_share hold only that share): make one of all rollouts with "
             "draftsmith make-logits"
         )
@@ -193,27 +193,27 @@ def _names(rows: Dataset) -> list[tuple[Any, ...]]:
     return list(zip(rows["example_id"], rows["sample"], rows["turn"], strict=True))
 
 
-def check_cache(config: PipelineConfig, key: str, cache: str, *, bound: bool) -> None:
+def check_logits(config: PipelineConfig, key: str, logits: str, *, bound: bool) -> None:
     """Refuse top logits that a stage cannot learn from, as far as is known. Raises ConfigError."""
-    if (stored := _top_logits_of(config, key, cache)) is not None:
+    if (stored := _top_logits_of(config, key, logits)) is not None:
         with named(key):
             stored.distributions(config.sampling, bound=bound)
 
 
-def _top_logits_of(config: PipelineConfig, key: str, cache: str) -> TopLogits | None:
-    """The content of a cache, or the future one if this run makes it; None if not known yet."""
+def _top_logits_of(config: PipelineConfig, key: str, logits: str) -> TopLogits | None:
+    """The content of a dataset of logits, or the future one if this run makes it; None if not known yet."""
     from specdata.top_logits import TopLogits  # here: it needs torch
 
-    if config.logits and absolute(cache) == absolute(folder(config, "logits")):
+    if config.logits and absolute(logits) == absolute(folder(config, "logits")):
         size = sizes_of(config, config.models.target).get("vocab_size")
         return None if size is None else TopLogits(min(config.logits.top_logits, size), size)
-    if not Path(cache).is_dir():
+    if not Path(logits).is_dir():
         raise ConfigError(
-            f"{key} must be a folder with top target logits, and {cache} is none: make it with "
+            f"{key} must be a folder with top target logits, and {logits} is none: make it with "
             "draftsmith make-logits (section logits), or leave it out"
         )
     with named(key):
-        return TopLogits.of(Path(cache))
+        return TopLogits.of(Path(logits))
 
 
 RECIPE = Recipe("Keep the target's largest logits along its rollouts.", (Logits,))

@@ -63,12 +63,12 @@ def next_recipe(config: PipelineConfig, recipe: str, line: CommandLine) -> list[
     """The first recipe after this one ("train_head") that the configuration asks for, if any."""
     draft, is_later = config.draft, False
     # Texts that are drawn in training have logits in no dataset.
-    is_cached = config.logits and draft and draft.cache is None and draft.on_policy == 0
-    cache = ["--draft.cache", str(folder(config, "logits"))] if is_cached else []
+    is_stored = config.logits and draft and draft.logits is None and draft.on_policy == 0
+    logits = ["--draft.logits", str(folder(config, "logits"))] if is_stored else []
     for name, purpose, is_asked, more in (
         ("make-rollouts", "complete", True, []),
         ("make-logits", "keep", config.logits, []),
-        ("train-draft", "distil", draft, cache),
+        ("train-draft", "distil", draft, logits),
         ("train-head", "train", config.head, []),
         ("run-eval", "measure", True, []),
         ("publish", "publish", draft or config.head, []),

@@ -30,7 +30,7 @@ from recipes.layout import (
     is_cut,
     sampled,
 )
-from recipes.make_logits import cached_rows, check_cache, made_of
+from recipes.make_logits import rows_with_logits, check_logits, made_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import draft_size, draft_width, sizes_of, source_model
@@ -193,8 +193,8 @@ class Draft(_OfDraft):
             "draft": draft_to_distil(self.config),
             "rollouts": str(folder(self.config, "rollouts")),
         }
-        cache = self.draft.cache
-        return {**inputs, "cache": cache} if cache else inputs
+        logits = self.draft.logits
+        return {**inputs, "logits": logits} if logits else inputs
 
     def check(self) -> None:
         """Refuse a draft that cannot be made, fine-tuned or distilled."""
@@ -216,8 +216,8 @@ class Draft(_OfDraft):
             if limit is None or limit < (draft.max_length or sys.maxsize):
                 new = config.rollouts.max_new_tokens
                 check_room(config, "rollouts", new, [config.models.draft])
-        if draft.cache:
-            check_cache(config, "draft.cache", draft.cache, bound=True)
+        if draft.logits:
+            check_logits(config, "draft.logits", draft.logits, bound=True)
 
     def run(self) -> dict[str, Any]:
         """Distil, on the target's distributions or on top logits."""
@@ -228,13 +228,13 @@ class Draft(_OfDraft):
         config = self.config
         train, dev = (self.rollouts(split) for split in ("train", "dev"))
         top_logits = None
-        if cache := self.draft.cache:
+        if logits := self.draft.logits:
             tokenizer = vocabulary_fingerprint(load_tokenizer(config.models.target))
             source = made_of(config, tokenizer)
             train, dev = (
-                cached_rows(config, cache, "draft.cache", source, rows) for rows in (train, dev)
+                rows_with_logits(config, logits, "draft.logits", source, rows) for rows in (train, dev)
             )
-            top_logits = TopLogits.of(Path(cache))
+            top_logits = TopLogits.of(Path(logits))
         result = distil(
             target=config.models.target,
             draft=draft_to_distil(config),
@@ -258,7 +258,7 @@ class Draft(_OfDraft):
         shown = f"{before:.3f} before, {after:.3f} after distillation"
         say(f"  acceptance on held-out rollouts: {shown}")
         if results["is_bound"]:
-            say("  (upper bounds: all tokens whose logits draft.cache does not keep count as one)")
+            say("  (upper bounds: all tokens whose logits draft.logits does not keep count as one)")
         say(f"  best: the weights after step {results['best_step']} of {results['steps']}")
 
 

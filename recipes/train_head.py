@@ -24,7 +24,7 @@ from recipes.layout import (
     loaded,
     sampled,
 )
-from recipes.make_logits import cached_rows, check_cache, identity, made_of
+from recipes.make_logits import rows_with_logits, check_logits, identity, made_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import PAIR, rows_size
@@ -56,8 +56,8 @@ class Labels(Stage):
             "draft": draft_in_use(self.config),
             "rollouts": str(folder(self.config, "rollouts")),
         }
-        cache = self.config.labels.cache
-        return {**inputs, "cache": cache} if cache else inputs
+        logits = self.config.labels.logits
+        return {**inputs, "logits": logits} if logits else inputs
 
     @property
     def size(self) -> str:
@@ -73,8 +73,8 @@ class Labels(Stage):
         check_training_splits(self.config)
         check_loading(self.config, "labels")
         check_states(self.config)
-        if (cache := self.config.labels.cache) and self.config.head:
-            check_cache(self.config, "labels.cache", cache, bound=self.config.labels.bound)
+        if (logits := self.config.labels.logits) and self.config.head:
+            check_logits(self.config, "labels.logits", logits, bound=self.config.labels.bound)
 
     def run(self) -> dict[str, Any]:
         """Run target and draft along the rollouts, in every process."""
@@ -106,9 +106,9 @@ class Labels(Stage):
             )
         source = made_of(config, vocabulary_fingerprint(tokenizer))
         make: Callable[..., int]
-        if cache := config.labels.cache:
-            rows = cached_rows(config, cache, "labels.cache", source, rollouts)
-            make = partial(make_labels, TopLogits.of(Path(cache)), draft, rows)
+        if logits := config.labels.logits:
+            rows = rows_with_logits(config, logits, "labels.logits", source, rollouts)
+            make = partial(make_labels, TopLogits.of(Path(logits)), draft, rows)
         else:
             target = load_model(models.target, load=models.loading("target"))
             tensor_parallel = is_shared(config, "labels")
@@ -123,7 +123,7 @@ class Labels(Stage):
                 report=bar.update,
             )
         undecided = 0
-        if cache:
+        if logits:
             positions = sum(map(len, rollouts["completion_ids"]))
             undecided = positions - read_manifest(self.folder)["counts"]["tokens"]
         labels = load_labels(self.folder, config.sampling)

@@ -66,8 +66,8 @@ def test_text_on_the_command_line_is_taken_as_it_stands(name: str) -> None:
     assert config.output == name
     assert config.eval.folder == "eval-007"
     assert config.toy is None
-    assert parse(["--labels.cache", "null"], "").config.labels.cache is None
-    assert parse(["--labels.cache", "a #1"], "").config.labels.cache == "a #1"
+    assert parse(["--labels.logits", "null"], "").config.labels.logits is None
+    assert parse(["--labels.logits", "a #1"], "").config.labels.logits == "a #1"
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "\x00"])

@@ -42,7 +42,7 @@ def test_labels_from_top_logits_are_those_of_the_target_and_keep_none(
     labelled: Path, tmp_path: Path
 ) -> None:
     asked = unlabelled(labelled, tmp_path / "out")
-    asked += ["--labels.cache", str(labelled / "out" / "logits")]
+    asked += ["--labels.logits", str(labelled / "out" / "logits")]
     assert train_head.RECIPE.run(asked) == 0
     again = load_labels(tmp_path / "out" / "labels", SAMPLING)
     first = load_labels(labelled / "out" / "labels", SAMPLING)
@@ -62,7 +62,7 @@ def test_labels_from_top_logits_are_those_of_the_target_and_keep_none(
         (["--models.target", "draft"], "target.revision"),
         (["--models.dtype", "bfloat16"], "dtype: 'float32' -> 'bfloat16'"),
         (["--sampling.top_k", "20"], "10 top logits of 40 do not give the target's distributions"),
-        (["--labels.cache", "rollouts"], "rollouts keeps no target logits: name a dataset"),
+        (["--labels.logits", "rollouts"], "rollouts keeps no target logits: name a dataset"),
     ],
 )
 def test_top_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made(
@@ -74,7 +74,7 @@ def test_top_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made(
     message: str,
 ) -> None:
     asked = unlabelled(labelled, tmp_path / "out")
-    asked += ["--labels.cache", str(labelled / "out" / "logits")]
+    asked += ["--labels.logits", str(labelled / "out" / "logits")]
     places = {"draft": str(word_pair / "draft"), "rollouts": str(tmp_path / "out" / "rollouts")}
     asked += [places.get(argument, argument) for argument in arguments]
     assert train_head.RECIPE.run(asked) == 2
@@ -87,6 +87,6 @@ def test_other_rollouts_than_those_of_the_top_logits_are_refused(
 ) -> None:
     asked = ["--config", str(labelled / "pair.yaml"), "--output", str(tmp_path / "out")]
     assert make_rollouts.RECIPE.run([*asked, "--seed", "1"]) == 0
-    asked += ["--labels.cache", str(labelled / "out" / "logits")]
+    asked += ["--labels.logits", str(labelled / "out" / "logits")]
     assert train_head.RECIPE.run(asked) == 2
     assert "rollouts: '" in capsys.readouterr().err

@@ -89,9 +89,9 @@ def test_a_draft_learns_from_the_logits_that_were_stored() -> None:
     _, keep = steps("make-rollouts", "--logits.top_logits", "4")
     assert shlex.split(keep.line)[1] == "make-logits"
     (distil,) = steps("make-logits", "--logits.top_logits", "4")
-    assert shlex.split(distil.line)[-2:] == ["--draft.cache", "runs/my #1/logits"]
-    (given,) = steps("make-logits", "--logits.top_logits", "4", "--draft.cache", "elsewhere")
-    assert shlex.split(given.line)[-2:] == ["--draft.cache", "elsewhere"]
+    assert shlex.split(distil.line)[-2:] == ["--draft.logits", "runs/my #1/logits"]
+    (given,) = steps("make-logits", "--logits.top_logits", "4", "--draft.logits", "elsewhere")
+    assert shlex.split(given.line)[-2:] == ["--draft.logits", "elsewhere"]
 
 
 def test_what_follows_a_launched_recipe_is_launched_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,7 @@ def test_rollouts_and_labels_through_vllm_are_those_of_the_local_target(
     for stage, options in (
         ("make_rollouts", remote),
         ("make_logits", remote),
-        ("train_head", [*remote, "--labels.cache", str(tmp_path / "logits")]),
+        ("train_head", [*remote, "--labels.logits", str(tmp_path / "logits")]),
         ("train_head", [*given, "--output", str(here)]),
     ):
         if options[-1] == str(here):

@@ -275,8 +275,8 @@ def bare(word_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "models": {"target": str(folder / "target"), "draft": str(word_pair / "draft")},
         "sampling": {"top_k": 8},
         "logits": {"top_logits": 12, "shard_size": 4},
-        "draft": {"epochs": 1, "batch_size": 4, "cache": str(out / "logits"), "report_to": []},
-        "labels": {"shard_size": 4, "cache": str(out / "logits")},
+        "draft": {"epochs": 1, "batch_size": 4, "logits": str(out / "logits"), "report_to": []},
+        "labels": {"shard_size": 4, "logits": str(out / "logits")},
         "head": {"depth": 1, "epochs": 1},
     }
     (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
@@ -322,7 +322,7 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
     labels = load_labels(bare / "out" / "labels", SamplingConfig(top_k=8))
     assert len(labels) == 40
     # Of another sampler than they decide, or of none, they are refused in a plan, too.
-    new = [*asked, "--output", str(bare / "new"), "--labels.cache"]
+    new = [*asked, "--output", str(bare / "new"), "--labels.logits"]
     for more, message in (
         (
             [str(bare / "out" / "logits"), "--sampling.top_k", "20"],
@@ -334,6 +334,6 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
             assert train_head.RECIPE.run([*new, *more, *plan]) == 2
             assert message in capsys.readouterr().err
     assert (
-        train_draft.RECIPE.run([*asked, "--output", str(bare / "new"), "--draft.cache", "x"]) == 2
+        train_draft.RECIPE.run([*asked, "--output", str(bare / "new"), "--draft.logits", "x"]) == 2
     )
-    assert "draft.cache must be a folder with top target logits" in capsys.readouterr().err
+    assert "draft.logits must be a folder with top target logits" in capsys.readouterr().err

@@ -604,7 +604,7 @@ def test_taps_and_targets_that_cannot_be_had_are_refused(target: Path, tmp_path:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("cache", "logits"),
+        ("logits", "logits"),
         ("on_policy", 0.5),
         ("finetune", {}),
         ("lora", {}),

@@ -22,10 +22,10 @@ class LabelsConfig(Config):
         description="label the draft's likeliest token, which is accepted with p: what an engine "
         "drafts that does not ask for the draft's distribution (vLLM's custom_class)",
     )
-    cache: str | None = Field(
+    logits: str | None = Field(
         default=None,
         description="dataset of stage logits to make these from, without the target",
     )
     bound: bool = Field(
-        default=False, description="with cache: upper bounds will do where not exact"
+        default=False, description="with logits: upper bounds will do where not exact"
     )
