@@ -48,7 +48,6 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "head": {"depth": 1, "epochs": STEPS // 2, "batch_size": 8, "save_steps": SAVED},
         "eval": {
-            "verifiers": 0,
             "sets": [{"name": str(folder / "dev.jsonl"), "split": "test", "count": 2}],
             "methods": [{"name": "plain", "decoder": "plain"}],
         },

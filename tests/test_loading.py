@@ -128,7 +128,6 @@ def built(models: Path, **section: Any) -> PipelineConfig:
             "rollouts": {"sets": sets, "max_new_tokens": 8},
             "head": {},
             "eval": {
-                "verifiers": 0,
                 "sets": [{"name": "maths", "split": "test", "count": 1}],
                 "max_new_tokens": 8,
                 "methods": [{"name": "plain", "decoder": "plain"}, {"name": "K=2", "length": 2}],
@@ -193,7 +192,7 @@ CHECKS = {
             "draft",
             {"target": {"tp_plan": "auto"}},
             {"draft": {}},
-            r"or distil on top logits \(draft\.cache\)",
+            r"or distil on top logits \(draft\.logits\)",
         ),
         ("eval", {"target": {"tp_plan": "auto"}}, {}, "by the clock of one process"),
         ("eval", {"target": ON_DISK}, {"eval": {"engine": "captured"}}, "set eval.engine to eager"),

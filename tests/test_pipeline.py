@@ -66,7 +66,6 @@ CONFIG = {
     "labels": {"shard_size": 8},
     "head": {"depth": 1, "epochs": 12, "batch_size": 8, "save_steps": 2},
     "eval": {
-        "verifiers": 0,
         "max_new_tokens": 16,
         "sets": [
             {"name": "instruct", "split": "test", "count": 3},

@@ -308,7 +308,7 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
         assert "logits (would be made)" in plan
         # Completions of at most 12 tokens: an id, twelve logits with ids, three numbers.
         assert re.search(r"out/logits: 40 completions.* at most 480 tokens, about 53.8 KB", plan)
-        assert f"reads cache: {bare / 'out' / 'logits'} (not made yet)" in plan
+        assert f"reads logits: {bare / 'out' / 'logits'} (not made yet)" in plan
         assert make_rollouts.RECIPE.run(given) == 0
         server.troubles = [0] * 9 + [503] * 12
         assert make_logits.RECIPE.run(given) == 1

@@ -61,7 +61,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "sets": sets,
             "methods": METHODS,
             "max_new_tokens": 24,
-            "verifiers": 0,
         },
     }
     (folder / "pair.yaml").write_text(yaml.safe_dump(config))

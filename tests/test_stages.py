@@ -61,7 +61,7 @@ CONFIG: dict[str, Any] = {
     "labels": {"shard_size": 8},
     "head": {"depth": 1, "epochs": 2, "batch_size": 8, "save_steps": 2},
     "eval": {
-        "verifiers": 0.1,
+        "verifier_seconds": 0.1,
         "max_new_tokens": 8,
         "sets": [{"name": "instruct", "split": "test", "count": 2}],
         "methods": [

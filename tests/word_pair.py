@@ -46,7 +46,6 @@ def with_train_and_dev(pair: Path, folder: Path) -> dict[str, Any]:
         "toy": None,
         "rollouts": {"max_new_tokens": 12, "shard_size": 4, "samples": 2, "sets": sets},
         "eval": {
-            "verifiers": 0,
             "sets": [{"name": str(folder / "dev.jsonl"), "split": "test", "count": 2}],
             "methods": [{"name": "plain", "decoder": "plain"}],
         },
