@@ -147,7 +147,7 @@ def collate(
     return batch
 
 
-def texts_of(inputs: Mapping[str, Tensor]) -> TextBatch:
+def text_batch(inputs: Mapping[str, Tensor]) -> TextBatch:
     """The texts of a batch of `collate`."""
     return TextBatch(
         inputs["input_ids"],

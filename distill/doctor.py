@@ -62,7 +62,7 @@ def examine(
     target, tokenizer = load_model(target_name), load_tokenizer(target_name)
     yield from _of_tokenizer(folder, tokenizer)
     prompts = prompts or ("chat-assistant" if tokenizer.chat_template else "instruct")
-    texts = texts_of(target, tokenizer, prompts, count, max_new_tokens, sampling)
+    texts = written_texts(target, tokenizer, prompts, count, max_new_tokens, sampling)
     held = HeldOut(target, texts, sampling)
     is_published = "speculators_model_type" in config or "Eagle3" in str(
         config.get("architectures")
@@ -222,7 +222,7 @@ def _of_tokenizer(folder: Path, target: PreTrainedTokenizerBase) -> Iterator[Fin
         yield Finding("ok", "chat template", "the target's")
 
 
-def texts_of(
+def written_texts(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: str,

@@ -19,7 +19,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.batches import texts_of
+from distill.batches import text_batch
 from distill.chunked import chunks, positions_at_once
 from distill.losses import bucketed
 from specdata.lm_head import find_lm_head
@@ -130,7 +130,7 @@ class Teacher:
             (N,) log of the sum of exp(logit / temperature) over the tokens that the draft cannot
             propose, None without a `part`.
         """
-        texts = texts_of(batch)
+        texts = text_batch(batch)
         device = texts.labels.device
         states = {
             row: self._state_of(example).to(device)
@@ -236,7 +236,7 @@ class TopLogitsTeacher:
 
         Each row with a label names its rollout in `examples`.
         """
-        columns = self._source.columns(texts_of(batch), self._rows)
+        columns = self._source.columns(text_batch(batch), self._rows)
         return {name: values.to(batch["labels"].device) for name, values in columns.items()}
 
     def compared(

@@ -37,8 +37,8 @@ from transformers.utils import logging
 
 from distill.config import DistilConfig, FinetuneConfig
 from specdata.errors import TrainingDivergedError
-from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
-from specdata.processes import join_processes, told_by_main
+from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
+from specdata.processes import broadcast_by_main, join_processes
 from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.checkpoints import (
     checkpoint_folder,
@@ -195,7 +195,7 @@ def whole_batches(trainer: Trainer, batch_size: int) -> DataLoader[dict[str, Ten
     """Batches of `batch_size` rows, the same on every process; the collator takes its own rows.
 
     accelerate would divide them, and fill up the last batch of an epoch with rows of its beginning.
-    Told of one process, it orders rows as it does for one.
+    TargetDistributions of one process, it orders rows as it does for one.
     """
     loader = DataLoader(
         trainer.train_dataset,
@@ -333,7 +333,7 @@ class _Supervisor(TrainerCallback):  # type: ignore[misc]
         if args.use_cpu and state.global_step % TRIMMED_STEPS == 0:
             # Large tensors of many sizes leave gaps, which glibc keeps: of 262,144 tokens 24 GB.
             getattr(ctypes.CDLL(None), "malloc_trim", id)(0)
-        self.signal = asked_of_any()
+        self.signal = stop_signal_of_any()
         if self.signal:
             control.should_save = control.should_training_stop = True
         if control.should_save:
@@ -360,7 +360,7 @@ class _Supervisor(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         join_processes().wait_for_everyone()
         folder = checkpoint_folder(Path(args.output_dir), state.global_step)
-        if not told_by_main(state.is_world_process_zero and _is_finite(folder)):
+        if not broadcast_by_main(state.is_world_process_zero and _is_finite(folder)):
             if state.is_world_process_zero:
                 shutil.rmtree(folder)
             raise self._error(args, f"weights are not finite after step {state.global_step}")

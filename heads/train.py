@@ -35,7 +35,7 @@ from heads.probe import probe_of
 from heads.questions import Questions, feature_scales
 from heads.rows import LabelRows, Row, labels_of, micro_batches
 from specdata.errors import TrainingDivergedError
-from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
+from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
 from specdata.lm_head import check_hidden_states
 from specdata.models import positions
 from specdata.processes import is_main
@@ -232,7 +232,7 @@ class Training:
                     self.log({"loss": loss, "learning_rate": rate})
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                     bar.update()
-                    stop = asked_of_any()
+                    stop = stop_signal_of_any()
                     if stop or len(losses) % config.save_steps == 0:
                         self.save()
                     if stop:

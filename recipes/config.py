@@ -95,8 +95,8 @@ class PipelineConfig(Config):
     rollouts: RolloutConfig = Field(description="stage 1: completions by the target")
     logits: LogitsConfig | None = Field(
         default=None,
-        description="stage 1b: the target's largest logits along the rollouts, for draft.logits and "
-        "labels.logits; without it, none",
+        description="stage 1b: the target's largest logits along the rollouts, for draft.logits "
+        "and labels.logits; without it, none",
     )
     draft: DistilConfig | None = Field(
         default=None, description="stage 2: distillation; without it models.draft is used as it is"

@@ -13,7 +13,7 @@ from recipes.config import PipelineConfig
 from specdata.loading import Role
 
 RESULTS, CERTIFICATE = "results.json", "certificate.json"
-RECIPES = {
+RECIPE_OF = {
     "pair": "make_rollouts",
     "rollouts": "make_rollouts",
     "logits": "make_logits",
@@ -46,7 +46,7 @@ def eval_folder(config: PipelineConfig) -> Path:
     return folder(config, config.eval.folder or f"eval{of_head}")
 
 
-def is_cut(config: PipelineConfig) -> bool:
+def makes_initial_draft(config: PipelineConfig) -> bool:
     """True if this run makes the draft that its training starts from (`draft.init`)."""
     made = config.draft and (config.draft.init.kind != "model" or config.draft.init.vocabulary)
     return bool(made)
@@ -54,7 +54,7 @@ def is_cut(config: PipelineConfig) -> bool:
 
 def initial_draft(config: PipelineConfig) -> str:
     """The draft before it is trained: made by this run, or given."""
-    if is_cut(config):
+    if makes_initial_draft(config):
         return str(folder(config, "initial") / "model")
     assert config.models.draft is not None  # the configuration's own check
     return config.models.draft

@@ -172,8 +172,8 @@ def rows_with_logits(
     stored_source = {name: stored.get(name) for name in source}
     if changed := differences(stored_source, source, ("target.name",)):
         raise ConfigError(
-            f"{key} {logits} was made of other rollouts or by another target: leave it out, or name "
-            "one of the same. Stored -> this run's:\n  " + "\n  ".join(changed)
+            f"{key} {logits} was made of other rollouts or by another target: leave it out, or "
+            "name one of the same. Stored -> this run's:\n  " + "\n  ".join(changed)
         )
     TopLogits.of(Path(logits))
     rows = load_stored(Path(logits))
@@ -201,7 +201,7 @@ def check_logits(config: PipelineConfig, key: str, logits: str, *, bound: bool) 
 
 
 def _top_logits_of(config: PipelineConfig, key: str, logits: str) -> TopLogits | None:
-    """The content of a dataset of logits, or the future one if this run makes it; None if not known yet."""
+    """The top logits of a dataset, or of the one that this run makes; None if not known yet."""
     from specdata.top_logits import TopLogits  # here: it needs torch
 
     if config.logits and absolute(logits) == absolute(folder(config, "logits")):

@@ -40,7 +40,7 @@ from specdata.storage.files import fingerprint, read_object
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import read_record
 
-_TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
+_METHOD_HINT = " (--method leaves only the methods that it names: give it once more, for this one)"
 
 
 class Release(Stage):
@@ -95,12 +95,12 @@ class Release(Stage):
         ):
             raise ConfigError(
                 "a draft's card needs a measured draft length: add a method with stop: fixed, "
-                f"such as {{name: K=4, length: 4}}, to eval.methods{_TOO}"
+                f"such as {{name: K=4, length: 4}}, to eval.methods{_METHOD_HINT}"
             )
         if config.head and not any(method.stop.reads_head for method in methods):
             raise ConfigError(
                 "the run trains a head and no method asks it, so its card has no figures: "
-                f"leave head out, or add {{name: head, stop: head}} to eval.methods{_TOO}"
+                f"leave head out, or add {{name: head, stop: head}} to eval.methods{_METHOD_HINT}"
             )
 
     def run(self) -> dict[str, Any]:

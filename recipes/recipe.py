@@ -20,7 +20,7 @@ from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_
 from recipes.sizes import is_without_weights
 from recipes.steps import CommandLine
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
-from specdata.interruption import Interrupted, asked, stopping_on_signals
+from specdata.interruption import Interrupted, stop_signal, stopping_on_signals
 from specdata.processes import (
     in_group,
     is_main,
@@ -141,7 +141,7 @@ class Recipe:
         except KeyboardInterrupt as stop:
             return _interrupted(stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-            if not isinstance(error, (*USER_ERRORS, OSError)) and (number := asked()):
+            if not isinstance(error, (*USER_ERRORS, OSError)) and (number := stop_signal()):
                 return _interrupted(number)  # another process of this run stopped first
             return tell(error)
         return 0

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from recipes.config import PipelineConfig
-from recipes.layout import RECIPES, absolute, is_within, portable
+from recipes.layout import RECIPE_OF, absolute, is_within, portable
 from recipes.steps import CommandLine, Step, next_recipe
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, TrainingDivergedError
 from specdata.processes import is_main, local_rank, process_count, rank
@@ -52,7 +52,7 @@ class Stage(ABC):
     """One stage of a run: what decides its result, what it reads, writes and refuses, its work.
 
     A new stage is a class in its recipe's file, its section of the configuration, and its places in
-    `recipes.layout.RECIPES` and `recipes.pipeline.STAGES`.
+    `recipes.layout.RECIPE_OF` and `recipes.pipeline.STAGES`.
 
     Attributes:
         config: the whole run's.
@@ -78,7 +78,7 @@ class Stage(ABC):
     @property
     def recipe(self) -> str:
         """The recipe that does it."""
-        return RECIPES[self.name]
+        return RECIPE_OF[self.name]
 
     @property
     def folder(self) -> Path:
@@ -125,7 +125,7 @@ class Stage(ABC):
         if self.config.toy:  # whose models must lie in the output
             elsewhere += " NEW, with --models.target NEW/pair/target and --models.draft "
             elsewhere += "NEW/pair/draft"
-        names = list(RECIPES)
+        names = list(RECIPE_OF)
         later = names[names.index(self.name) + 1 :] if self.name in names else []
         output = Path(self.config.output)  # which may hold several heads and evaluations
         made = [each.parent for name in later for each in sorted(output.glob(f"{name}*/{RUN}"))]
@@ -281,7 +281,7 @@ def check_files(folder: Path) -> None:
     for name, digest in record["files"].items():
         if now.get(name) != digest:
             what = "has other contents than when it was made" if name in now else "is missing"
-            recipe = RECIPES[record["stage"]]
+            recipe = RECIPE_OF[record["stage"]]
             raise ManifestError(
                 f"{folder / name} {what}: restore it, or remove {folder} and run "
                 f"recipes/{recipe}.py with the same options (draftsmith "
@@ -372,7 +372,9 @@ def _decisive(stage: Stage) -> Settings:
             check_files(maker)
         elif is_begun or not Path(source).exists():
             # head-2 is made by the recipe of head
-            recipe = next((RECIPES[each] for each in RECIPES if maker.name.startswith(each)), None)
+            recipe = next(
+                (RECIPE_OF[each] for each in RECIPE_OF if maker.name.startswith(each)), None
+            )
             if recipe is not None:
                 raise ConfigError(
                     f"{maker} is missing or unfinished: run recipes/{recipe}.py first "

@@ -310,7 +310,7 @@ def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
         return []
     import torch
 
-    from eval.analysis.round_times import Times
+    from eval.analysis.round_times import RoundSeconds
     from eval.analysis.verifier_table import Measured, verifier_table
 
     plain, chains, branching = (
@@ -326,7 +326,7 @@ def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
         experiment.models.draft,
         [(prompt.dataset, torch.tensor(prompt.ids)) for prompt in experiment.prompts],
         experiment.sampling,
-        Times.of(plain, chains, branching),
+        RoundSeconds.of(plain, chains, branching),
         {
             method.name: method.decoding(experiment.sampling)
             for method in evaluation.methods

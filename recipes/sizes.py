@@ -10,7 +10,7 @@ from typing import Any
 
 from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
-from recipes.layout import absolute, is_cut, is_within
+from recipes.layout import absolute, is_within, makes_initial_draft
 from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import is_remote, raw_prompts
@@ -113,7 +113,7 @@ def width_of(values: Mapping[str, Any]) -> int | None:
 
 def draft_size(config: PipelineConfig) -> str:
     """The size of the draft as it is stored, in float32: known if it was given, on this machine."""
-    given = None if is_cut(config) else str(config.models.draft)
+    given = None if makes_initial_draft(config) else str(config.models.draft)
     folder = on_this_machine(base_of_adapters(given) or given) if given else None
     weights = sum(map(_weights, folder.glob("*.safetensors"))) if folder else 0
     return f"the draft, {in_bytes(4 * weights)} of weights" if weights else "the draft"

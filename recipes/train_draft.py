@@ -27,10 +27,10 @@ from recipes.layout import (
     folder,
     held_out_setting,
     initial_draft,
-    is_cut,
+    makes_initial_draft,
     sampled,
 )
-from recipes.make_logits import rows_with_logits, check_logits, made_of
+from recipes.make_logits import check_logits, made_of, rows_with_logits
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import draft_size, draft_width, sizes_of, source_model
@@ -75,7 +75,7 @@ class Initial(_OfDraft):
     @property
     def is_asked(self) -> bool:
         """True if `draft.init` makes or changes it."""
-        return is_cut(self.config)
+        return makes_initial_draft(self.config)
 
     def decisive(self) -> dict[str, Any]:
         """The way in which it is made, and of which rollouts its vocabulary is counted."""
@@ -232,7 +232,8 @@ class Draft(_OfDraft):
             tokenizer = vocabulary_fingerprint(load_tokenizer(config.models.target))
             source = made_of(config, tokenizer)
             train, dev = (
-                rows_with_logits(config, logits, "draft.logits", source, rows) for rows in (train, dev)
+                rows_with_logits(config, logits, "draft.logits", source, rows)
+                for rows in (train, dev)
             )
             top_logits = TopLogits.of(Path(logits))
         result = distil(

@@ -24,7 +24,7 @@ from recipes.layout import (
     loaded,
     sampled,
 )
-from recipes.make_logits import rows_with_logits, check_logits, identity, made_of
+from recipes.make_logits import check_logits, identity, made_of, rows_with_logits
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import PAIR, rows_size

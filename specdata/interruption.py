@@ -3,7 +3,8 @@
 Outside a training the first signal raises `Interrupted` wherever the program is: whatever is
 written is written whole or not at all, so nothing that is finished is lost. A training would lose
 the steps since its last checkpoint. Within `until_checkpoint` the signal is therefore only noted;
-the training asks after each step (`asked_of_any`), and all its processes stop after the same one.
+the training asks after each step (`stop_signal_of_any`), and all its processes stop after the same
+one.
 
 A second signal ends the process at once. One request often arrives several times: a terminal
 signals every process of its group, SLURM every process of a job, and a launcher passes on what it
@@ -79,7 +80,7 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextmanager
 def until_checkpoint() -> Iterator[None]:
-    """Let a signal wait while the block runs, which must ask for it (`asked_of_any`).
+    """Let a signal wait while the block runs, which must ask for it (`stop_signal_of_any`).
 
     One that it did not ask for raises Interrupted at the block's end.
     """
@@ -91,12 +92,12 @@ def until_checkpoint() -> Iterator[None]:
     stop_if_asked()
 
 
-def asked() -> int:
+def stop_signal() -> int:
     """The number of the signal by which this process was asked to stop; 0 if it was not."""
     return _request.number
 
 
-def asked_of_any() -> int:
+def stop_signal_of_any() -> int:
     """The same of all processes of a training, each of which must call this at the same point."""
     return largest_of_all(_request.number)
 

@@ -151,7 +151,7 @@ def wait_for_main() -> None:
     state.wait_for_everyone()  # until all have seen it: the store ends with the main process
 
 
-def told_by_main(value: T) -> T:
+def broadcast_by_main(value: T) -> T:
     """The main process's value, in every process of the group; all call this together."""
     from accelerate.utils import broadcast_object_list
 

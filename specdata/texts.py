@@ -127,7 +127,7 @@ class TextBatch:
             return head.states(ids)[self.is_predicted.to(ids.device)]
 
 
-class Told(NamedTuple):
+class TargetDistributions(NamedTuple):
     """What a source tells of C positions.
 
     Attributes:
@@ -141,7 +141,7 @@ class Told(NamedTuple):
     decided: Tensor
 
 
-At = Callable[[slice, Tensor], Told]
+At = Callable[[slice, Tensor], TargetDistributions]
 """Some of a batch's N positions, and q there (C, V), which a bound of p is made of -> p."""
 
 
@@ -189,11 +189,13 @@ class ModelSource:
         """See `Source`."""
         states, tokens = self.states(batch, rows), batch.tokens
 
-        def at(chunk: slice, q: Tensor) -> Told:
+        def at(chunk: slice, q: Tensor) -> TargetDistributions:
             logits = self.head.logits(states[chunk].to(q.device))
             p = probabilities(logits, self.sampling)
             text = tokens[chunk, None].to(q.device)
-            return Told(p, p.gather(-1, text), torch.ones_like(text[:, 0], dtype=torch.bool))
+            return TargetDistributions(
+                p, p.gather(-1, text), torch.ones_like(text[:, 0], dtype=torch.bool)
+            )
 
         return at
 
@@ -226,14 +228,14 @@ class TopLogitSource:
         """See `Source`."""
         columns, tokens = self.columns(batch, rows), batch.tokens
 
-        def at(chunk: slice, q: Tensor) -> Told:
+        def at(chunk: slice, q: Tensor) -> TargetDistributions:
             top = {name: values[chunk].to(q.device) for name, values in columns.items()}
             p = self.distributions.distribution(top, q)
             if self.distributions.is_exact:
                 of_text = p.gather(-1, tokens[chunk, None].to(q.device))
             else:
                 of_text = (top["text_logit"] - log_total(top)).exp()
-            return Told(p, of_text, self.distributions.decided(top))
+            return TargetDistributions(p, of_text, self.distributions.decided(top))
 
         return at
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distill.config import InitConfig
-from distill.doctor import texts_of
+from distill.doctor import written_texts
 from distill.initial import make_initial
 from recipes.command import run_tool
 from specdata.models import load_model, load_tokenizer
@@ -33,7 +33,7 @@ def released(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     make_initial(
         target=target,
         draft=None,
-        rollouts=texts_of(*models, "instruct", 64, 48, SamplingConfig()),
+        rollouts=written_texts(*models, "instruct", 64, 48, SamplingConfig()),
         out=folder / "draft",
         config=InitConfig(kind="states", layout="eagle3", layers=1, vocabulary=KEPT),
         seed=0,

@@ -12,7 +12,7 @@ import pytest
 from transformers import Trainer, TrainerCallback
 
 from distill.training import train_resumably
-from specdata.interruption import Interrupted, asked, stopping_on_signals, until_checkpoint
+from specdata.interruption import Interrupted, stop_signal, stopping_on_signals, until_checkpoint
 from specdata.models import load_model
 from specdata.storage.resume import Settings
 from tests.random_pair import texts_of
@@ -56,7 +56,7 @@ raise SystemExit(Waiting("Wait.", ()).run([]))
 STEP = """
 import hashlib, select, sys
 from specdata import interruption
-from specdata.interruption import asked, stopping_on_signals, until_checkpoint
+from specdata.interruption import stop_signal, stopping_on_signals, until_checkpoint
 interruption.REPEAT = 1e9  # no signal is late until a line says so
 with stopping_on_signals(), until_checkpoint():
     print("ready", flush=True)
@@ -65,7 +65,7 @@ with stopping_on_signals(), until_checkpoint():
         if select.select([sys.stdin], [], [], 0)[0] and sys.stdin.readline():
             interruption.REPEAT = 0.0
             print("late", flush=True)
-        elif asked():
+        elif stop_signal():
             print("asked", flush=True)
 """
 
@@ -121,7 +121,7 @@ def test_what_was_ignored_stays_so_and_handlers_are_given_back() -> None:
     try:
         with stopping_on_signals(), until_checkpoint():
             signal.raise_signal(signal.SIGINT)
-            assert asked() == 0
+            assert stop_signal() == 0
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGTERM) is terminate
     finally:

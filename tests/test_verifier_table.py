@@ -12,7 +12,7 @@ import torch
 
 from eval.analysis import verifier_table as verifier_table_module
 from eval.analysis.draft_kinds import KINDS
-from eval.analysis.round_times import Times
+from eval.analysis.round_times import RoundSeconds
 from eval.analysis.verifier_table import (
     Enumerated,
     Expected,
@@ -265,14 +265,14 @@ def test_speeds_are_predicted_from_the_times_of_drafts_of_the_same_shape() -> No
     plain = [record(20, 0, 0, 0.0, 0.0)]
     chains = [record(9, 36, 36, 0.001, 0.0002), record(5, 40, 40, 0.001, 0.0002)]
     trees = [record(6, 60, 18, 0.002, 0.0005)]
-    times = Times.of(plain, chains, trees)
+    times = RoundSeconds.of(plain, chains, trees)
     for branches, (forward, extra) in enumerate(((0.001, 0.0002), (0.002, 0.0005))):
         fit = times[bool(branches)]
         assert (fit.plain, fit.round, fit.forward, fit.node) == pytest.approx(
             (0.005, 0.01 + extra, forward, 0.0005)
         )
-    assert Times.of(plain, chains, [])[True].forward == times[False].forward
-    assert Times.of([], chains, trees) == {}
+    assert RoundSeconds.of(plain, chains, [])[True].forward == times[False].forward
+    assert RoundSeconds.of([], chains, trees) == {}
 
 
 def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path: Path) -> None:
@@ -281,7 +281,9 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path
         tiny_llama(4, vocab=12),
         [(name, torch.tensor([0, 2 + index])) for name in ("a", "b") for index in range(4)],
         SamplingConfig(),
-        dict.fromkeys((False, True), Times(plain=0.01, round=0.012, forward=0.001, node=0.0001)),
+        dict.fromkeys(
+            (False, True), RoundSeconds(plain=0.01, round=0.012, forward=0.001, node=0.0001)
+        ),
         {"mine": DecodeConfig("block", length=4)},
         max_new_tokens=8,
     )

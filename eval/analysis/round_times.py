@@ -24,7 +24,7 @@ PROMPTS, TOKENS = 2, 32
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class RoundSeconds:
     """Seconds, fitted to decodings one prompt at a time; Eq. 5.1 of SpecDec++ with a node's cost.
 
     Attributes:
@@ -45,7 +45,7 @@ class Times:
         plain: Sequence[PromptRecord],
         chains: Sequence[PromptRecord],
         branching: Sequence[PromptRecord],
-    ) -> Mapping[bool, Times]:
+    ) -> Mapping[bool, RoundSeconds]:
         """Fitted to generations: whether a draft branches -> times; empty if none were timed.
 
         A target's forward costs by its nodes whatever they are; drafting, and what a round takes
@@ -87,7 +87,7 @@ def measure_times(
     *,
     engine: Engine,
     seed: int,
-) -> Mapping[bool, Times]:
+) -> Mapping[bool, RoundSeconds]:
     """Fitted to a few prompts, decoded one at a time.
 
     Chains of two lengths and a tree tell a round, a forward of the draft and a node apart.
@@ -111,4 +111,4 @@ def measure_times(
                 records[-1].append(
                     record_prompt(str(index), out.rounds, seconds=out.seconds, finish=out.finish)
                 )
-    return Times.of(records[0], records[1] + records[2], records[3])
+    return RoundSeconds.of(records[0], records[1] + records[2], records[3])

@@ -46,7 +46,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from eval.analysis.draft_kinds import KINDS, DraftKind
-from eval.analysis.round_times import Times
+from eval.analysis.round_times import RoundSeconds
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
@@ -341,7 +341,7 @@ class Measured:
     draft: PreTrainedModel
     prompts: Sequence[tuple[str, Tensor]]
     sampling: SamplingConfig
-    times: Mapping[bool, Times] = field(default_factory=dict)
+    times: Mapping[bool, RoundSeconds] = field(default_factory=dict)
     decoded: Mapping[str, DecodeConfig] = field(default_factory=dict)
     seed: int = 0
     max_new_tokens: int = 96

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specdata.errors import ConfigError, ManifestError
-from specdata.processes import is_main, told_by_main
+from specdata.processes import broadcast_by_main, is_main
 from specdata.storage.files import (
     as_pattern,
     atomic_write,
@@ -99,20 +99,20 @@ def fill_dataset(
     shutil.rmtree(dataset.progress, ignore_errors=True)
     rows = int(read_manifest(folder)["counts"]["rows"])
     if tensor_parallel:
-        told_by_main((None, rows))
+        broadcast_by_main((None, rows))
     return rows
 
 
 def _lead(index: int, shard: Callable[[], list[Any]]) -> list[Any]:
     """Make the rows of a shard together with the processes that follow."""
-    told_by_main((index, None))
+    broadcast_by_main((index, None))
     return shard()
 
 
 def _follow(shards: Sequence[Callable[[], list[Any]]], report: Callable[[int], object]) -> int:
     """Take part in each shard that the main process makes, until it has finished the dataset."""
     while True:
-        index, rows = told_by_main((None, None))
+        index, rows = broadcast_by_main((None, None))
         if index is None:
             assert rows is not None
             return rows
