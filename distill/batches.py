@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from specdata.errors import ConfigError
 from specdata.models import check_ids, positions
 from specdata.storage.schema import TARGET_STATES, TARGET_TAPS, TOP_LOGITS
-from specdata.texts import Row, TextBatch, text_length
+from specdata.texts import TextBatch, TextRow, text_length
 from specdata.top_logits import has_logits, logits_content
 
 
@@ -101,7 +101,7 @@ def check_context(configs: Mapping[str, PreTrainedConfig], *rollouts: Dataset) -
             )
 
 
-class Numbered(torch.utils.data.Dataset[Row]):
+class Numbered(torch.utils.data.Dataset[TextRow]):
     """Rollouts that say which they are: `example` is their index."""
 
     def __init__(self, rollouts: Dataset) -> None:
@@ -111,13 +111,13 @@ class Numbered(torch.utils.data.Dataset[Row]):
     def __len__(self) -> int:
         return len(self.rollouts)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> TextRow:
         return {**self.rollouts[index], "example": index}
 
 
 def collate(
     pad_id: int, *, process: int = 0, processes: int = 1
-) -> Callable[[Sequence[Row]], dict[str, Tensor]]:
+) -> Callable[[Sequence[TextRow]], dict[str, Tensor]]:
     """Return the collator of rollouts: (B, T) `input_ids`, `attention_mask` and `labels`.
 
     Rows are padded on the right and ordered by length; `labels` are the completion's tokens,
@@ -129,7 +129,7 @@ def collate(
     row without labels, because collective operations need a batch.
     """
 
-    def batch(rows: Sequence[Row]) -> dict[str, Tensor]:
+    def batch(rows: Sequence[TextRow]) -> dict[str, Tensor]:
         nothing = {"prompt_ids": rows[0]["prompt_ids"][:1], "completion_ids": []}
         order = sorted(range(len(rows)), key=lambda index: text_length(rows[index]))
         share = order[process::processes] or [-1]

@@ -69,7 +69,7 @@ ACCOUNT_FILE = "account.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedRows:
     """The training data.
 
     Attributes:
@@ -84,7 +84,7 @@ class Rows:
     account: dict[str, Any]
 
 
-def stored_rows(folder: Path, settings: Settings, make: Callable[[], Rows]) -> Rows:
+def stored_rows(folder: Path, settings: Settings, make: Callable[[], PackedRows]) -> PackedRows:
     """Make the rows of a training, or read those that another process or an earlier run made.
 
     Rendering and masking a hundred thousand conversations takes many minutes, so the main process
@@ -99,7 +99,7 @@ def stored_rows(folder: Path, settings: Settings, make: Callable[[], Rows]) -> R
     wait_for_main()
     settings.check_file(folder / SETTINGS_FILE)
     account = read_record(folder / ACCOUNT_FILE, (), f"remove {folder}")
-    return Rows(load_from_disk(str(folder)), account)
+    return PackedRows(load_from_disk(str(folder)), account)
 
 
 def make_rows(
@@ -107,7 +107,7 @@ def make_rows(
     rollouts: Dataset | None,
     config: FinetuneConfig,
     seed: int,
-) -> Rows:
+) -> PackedRows:
     """Make the rows of a training.
 
     A text that is longer than a row becomes several; parts in which nothing is learnt are dropped.
@@ -148,7 +148,7 @@ def make_rows(
         "tokens": sum(map(len, ids)),
         "assistant_tokens": int(sum((part != IGNORED).sum() for part in labels)),
     }
-    return Rows(dataset, account)
+    return PackedRows(dataset, account)
 
 
 def conversation_texts(
@@ -264,7 +264,7 @@ def finetune(
     configuration names no conversations.
 
     Returns:
-        What was done, as JSON values: `Rows.account`, `steps`, and the mean loss
+        What was done, as JSON values: `PackedRows.account`, `steps`, and the mean loss
         (nats a token of the assistant's) over the first and over the last logged steps,
         `loss_first` and `loss_last`.
 
@@ -338,7 +338,7 @@ class FinetuneTrainer(SFTTrainer):  # type: ignore[misc]
 def finetune_trainer(
     student: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Rows,
+    rows: PackedRows,
     work: Path,
     config: FinetuneConfig,
     seed: int,

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from distill.batches import collate
 from specdata.rollouts.backend import sample_batch
 from specdata.sampling import SamplingConfig, generator_for
-from specdata.texts import IGNORED, Row
+from specdata.texts import IGNORED, TextRow
 
 ROWS_AT_ONCE = 64
 """Rows that the draft writes together: their cache is what generation needs memory for."""
@@ -89,8 +89,8 @@ class DraftTexts:
         return math.floor((index + 1) * share + offset) > math.floor(index * share + offset)
 
     def write(
-        self, draft: PreTrainedModel, rows: Sequence[Row], indices: Sequence[int], step: int
-    ) -> list[Row]:
+        self, draft: PreTrainedModel, rows: Sequence[TextRow], indices: Sequence[int], step: int
+    ) -> list[TextRow]:
         """The rows, some of them with completions that the draft has written.
 
         A completion is at most as long as the rollout's and may end earlier, by an end token; a row
@@ -167,9 +167,9 @@ def whole_draft(draft: PreTrainedModel, duplicate: PreTrainedModel | None) -> Pr
     return duplicate
 
 
-def rows_of(batch: Mapping[str, Tensor]) -> list[Row]:
+def rows_of(batch: Mapping[str, Tensor]) -> list[TextRow]:
     """The rows that were collated to a batch (B, T): labels tell completions from prompts."""
-    rows: list[Row] = []
+    rows: list[TextRow] = []
     lengths = batch["attention_mask"].sum(dim=1).tolist()
     for ids, labels, length, example in zip(
         batch["input_ids"].tolist(),

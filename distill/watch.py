@@ -28,12 +28,12 @@ from specdata.states_draft import states_input
 from specdata.target_states import has_states, has_taps, reading_stored
 from specdata.texts import (
     TOKENS_AT_ONCE,
-    Look,
     ModelSource,
-    Row,
-    Rows,
+    ReadBatch,
     Source,
     TextBatch,
+    TextRow,
+    TextRows,
     TopLogitSource,
     along,
     tokens_at_once,
@@ -121,9 +121,9 @@ class HeldOut:
             store: has room for the target's states.
         """
         self.sampling = sampling
-        self._rows: list[Row] = tokens_of(rollouts).to_list()
+        self._rows: list[TextRow] = tokens_of(rollouts).to_list()
         # What is stored of the target stays on the disk.
-        self._stored: Rows = rollouts if has_states(rollouts) else self._rows
+        self._stored: TextRows = rollouts if has_states(rollouts) else self._rows
         self._tapped = rollouts if has_taps(rollouts) else None
         self._source: Source
         if isinstance(target, TopLogitDistributions):
@@ -179,14 +179,14 @@ class HeldOut:
     def _members(self, watched_only: bool) -> list[int]:
         return self._watched if watched_only else [*self._watched, *self._others]
 
-    def _along(self, look: Look, watched_only: bool) -> list[dict[str, Tensor]]:
+    def _along(self, read: ReadBatch, watched_only: bool) -> list[dict[str, Tensor]]:
         """In the same batches at every measurement, whichever rollouts it reads."""
         return [
             columns
             for members in ([self._watched] if watched_only else [self._watched, self._others])
             for columns in along(
                 self._rows,
-                look,
+                read,
                 vocabulary=self._source.vocabulary,
                 tokens_at_once=self._at_once,
                 device=device(),

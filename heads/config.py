@@ -33,7 +33,7 @@ DEFAULT_FEATURES: tuple[FeatureName, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingDefaults:
     """How a kind is trained, and where its defaults differ from those of the fields.
 
     Attributes:
@@ -54,9 +54,11 @@ class Training:
     unread: tuple[str, ...]
 
 
-TRAINING: dict[Kind, Training] = {
-    "specdec++": Training(400, (3, math.inf), 0.0, 0.03, {}, ("width", "features", "draws")),
-    "immediate": Training(
+TRAINING: dict[Kind, TrainingDefaults] = {
+    "specdec++": TrainingDefaults(
+        400, (3, math.inf), 0.0, 0.03, {}, ("width", "features", "draws")
+    ),
+    "immediate": TrainingDefaults(
         1500,
         (12, 24),
         0.01,

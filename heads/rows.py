@@ -131,7 +131,7 @@ class LabelRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class HeadRow:
     """One text for the draft, and S tokens at each of n positions that are learned from.
 
     Attributes:
@@ -154,7 +154,7 @@ class Row:
     draws: tuple[int, ...] = (0,)
 
 
-def mixed_row(row: LabelRow, *, rate: float, max_length: int, key: Key) -> Row:
+def mixed_row(row: LabelRow, *, rate: float, max_length: int, key: Key) -> HeadRow:
     """Mix one row: the text holds the tokens that are judged, by the states after them.
 
     Raises ValueError if the row's columns do not fit each other.
@@ -172,7 +172,7 @@ def mixed_row(row: LabelRow, *, rate: float, max_length: int, key: Key) -> Row:
     mixed = np.where(is_drafted, tokens[:, 0], np.asarray(row["completion_ids"]))
     kept = mixed[: max_length - len(row["prompt_ids"])].tolist()
     places = is_drafted[: len(kept)].nonzero()[0]
-    return Row(
+    return HeadRow(
         # Moved by one: the state after a token is the one that the next is drawn from. The last
         # one, of which nothing is asked, is drawn by nobody.
         text={"prompt_ids": [*row["prompt_ids"], *kept[:1]], "completion_ids": [*kept[1:], 0]},
@@ -182,7 +182,7 @@ def mixed_row(row: LabelRow, *, rate: float, max_length: int, key: Key) -> Row:
     )
 
 
-def drawn_row(row: LabelRow, *, draws: Sequence[int], max_length: int, index: int = -1) -> Row:
+def drawn_row(row: LabelRow, *, draws: Sequence[int], max_length: int, index: int = -1) -> HeadRow:
     """Some of a row's draws, each beside the target's own text, by the states before them.
 
     `max_length` as of `mixed_row`; `index` is the row's in its dataset, if what the draft says of
@@ -193,7 +193,7 @@ def drawn_row(row: LabelRow, *, draws: Sequence[int], max_length: int, index: in
     if not prompt:
         raise _unfit(row, "prompt_ids must hold a token, as the first one is drafted after it")
     kept = min(len(tokens), max_length - len(prompt))
-    return Row(
+    return HeadRow(
         text={"prompt_ids": prompt, "completion_ids": row["completion_ids"][:kept]},
         places=torch.arange(kept),
         tokens=torch.from_numpy(tokens[:kept, list(draws)]),
@@ -248,15 +248,15 @@ def _unfit(row: LabelRow, problem: str) -> ValueError:
     )
 
 
-def labels_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+def labels_of(rows: Sequence[HeadRow]) -> tuple[Tensor, Tensor]:
     """(N, S) labels of the rows' positions in one line, and bool, which of them count."""
     counts = torch.cat([torch.full(row.accept.shape, row.counts) for row in rows])
     return torch.cat([row.accept for row in rows]), counts
 
 
 def micro_batches(
-    rows: Sequence[Row], *, size: int, process: int, processes: int, count: int | None = None
-) -> Iterator[list[Row]]:
+    rows: Sequence[HeadRow], *, size: int, process: int, processes: int, count: int | None = None
+) -> Iterator[list[HeadRow]]:
     """Yield one process's part of a global batch, in `count` micro-batches of `size` rows.
 
     Where rows run out, rows without labels fill up: every process computes equally many

@@ -1,8 +1,8 @@
 """Train an acceptance head on a frozen draft: as a script, under accelerate or under DeepSpeed.
 
 The draft runs outside DDP and DeepSpeed and gets no gradient; along the target's own text it runs
-once, as far as memory is set aside for what it says (`Questions.keep`). All randomness derives from
-(seed, epoch, example), and the learning rate from the step.
+once, as far as memory is set aside for what it says (`TrainingInputs.keep`). All randomness derives
+from (seed, epoch, example), and the learning rate from the step.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 
 from heads.config import TRAINING, HeadConfig
-from heads.engine import (
-    MOMENTS,
-    Checkpoint,
-    Engine,
-    start_accelerator,
-)
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
 from heads.model import AcceptanceHead, BaseHead, ImmediateHead
+from heads.prepared import (
+    MOMENTS,
+    Checkpoint,
+    PreparedHead,
+    start_accelerator,
+)
 from heads.probe import probe_of
-from heads.questions import Questions, feature_scales
-from heads.rows import LabelRows, Row, labels_of, micro_batches
+from heads.rows import HeadRow, LabelRows, labels_of, micro_batches
+from heads.training_inputs import TrainingInputs, feature_scales
 from specdata.errors import TrainingDivergedError
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
 from specdata.lm_head import check_hidden_states
@@ -182,8 +182,8 @@ class Training:
         seed: of initial weights, order and mixing.
         sampling: the distribution under which the labels were made.
         settings: all that the weights depend on; its remedy is what an error advises.
-        engine: the head, ready to train.
-        questions: turns label rows into arguments of the head.
+        prepared: the head, ready to train.
+        inputs: turns label rows into arguments of the head.
         before: what the untrained head was worth.
         losses: of the steps done.
     """
@@ -196,8 +196,8 @@ class Training:
     seed: int
     sampling: SamplingConfig | None
     settings: Settings
-    engine: Engine = field(init=False)
-    questions: Questions = field(init=False)
+    prepared: PreparedHead = field(init=False)
+    inputs: TrainingInputs = field(init=False)
     before: HeadMetrics = field(init=False)
     losses: list[float] = field(default_factory=list)
 
@@ -205,7 +205,7 @@ class Training:
         """Train the head from where it stands, save it, and measure it."""
         joined = torch.distributed.is_initialized()  # then leaving is up to whoever joined
         self._begin()
-        engine, losses, config = self.engine, self.losses, self.config
+        prepared, losses, config = self.prepared, self.losses, self.config
         per_epoch = math.ceil(len(self.train_rows) / config.batch_size)
         epochs = config.passes(len(self.train_rows))
         steps, warmup_ratio = epochs * per_epoch, TRAINING[config.kind].warmup_ratio
@@ -221,11 +221,9 @@ class Training:
                 done = (len(losses) - epoch * per_epoch) * config.batch_size
                 for start in range(done, len(order), config.batch_size):
                     rate = learning_rate(len(losses), steps, self.peak, warmup_ratio)
-                    engine.set_learning_rate(rate)
+                    prepared.set_learning_rate(rate)
                     batch = order[start : start + config.batch_size]
-                    loss = self.step(
-                        [self.questions.row(self.train_rows[i], i, epoch) for i in batch]
-                    )
+                    loss = self.step([self.inputs.row(self.train_rows[i], i, epoch) for i in batch])
                     if not math.isfinite(loss):
                         raise self.diverged(f"the loss is {loss} in step {len(losses) + 1}")
                     losses.append(loss)
@@ -236,10 +234,10 @@ class Training:
                     if stop or len(losses) % config.save_steps == 0:
                         self.save()
                     if stop:
-                        engine.accelerator.wait_for_everyone()  # until it is written
+                        prepared.accelerator.wait_for_everyone()  # until it is written
                         raise Interrupted(stop)
 
-        after, weights = self.evaluate(), self.finite("weights", engine.whole())
+        after, weights = self.evaluate(), self.finite("weights", prepared.whole())
         self.check(after, epochs)
         train_rows, dev_rows = self.train_rows, self.dev_rows
         result = HeadResult(
@@ -249,22 +247,22 @@ class Training:
             steps=len(losses),
             train_rows=len(train_rows),
             skipped_rows=train_rows.skipped + dev_rows.skipped,
-            processes=engine.accelerator.num_processes,
-            engine=engine.name,
+            processes=prepared.accelerator.num_processes,
+            engine=prepared.name,
             labels=train_rows.labels + dev_rows.labels,
             cut_labels=train_rows.cut + dev_rows.cut,
             epochs=epochs,
             learning_rate=self.peak,
         )
-        if engine.accelerator.is_main_process:
-            final = self._new_head(getattr(engine.head, "scales", None))
+        if prepared.accelerator.is_main_process:
+            final = self._new_head(getattr(prepared.head, "scales", None))
             final.load_state_dict(weights)
             final.save_pretrained(self.out)
             write_json(
                 self.out / METRICS_NAME, {"settings": self.settings.values, **asdict(result)}
             )
             shutil.rmtree(self.folder, ignore_errors=True)
-        engine.close(leave=not joined)
+        prepared.close(leave=not joined)
         return result
 
     def _begin(self) -> None:
@@ -279,23 +277,23 @@ class Training:
         check_hidden_states(draft)
         head = self._new_head()
         longest = positions(draft.config)
-        self.questions = Questions(
+        self.inputs = TrainingInputs(
             draft, head.reads, head.sampling_config, config, longest, self.seed
         )
         if config.kind == "immediate":
-            self.questions.keep(self.train_rows)
-            head = self._new_head(feature_scales(self.questions, self.train_rows))
+            self.inputs.keep(self.train_rows)
+            head = self._new_head(feature_scales(self.inputs, self.train_rows))
         if checkpoint is not None:
             head.load_state_dict(checkpoint.weights)
         if config.report_to != "none":
             shown = {name: str(value) for name, value in self.settings.values["config"].items()}
             accelerator.init_trackers("acceptance-head", config=shown)
-        self.engine = Engine.of(accelerator, head, config)
+        self.prepared = PreparedHead.of(accelerator, head, config)
         if checkpoint is None:
             self.before = self.evaluate()
         else:
-            row = self.questions.row(self.dev_rows[0], 0, None)
-            self.engine.restore_moments(checkpoint, self.questions.arguments([row]))
+            row = self.inputs.row(self.dev_rows[0], 0, None)
+            self.prepared.restore_moments(checkpoint, self.inputs.arguments([row]))
             self.before, self.losses = checkpoint.before, checkpoint.losses
 
     def _new_head(self, scales: Mapping[str, tuple[float, float]] | None = None) -> BaseHead:
@@ -323,22 +321,22 @@ class Training:
     @property
     def peak(self) -> float:
         """The largest learning rate."""
-        return self.config.peak_rate(self.engine.head.hidden_size)
+        return self.config.peak_rate(self.prepared.head.hidden_size)
 
     @property
     def folder(self) -> Path:
         """Where checkpoints go."""
         return self.out / CHECKPOINTS_NAME
 
-    def step(self, rows: Sequence[Row]) -> float:
+    def step(self, rows: Sequence[HeadRow]) -> float:
         """Update the head once on a global batch; return the batch's loss.
 
         The loss is a sum over drafted tokens divided by the mass of the whole batch, which every
         process knows from the labels, so neither accumulation nor the number of processes changes
         it.
         """
-        engine, accelerator = self.engine, self.engine.accelerator
-        weight, count = engine.head.rejection_weight, accelerator.gradient_accumulation_steps
+        prepared, accelerator = self.prepared, self.prepared.accelerator
+        weight, count = prepared.head.rejection_weight, accelerator.gradient_accumulation_steps
         mass = sum(float(loss_mass(row.accept, weight)) for row in rows)
         mass = mass or 1.0  # a batch without drafted tokens has loss 0
         # The engines average over processes and over micro-batches; this makes it a sum again.
@@ -346,17 +344,17 @@ class Training:
         total = torch.zeros((), device=accelerator.device)
         for part in self._parts(rows, count):
             accept, counts = (each.to(accelerator.device) for each in labels_of(part))
-            with accelerator.accumulate(engine.model):
+            with accelerator.accumulate(prepared.model):
                 # Tensors only: DDP and DeepSpeed look for them in arguments.
-                logits = engine.model(*self.questions.arguments(part))
+                logits = prepared.model(*self.inputs.arguments(part))
                 numerator = weighted_bce(logits, accept, counts, weight)
-                engine.backward(numerator * scale)
+                prepared.backward(numerator * scale)
             total += numerator.detach()
         return float(accelerator.reduce(total, "sum")) / mass
 
-    def _parts(self, rows: Sequence[Row], count: int | None = None) -> Iterator[list[Row]]:
+    def _parts(self, rows: Sequence[HeadRow], count: int | None = None) -> Iterator[list[HeadRow]]:
         """This process's part of a global batch, in so many micro-batches."""
-        accelerator = self.engine.accelerator
+        accelerator = self.prepared.accelerator
         return micro_batches(
             rows,
             size=self.config.micro_batch_size,
@@ -368,33 +366,35 @@ class Training:
     @torch.no_grad()
     def evaluate(self) -> HeadMetrics:
         """Judge the head on all dev rows, which are always read the same, and report it."""
-        accelerator, rows = self.engine.accelerator, self.dev_rows
-        read = [self.questions.row(rows[index], index, None) for index in range(len(rows))]
+        accelerator, rows = self.prepared.accelerator, self.dev_rows
+        read = [self.inputs.row(rows[index], index, None) for index in range(len(rows))]
         pairs = []  # (n, 2): logit, label
         for part in self._parts(read):
             accept, counts = (each.to(accelerator.device) for each in labels_of(part))
-            logits = self.engine.model(*self.questions.arguments(part))
+            logits = self.prepared.model(*self.inputs.arguments(part))
             pairs.append(torch.stack([logits, accept], dim=-1)[counts])
         local = torch.cat(pairs)
         sizes = accelerator.gather(torch.tensor([len(local)], device=local.device)).tolist()
         padded = accelerator.gather(accelerator.pad_across_processes(local))
         padded = padded.view(len(sizes), -1, 2)
         logits, accept = torch.cat([padded[i, :n] for i, n in enumerate(sizes)]).unbind(-1)
-        metrics = head_metrics(logits, accept, self.engine.head.rejection_weight)
+        metrics = head_metrics(logits, accept, self.prepared.head.rejection_weight)
         self.log({f"dev/{name}": v for name, v in asdict(metrics).items() if v is not None})
         return metrics
 
     def log(self, values: Mapping[str, float]) -> None:
         """Report to the tracker, if there is one."""
-        if self.engine.accelerator.trackers:
-            self.engine.accelerator.log(dict(values), step=len(self.losses))
+        if self.prepared.accelerator.trackers:
+            self.prepared.accelerator.log(dict(values), step=len(self.losses))
 
     def save(self) -> None:
         """Write a checkpoint; every process takes part in gathering it, one writes."""
-        engine = self.engine
-        weights = self.finite("weights", engine.whole())
-        moments = {name: self.finite("optimizer's moments", engine.whole(name)) for name in MOMENTS}
-        if engine.accelerator.is_main_process:
+        prepared = self.prepared
+        weights = self.finite("weights", prepared.whole())
+        moments = {
+            name: self.finite("optimizer's moments", prepared.whole(name)) for name in MOMENTS
+        }
+        if prepared.accelerator.is_main_process:
             Checkpoint(self.before, weights, moments, self.losses).write(self.folder)
 
     def finite(self, name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -37,11 +37,11 @@ POSITIONS = {"cpu": 32, "cuda": 256}
 IGNORED = -100
 """The label of a token that is none; the Trainer counts the labels that differ from it."""
 
-Row = Mapping[str, Any]
+TextRow = Mapping[str, Any]
 """A text: `prompt_ids` and `completion_ids`, and what else is stored of it."""
 
 
-class Rows(Protocol):
+class TextRows(Protocol):
     """Texts by their index: a list, or a stored dataset, of which a row is read when asked for."""
 
     def __getitem__(self, index: int, /) -> Any:
@@ -67,7 +67,7 @@ class TextBatch:
     @classmethod
     def of(
         cls,
-        rows: Sequence[Row],
+        rows: Sequence[TextRow],
         examples: Sequence[int],
         *,
         pad_id: int = 0,
@@ -114,7 +114,7 @@ class TextBatch:
         """(N,) the tokens that are asked for."""
         return self.labels[:, 1:][self.is_predicted]
 
-    def states(self, head: LMHead, rows: Rows | None = None) -> Tensor:
+    def states(self, head: LMHead, rows: TextRows | None = None) -> Tensor:
         """(N, H) states that predict the tokens; a draft on states has its target read the texts.
 
         `rows` are those that `examples` are of, which may store these states.
@@ -152,7 +152,7 @@ class Source(Protocol):
     def vocabulary(self) -> int:
         """V."""
 
-    def at(self, batch: TextBatch, rows: Rows) -> At:
+    def at(self, batch: TextBatch, rows: TextRows) -> At:
         """Read a batch; `rows` are those that its `examples` are of, with what they store."""
 
 
@@ -175,7 +175,7 @@ class ModelSource:
         """See `Source`."""
         return self.head.vocabulary
 
-    def states(self, batch: TextBatch, rows: Rows) -> Tensor:
+    def states(self, batch: TextBatch, rows: TextRows) -> Tensor:
         """(N, H) states of the target at the positions."""
         stored = [stored_states(rows[example], self.head) for example in batch.examples]
         whole = [states for states in stored if states is not None]
@@ -185,7 +185,7 @@ class ModelSource:
             return batch.states(self.head)
         return self.store.read(tuple(batch.examples), lambda: batch.states(self.head))
 
-    def at(self, batch: TextBatch, rows: Rows) -> At:
+    def at(self, batch: TextBatch, rows: TextRows) -> At:
         """See `Source`."""
         states, tokens = self.states(batch, rows), batch.tokens
 
@@ -215,7 +215,7 @@ class TopLogitSource:
         """See `Source`."""
         return self.distributions.vocabulary
 
-    def columns(self, batch: TextBatch, rows: Rows) -> dict[str, Tensor]:
+    def columns(self, batch: TextBatch, rows: TextRows) -> dict[str, Tensor]:
         """The top logits at a batch's positions, (N, ...)."""
         # A share without a row holds a text without labels, which is no rollout.
         parts = [
@@ -224,7 +224,7 @@ class TopLogitSource:
         ]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def at(self, batch: TextBatch, rows: Rows) -> At:
+    def at(self, batch: TextBatch, rows: TextRows) -> At:
         """See `Source`."""
         columns, tokens = self.columns(batch, rows), batch.tokens
 
@@ -240,15 +240,15 @@ class TopLogitSource:
         return at
 
 
-Look = Callable[[TextBatch], Callable[[slice], dict[str, Tensor]]]
+ReadBatch = Callable[[TextBatch], Callable[[slice], dict[str, Tensor]]]
 """What is computed along texts: a batch, which the models then read -> some of its N positions ->
 (C, ...) columns there."""
 
 
 @torch.inference_mode()
 def along(
-    rows: Sequence[Row],
-    look: Look,
+    rows: Sequence[TextRow],
+    read: ReadBatch,
     *,
     vocabulary: int,
     tokens_at_once: int,
@@ -261,7 +261,7 @@ def along(
 
     Args:
         rows: the texts.
-        look: makes the columns of a batch.
+        read: makes the columns of a batch.
         vocabulary: V of the distributions that it makes at once.
         tokens_at_once: tokens of one forward; a longer text goes by itself.
         device: of the batches.
@@ -277,7 +277,7 @@ def along(
         asked = None if places is None else [places[example] for example in examples]
         batch = TextBatch.of([rows[each] for each in examples], examples, places=asked).to(device)
         lengths = batch.lengths
-        columns = in_chunks(sum(lengths), step, look(batch))
+        columns = in_chunks(sum(lengths), step, read(batch))
         parts = {name: torch.split(values, lengths) for name, values in columns.items()}
         for place, example in enumerate(examples):
             columns_of[example] = {name: each[place] for name, each in parts.items()}
@@ -302,7 +302,7 @@ def in_chunks(
 
 def along_pair(
     pair: Sequence[PreTrainedModel],
-    rows: Sequence[Row],
+    rows: Sequence[TextRow],
     samplings: SamplingConfig | Sequence[SamplingConfig],
     columns_at: Callable[[Tensor, Tensor, TextBatch, slice], dict[str, Tensor]],
     *,
@@ -318,7 +318,7 @@ def along_pair(
     vocabulary, device = heads[0].vocabulary, heads[0].model.device
     warps = [samplings] * 2 if isinstance(samplings, SamplingConfig) else samplings
 
-    def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
+    def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
         both = [batch.states(head).to(device) for head in heads]
 
         def at(chunk: slice) -> dict[str, Tensor]:
@@ -332,7 +332,7 @@ def along_pair(
 
     return along(
         rows,
-        look,
+        read,
         vocabulary=vocabulary,
         tokens_at_once=tokens_at_once(*heads),
         device=device,
@@ -348,7 +348,7 @@ def tokens_at_once(*heads: LMHead) -> int:
     return TOKENS_AT_ONCE.get(heads[0].model.device.type, TOKENS_AT_ONCE["cpu"])
 
 
-def text_length(row: Row) -> int:
+def text_length(row: TextRow) -> int:
     """Tokens of a text."""
     return len(row["prompt_ids"]) + len(row["completion_ids"])
 

@@ -17,7 +17,7 @@ from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadMo
 
 from distill.config import FinetuneConfig
 from distill.finetune import (
-    Rows,
+    PackedRows,
     check_packing,
     collate_texts,
     finetune,
@@ -124,11 +124,11 @@ def tuned(pair: Path, out: Path, config: FinetuneConfig, seed: int = 0) -> dict[
     )
 
 
-def made(config: FinetuneConfig, family: str = "chatml") -> Rows:
+def made(config: FinetuneConfig, family: str = "chatml") -> PackedRows:
     return make_rows(chat_tokenizer(family), rollouts(30), config, seed=0)
 
 
-def learnt(rows: Rows) -> list[str]:
+def learnt(rows: PackedRows) -> list[str]:
     """The content of the labels of each row."""
     tokenizer = chat_tokenizer("chatml")
     return [
@@ -165,7 +165,7 @@ def test_of_rollouts_only_the_completion_is_learnt() -> None:
     assert sorted(texts) == sorted(expected)
 
 
-def texts_in(rows: Rows) -> list[dict[str, list[int]]]:
+def texts_in(rows: PackedRows) -> list[dict[str, list[int]]]:
     """The texts that are packed into rows, each as a row of its own."""
     texts = []
     for row in rows.dataset:
@@ -178,7 +178,7 @@ def texts_in(rows: Rows) -> list[dict[str, list[int]]]:
 
 
 def step_gradients(
-    pair: Path, work: Path, config: FinetuneConfig, rows: Rows | None = None
+    pair: Path, work: Path, config: FinetuneConfig, rows: PackedRows | None = None
 ) -> dict[str, Tensor]:
     """Gradients of a step on all texts, through the trainer that `finetune` uses."""
     student, tokenizer = load_model(str(pair / "draft")), load_tokenizer(str(pair / "target"))
@@ -192,7 +192,7 @@ def test_packed_and_accumulated_texts_give_the_gradient_of_separate_ones(
     packed = config(file, epochs=1, batch_size=64)
     rows = made(packed)
     assert rows.account["rows"] < 0.6 * rows.account["used"]
-    apart = Rows(Dataset.from_list(texts_in(rows)), rows.account)
+    apart = PackedRows(Dataset.from_list(texts_in(rows)), rows.account)
     alone = step_gradients(pair, tmp_path / "apart", packed, apart)
     assert_same_gradients(alone, step_gradients(pair, tmp_path / "packed", packed), 2000)
     parts = config(file, epochs=1, batch_size=1, accumulation=rows.account["rows"])

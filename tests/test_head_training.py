@@ -20,15 +20,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import is_tensorboard_available
 from safetensors.torch import load_file
 
-import heads.questions
+import heads.training_inputs
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens, logits_of_states
 from heads.loss import soft_auroc
 from heads.probe import probe_of
-from heads.questions import Questions
-from heads.rows import Row, drawn_row, labels_of
+from heads.rows import HeadRow, drawn_row, labels_of
 from heads.train import HeadResult, learning_rate, train_head
+from heads.training_inputs import TrainingInputs
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.lm_head import hidden_states
@@ -149,10 +149,10 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
     """Each position and draw, by forwards of its own over prompt, X_<i and Y_i."""
     draft, sampling = tiny_draft().eval(), SamplingConfig(temperature=0.7, top_k=20)
     reads, to_logits = [*FEATURES], logits_of_states(draft)
-    questions = Questions(draft, reads, sampling, changed(IMMEDIATE, draws=2), 99, seed=0)
+    inputs = TrainingInputs(draft, reads, sampling, changed(IMMEDIATE, draws=2), 99, seed=0)
     labels = synthetic_rows(3, seed=1, draws=3)
-    rows = [questions.row(labels[i], i, epoch=1) for i in range(3)]
-    features = questions.arguments(rows)
+    rows = [inputs.row(labels[i], i, epoch=1) for i in range(3)]
+    features = inputs.arguments(rows)
     accept, counts = labels_of(rows)
     assert accept.shape == (sum(len(row["draft_ids"]) for row in labels), 2)
     assert bool(counts.all())
@@ -183,15 +183,15 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
 
 
 def test_passes_take_one_draw_after_the_other_and_dev_rows_always_the_first() -> None:
-    questions = Questions(tiny_draft(), (), SamplingConfig(), IMMEDIATE, 99, seed=0)
+    inputs = TrainingInputs(tiny_draft(), (), SamplingConfig(), IMMEDIATE, 99, seed=0)
     row = synthetic_rows(1, seed=1, draws=3)[0]
     others = np.reshape(row["more_draft_ids"], (-1, 2))
     held = [row["draft_ids"], others[:, 0].tolist(), others[:, 1].tolist()]
     for epoch in range(4):
-        assert questions.row(row, 0, epoch).tokens[:, 0].tolist() == held[epoch % 3]
-    assert questions.row(row, 0, None).tokens[:, 0].tolist() == held[0]
+        assert inputs.row(row, 0, epoch).tokens[:, 0].tolist() == held[epoch % 3]
+    assert inputs.row(row, 0, None).tokens[:, 0].tolist() == held[0]
     without = {name: value for name, value in row.items() if not name.startswith("more")}
-    assert questions.row(without, 0, 2).tokens[:, 0].tolist() == held[0]  # type: ignore[arg-type]
+    assert inputs.row(without, 0, 2).tokens[:, 0].tolist() == held[0]  # type: ignore[arg-type]
 
 
 def test_texts_may_hold_ids_that_only_the_target_has() -> None:
@@ -199,18 +199,18 @@ def test_texts_may_hold_ids_that_only_the_target_has() -> None:
     draft, row = tiny_draft().eval(), synthetic_rows(1, seed=1)[0]
     row["completion_ids"] = [draft.config.vocab_size + 3] * len(row["completion_ids"])
     for config, name in ((changed(CONFIG, mixing=0.5), "hidden"), (IMMEDIATE, "log_q")):
-        questions = Questions(draft, (name,), SamplingConfig(), config, 99, seed=0)
-        read = questions.row(row, 0, epoch=0)
+        inputs = TrainingInputs(draft, (name,), SamplingConfig(), config, 99, seed=0)
+        read = inputs.row(row, 0, epoch=0)
         assert max(read.text["completion_ids"]) >= draft.config.vocab_size
-        (values,) = questions.arguments([read])
+        (values,) = inputs.arguments([read])
         assert bool(values.isfinite().all())
 
 
 def test_of_mixed_texts_without_a_drafted_token_nothing_is_asked() -> None:
     config = changed(CONFIG, mixing=1 - 1e-9)
-    questions = Questions(tiny_draft(), ("hidden",), SamplingConfig(), config, 99, seed=0)
-    rows = [questions.row(labels, 0, epoch=0) for labels in synthetic_rows(3, seed=1)]
-    (states,) = questions.arguments(rows)
+    inputs = TrainingInputs(tiny_draft(), ("hidden",), SamplingConfig(), config, 99, seed=0)
+    rows = [inputs.row(labels, 0, epoch=0) for labels in synthetic_rows(3, seed=1)]
+    (states,) = inputs.arguments(rows)
     assert states.shape == (0, 1, 32)
 
 
@@ -325,18 +325,18 @@ def test_what_is_kept_of_the_draft_changes_nothing_but_how_often_it_runs(
     tmp_path: Path, references: dict[str, TrainedHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With memory for all rows, as in the reference, for some of them, and for none."""
-    monkeypatch.setattr(heads.questions, "ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(heads.training_inputs, "ROWS_AT_ONCE", 16)
     reads: list[int] = []
-    read = Questions.read
+    read = TrainingInputs.read
 
-    def counted(questions: Questions, rows: Sequence[Row], *report: Any) -> object:
+    def counted(inputs: TrainingInputs, rows: Sequence[HeadRow], *report: Any) -> object:
         reads.append(len(rows))
-        return read(questions, rows, *report)
+        return read(inputs, rows, *report)
 
-    monkeypatch.setattr(Questions, "read", counted)
+    monkeypatch.setattr(TrainingInputs, "read", counted)
     runs = {}
     for name, room in {"all": 1 << 20, "some": 60_000, "none": 0}.items():
-        monkeypatch.setattr(heads.questions, "STATES_BYTES", room)
+        monkeypatch.setattr(heads.training_inputs, "STATES_BYTES", room)
         reads.clear()
         drive(tmp_path / name, IMMEDIATE, draws=2)
         runs[name] = sum(reads)

@@ -23,7 +23,7 @@ from transformers import (
 
 from distill.batches import collate
 from distill.config import DistilConfig
-from distill.on_policy import DraftTexts, Row, rows_of
+from distill.on_policy import DraftTexts, TextRow, rows_of
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
@@ -61,7 +61,7 @@ def texts(share: float = 1.0, **changes: Any) -> DraftTexts:
     return DraftTexts(share, **{**settings, **changes})
 
 
-def rollouts(count: int, seed: int = 0) -> list[Row]:
+def rollouts(count: int, seed: int = 0) -> list[TextRow]:
     """Prompts of 1 to 6 tokens and completions of 1 to 12, without end tokens."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -183,7 +183,7 @@ def config(**changes: Any) -> DistilConfig:
 
 
 def trainer(
-    work: Path, settings: DistilConfig, rows: Sequence[Row], sampling: SamplingConfig = PLAIN
+    work: Path, settings: DistilConfig, rows: Sequence[TextRow], sampling: SamplingConfig = PLAIN
 ) -> Trainer:
     models = tiny_llama(8, vocab=V, layers=2), tiny_llama(9, vocab=V)
     return trainer_of(*models, Dataset.from_list([*map(dict, rows)]), work, settings, sampling)
@@ -294,7 +294,7 @@ def test_a_step_on_the_drafts_text_has_the_gradients_of_a_step_of_gkd(tmp_path: 
     GKD compares the models at temperature 1 whatever it generates at, hence `raw` here. It divides
     by the labels of the rollouts that its text replaces, so rollouts are as long as the texts.
     """
-    rows: list[Row] = [{**row, "completion_ids": [3] * 6} for row in rollouts(8)]
+    rows: list[TextRow] = [{**row, "completion_ids": [3] * 6} for row in rollouts(8)]
     settings = config(batch_size=8, objective="js", warp="raw", on_policy=1.0)
     ours = trainer(tmp_path / "ours", settings, rows, SamplingConfig(temperature=0.0))
     (batch,), _ = step_batches(ours, 1)
@@ -327,7 +327,7 @@ def test_a_step_on_the_drafts_text_has_the_gradients_of_a_step_of_gkd(tmp_path: 
     assert_same_gradients(gradients(ours), gradients(theirs), 200)
 
 
-def prompts_on_the_left(rows: Sequence[Row]) -> dict[str, Tensor]:
+def prompts_on_the_left(rows: Sequence[TextRow]) -> dict[str, Tensor]:
     """A batch as GKD's own collator makes it, of token ids."""
     batch = collate(0)(rows)
     prompts = [row["prompt_ids"] for row in rows]

@@ -55,7 +55,7 @@ class Labeller:
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
         """Label the rows; one with undecided positions in parts, without these."""
 
-        def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
+        def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
             p_at, states = self.source.at(batch, rows), batch.states(self.draft, rows)
             uniforms = torch.cat(
                 [_uniforms(rows[example], self.seed, self.draws) for example in batch.examples]
@@ -71,7 +71,7 @@ class Labeller:
 
         columns_of = along(
             rows,
-            look,
+            read,
             vocabulary=self.source.vocabulary,
             tokens_at_once=self.tokens_at_once,
             device=self.draft.model.device,

@@ -94,7 +94,7 @@ class ModelLogits:
         """Each rollout with its columns of `TOP_LOGITS`, in the order given."""
         source = ModelSource(self.target, SamplingConfig())
 
-        def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
+        def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
             states, tokens = source.states(batch, rows), batch.tokens
 
             def at(chunk: slice) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ class ModelLogits:
 
         columns_of = along(
             rows,
-            look,
+            read,
             vocabulary=self.vocabulary,
             tokens_at_once=tokens_at_once(self.target),
             device=self.target.model.device,

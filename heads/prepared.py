@@ -75,7 +75,7 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
 
 
 @dataclass(slots=True)
-class Engine:
+class PreparedHead:
     """A head and a new AdamW, wrapped for a group of processes.
 
     Attributes:
@@ -93,7 +93,7 @@ class Engine:
     zero_stage: int | None
 
     @classmethod
-    def of(cls, accelerator: Accelerator, head: BaseHead, config: HeadConfig) -> Engine:
+    def of(cls, accelerator: Accelerator, head: BaseHead, config: HeadConfig) -> PreparedHead:
         """Wrap a head; batch sizes are ours, not the launcher's.
 
         Raises RuntimeError under DeepSpeed, if accelerate wrapped the head in something else.
@@ -197,7 +197,7 @@ class Engine:
             safe_set_local_optimizer_state(parameter, part, moment)
 
     def close(self, *, leave: bool) -> None:
-        """Free the engine, which cannot be used again; `leave` the group of processes, too."""
+        """Free the head, which cannot be used again; `leave` the group of processes, too."""
         self.accelerator.wait_for_everyone()
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         for tracker in self.accelerator.trackers:

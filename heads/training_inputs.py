@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens, logits_of_states, token_embeddings
-from heads.rows import LabelRow, LabelRows, Row, drawn_row, draws_of, mixed_row
+from heads.rows import HeadRow, LabelRow, LabelRows, drawn_row, draws_of, mixed_row
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.processes import is_main
@@ -28,7 +28,7 @@ SCALED_ROWS = 128
 
 
 @dataclass(slots=True)
-class Questions:
+class TrainingInputs:
     """The reading of label rows: SpecDec++'s, of mixed texts, or ours, beside the target's own.
 
     Attributes:
@@ -53,7 +53,7 @@ class Questions:
     def __post_init__(self) -> None:
         self._to_logits = logits_of_states(self.draft)
 
-    def row(self, labels: LabelRow, index: int, epoch: int | None) -> Row:
+    def row(self, labels: LabelRow, index: int, epoch: int | None) -> HeadRow:
         """One row of a pass over the training rows; None: of the dev rows, which stay the same.
 
         Mixed anew for each pass, or with the pass's draws; dev rows with the first. Raises
@@ -89,7 +89,7 @@ class Questions:
                     break
                 self.kept += read
 
-    def arguments(self, rows: Sequence[Row]) -> tuple[Tensor, ...]:
+    def arguments(self, rows: Sequence[HeadRow]) -> tuple[Tensor, ...]:
         """What the head reads of the rows' N positions, (N, S) and (N, S, size), in its order."""
         read = iter(self.read([row for row in rows if not self._is_kept(row)]))
         parts = [
@@ -111,16 +111,16 @@ class Questions:
             for values in (features[name] for name in self.reads)
         )
 
-    def _is_kept(self, row: Row) -> bool:
+    def _is_kept(self, row: HeadRow) -> bool:
         return 0 <= row.index < len(self.kept)
 
     def read(
-        self, rows: Sequence[Row], report: Callable[[int], object] = lambda rows: None
+        self, rows: Sequence[HeadRow], report: Callable[[int], object] = lambda rows: None
     ) -> list[dict[str, Tensor]]:
         """What takes a forward of the draft, of each row: states (n, 1, H), numbers (n, S)."""
         names = [name for name in self.reads if name != "embedding"]
 
-        def look(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
+        def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
             states = hidden_states(self.draft, batch.input_ids[:, :-1])[batch.is_predicted]
             tokens = torch.cat([rows[each].tokens for each in batch.examples]).to(states.device)
 
@@ -147,7 +147,7 @@ class Questions:
         device = self.draft.device
         return along(
             [row.text for row in rows],
-            look,
+            read,
             vocabulary=self.draft.config.get_text_config().vocab_size * rows[0].tokens.shape[1],
             tokens_at_once=TOKENS_AT_ONCE.get(device.type, TOKENS_AT_ONCE["cpu"]),
             device=device,
@@ -156,15 +156,15 @@ class Questions:
         )
 
 
-def feature_scales(questions: Questions, rows: LabelRows) -> dict[str, tuple[float, float]]:
+def feature_scales(inputs: TrainingInputs, rows: LabelRows) -> dict[str, tuple[float, float]]:
     """Means and deviations by which a head scales what it reads; of vectors, about 0.
 
     By some of the rows, the same ones in every process.
     """
     step = max(1, len(rows) // SCALED_ROWS)
-    sample = [questions.row(rows[index], index, 0) for index in range(0, len(rows), step)]
+    sample = [inputs.row(rows[index], index, 0) for index in range(0, len(rows), step)]
     scales = {}
-    for name, values in zip(questions.reads, questions.arguments(sample), strict=True):
+    for name, values in zip(inputs.reads, inputs.arguments(sample), strict=True):
         values = values.flatten().double()
         mean = float(values.mean()) if FEATURES[name].shape == "number" else 0.0
         deviation = float((values - mean).square().mean().sqrt())
