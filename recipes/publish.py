@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import DistilConfig
-from eval.analysis.head_verdict import VERDICT, HeadVerdict
+from eval.analysis.prediction import Predictions
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import PipelineConfig
 from recipes.layout import (
@@ -147,6 +147,7 @@ class Release(Stage):
                 tokens = "the draft's likeliest token, kept with p as in vLLM's `custom_class`"
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
+            predicted = stage_record(eval_folder(config))["results"].get("predictions")
             about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])
             parts["head"] = partial(
                 release_head,
@@ -154,7 +155,7 @@ class Release(Stage):
                 about=about,
                 trained=f"{trained['train_rows']} rollouts of "
                 f"{', '.join(map(public_name, sets))} with {tokens}",
-                verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
+                predictions=predicted and Predictions.model_validate(predicted, strict=False),
                 push_to=publish.head_id,
             )
         for name, release in parts.items():

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.analysis.head_verdict import VERDICT, HeadVerdict, head_verdict, not_measured
+from eval.analysis.prediction import Predictions, predictions
 from eval.drafting.stopping import fit_rules
 from eval.measuring.methods import (
     check_methods,
@@ -192,24 +192,21 @@ class Eval(Stage):
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         samples = make_samples(prompts, self.folder, decode)
         write_json(self.folder / SAMPLES, samples.model_dump(mode="json"))
-        verdict = _verdict(config, results)
-        if verdict is not None:
-            verdict.write(self.folder / VERDICT)
-        write_report(results, self.folder, _context(config, results, verdict))
+        predicted = _predictions(config)
+        write_report(results, self.folder, _context(config, predicted))
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
         return {
             "runs": len(results.runs),
             "prompts": len(prompts),
             "prompt_sets": loaded.report,
             "calibration": fitted,
+            "predictions": predicted and predicted.model_dump(mode="json"),
             "environment": where.model_dump(mode="json"),
         }
 
     def show(self, results: dict[str, Any]) -> None:
         """Print the table."""
-        measured = read_results(self.folder / RESULTS)
-        verdict = HeadVerdict.read(self.folder / VERDICT)
-        console.print(terminal(measured, _context(self.config, measured, verdict)))
+        console.print(terminal(read_results(self.folder / RESULTS)))
 
     def next(self, line: CommandLine) -> list[Step]:
         """Read the report; assemble what was trained, if anything was."""
@@ -278,8 +275,8 @@ def _head_asked(config: PipelineConfig) -> str | None:
     return head_in_use(config) if asks else None
 
 
-def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
-    """The run's head judged by its labels and its evaluation; None if no method asks it."""
+def _predictions(config: PipelineConfig) -> Predictions | None:
+    """How well the run's head predicts its labels; None if no method asks it."""
     if (head := _head_asked(config)) is None:
         return None
     from specdata.labels.make import are_greedy, load_labels, sampling_of
@@ -287,20 +284,14 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
 
     where = folder(config, "labels")
     if sampling_of(where) != config.sampling:
-        return not_measured("the labels were made under another sampler than the evaluation's")
+        return Predictions(reason="labels were made under another sampler than the evaluation's")
     if are_greedy(where):
-        return not_measured("the labels are of likeliest tokens, and the evaluation draws its own")
+        return Predictions(reason="labels are of likeliest tokens, and an evaluation draws")
     models = config.models
     name, load = draft_in_use(config), models.loading("draft")
     draft = load_model(name, load=load, target=models.target)
-    return head_verdict(
-        results,
-        load_labels(where, config.sampling),
-        draft,
-        _load_head(head).to(draft.device),
-        sampling=config.sampling,
-        engine=config.eval.engine,
-    )
+    labels = load_labels(where, config.sampling)
+    return predictions(labels, draft, _load_head(head).to(draft.device), config.sampling)
 
 
 def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
@@ -399,13 +390,13 @@ def _load_head(name: str) -> BaseHead:
         ) from error
 
 
-def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | None) -> Context:
-    """What the results do not know: how good the head is, the command, and texts."""
+def _context(config: PipelineConfig, predicted: Predictions | None) -> Context:
+    """What the results do not know: how well the head predicts, the command, and texts."""
     output, command = eval_folder(config), ""
     if (output / RUN).is_file():
         program, *given = map(without_passwords, stage_record(output)["arguments"])
         command = shlex.join([Path(program).name, *given])
-    return Context(verdict, command, read_samples(output / SAMPLES))
+    return Context(predicted, command, read_samples(output / SAMPLES))
 
 
 RECIPE = Recipe("Decode prompts with every method, and report.", (Eval,))

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from eval.analysis.prediction import Prediction, Predictions, Scores
 from eval.decode_config import Method
 from eval.measuring.environment import Environment
+from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
 from eval.measuring.records import PromptRecord, record_prompt
 from eval.measuring.results import Results, Setup, build_results
@@ -132,3 +134,27 @@ def synthetic_results(
             measured.append((what, records))
     batch = 1 if timed else 4
     return build_results(ENVIRONMENT.model_copy(update={"batch_size": batch}), measured)
+
+
+def synthetic_predictions() -> Predictions:
+    """Of a head without lag and its rivals, by made-up scores."""
+    names = ("head", "logit", "cumulative", "constant")
+    scores = [
+        Scores(
+            tokens=900,
+            kl=Interval(0.1 + worse, 0.09 + worse, 0.11 + worse),
+            auroc=Interval(0.8 - worse, 0.79 - worse, 0.81 - worse),
+            ece=Interval(0.02, 0.01, 0.03),
+            mean_accept=0.7,
+            mean_predicted=0.71,
+        )
+        for worse in (0.0, 0.1, 0.2, 0.3)
+    ]
+    return Predictions(
+        judged_on="test",
+        rollouts={"dev": 24, "test": 32},
+        predictors=[
+            Prediction(predictor=name, scores=each)
+            for name, each in zip(names, scores, strict=True)
+        ],
+    )

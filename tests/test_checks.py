@@ -14,7 +14,6 @@ from recipes.command import main
 from recipes.config import parse
 from recipes.recipe import Recipe
 from specdata.storage.files import write_json
-from tests.synthetic_results import synthetic_results
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {
@@ -196,7 +195,7 @@ def test_an_evaluation_without_a_method_that_stops_by_the_head_leaves_it_alone()
     config = parse(["--method", "K=4"]).config
     assert config.head is not None
     assert not {"head", "labels"} & {*run_eval.Eval(config).inputs}
-    assert run_eval._verdict(config, synthetic_results()) is None
+    assert run_eval._predictions(config) is None
     assert "head" in run_eval.Eval(parse([]).config).inputs
 
 

@@ -14,8 +14,8 @@ from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig
 from eval.measuring.pooled import pool
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
-from eval.reporting.recommendation import best_of
-from eval.reporting.report import environment_rows, rows_of
+from eval.reporting.recommendation import answer, best_of
+from eval.reporting.report import environment_rows
 from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
@@ -227,8 +227,8 @@ def test_the_bias_of_a_biased_verifier_is_measured_stored_and_shown(tmp_path: Pa
         tokens = sum(generation.variation_tokens for generation in run.generations)
         total = sum(generation.variation for generation in run.generations)
         assert run.total_variation == pytest.approx(total / tokens)
-    (note,) = (row.note for row in rows_of(results, ["maths"]) if row.method == "biased")
-    assert f"TV {results.of('maths')[2].total_variation:.3f}" in note
+    (bias,) = (row.value("total_variation") for row in pool(results) if row.name == "biased")
+    assert f"(total variation {bias:.3f} a token" in answer(results).exactness
     # Counted in batches, the same sequences have the same bias.
     batched = evaluate(tmp_path / "batched", [PLAIN, fair, biased], batch=2)
     for run, alone in zip(batched.runs, results.runs, strict=True):

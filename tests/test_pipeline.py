@@ -21,9 +21,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from eval.analysis.head_verdict import HeadVerdict
 from eval.measuring.results import check_metrics, read_results
-from eval.reporting.recommendation import head_sentence
+from eval.reporting.recommendation import head_sentence, head_verdict
+from eval.reporting.rendering import escape_markdown
 from heads.probe import OtherSamplingWarning
 from recipes.command import RECIPES
 from recipes.config import parse
@@ -161,15 +161,16 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     for name in ("draft", "head"):
         assert (out / "release" / name / "README.md").read_text().startswith("---")
         assert load_file(out / "release" / name / "model.safetensors")
-    verdict = json.loads((out / "release" / "head" / "verdict.json").read_text())
-    assert verdict["status"] != "not measured"
-    assert verdict["method"] == "head"
-    assert verdict["rollouts"]["dev"] == labels["split"][:].count("dev")
-    assert json.loads((out / "eval" / "verdict.json").read_text()) == verdict
+    predicted = json.loads((out / "eval" / "run.json").read_text())["results"]["predictions"]
+    assert predicted["rollouts"]["dev"] == labels["split"][:].count("dev")
+    sentence = head_sentence(read_results(out / "eval" / "results.json"))
+    assert "head saves" in sentence
     page = (out / "eval" / "report.html").read_text()
-    stored = HeadVerdict.read(out / "eval" / "verdict.json")
-    assert stored is not None
-    assert html.escape(head_sentence(stored), quote=False) in page
+    card = (out / "release" / "head" / "README.md").read_text()
+    for text in (page, card):
+        assert text.count("the mean label") == 1
+    assert html.escape(sentence, quote=False) in page
+    assert escape_markdown(sentence) in card
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 
@@ -267,9 +268,9 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
     assert texts[0]
     check_metrics(results)
     assert {entry.name for entry in results.runs} == {"plain", "K=3", "head"}
-    verdict = HeadVerdict.read(tmp_path / "out" / "eval" / "verdict.json")
+    verdict = head_verdict(results)
     assert verdict is not None
-    assert [rival.setting for rival in verdict.clock] == ["K=3"]
+    assert [rival.method for rival in verdict.rivals] == ["K=3"]
     moved = tmp_path / "moved"
     (tmp_path / "out").rename(moved)
     shutil.rmtree(moved / "head")
@@ -288,10 +289,9 @@ def test_a_head_is_evaluated_under_another_sampler_than_its_labels(
     with pytest.warns(OtherSamplingWarning):
         done = run(tmp_path, "run_eval.py", *flags)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "eval-cooler" / "report.html").is_file()
     # Labels under another sampler say nothing of this one.
-    verdict = json.loads((tmp_path / "out" / "eval-cooler" / "verdict.json").read_text())
-    assert "under another sampler" in verdict["reason"]
+    page = (tmp_path / "out" / "eval-cooler" / "report.html").read_text()
+    assert "Not measured: labels were made under another sampler" in page
 
 
 def test_a_warm_run_does_nothing_again(finished: Path) -> None:

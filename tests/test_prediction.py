@@ -1,17 +1,35 @@
-"""Metrics of predicted acceptance, with intervals over prompts."""
+"""How well acceptance is predicted, by a head and what needs none, with intervals over prompts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from scipy.special import logit
 
-from eval.analysis.prediction import BINS, GROUPS, Ids, Reals, scores
+from eval.analysis.prediction import (
+    BINS,
+    GROUPS,
+    Ids,
+    Predictions,
+    Reals,
+    Scores,
+    predictions,
+    scores,
+)
+from eval.analysis.traces import acceptance_traces
+from eval.drafting.stopping.logistic import fit_calibration
 from eval.measuring.intervals import bootstrap_weights, interval
+from eval.reporting.recommendation import head_predictors
+from heads import AcceptanceHead
 from heads.loss import CALIBRATION_BINS, binary_kl, head_metrics, soft_auroc
+from specdata.probability import SamplingConfig
+from tests.test_acceptance import labeller
+from tests.tiny import tiny_llama
 
 PROMPTS, EACH = 40, 25
+VOCABULARY, SAMPLING = 12, SamplingConfig()
 
 
 def drawn(seed: int, step: float = 0.0) -> tuple[Reals, Ids, Reals]:
@@ -88,3 +106,75 @@ def test_what_cannot_be_judged_is_undefined_or_refused() -> None:
         scores(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
     with pytest.raises(ValueError, match="must all be"):
         scores(np.zeros(3), np.zeros(3), np.zeros(2, dtype=np.int64))
+
+
+@pytest.fixture(scope="module")
+def labels() -> Dataset:
+    """Of a tiny pair: 6 dev rollouts of one prompt set, 8 test rollouts of two."""
+    target, draft = (tiny_llama(seed, vocab=VOCABULARY).float() for seed in (0, 1))
+    generator = torch.Generator().manual_seed(0)
+
+    def row(number: int) -> object:
+        ids = torch.randint(2, VOCABULARY, (14,), generator=generator).tolist()
+        made = {"example_id": f"e{number}", "sample": 0, "finish": "length", "turn": 0}
+        made |= {"dataset": "maths" if number % 2 and number > 5 else "code"}
+        made |= {"split": "test" if number > 5 else "dev"}
+        return made | {"prompt_ids": ids[:3], "completion_ids": ids[3:]}
+
+    rows = labeller(target, draft, SAMPLING)([row(number) for number in range(14)])  # type: ignore[misc]
+    return Dataset.from_list([dict(each) for each in rows])
+
+
+def of_split(labels: Dataset, split: str) -> Dataset:
+    return labels.filter(lambda row: row["split"] == split)
+
+
+def judged(labels: Dataset, head: AcceptanceHead) -> Predictions:
+    return predictions(labels, tiny_llama(1, vocab=VOCABULARY).float(), head, SAMPLING)
+
+
+def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on_dev(
+    labels: Dataset,
+) -> None:
+    torch.manual_seed(0)
+    head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
+    made = judged(labels, head)
+    assert (made.judged_on, made.rollouts) == ("test", {"dev": 6, "test": 8})
+    found: dict[str, Scores] = {each.predictor: each.scores for each in made.predictors}
+    assert made.predictors[0].lag == 1
+    draft = tiny_llama(1, vocab=VOCABULARY).float()
+    test = acceptance_traces(of_split(labels, "test"), draft=draft, sampling=SAMPLING, head=head)
+    assert test.tokens.head is not None
+    raw = test.tokens.head.logits
+    known = head_metrics(
+        torch.from_numpy(raw[test.inside]), torch.from_numpy(test.accept[test.inside]), 6.0
+    )
+    assert found["head"].tokens == known.tokens == 8 * 11
+    assert found["head"].kl.value == pytest.approx(known.kl), "of the calibrated probability"
+    assert found["head"].auroc is not None
+    assert found["head"].auroc.value == pytest.approx(known.auroc)
+    # Rivals know dev alone.
+    dev = acceptance_traces(of_split(labels, "dev"))
+    assert found["constant"].mean_predicted == pytest.approx(dev.mean_accept())
+    assert found["constant"].mean_accept != pytest.approx(dev.mean_accept())
+    fitted = fit_calibration(dev.accept[dev.inside], dev.tokens.q_max[dev.inside])
+    by_logit = [fitted.accept(float(q_max)) for q_max in test.tokens.q_max[test.inside]]
+    assert found["logit"].mean_predicted == pytest.approx(np.mean(by_logit))
+    expected = test.tokens.q[test.inside].mean()
+    assert found["cumulative"].mean_predicted == pytest.approx(expected)
+    table = head_predictors(made)
+    assert table is not None
+    assert table.table.rows[0][0] == "head (one drafted token later)"
+
+
+def test_without_dev_nothing_is_judged_and_without_test_it_is_said(labels: Dataset) -> None:
+    head = AcceptanceHead(hidden_size=16, depth=0).eval()
+    section = head_predictors(judged(of_split(labels, "test"), head))
+    assert section is not None
+    assert section.sentence.startswith("Not measured: there are no held-out labels of split dev")
+    assert not section.table.rows
+    made = judged(of_split(labels, "dev"), head)
+    assert (made.judged_on, made.rollouts) == ("dev", {"dev": 6})
+    section = head_predictors(made)
+    assert section is not None
+    assert "they look better than they are" in section.sentence

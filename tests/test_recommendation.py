@@ -15,11 +15,14 @@ from eval.reporting.recommendation import (
     FEW_PROMPTS,
     answer,
     fastest_lengths,
+    head_rivals,
+    head_sentence,
+    head_verdict,
     is_wide,
     length_cells,
     longest_measured,
 )
-from eval.reporting.report import Context, folds, rows_of
+from eval.reporting.report import Context, methods_table, sections
 from eval.reporting.table import readme_table
 from specdata.errors import ManifestError
 from tests.synthetic_results import ENVIRONMENT, PROMPTS, synthetic_results
@@ -100,19 +103,22 @@ def test_ratios_of_pooled_methods_are_paired_by_prompt(results: Results) -> None
 
 def test_all_prompt_sets_have_one_average_in_every_table(results: Results) -> None:
     """Report, terminal, card, README: the same figure for the same method."""
-    every, each, *_ = folds(results, Context())
+    every, each, *_ = sections(results, Context())
     assert "counts alike" in every.sentence
-    assert len(each.columns) == 2 * len(results.datasets())
+    assert [name for name, _ in each.table.columns][:2] == results.datasets()
     table = readme_table(results).splitlines()
-    for row, (name, figures) in zip(pool(results), every.rows, strict=True):
+    for row, (name, figures), (_, again) in zip(
+        pool(results), every.table.rows, each.table.rows, strict=True
+    ):
         assert name.split()[0] == row.name
         tokens = f"{row.value('block_efficiency'):.2f}"
         assert figures[2].startswith(tokens)
+        assert again[2] == tokens
         assert figures[1].startswith(f"{row.value('tokens_per_second'):.1f}")
         for line in table:
             assert not line.startswith(f"| {row.name} ") or f" {tokens} |" in line
-    one = folds(rebuilt(results, lambda r: r if r.dataset == "alpaca" else None), Context())
-    assert "Each prompt set" not in [fold.title for fold in one]
+    one = sections(rebuilt(results, lambda r: r if r.dataset == "alpaca" else None), Context())
+    assert "Each prompt set" not in [section.title for section in one]
 
 
 # --- what is said first ---
@@ -189,10 +195,11 @@ def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
     assert f"alpaca {PROMPTS}, gsm8k {PROMPTS}; fewer than {FEW_PROMPTS} a set" in said
     assert is_wide(Interval(1.0, 0.89, 1.11))
     assert not is_wide(Interval(1.0, 0.91, 1.09))
-    for row, run in zip(rows_of(results, ["alpaca"]), results.of("alpaca"), strict=True):
+    table = methods_table(results, ["alpaca"])
+    for (_, figures), run in zip(table.rows, results.of("alpaca"), strict=True):
         assert run.speedup is not None
         wide = is_wide(Interval(run.speedup, *run.intervals["speedup"]))
-        assert row.figures[0].endswith("~") == wide
+        assert figures[0].endswith("~") == wide
 
     def more(run: Run) -> Run:
         """Each prompt 40 times under other names: no set is small."""
@@ -205,6 +212,102 @@ def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
 
     enough = rebuilt(only(results, "plain", "fixed-4", "transformers"), more)
     assert answer(enough).cautions == ()
+
+
+# --- whether the head pays ---
+
+
+def test_the_fastest_method_with_a_head_meets_the_fastest_of_each_kind_without(
+    results: Results,
+) -> None:
+    table, found = {row.name: row for row in pool(results)}, head_verdict(results)
+    assert found is not None
+    heads = [f"head-{threshold}" for threshold in (0.3, 0.5, 0.7, 0.9)]
+    assert (found.method, found.candidates) == (max(heads, key=lambda n: table[n].speed()), 4)
+    of_kind = {
+        "fixed": [f"fixed-{length}" for length in (2, 4, 6, 8, 12)] + ["block-6"],
+        "tree": ["tree-4x2x1"],
+        "assisted": ["transformers"],
+        **{name.split("-")[0]: [name] for name in ("confidence-0.4", "entropy-1.5", "logit-0.7")},
+    }
+    assert {rival.kind: rival.method for rival in found.rivals} == {
+        kind: max(names, key=lambda name: table[name].speed()) for kind, names in of_kind.items()
+    }
+    assert found.rivals[0].kind == "fixed"
+    head = table[found.method].speed()
+    for rival in found.rivals:
+        assert rival.saved.value == pytest.approx(1 - table[rival.method].speed() / head)
+        assert rival.saved.low < rival.saved.value < rival.saved.high
+    section = head_rivals(results)
+    assert section is not None
+    assert section.sentence == head_sentence(results) == answer(results).head
+    assert section.table.rows[0] == (
+        "fixed length",
+        (f"{found.rivals[0].saved}", found.rivals[0].method),
+    )
+    sure = [rival for rival in found.rivals if rival.saved.low > 0.0]
+    assert len(section.table.wins) == len(sure)
+
+
+@pytest.mark.parametrize(
+    ("rival", "factors", "says"),
+    [
+        ("fixed-4", (0.5, 0.5), "The head pays: "),
+        ("fixed-4", (1.0, 1.0), "So few prompts cannot tell whether the head pays: "),
+        ("fixed-4", (0.6, 1.3), "So few prompts cannot tell whether the head pays: "),
+        ("fixed-12", (1.3, 1.3), "The head does not pay: "),
+        ("block-6", (0.6, 1.3), "So few prompts cannot tell whether the head pays: "),
+        ("tree-4x2x1", (1.3, 1.3), "The head does not pay: "),
+    ],
+)
+def test_a_head_pays_only_if_its_intervals_say_so_against_every_rival_of_the_table(
+    results: Results, rival: str, factors: tuple[float, float], says: str
+) -> None:
+    def timed_as(run: Run) -> Run:
+        """All others take three times as long; a head as long as the rival, times a factor."""
+        is_head = run.name.startswith("head-")
+        name = rival if is_head else run.name
+        (timed,) = [each for each in results.of(run.dataset) if each.name == name]
+        factor = factors if is_head else (1.0, 1.0) if name == rival else (3.0, 3.0)
+        records = [
+            replace(g, seconds=g.seconds * factor[number % 2])
+            for number, g in enumerate(timed.generations)
+        ]
+        return run.model_copy(update={"generations": records})
+
+    changed = rebuilt(results, timed_as)
+    sentence = head_sentence(changed)
+    assert sentence.startswith(says)
+    found = head_verdict(changed)
+    assert found is not None
+    saved = {each.method: each.saved for each in found.rivals}[rival]
+    assert f"{found.method} saves {saved} over {rival}" in sentence
+    assert (saved.low > 0.0) == sentence.startswith("The head pays")
+    assert ("negative: slower" in sentence) == (saved.value < 0.0)
+    assert saved.value == pytest.approx(1 - sum(factors) / 2, abs=0.05)
+
+
+def test_of_heads_under_two_verifiers_the_faster_is_judged(results: Results) -> None:
+    blocks = [
+        slower(run, 0.5).model_copy(
+            update={"method": run.method.replace(name="block head", verifier="block")}
+        )
+        for run in results.runs
+        if run.name == "head-0.5"
+    ]
+    found = head_verdict(results.model_copy(update={"runs": [*results.runs, *blocks]}))
+    assert found is not None
+    assert (found.method, found.candidates) == ("block head", 5)
+
+
+def test_why_a_head_was_not_judged_is_said(results: Results) -> None:
+    untimed = synthetic_results(datasets=("alpaca",), timed=False)
+    said = "Whether the head pays was not measured: "
+    assert head_sentence(untimed) == f"{said}speeds were not measured."
+    heads = rebuilt(results, lambda run: run if run.head or not run.draft else None)
+    assert head_sentence(heads) == f"{said}no fixed length was measured."
+    assert head_rivals(heads) is None
+    assert head_sentence(only(results, "plain", "fixed-4")) == ""
 
 
 # --- the number of drafted tokens ---

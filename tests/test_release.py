@@ -25,7 +25,6 @@ from transformers import (
 
 from distill.config import InitConfig
 from distill.initial import make_initial
-from eval.analysis.head_verdict import HeadVerdict
 from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
@@ -41,8 +40,7 @@ from specdata.models import load_model
 from specdata.toy.tokenizer import train_tokenizer
 from tests.drive_published_code import drive
 from tests.hub import Server
-from tests.synthetic_results import synthetic_results
-from tests.synthetic_verdict import synthetic_verdict
+from tests.synthetic_results import synthetic_predictions, synthetic_results
 from tests.test_initial import ROWS
 
 HIDDEN = 16
@@ -342,29 +340,22 @@ def test_a_head_that_the_cost_rule_alone_asks_is_published_without_a_threshold(
     assert len(shown["out"].tokens)
 
 
-def test_the_head_card_and_its_json_give_the_verdict(
+def test_the_head_card_says_whether_it_pays_and_how_well_it_predicts(
     pair: Pair, head: Path, tmp_path: Path
 ) -> None:
-    assert (
-        "**Whether the head pays was not measured: there are no held"
-        in (head / "README.md").read_text()
-    )
-    assert json.loads((head / "verdict.json").read_text())["status"] == "not measured"
-    verdict = synthetic_verdict()
+    assert "How well it predicts" not in (head / "README.md").read_text()
+    predicted = synthetic_predictions()
     trained = "512 rollouts of instruct, code with 6 drafted tokens a position"
-    out = release_head(pair.head, tmp_path / "out", pair.results, trained=trained, verdict=verdict)
+    out = release_head(
+        pair.head, tmp_path / "out", pair.results, trained=trained, predictions=predicted
+    )
     card = ModelCard.load(out / "README.md").text
-    assert HeadVerdict.read(out / "verdict.json") == verdict
-    assert f"**{escape_markdown(words.head_sentence(verdict))}**" in card
-    assert f"threshold={verdict.threshold},  # chosen on held-out rollouts" in card
-    assert escape_markdown(words.head_basis(verdict)) in card
-    table, quality = words.head_rivals(verdict), words.head_predictors(verdict)
-    assert table is not None
-    assert quality is not None
-    for rule, cells in table.rows:
-        assert f"| {rule} | " + " | ".join(map(escape_markdown, cells)) in card
-    for _, cells in quality.rows:
-        assert " | ".join(cells) in card
+    assert f"**{escape_markdown(words.head_sentence(pair.results))}**" in card
+    stopping = head_run(pair.results).method.stop
+    assert f"threshold={stopping.threshold},  # most tokens a second" in card  # type: ignore[attr-defined]
+    for section in (words.head_rivals(pair.results), words.head_predictors(predicted)):
+        assert section is not None
+        assert section.table.markdown() in card
     assert "on 512 rollouts of instruct, code with 6 drafted tokens a position" in card
     assert "so the newest token is sent unjudged" in card
     is_rectangular(card)
@@ -384,7 +375,9 @@ def test_the_card_of_a_head_without_lag_says_what_it_reads_and_when(
             ]
         }
     )
-    out = release_head(tmp_path / "head", tmp_path / "out", results, verdict=synthetic_verdict())
+    out = release_head(
+        tmp_path / "head", tmp_path / "out", results, predictions=synthetic_predictions()
+    )
     card = (out / "README.md").read_text()
     assert "kind `immediate`" in card
     assert "unjudged" not in card

@@ -21,16 +21,20 @@ from eval.reporting.recommendation import answer, head_sentence
 from eval.reporting.report import (
     COLUMNS,
     Context,
-    folds,
+    methods_table,
     picture,
     positions_of,
     render_page,
-    rows_of,
+    sections,
     terminal,
     write_report,
 )
-from tests.synthetic_results import ENVIRONMENT, setup, synthetic_results
-from tests.synthetic_verdict import synthetic_verdict
+from tests.synthetic_results import (
+    ENVIRONMENT,
+    setup,
+    synthetic_predictions,
+    synthetic_results,
+)
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp; {{ 7 * 7 }}"
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -110,7 +114,7 @@ def page(html: str) -> Page:
 
 def printed(results: Results, width: int = 80) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(terminal(results, Context(verdict=synthetic_verdict())))
+    console.print(terminal(results))
     return console.export_text()
 
 
@@ -150,11 +154,11 @@ def test_the_page_shows_every_method_with_its_figures(page: Page, results: Resul
     text = " ".join(" ".join(page.text).split())
     for run in results.runs:
         assert run.name in text
-        assert f"{run.block_efficiency:.2f}" in text
         assert f"{run.speedup:.2f}x" in text
     assert "decoder=" not in text, "a method is called by its name"
     for row in pool(results):
         assert f"{row.value('verification_rate'):.3f}" in text
+        assert f"{row.value('block_efficiency'):.2f}" in text
     for name, meaning in COLUMNS:
         assert name in text
         assert meaning in text
@@ -192,7 +196,7 @@ def test_the_title_names_the_models_and_not_their_folders() -> None:
 
 
 def test_green_is_only_what_is_lossless_and_surely_faster(results: Results) -> None:
-    assert [fold.wins for fold in folds(results, Context())[:1]] == [["tree-4x2x1 ★"]]
+    assert methods_table(results).wins == ["tree-4x2x1 ★"]
     for factor, wins in ((1.0, True), (3.0, False)):
         runs = [
             (run, [dataclasses.replace(g, seconds=g.seconds * factor) for g in run.generations])
@@ -201,7 +205,7 @@ def test_green_is_only_what_is_lossless_and_surely_faster(results: Results) -> N
         ]
         runs[0] = runs[0][0], results.runs[0].generations
         again = build_results(ENVIRONMENT, runs)
-        assert bool(folds(again, Context())[0].wins) == wins
+        assert bool(methods_table(again).wins) == wins
         assert [bar.look for bar in picture(again)[1]] == ["best" if wins else "first"]
 
 
@@ -234,17 +238,20 @@ def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> 
         speeds = {run.name: run.tokens_per_second for run in runs if run.method.lossless}
         assert speeds[best.name] == max(speeds.values())  # type: ignore[type-var]
         assert all(row.method.lossless and row is not best for row in ties)
-    assert [row.mark for row in rows_of(results, ["alpaca"])].count("★") == 1
+    marked = [name for name, _ in methods_table(results, ["alpaca"]).rows]
+    assert sum(name.endswith(" ★") for name in marked) == 1
     run = results.of("alpaca")[3]
     again = run.model_copy(update={"method": run.method.replace(name="again")})
     best, ties = fastest_of(results.model_copy(update={"runs": [run, again]}), "alpaca")
     assert (best.name, [tie.name for tie in ties]) == (run.name, ["again"])
 
 
-def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
-    (row,) = [row for row in rows_of(results, ["alpaca"]) if row.method.startswith("biased")]
-    assert re.fullmatch(r"† TV 0\.041 \[0\.041, 0\.041\]", row.note)
-    assert "TV total variation" in folds(results, Context())[0].note
+def test_a_biased_method_is_marked_and_its_measured_bias_said_once(results: Results) -> None:
+    table = methods_table(results, ["alpaca"])
+    assert [name for name, _ in table.rows if "†" in name] == ["biased-0.05 †"]
+    assert "† biased" in table.note
+    html = render_page(results, Context())
+    assert html.count("(total variation 0.041 a token, 95 % interval 0.041 to 0.041)") == 1
     unmeasured = [
         run.model_copy(
             update={
@@ -253,15 +260,27 @@ def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
         )
         for run in results.of("alpaca")
     ]
-    without = results.model_copy(update={"runs": unmeasured})
-    assert [row.note for row in rows_of(without) if row.note] == ["†"]
-    assert "TV total variation" not in folds(without, Context())[0].note
+    assert "total variation" not in render_page(
+        results.model_copy(update={"runs": unmeasured}), Context()
+    )
+
+
+def test_how_well_acceptance_is_predicted_is_a_section(results: Results) -> None:
+    context = Context(predictions=synthetic_predictions())
+    (shown,) = [each for each in sections(results, context) if "predicted" in each.title]
+    assert shown.table.rows[0] == (
+        "head (as soon as the token is drawn)",
+        ("0.800 [0.790, 0.810]", "0.100 [0.090, 0.110]", "0.020 [0.010, 0.030]", "0.710 / 0.700"),
+    )
+    assert len(shown.table.rows) == 4
+    assert "on 32 test rollouts" in shown.sentence
+    assert "fitted on 24 dev rollouts." in shown.sentence
 
 
 def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:
     only = setup("alpaca", name="only")
     alone = build_results(ENVIRONMENT, [(only, results.runs[2].generations)])
-    assert rows_of(alone)[0].figures[0] == "\N{EN DASH}"
+    assert methods_table(alone).rows[0][1][0] == "\N{EN DASH}"
     (bar,) = picture(alone)[1]
     assert bar.text.endswith(" tokens/s")
     assert render_page(alone, Context())
@@ -271,14 +290,14 @@ def test_without_times_tables_say_so_and_pictures_need_none(tmp_path: Path) -> N
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
     check_metrics(untimed)
     assert fastest(pool(untimed)) is None
-    rows, said = rows_of(untimed), answer(untimed)
-    assert all(row.figures[:2] == ("\N{EN DASH}",) * 2 for row in rows)
-    assert not any(row.mark or row.wins for row in rows)
+    table, said = methods_table(untimed), answer(untimed)
+    assert all(figures[:2] == ["\N{EN DASH}"] * 2 for _, figures in table.rows)
+    assert not table.wins
     assert said.finding.startswith("Speeds were not measured (4 prompts were decoded together)")
     lossless = [run for run in untimed.runs if run.method.lossless]
     best = max(lossless, key=lambda run: run.block_efficiency)
     assert f"{best.name}, {best.block_efficiency:.2f}" in said.finding
-    assert "★ fastest" not in folds(untimed, Context())[0].note
+    assert "★ fastest" not in table.note
     write_report(untimed, tmp_path)
     assert "Speeds were not measured" in printed(untimed)
 
@@ -291,7 +310,7 @@ def test_the_terminal_has_the_answer_and_one_table_that_cuts_nothing(results: Re
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "is fastest: " in text
-    assert head_sentence(synthetic_verdict()) in " ".join(text.split())
+    assert head_sentence(results) in " ".join(text.split())
     assert len(text.splitlines()) <= 18, "a run's end has 25 lines, its own seven among them"
     for name in (PLAIN, "fixed-4", "tree-4x2x1", "biased-0.05 †", "† biased"):
         assert name in text

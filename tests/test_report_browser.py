@@ -16,8 +16,7 @@ from eval.measuring.pooled import ALL_SETS
 from eval.measuring.results import VerifierRow
 from eval.reporting.report import Context, write_report
 from tests.browser import CHROMIUM, Browser
-from tests.synthetic_results import synthetic_results
-from tests.synthetic_verdict import synthetic_verdict
+from tests.synthetic_results import synthetic_predictions, synthetic_results
 
 PAPER = 703
 """CSS pixels between the margins of A4: 186 mm."""
@@ -31,7 +30,7 @@ pytestmark = [
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with names that cannot be broken."""
     context = Context(
-        verdict=synthetic_verdict(),
+        predictions=synthetic_predictions(),
         command="recipes/pipeline.py --config recipes/configs/" + 40 * "long-" + ".yaml",
     )
     verifiers = [

@@ -30,10 +30,10 @@ from recipes.papers.measurements import (
 from recipes.papers.reproduce import PAPERS, protocol_of
 from recipes.papers.tables import (
     WORDS,
-    markdown_table,
     paper_figures,
     pivot,
     selected,
+    with_paper,
     write_figure,
 )
 from specdata.models import load_tokenizer
@@ -137,11 +137,11 @@ def test_a_table_has_the_papers_figure_beside_ours_or_in_a_row_of_its_own() -> N
     table: dict[str, Any] = {"of": "m", "where": {"K": [2, 4]}, "rows": "set", "columns": "K"}
     table |= {"paper_columns": [2, 4]}
     table |= {"values": {"speed": "speed"}, "digits": 2, "paper": paper}
-    shown = markdown_table(table, pivot(table, selected(table, {"m": records})))
+    shown = with_paper(table, pivot(table, selected(table, {"m": records}))).markdown()
     assert shown.splitlines()[2:] == [
         "| a | 2.00 ± 0.25 [1.50, 2.50] (paper: 1.9) | 2.00 ± 0.25 [1.50, 2.50] |",
         "| b | 2.00 ± 0.25 [1.50, 2.50] | 2.00 ± 0.25 [1.50, 2.50] |",
-        "| *paper: LM1B* |  | 3.10 |",
+        "| paper: LM1B |  | 3.10 |",
     ]
 
 

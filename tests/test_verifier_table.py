@@ -29,9 +29,9 @@ from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.records import PromptRecord
-from eval.measuring.results import ENOUGH
-from eval.reporting.recommendation import best_verifier, of_all, verifier_sentence
-from eval.reporting.verifiers import fold
+from eval.measuring.results import ENOUGH, VerifierRow
+from eval.reporting.recommendation import of_all, verifier_sentence
+from eval.reporting.verifiers import section
 from eval.verifiers import VERIFIERS
 from recipes.command import run_tool
 from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
@@ -304,14 +304,40 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path
             assert row.share_of_ceiling == pytest.approx(1.0)
             assert (row.decoded == "mine") == (row.draft_kind == "chain of 4")
     results = synthetic_results()
-    page = fold(results.model_copy(update={"verifiers": rows}))
+    page = section(results.model_copy(update={"verifiers": rows}))
     assert page is not None
-    assert len(page.rows) == len(of_all(rows))
-    assert best_verifier(rows).name in page.sentence
-    assert "apart" not in page.sentence
-    wide = {"expected_tokens": Interval(best_verifier(rows).expected_tokens.value, 1.0, 9.0)}
-    unsure = [row.model_copy(update=wide) if row is best_verifier(rows) else row for row in rows]
-    assert "do not tell them apart" in verifier_sentence(unsure)
+    assert len(page.table.rows) == len(of_all(rows))
+
+
+def test_the_best_verifier_is_compared_with_another_on_the_same_drafts() -> None:
+    """Token verification on other drafts, however few its tokens there, is no measure of it."""
+
+    def row(kind: str, verifier: str, tokens: float, gain: Interval | None) -> VerifierRow:
+        return VerifierRow(
+            dataset=ALL_SETS,
+            verifier=verifier,
+            parameters={},
+            draft_kind=kind,
+            lossless=True,
+            expected_tokens=Interval(tokens, tokens - 0.1, tokens + 0.1),
+            gain=gain,
+            positions=100,
+            ceiling=None,
+            share_of_ceiling=None,
+            bias=None,
+            microseconds=1.0,
+            speedup=None,
+        )
+
+    gain = Interval(0.09, 0.05, 0.13)
+    rows = [row("chain of 4", "token", 3.4, None), row("chain of 8", "token", 4.3, None)]
+    best = row("chain of 8", "traversal", 4.7, gain)
+    said = verifier_sentence([*rows, best])
+    assert said.startswith("Of 2 lossless verifiers traversal on chain of 8 is best: 4.70 [4.60")
+    assert said.endswith("; over token on the same drafts: 9.0 % [5.0, 13.0].")
+    unsure = best.model_copy(update={"gain": Interval(0.09, -0.01, 0.13)})
+    assert "do not tell them apart" in verifier_sentence([*rows, unsure])
+    assert "no other is faster on these drafts" in verifier_sentence(rows)
 
 
 def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
@@ -328,7 +354,7 @@ def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
     assert "--seconds 1 went by with loading, 2 prompts of up to " in log
     assert reported.startswith("Of ")
     assert "over the target alone here: " in reported
-    assert "| chain of 4 | block |" in reported
+    assert "| chain of 4: block |" in reported
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"verifiers.md", "verifiers.json", "verifiers.png"}
     assert run_tool("verifiers", [*pair, "--prompts", "maths", "--count", "1", *small]) == 0, (

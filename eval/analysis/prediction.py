@@ -1,4 +1,4 @@
-"""Metrics of predicted acceptance, with intervals over prompts.
+"""How well a head predicts acceptance on held-out rollouts, beside what needs no head.
 
 Labels are probabilities, never 0/1, and metrics are those of `heads.loss`. Prompts are resampled,
 not tokens, and predictors that are compared share the resamples.
@@ -6,11 +6,23 @@ not tokens, and predictors that are compared share the resamples.
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING, Any, Literal, cast
+
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.records import Strict
+from specdata.errors import ConfigError
+
+if TYPE_CHECKING:  # what is stored is read without torch
+    import datasets
+    from transformers import PreTrainedModel
+
+    from heads import BaseHead
+    from specdata.sampling import SamplingConfig
 
 Reals = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -22,6 +34,8 @@ BINS = 15
 """Of equal width: those of the expected calibration error (`heads.loss.CALIBRATION_BINS`)."""
 EDGE = 1e-6
 """Predictions are kept this far from 0 and 1, whose KL from another label is infinite."""
+ROLLOUTS = 256
+"""Most rollouts of a prompt set and split that are read."""
 
 
 class Scores(Strict):
@@ -43,6 +57,92 @@ class Scores(Strict):
     ece: Interval
     mean_accept: float
     mean_predicted: float
+
+
+class Prediction(Strict):
+    """A predictor of acceptance, judged on rollouts of every prompt set.
+
+    Attributes:
+        predictor: "head"; or "constant" (the mean label), "logit" (the logistic model of max q) or
+            "cumulative" (q of the token itself), each fitted on dev.
+        lag: tokens that are drafted before it can tell.
+        scores: of its calibrated probabilities, against min(1, p/q).
+    """
+
+    predictor: str
+    lag: int = 0
+    scores: Scores
+
+
+class Predictions(Strict):
+    """The predictors of acceptance that were judged.
+
+    Attributes:
+        reason: why none was; else empty.
+        judged_on: the split that figures are of: test, or dev where labels have no test rollouts,
+            so that rivals look better than they are.
+        rollouts: split -> how many were read.
+        predictors: the head first.
+    """
+
+    reason: str = ""
+    judged_on: Literal["test", "dev"] | None = None
+    rollouts: dict[str, int] = Field(default_factory=dict)
+    predictors: list[Prediction] = Field(default_factory=list)
+
+
+def predictions(
+    labels: datasets.Dataset, draft: PreTrainedModel, head: BaseHead, sampling: SamplingConfig
+) -> Predictions:
+    """Judge a head, and rivals that are fitted on dev, on labelled rollouts.
+
+    Args:
+        labels: of all splits; the first `ROLLOUTS` of each prompt set in dev and test are read.
+        draft: the draft that made them.
+        head: a head of this draft.
+        sampling: how the draft's tokens were drawn.
+    """
+    from scipy.special import expit
+
+    from eval.analysis.traces import acceptance_traces
+    from eval.drafting.stopping.logistic import fit_calibration
+
+    rows_of: dict[tuple[str, str], list[int]] = {}
+    for index, key in enumerate(zip(labels["split"], labels["dataset"], strict=True)):
+        rows_of.setdefault(key, []).append(index)
+    rows = {}
+    for split in ("dev", "test"):
+        first = [i for key, of_set in rows_of.items() if key[0] == split for i in of_set[:ROLLOUTS]]
+        if first:
+            rows[split] = labels.select(sorted(first))
+    if "dev" not in rows:
+        return Predictions(reason="there are no held-out labels of split dev to fit rivals on")
+    judged_on: Literal["test", "dev"] = "test" if "test" in rows else "dev"
+    dev = acceptance_traces(rows["dev"])
+    try:
+        judged = acceptance_traces(rows[judged_on], draft=draft, sampling=sampling, head=head)
+    except ConfigError as error:
+        return Predictions(reason=str(error))
+    tokens, inside, recorded = judged.tokens, judged.inside, judged.tokens.head
+    assert recorded is not None
+    number = np.unique(rows[judged_on]["example_id"][:], return_inverse=True)[1].astype(np.int64)
+    prompt = np.broadcast_to(number[:, None], inside.shape)
+    fitted = fit_calibration(dev.accept[dev.inside], dev.tokens.q_max[dev.inside])
+    predicted: list[tuple[str, int, Any]] = [
+        ("head", head.lag, expit(recorded.logits + math.log(head.rejection_weight))),
+        ("logit", 0, fitted.accept(cast(Any, tokens.q_max))),
+        ("cumulative", 0, tokens.q),
+        ("constant", 0, np.full_like(judged.accept, dev.mean_accept())),
+    ]
+    predictors = []
+    for name, lag, chances in predicted:
+        found = scores(judged.accept[inside], chances[inside], prompt[inside])
+        predictors.append(Prediction(predictor=name, lag=lag, scores=found))
+    return Predictions(
+        judged_on=judged_on,
+        rollouts={split: len(each) for split, each in rows.items()},
+        predictors=predictors,
+    )
 
 
 def scores(accept: Reals, predicted: Reals, prompt: Ids) -> Scores:

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
-from eval.analysis.head_verdict import VERDICT, HeadVerdict, not_measured
+from eval.analysis.prediction import Predictions
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
@@ -30,7 +30,6 @@ from eval.reporting.recommendation import (
     head_sentence,
     length_cells,
     longest_measured,
-    verifier_sentence,
 )
 from eval.reporting.rendering import public_name, render
 from eval.reporting.table import readme_table
@@ -171,22 +170,20 @@ def release_head(
     about: About | None = None,
     *,
     trained: str = "",
-    verdict: HeadVerdict | None = None,
+    predictions: Predictions | None = None,
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
-    """Assemble an acceptance head for the Hub: weights, configuration, code, card, verdict.
+    """Assemble an acceptance head for the Hub: weights, configuration, code, card.
 
-    As `release_draft`; `trained` says in words on how many rollouts of what it was trained. Without
-    a verdict the card says that it was not measured how well it predicts and whether it pays. A
-    ValueError if `source` is no head.
+    As `release_draft`; `trained` says in words on how many rollouts of what it was trained, and
+    `predictions` how well it predicts. A ValueError if `source` is no head.
     """
     about, name = about or About(), push_to or out.name
     check_repository(push_to)
     measured = _measured(results, source, "head")
     head = BaseHead.from_pretrained(source)
-    verdict = verdict or not_measured("there are no held-out labels")
-    used = head_run(measured, verdict.method)
+    used = head_run(measured)
     target, draft = used.target, about.base_model or str(used.draft)
     read = load_configs(str(used.draft))[0]
     front = metadata(
@@ -219,14 +216,12 @@ def release_head(
         depths=getattr(read, DEPTHS, 1),
         width=getattr(head, "width", None),
         trained=trained,
-        verdict=verdict,
-        pays=head_sentence(verdict),
-        rivals=head_rivals(verdict),
-        predictors=head_predictors(verdict),
+        pays=head_sentence(measured),
+        rivals=head_rivals(measured),
+        predictors=head_predictors(predictions),
         best=used.method,
     ) as folder:
         head.save_pretrained(folder)
-        verdict.write(folder / VERDICT)
         # The folder that the draft had here means nothing elsewhere.
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         write_json(folder / CONFIG_NAME, {**config, "draft": public_name(draft)})
@@ -234,23 +229,19 @@ def release_head(
     return out
 
 
-def head_run(results: Results, method: str | None = None) -> Run:
-    """A run of the method whose threshold a head's card names.
-
-    That is the `method` that was chosen on held-out rollouts. Without one it is that of most tokens
-    a second over all prompt sets, or, where nothing was timed, a target's forward.
-    """
+def head_run(results: Results) -> Run:
+    """A run of the fastest method that stops by the head, or else of those that ask it."""
     heads = [
         row
         for row in pool(results)
         if row.method.lossless and all(run.head is not None for run in row.runs)
     ]
-    heads = [row for row in heads if row.method.stop.needs_head] or heads
     if not heads:
         raise ManifestError(
             "the card of a head needs a method that asks it (stop: head) on every prompt set"
         )
-    return max([row for row in heads if row.name == method] or heads, key=merit).runs[0]
+    stopped = [row for row in heads if row.method.stop.needs_head]
+    return max(stopped or heads, key=merit).runs[0]
 
 
 @contextmanager
@@ -270,8 +261,7 @@ def _assembled(
     text = render(
         template,
         table=readme_table(results),
-        verifiers=verifiers.markdown(results.verifiers, results) if results.verifiers else "",
-        best_verifier=verifier_sentence(results.verifiers) if results.verifiers else "",
+        verifiers=verifiers.section(results),
         measures=about.measures,
         certificate=about.certificate,
         unnamed=[public_name(name) for name in unnamed],

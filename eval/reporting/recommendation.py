@@ -2,8 +2,8 @@
 
 One answer to one question, for the page, the terminal and the cards: `answer` says what is fastest
 over all prompt sets together, by how much, how sure that is and whether it is exact; `head_*` say
-whether stopping by the head pays; `verifier_*` name the best row of the table of verifiers;
-`fastest_lengths` has the number of drafted tokens for each engine.
+whether asking the head pays, and how well it predicts; `verifier_*` name the best row of the table
+of verifiers; `fastest_lengths` has the number of drafted tokens for each engine.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.analysis.head_verdict import HeadVerdict, Rival
+from eval.analysis.prediction import Predictions
 from eval.measuring.intervals import Interval
 from eval.measuring.pooled import ALL_SETS, PooledRow, fastest, merit, pool
 from eval.measuring.results import ENOUGH, Results, VerifierRow
-from eval.reporting.rendering import NOT_MEASURED, Fold
+from eval.reporting.rendering import NOT_MEASURED, Section, Table
 from eval.reporting.table import conditions
 from specdata.errors import ManifestError
 
@@ -36,7 +36,7 @@ class Answer:
 
     Args:
         finding: what is fastest and by how much, with intervals.
-        head: whether the head pays; empty without a head.
+        head: whether the head pays; empty where no method asks one.
         exactness: whether its text is the target's; empty where there is nothing to say.
         basis: what was measured, and where.
         cautions: why not to trust it too far; none if prompts and intervals are as they should be.
@@ -49,13 +49,13 @@ class Answer:
     cautions: tuple[str, ...]
 
 
-def answer(results: Results, verdict: HeadVerdict | None = None) -> Answer:
+def answer(results: Results) -> Answer:
     """What is fastest, and whether the head pays, in a few plain sentences."""
     rows = pool(results)
     best = best_of(rows)
     return Answer(
         _finding(rows, results.environment.batch_size),
-        head_sentence(verdict) if verdict else "",
+        head_sentence(results),
         _exactness(best, rows),
         _basis(results),
         tuple(_cautions(results)),
@@ -189,6 +189,125 @@ def _within(ratio: Interval) -> str:
 
 # --- whether the head pays ---
 
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """The fastest measured method of a kind that asks no head.
+
+    Args:
+        kind: its stopping rule ("fixed", ...), "tree" for drafts that branch, or "assisted",
+            transformers' own loop, whatever it stops by.
+        method: its name.
+        saved: the share of its time that the head's method saves over all prompt sets, paired by
+            prompt; negative where that takes longer.
+    """
+
+    kind: str
+    method: str
+    saved: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class HeadVerdict:
+    """Whether a head pays by the clock, on the prompts of an evaluation.
+
+    The fastest method that asks it meets the fastest of each kind that a user could choose
+    instead, whatever verifies them. The best of several measurements is favoured by their noise,
+    and there are more rivals than heads: "does not pay" is said a little too readily.
+
+    Args:
+        method: the fastest of those that ask it.
+        candidates: how many those are.
+        rivals: the fixed length first, then from the hardest to beat.
+        reason: why it was not judged; else empty.
+    """
+
+    method: str
+    candidates: int
+    rivals: tuple[Rival, ...] = ()
+    reason: str = ""
+
+    @property
+    def hardest(self) -> Rival:
+        """The rival that decides.
+
+        Of those that are surely faster, else of those that are not told apart, else of all, the
+        one against which it saves least.
+        """
+        return min(
+            self.rivals, key=lambda r: (r.saved.high >= 0.0, r.saved.low > 0.0, r.saved.value)
+        )
+
+
+def head_verdict(results: Results) -> HeadVerdict | None:
+    """The head of an evaluation, judged by the clock; None if no method asks one.
+
+    Compared are lossless methods that were measured on every prompt set.
+    """
+    rows = [row for row in pool(results) if row.method.lossless and row.method.uses_draft]
+    heads = [row for row in rows if row.runs[0].head is not None]
+    if not heads:
+        return None
+    head = max(heads, key=merit)
+    if not results.timed:
+        return HeadVerdict(head.name, len(heads), reason="speeds were not measured")
+    kinds: dict[str, list[PooledRow]] = {}
+    for row in rows:
+        if row.runs[0].head is None:
+            is_theirs = row.method.decoder == "assisted"
+            kind = "tree" if row.method.branches else row.method.stop.name
+            kinds.setdefault("assisted" if is_theirs else kind, []).append(row)
+    if "fixed" not in kinds:
+        return HeadVerdict(head.name, len(heads), reason="no fixed length was measured")
+    rivals = []
+    for kind, of_kind in kinds.items():
+        rival = max(of_kind, key=PooledRow.speed)
+        ratio = head.over(rival, "tokens_per_second")
+        saved = Interval(*(1.0 - 1.0 / x for x in (ratio.value, ratio.low, ratio.high)))
+        rivals.append(Rival(kind, rival.name, saved))
+    rivals.sort(key=lambda rival: (rival.kind != "fixed", rival.saved.value))
+    return HeadVerdict(head.name, len(heads), tuple(rivals))
+
+
+def head_sentence(results: Results) -> str:
+    """Whether the head pays, with the rival that decides it; empty where no method asks one.
+
+    It pays if it surely saves time over every rival, and does not if it surely loses to one;
+    "surely" is a 95 % interval that does not hold 0.
+    """
+    if (verdict := head_verdict(results)) is None:
+        return ""
+    if verdict.reason:
+        return f"Whether the head pays was not measured: {verdict.reason}."
+    rival = verdict.hardest
+    begins = "The head pays"
+    if rival.saved.high < 0.0:
+        begins = "The head does not pay"
+    elif rival.saved.low <= 0.0:
+        begins = "So few prompts cannot tell whether the head pays"
+    slower = " (negative: slower)" if rival.saved.value < 0.0 else ""
+    return f"{begins}: {verdict.method} saves {rival.saved} over {rival.method}{slower}."
+
+
+def head_rivals(results: Results) -> Section | None:
+    """The table of rivals of the head."""
+    verdict = head_verdict(results)
+    if verdict is None or not verdict.rivals:
+        return None
+    names = {r: "fixed length" if r.kind == "fixed" else r.kind for r in verdict.rivals}
+    several = f", the fastest of {verdict.candidates} that ask the head" * (verdict.candidates > 1)
+    table = Table(
+        [("time saved", ""), ("over", "")],
+        [(name, (str(r.saved), r.method)) for r, name in names.items()],
+        first="the fastest",
+        note=f"Wall time on the evaluation's prompts of {verdict.method}{several}, against the"
+        " fastest measured of each kind that asks none. Brackets hold 95 % intervals; negative"
+        " means that the head takes longer, green that it surely takes less.",
+        wins=[name for r, name in names.items() if r.saved.low > 0.0],
+    )
+    return Section("Does the head pay?", head_sentence(results), table)
+
+
 JUDGES = ("as soon as the token is drawn", "one drafted token later")
 """When a head judges a token, by its lag."""
 PREDICTORS = {
@@ -213,125 +332,33 @@ QUALITY_COLUMNS = (
 """Heading of a column of the table of predictors, and how to read it."""
 
 
-def head_sentence(verdict: HeadVerdict) -> str:
-    """Whether the head pays, with the numbers that decide, or why that is not known.
-
-    It gives of each judgement the rule that decides it: one that the head surely loses to, else one
-    that it is not told apart from, else the hardest to beat.
-    """
-    if verdict.status == "not measured":
-        return f"Whether the head pays was not measured: {verdict.reason}."
-    judged = ((verdict.replay, "on held-out rollouts"), (verdict.clock, "by the clock"))
-    hardest = [(min(each, key=_hardness), where) for each, where in judged if each]
-    text = "it saves " + _list([f"{r.saved} over {r.setting} {where}" for r, where in hardest])
-    if any(rival.saved.value < 0.0 for rival, _ in hardest):
-        text += " (negative: slower)"
-    if not verdict.clock:
-        text += f" (by the clock: not measured, {verdict.reason})"
-    begins = {
-        "pays": "The head pays",
-        "does not pay": "The head does not pay",
-        "cannot tell": "So few prompts cannot tell whether the head pays",
-    }
-    return f"{begins[verdict.status]}: {text}."
-
-
-def head_rivals(verdict: HeadVerdict | None) -> Fold | None:
-    """The table of rules without a head, by both judgements, whose settings may differ."""
-    if verdict is None:
-        return None
-    named = {"saved on held-out rollouts": verdict.replay, "saved by the clock": verdict.clock}
-    judged = {column: {r.rule: r for r in each} for column, each in named.items() if each}
-    if not judged:
-        return None
-    rules = list(dict.fromkeys(rule for each in judged.values() for rule in each))
-    tied = {r.rule for r in (*verdict.replay, *verdict.clock) if r.saved.low <= 0.0}
-    return Fold(
-        "Does the head pay?",
-        "Time that it saves over each rule without a head; negative where it takes longer. Green:"
-        " the intervals of its row are above zero.",
-        [(column, "") for column in judged],
-        [
-            (
-                _row(rule),
-                tuple(
-                    f"{each[rule].saved} ({each[rule].setting})" if rule in each else "-"
-                    for each in judged.values()
-                ),
-            )
-            for rule in rules
-        ],
-        first="rule, at its best setting",
-        note=head_basis(verdict),
-        wins=[_row(rule) for rule in rules if rule not in tied],
-    )
-
-
-def head_basis(verdict: HeadVerdict) -> str:
-    """Conditions of the table of rivals."""
-    text = ""
-    if verdict.replay and verdict.draft_seconds and verdict.target_seconds and verdict.judged_on:
-        text = (
-            "On held-out rollouts: expected time over every outcome of acceptance on"
-            f" {verdict.rollouts[verdict.judged_on]} {verdict.judged_on} rollouts, which neither"
-            f" draft nor head was trained on, with {1000 * verdict.draft_seconds:.2f} ms a drafted"
-            f" token and {1000 * verdict.target_seconds:.2f} ms a target forward, fitted here; the"
-            f" head stops at {verdict.replay_setting}. "
-        )
-        if verdict.question_seconds:
-            asked = [
-                f"{1e6 * s.low:.0f} to {1e6 * s.high:.0f} of {name}"
-                for name, s in verdict.question_seconds.items()
-            ]
-            text += f"An answer takes, measured here, {_list(asked)} microseconds. "
-    if verdict.clock:
-        text += f"By the clock: wall time on the evaluation's prompts of {verdict.method}"
-        several = verdict.candidates > 1
-        text += f", of {verdict.candidates} measured methods with a head, " if several else " "
-        text += "against the fastest measured of each kind. "
-    if verdict.judged_on == "dev":
-        text += "Settings were chosen on the same rollouts, as labels hold no test rollouts:"
-        text += " all figures look better than they are."
-    else:
-        text += f"Other settings were chosen on {verdict.rollouts['dev']} dev rollouts."
-    return text + " Brackets hold 95 % intervals; negative means that the head takes longer."
-
-
-def head_predictors(verdict: HeadVerdict | None) -> Fold | None:
+def head_predictors(predictions: Predictions | None) -> Section | None:
     """The table of what predicts acceptance, and how well."""
-    if verdict is None or not verdict.predictions:
+    if predictions is None:
         return None
+    title = "How well acceptance is predicted"
+    if predictions.reason:
+        return Section(title, f"Not measured: {predictions.reason}.")
     rows = []
-    for each in verdict.predictions:
+    for each in predictions.predictors:
         judged = each.scores
         cells = tuple(
-            "-" if x is None else f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"
+            NOT_MEASURED if x is None else f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"
             for x in (judged.auroc, judged.kl, judged.ece)
         )
         means = f"{judged.mean_predicted:.3f} / {judged.mean_accept:.3f}"
         name = f"{each.predictor} ({PREDICTORS.get(each.predictor, JUDGES[each.lag])})"
         rows.append((name, (*cells, means)))
-    return Fold(
-        "How well acceptance is predicted",
-        f"By head and rivals, on {verdict.judged_on} rollouts of every prompt set.",
-        QUALITY_COLUMNS,
-        rows,
-        first="predicted by",
-        note="Rivals were fitted on dev rollouts.",
+    counts = predictions.rollouts
+    assert predictions.judged_on is not None
+    sentence = (
+        f"By the head and what needs none, on {counts[predictions.judged_on]}"
+        f" {predictions.judged_on} rollouts of every prompt set, which neither draft nor head was"
+        f" trained on; rivals were fitted on {counts['dev']} dev rollouts"
     )
-
-
-def _hardness(rival: Rival) -> tuple[bool, bool, float]:
-    saved = rival.saved
-    return saved.high >= 0.0, saved.low > 0.0, saved.value
-
-
-def _row(rule: str) -> str:
-    return "fixed length" if rule == "fixed" else rule
-
-
-def _list(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    same = predictions.judged_on == "dev"
+    sentence += ", the same: they look better than they are." if same else "."
+    return Section(title, sentence, Table(QUALITY_COLUMNS, rows, first="predicted by"))
 
 
 # --- the best verifier ---
@@ -343,39 +370,27 @@ def of_all(rows: Sequence[VerifierRow]) -> list[VerifierRow]:
     return [row for row in rows if row.dataset == ALL_SETS or len(names) == 1]
 
 
-def best_verifier(rows: Sequence[VerifierRow], verifier: str = "") -> VerifierRow:
+def best_verifier(rows: Sequence[VerifierRow]) -> VerifierRow:
     """The lossless row with the highest predicted speed, or tokens a call without times."""
-    lossless = [
-        row
-        for row in of_all(rows)
-        if row.lossless and row.microseconds is not None and verifier in ("", row.verifier)
-    ]
+    lossless = [row for row in of_all(rows) if row.lossless and row.microseconds is not None]
     enough = [row for row in lossless if row.positions >= ENOUGH]
     return max(enough or lossless, key=lambda row: row.speedup or row.expected_tokens.value)
 
 
 def verifier_sentence(rows: Sequence[VerifierRow]) -> str:
-    """The winner, and what it gains over token verification."""
+    """The winner, and what it gains over the first verifier of its kind, on the same drafts."""
     lossless = {row.verifier for row in rows if row.lossless}
-    winner, token = best_verifier(rows), best_verifier(rows, "token")
+    winner = best_verifier(rows)
     sentence = (
         f"Of {len(lossless)} lossless verifiers {winner.name} on {winner.draft_kind} is best:"
         f" {tokens_within(winner.expected_tokens)} tokens a call"
     )
-    if winner is token:
-        return sentence + "; no other is faster than token verification."
-    pairs = [("tokens a call", winner.expected_tokens.value, token.expected_tokens.value)]
-    if winner.speedup and token.speedup:
-        pairs.append(("speed (predicted)", winner.speedup, token.speedup))
-    # Of one kind they are at the same places; two kinds have places of their own.
-    least = winner.gain.low if winner.draft_kind == token.draft_kind and winner.gain else None
-    if least is None:
-        slower = winner.expected_tokens.low / winner.expected_tokens.value
-        faster = token.expected_tokens.high / token.expected_tokens.value
-        least = (pairs[-1][1] * slower) / (pairs[-1][2] * faster) - 1.0
-    sure = "" if least > 0 else " (so few places do not tell them apart)"
-    gains = ", ".join(f"{100 * (ours / its - 1):+.0f} % {what}" for what, ours, its in pairs)
-    return f"{sentence}; over token verification at its best, {token.draft_kind}: {gains}{sure}."
+    if winner.gain is None:
+        return f"{sentence}; no other is faster on these drafts."
+    of_kind = [row for row in of_all(rows) if row.draft_kind == winner.draft_kind]
+    (first,) = [row for row in of_kind if row.gain is None]
+    sure = "" if winner.gain.low > 0 else " (so few places do not tell them apart)"
+    return f"{sentence}; over {first.name} on the same drafts: {winner.gain}{sure}."
 
 
 def verifier_pays(rows: Sequence[VerifierRow]) -> str:

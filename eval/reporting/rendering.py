@@ -44,28 +44,47 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
-    """A section of the page, folded.
+class Table:
+    """A table, whatever shows it: the terminal, the page, a card or a document.
 
     Args:
-        title: its heading.
-        sentence: one sentence on what it shows.
         columns: heading and how to read it, of every column after the name; the deciding one
             first, which a phone shows. None: the rows are facts, names and words.
-        rows: name and cells; of a cell such as "2.55x [2.28, 2.91]" the brackets are set small.
+        rows: name and cells; of a cell such as "2.55x [2.28, 2.91]" a page sets the brackets small.
         first: heading of the names.
         note: conditions and marks, below the table.
         wins: names of the rows that are green: lossless, and better by an interval above zero.
-        bars: a picture above the fold.
     """
 
-    title: str
-    sentence: str
     columns: Sequence[tuple[str, str]] = ()
     rows: Sequence[tuple[str, Sequence[str]]] = ()
     first: str = "method"
     note: str = ""
     wins: Collection[str] = ()
+
+    def markdown(self) -> str:
+        """Headings and rows as Markdown, without the note."""
+        headings = [self.first, *(name for name, _ in self.columns)]
+        lines = [headings, *([name, *cells] for name, cells in self.rows)]
+        rows = [f"| {' | '.join(map(_in_cell, line))} |\n" for line in lines]
+        rows.insert(1, f"| --- |{' ---: |' * len(self.columns)}\n")
+        return "".join(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A section of the page, folded.
+
+    Args:
+        title: its heading.
+        sentence: one sentence on what it shows.
+        table: what is folded.
+        bars: a picture above the fold.
+    """
+
+    title: str
+    sentence: str
+    table: Table = Table()
     bars: Sequence[Bar] = ()
 
 
@@ -111,6 +130,11 @@ def public_name(name: str) -> str:
 def escape_markdown(text: str) -> str:
     """Text that Markdown and HTML show as it is, within a line or a table cell."""
     return re.sub(r"([\\`*_\[\]<>|~$&])", r"\\\1", " ".join(str(text).split()))
+
+
+def _in_cell(text: str) -> str:
+    """Text as a cell of a Markdown table; brackets around figures stay as they are."""
+    return re.sub(r"\\\[([-+\d., ]*)\\\]", r"[\1]", escape_markdown(text))
 
 
 def format_number(value: float | None) -> str:

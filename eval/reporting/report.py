@@ -1,9 +1,8 @@
 """From results.json to a table in the terminal and one HTML page.
 
-The page is the answer on one screen and then folded sections. A section is a `Fold`: a title, one
-sentence, a table (columns with how to read them, rows), and perhaps `bars`, a picture that stands
-above the fold (`eval/reporting/rendering.py`). To add one, write a function that returns a `Fold`,
-and name it in `folds`; what the results do not know comes with `Context`.
+The page is the answer on one screen and then folded sections (`Section`: a title, one sentence, a
+`Table`, and perhaps `bars`, a picture that stands above the fold). To add one, write a function
+that returns it, and name it in `sections`; what the results do not know comes with `Context`.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import rich.table
 from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from eval.analysis.head_verdict import HeadVerdict
+from eval.analysis.prediction import Predictions
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.metrics import divide, prompt_ids
 from eval.measuring.pooled import ALL_SETS, fastest, medians, pool
@@ -34,8 +33,8 @@ from eval.reporting.recommendation import (
     head_rivals,
     is_wide,
 )
-from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, public_name, render
-from eval.reporting.table import shown_methods
+from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table, public_name, render
+from eval.reporting.table import results_table, shown_methods
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
@@ -53,8 +52,6 @@ MARKS = {
     "★": "fastest lossless method, green if it is faster than the target alone",
     "≈": "not told apart from it, by a paired 95 % interval",
     "†": "biased: changes the target's distribution, never counted as fastest",
-    "TV": "total variation between the distribution of an emitted token and the target's, given"
-    " the tokens before it, on average, with its 95 % bootstrap interval over prompts",
     "~": f"wide interval: wider than {100 * WIDE:.0f} % of the value",
 }
 """The marks of tables, and what they mean."""
@@ -94,100 +91,68 @@ class Context:
     """The parts of a report beside the results, all optional.
 
     Args:
-        verdict: how well the head predicts, and whether it pays.
+        predictions: how well the head predicts acceptance.
         command: the command line that measured this.
         samples: the texts of a few prompts.
     """
 
-    verdict: HeadVerdict | None = None
+    predictions: Predictions | None = None
     command: str = ""
     samples: Samples | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReportRow:
-    """One method over one prompt set, or over all.
-
-    Args:
-        method: its name.
-        figures: its metrics as text in the order of COLUMNS, with their 95 % intervals in brackets,
-            and a "~" where that is wide.
-        mark: "★" for the fastest method, "≈" for one that cannot be told apart from it.
-        note: "†" for a biased verifier, with its measured bias; else empty.
-        wins: whether it is the fastest, and its speed-up's interval lies above 1.
-    """
-
-    method: str
-    figures: tuple[str, ...]
-    mark: str
-    note: str
-    wins: bool
-
-    @property
-    def title(self) -> str:
-        """Name and marks."""
-        return " ".join(filter(None, (self.method, self.mark, self.note)))
-
-
-def rows_of(results: Results, datasets: Sequence[str] = ()) -> list[ReportRow]:
-    """Every method over some prompt sets together, by default all."""
+def methods_table(
+    results: Results, datasets: Sequence[str] = (), methods: Sequence[str] = ()
+) -> Table:
+    """Methods over some prompt sets together, by default all over all, with their marks."""
     pooled = pool(results, datasets)
     best, ties = fastest(pooled) or (None, [])
-    rows = []
+    rows, wins = [], []
     for row in pooled:
+        if methods and row.name not in methods:
+            continue
         mark = "★" if row is best else "≈" if any(row is tie for tie in ties) else ""
-        note, bias = "" if row.method.lossless else "†", row.rate("total_variation")
-        if note and bias is not None:
-            note += f" TV {bias.value:.3f} [{bias.low:.3f}, {bias.high:.3f}]"
-        figures = []
-        for name, decimals in RATES_SHOWN.items():
-            if (rate := row.rate(name)) is None:
-                figures.append(NOT_MEASURED)
+        name = f"{row.name} {mark if row.method.lossless else '†'}".strip()
+        cells = []
+        for rate_name, decimals in RATES_SHOWN.items():
+            if (rate := row.rate(rate_name)) is None:
+                cells.append(NOT_MEASURED)
                 continue
-            unit = "x" if name == "speedup" else ""
-            wide = "~" if name == "speedup" and is_wide(rate) else ""
+            unit = "x" if rate_name == "speedup" else ""
+            wide = "~" if rate_name == "speedup" and is_wide(rate) else ""
             within = f"[{rate.low:.{decimals}f}, {rate.high:.{decimals}f}]{wide}"
-            figures.append(f"{rate.value:.{decimals}f}{unit} {within}")
-        speedup = row.rate("speedup")
-        gain = row is best and speedup is not None and speedup.low > 1
-        rows.append(ReportRow(row.name, tuple(figures), mark, note, gain))
-    return rows
+            cells.append(f"{rate.value:.{decimals}f}{unit} {within}")
+        rows.append((name, cells))
+        if row is best and (speedup := row.rate("speedup")) and speedup.low > 1:
+            wins.append(name)
+    shown = " ".join(text for name, cells in rows for text in (name, *cells))
+    note = "; ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in shown)
+    return Table(COLUMNS, rows, note=note, wins=wins)
 
 
-def legend(text: str) -> str:
-    """The meaning of the marks that a table shows."""
-    return "; ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in text)
-
-
-def terminal(results: Results, context: Context) -> Group:
+def terminal(results: Results) -> Group:
     """The answer and one table for `rich.print`, at most 80 columns wide.
 
     The table is over all prompt sets: of many methods the best setting of each kind, the target
     alone and the fastest of them.
     """
-    shown = shown_methods(results)[:FEW_ROWS]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column(ALL_SETS, max_width=28, overflow="fold")
-    for name, _ in COLUMNS[:SHORT]:
-        table.add_column(
+    table = methods_table(results, methods=shown_methods(results)[:FEW_ROWS])
+    shown = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    shown.add_column(ALL_SETS, max_width=28, overflow="fold")
+    for name, _ in table.columns[:SHORT]:
+        shown.add_column(
             name.replace("block efficiency", "tokens a call"), justify="right", no_wrap=True
         )
-    marks = ""
-    for row in rows_of(results):
-        if row.method not in shown:
-            continue
-        style = "bold green" if row.wins else ""
+    for name, (first, *others) in table.rows:
         # There is room for one interval.
-        first, *others = row.figures[:SHORT]
-        cells = [first, *(each.partition(" [")[0] for each in others)]
+        cells = (name, first, *(each.partition(" [")[0] for each in others[: SHORT - 1]))
+        style = "bold green" if name in table.wins else ""
         # Text, not str: a name may hold what rich would take for markup.
-        name = f"{row.method} {row.mark or row.note[:1]}"
-        table.add_row(*(Text(each, style=style) for each in (name, *cells)))
-        marks += name + first
-    first_lines = answer(results, context.verdict)
-    sentences = filter(None, (first_lines.finding, first_lines.head))
-    brief = re.sub("[,:][^;]*", "", legend(marks))
-    return Group(*(Text(words, style="bold") for words in sentences), "", table, brief, "")
+        shown.add_row(*(Text(each, style=style) for each in cells))
+    said = answer(results)
+    sentences = filter(None, (said.finding, said.head))
+    brief = re.sub("[,:][^;]*", "", table.note)
+    return Group(*(Text(words, style="bold") for words in sentences), "", shown, brief, "")
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
@@ -211,19 +176,19 @@ def render_page(results: Results, context: Context) -> str:
         "report.html.jinja",
         title=" with ".join(filter(None, (public_name(target), ", ".join(drafts)))),
         context=context,
-        answer=answer(results, context.verdict),
+        answer=answer(results),
         picture=picture(results),
-        folds=folds(results, context),
+        sections=sections(results, context),
         texts=_texts(context.samples, results) if context.samples else [],
     )
 
 
-def folds(results: Results, context: Context) -> list[Fold]:
+def sections(results: Results, context: Context) -> list[Section]:
     """The sections of the page, in its order."""
-    sections = [verifiers.fold(results), _all_sets(results), _each_set(results)]
-    sections += [head_rivals(context.verdict), head_predictors(context.verdict)]
-    sections += [_positions(results), _scores(results), _where(results, context)]
-    return [fold for fold in sections if fold]
+    made = [verifiers.section(results), _all_sets(results), _each_set(results)]
+    made += [head_rivals(results), head_predictors(context.predictions)]
+    made += [_positions(results), _scores(results), _where(results, context)]
+    return [section for section in made if section]
 
 
 PICTURE = {
@@ -262,44 +227,23 @@ def picture(
     return of_what, bars
 
 
-def _all_sets(results: Results) -> Fold:
-    rows = rows_of(results)
-    return Fold(
-        f"Every method, {ALL_SETS}",
-        POOLING if len(results.datasets()) > 1 else "Rates are ratios of sums over prompts.",
-        COLUMNS,
-        [(row.title, row.figures) for row in rows],
-        note=legend(" ".join([each for row in rows for each in (row.title, *row.figures)])),
-        wins=[row.title for row in rows if row.wins],
-    )
+def _all_sets(results: Results) -> Section:
+    several = len(results.datasets()) > 1
+    sentence = POOLING if several else "Rates are ratios of sums over prompts."
+    return Section(f"Every method, {ALL_SETS}", sentence, methods_table(results))
 
 
-def _each_set(results: Results) -> Fold | None:
-    """Speed-up and block efficiency of every method on each prompt set."""
-    sets = results.datasets()
-    if len(sets) < 2:
+def _each_set(results: Results) -> Section | None:
+    """The speed-up of every method on each prompt set."""
+    if len(results.datasets()) < 2:
         return None
-    columns: list[tuple[str, str]] = []
-    cells: dict[str, list[str]] = {}
-    for name in sets:
-        columns += [(f"{name}, speed-up", ""), (f"{name}, tokens a forward", "")]
-        rows = rows_of(results, [name])
-        for row in rows:
-            speedup, _, tokens, *_ = row.figures
-            mark = f"{row.mark} " if row.mark else ""
-            cells.setdefault(row.method + (" †" if row.note else ""), []).extend(
-                [mark + speedup, tokens]
-            )
-    return Fold(
-        "Each prompt set",
-        "Speed-up, and tokens per forward of the target.",
-        columns,
-        [(name, row) for name, row in cells.items() if len(row) == len(columns)],
-        note=legend(" ".join(each for name, row in cells.items() for each in (name, *row))),
+    methods = list(dict.fromkeys(run.name for run in results.runs))
+    return Section(
+        "Each prompt set", "Speed-up over the target alone.", results_table(results, methods)
     )
 
 
-def _positions(results: Results) -> Fold | None:
+def _positions(results: Results) -> Section | None:
     """Acceptance by position of the longest run of each kind that drafts every position.
 
     An adaptive rule goes on where it expects acceptance: the tokens that it drafts far out are the
@@ -316,9 +260,7 @@ def _positions(results: Results) -> Fold | None:
     if not any(cells.values()):
         return None
     deepest = max(map(len, cells.values()))
-    return Fold(
-        "Acceptance by position",
-        "The share accepted with all before it.",
+    table = Table(
         [(f"{place}", "") for place in range(1, deepest + 1)],
         [
             (name, [f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]" for x in shares])
@@ -329,6 +271,7 @@ def _positions(results: Results) -> Fold | None:
         f" {MIN_ROUNDS}, the share that accepted the position and all before it, with its 95 %"
         " interval.",
     )
+    return Section("Acceptance by position", "The share accepted with all before it.", table)
 
 
 def positions_of(run: Run) -> list[Interval]:
@@ -349,7 +292,7 @@ def positions_of(run: Run) -> list[Interval]:
     return [Interval.of(shares[:, place]) for place in range(enough)]
 
 
-def _scores(results: Results) -> Fold | None:
+def _scores(results: Results) -> Section | None:
     """Each score of each method on each prompt set that has it."""
     names = list(dict.fromkeys(name for run in results.runs for name in run.scores))
     rows = []
@@ -363,7 +306,7 @@ def _scores(results: Results) -> Fold | None:
             rows.append((f"{run.dataset}, {run.name}", cells))
     sentence = "What the texts are worth; a lossless method has the target's scores but for luck."
     columns = [(name.replace("_", " "), SCORES[name]) for name in names]
-    return Fold("Scores of the texts", sentence, columns, rows) if rows else None
+    return Section("Scores of the texts", sentence, Table(columns, rows)) if rows else None
 
 
 SCORES = {
@@ -377,7 +320,7 @@ SCORES = {
 """Score -> how to read it."""
 
 
-def _where(results: Results, context: Context) -> Fold:
+def _where(results: Results, context: Context) -> Section:
     """Machine, models and command."""
     rows = environment_rows(results)
     for role in ("target", "draft", "head"):
@@ -386,9 +329,8 @@ def _where(results: Results, context: Context) -> Fold:
     if context.command:
         rows.append(("command", context.command))
     sentence = "Machine, models, command. Every figure can be recomputed from results.json."
-    return Fold(
-        "What was measured, and where", sentence, rows=[(name, [value]) for name, value in rows]
-    )
+    table = Table(rows=[(name, [value]) for name, value in rows])
+    return Section("What was measured, and where", sentence, table)
 
 
 def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]]:

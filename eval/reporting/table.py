@@ -1,4 +1,4 @@
-"""The table of a finished evaluation for a README (`draftsmith table`)."""
+"""The table of a finished evaluation, for its page, cards and a README (`draftsmith table`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import ALL_SETS, PooledRow, medians, merit
 from eval.measuring.results import Results
-from eval.reporting.rendering import NOT_MEASURED, escape_markdown
+from eval.reporting.rendering import NOT_MEASURED, Table, escape_markdown
 from specdata.config import nearest
 from specdata.errors import ConfigError
 
@@ -15,8 +15,8 @@ ROWS = 14
 """Most methods of a table that nobody chose."""
 
 
-def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
-    """A Markdown table: a method a row, its speed-up on each prompt set and its counts over all.
+def results_table(results: Results, methods: Sequence[str] = ()) -> Table:
+    """A method a row: its speed-up on each prompt set, and its counts over all.
 
     Args:
         results: of an evaluation; of several (`together`) it shows the medians and their spread.
@@ -27,14 +27,11 @@ def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
     of_set = {each: {row.name: row for row in medians(results, [each])} for each in sets}
     if results.repeats and len(sets) > 1:
         of_set[ALL_SETS] = pooled
-    lines = [
-        _line("method", *(escape_markdown(name) for name in of_set), *COUNTS),
-        _line("---", *["---:"] * (len(of_set) + len(COUNTS))),
-    ]
+    rows = []
     for name in shown_methods(results, methods):
-        found = [rows.get(name) for rows in of_set.values()]
+        found = [of_method.get(name) for of_method in of_set.values()]
         biased = any(row is not None and not row.method.lossless for row in found)
-        cells = [escape_markdown(name) + (" †" if biased else "")]
+        cells = []
         for row in found:
             cell = NOT_MEASURED
             if row is not None and (speed := row.rate("speedup")) is not None:
@@ -45,8 +42,15 @@ def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
         for rate, decimals in COUNTS.values():
             value = pooled[name].value(rate) if name in pooled else None
             cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
-        lines.append(_line(*cells))
-    return "\n".join([*lines, "", _footnote(results, by_hand=bool(methods))]) + "\n"
+        rows.append((name + " †" * biased, cells))
+    columns = [(heading, "") for heading in (*of_set, *COUNTS)]
+    return Table(columns, rows, note=_footnote(results, by_hand=bool(methods)))
+
+
+def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
+    """The same as Markdown, with its note."""
+    table = results_table(results, methods)
+    return f"{table.markdown()}\n{escape_markdown(table.note)}\n"
 
 
 COUNTS = {
@@ -58,7 +62,7 @@ COUNTS = {
 
 
 def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
-    """The names of the rows of `readme_table`."""
+    """The names of the rows of `results_table`."""
     measured = list(dict.fromkeys(run.name for run in results.runs))
     for name in methods:
         if name not in measured:
@@ -103,8 +107,4 @@ def _footnote(results: Results, *, by_hand: bool) -> str:
         text += " Of each kind of method the setting that was fastest on these prompts."
     if any(not run.method.lossless for run in results.runs):
         text += " † changes the target's distribution."
-    return escape_markdown(text)
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    return text

@@ -1,4 +1,4 @@
-"""The table of every verifier as a section of a page, and as Markdown."""
+"""The table of every verifier, and the section of a page that has it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.results import ENOUGH, Results, VerifierRow
 from eval.reporting.recommendation import of_all, tokens_within, verifier_sentence
-from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, escape_markdown
+from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table
 
 COLUMNS = (
     (
@@ -47,21 +47,23 @@ FORMS = {"siblings": "siblings", "paths": "paths", "dynamic": "a dynamic tree", 
 """Word in the name of a kind of draft -> what its bars stand under; all others are chains."""
 
 
-def fold(results: Results) -> Fold | None:
+def section(results: Results) -> Section | None:
     """The section of a page; None without a table."""
-    rows = of_all(results.verifiers)
-    if not rows:
+    if not (rows := of_all(results.verifiers)):
         return None
-    measured = {row.name: row for row in pool(results)} if results.runs else {}
-    return Fold(
-        "Every verifier",
-        verifier_sentence(rows),
+    title = "Every verifier"
+    return Section(title, verifier_sentence(rows), verifiers_table(rows, results), bars(rows))
+
+
+def verifiers_table(rows: Sequence[VerifierRow], results: Results | None = None) -> Table:
+    """The rows of all prompt sets, beside what was measured of methods that decode so."""
+    measured = {row.name: row for row in pool(results)} if results and results.runs else {}
+    return Table(
         COLUMNS,
-        [(f"{row.draft_kind}: {_name(row)}", cells(row, measured)) for row in rows],
+        [(f"{row.draft_kind}: {_name(row)}", cells(row, measured)) for row in of_all(rows)],
         first="draft and verifier",
         note="† biased: changes the target's distribution; TV is how far, a token."
         " The tokens a call of some verifiers (greedy block) are measured by decoding only.",
-        bars=bars(rows),
     )
 
 
@@ -83,17 +85,6 @@ def bars(rows: Sequence[VerifierRow]) -> list[Bar]:
         )
         for (group, _), row in sorted(shown.items(), key=lambda each: each[0][0] != "one chain")
     ]
-
-
-def markdown(rows: Sequence[VerifierRow], results: Results | None = None) -> str:
-    """The table of all prompt sets."""
-    measured = {row.name: row for row in pool(results)} if results and results.runs else {}
-    heads = ["draft", "verifier", *(name for name, _ in COLUMNS)]
-    lines = [heads, ["---", "---", *["--:"] * len(COLUMNS)]]
-    for row in of_all(rows):
-        names = [row.draft_kind, escape_markdown(_name(row))]
-        lines.append([*names, *map(escape_markdown, cells(row, measured))])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:

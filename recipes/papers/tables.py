@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.reporting.rendering import Table
 from specdata.storage.files import atomic_write
 
 Record = dict[str, Any]
@@ -104,28 +105,27 @@ def figure_text(figure: Any, digits: int) -> str:
     return f"{text} [{figure['low']:.{digits}f}, {figure['high']:.{digits}f}]"
 
 
-def markdown_table(
+def with_paper(
     table: Mapping[str, Any],
     rows: Mapping[str, Mapping[str, Any]],
     words: Mapping[str, str] = WORDS,
-) -> str:
+) -> Table:
     """A table with the paper's figures: in the same cell where we have it, else in own rows."""
     printed = paper_figures(table)
     every = [*rows.values(), *printed.values()]
     columns = list(dict.fromkeys(column for row in every for column in row))
-    digits = table.get("digits", 3)
-    lines = [[_words(table["rows"], words), *columns], ["---", *("---:" for _ in columns)]]
+    digits, shown = table.get("digits", 3), []
     for name, row in rows.items():
         paper, cells = printed.get(name, {}), []
         for column in columns:
             cell = figure_text(row[column], digits) if column in row else ABSENT
             beside = f"(paper: {paper[column]})" if column in paper else ABSENT
             cells.append(" ".join(filter(None, [cell, beside])))
-        lines.append([name, *cells])
+        shown.append((name, cells))
     for name, paper in printed.items():
         if name not in rows:
-            lines.append([f"*paper: {name}*", *(f"{paper.get(c, ABSENT)}" for c in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+            shown.append((f"paper: {name}", [f"{paper.get(c, ABSENT)}" for c in columns]))
+    return Table([(column, "") for column in columns], shown, first=_words(table["rows"], words))
 
 
 def _words(keys: str | Sequence[str], words: Mapping[str, str]) -> str:
@@ -154,7 +154,7 @@ def page(protocol: Mapping[str, Any], measured: Mapping[str, Sequence[Record]], 
     parts = [f"# {protocol['title']}", of, protocol["differs"].strip()]
     words = WORDS | protocol.get("words", {})
     for table in protocol["tables"]:
-        body = markdown_table(table, pivot(table, selected(table, measured)), words)
+        body = with_paper(table, pivot(table, selected(table, measured)), words).markdown()
         cells = [*table["values"].values()] if len(table["values"]) == 1 else []
         if cells and "columns" in table:  # headings say only what differs
             cells = [f"Cells: {_words(cells, words)}; columns: {_words(table['columns'], words)}."]

@@ -21,9 +21,7 @@ models: {{target: {target}, dtype: {dtype}}}
 sampling: {{temperature: 1.0}}                # how you serve: labels, losses, decoding all use it
 rollouts:
   max_new_tokens: 256
-  sets:
-    - {{name: {train}, split: train, count: 0}}
-    - {{name: {dev}, split: dev, count: 0}}
+  sets: [{{name: {train}, split: train, count: 0}}, {{name: {dev}, split: dev, count: 0}}]
 draft: {{init: {{kind: target, layers: 2}}}}    # or models.draft, to begin with a draft of your own
 head: {{kind: immediate}}                     # null: no head; then leave out its method below
 eval:
@@ -31,8 +29,7 @@ eval:
   sets: [{{name: {test}, split: test, count: 100}}]
   methods:
     - {{name: plain, decoder: plain}}
-    - {{name: K=4, length: 4}}
-    - {{name: block K=8, verifier: block, length: 8}}
+    - {{name: block K=4, verifier: block, length: 4}}
     - {{name: head, verifier: block, stop: head}}
 """
 

@@ -52,10 +52,11 @@ def main(given: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     rows = _measured(given, Console(stderr=True, highlight=False, soft_wrap=True))
-    from eval.reporting import verifiers
     from eval.reporting.recommendation import verifier_pays, verifier_sentence
+    from eval.reporting.verifiers import bars, verifiers_table
 
-    answer, table = f"{verifier_sentence(rows)} {verifier_pays(rows)}", verifiers.markdown(rows)
+    answer = f"{verifier_sentence(rows)} {verifier_pays(rows)}"
+    table = verifiers_table(rows).markdown()
     console.print(f"{answer}\n\n{table}", markup=False)
     if given.out:
         from eval.reporting.charts import write_bars
@@ -64,7 +65,7 @@ def main(given: argparse.Namespace) -> int:
         stored = [row.model_dump(mode="json") for row in rows]
         write_json(given.out / "verifiers.json", {"answer": answer, "verifiers": stored})
         meaning = "expected tokens a call of the target; line: ceiling"
-        write_bars(given.out / "verifiers.png", verifiers.bars(rows), meaning)
+        write_bars(given.out / "verifiers.png", bars(rows), meaning)
         console.print(f"written: {given.out}/verifiers.md, .json, .png", markup=False)
     return 0
 
