@@ -11,14 +11,13 @@ from eval.measuring.environment import describe_environment
 from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import (
     compute_metrics,
-    fit_latency,
+    fit_times,
 )
 from eval.measuring.records import PromptRecord, check_identity, record_prompt
 from eval.measuring.results import (
     Results,
     build_results,
     check_metrics,
-    fit_latencies,
     read_results,
     write_results,
 )
@@ -104,7 +103,7 @@ def test_plain_decoding_has_no_acceptance_and_a_speedup_of_one() -> None:
     assert metrics.intervals["speedup"] == (1.0, 1.0)
 
 
-def test_counts_without_times_have_no_speed_and_no_fitted_latency() -> None:
+def test_counts_without_times_have_no_speed() -> None:
     untimed = [
         record_prompt("a", [one_round(3, 3), one_round(3, 1)], seconds=None, finish="length"),
         record_prompt("b", [one_round(1, 1, emitted=1)], seconds=None, finish="eos"),
@@ -114,7 +113,6 @@ def test_counts_without_times_have_no_speed_and_no_fitted_latency() -> None:
     assert metrics.block_efficiency == 7 / 3
     assert (metrics.tokens_per_second, metrics.speedup) == (None, None)
     assert set(metrics.intervals).isdisjoint({"tokens_per_second", "speedup"})
-    assert fit_latency([*untimed, *plain]) is None
 
 
 def test_tree_acceptance_counts_depth_not_nodes() -> None:
@@ -173,42 +171,18 @@ def test_nominal_95_percent_intervals_cover_the_true_rate() -> None:
     assert 0.88 <= covered / trials <= 0.99
 
 
-def test_latency_fit_recovers_the_times_of_the_machine(results: Results) -> None:
-    for fit in results.latency.values():
-        assert fit is not None
-        assert fit.t_draft == pytest.approx(T_DRAFT, rel=0.05)
-        assert fit.t_target == pytest.approx(T_TARGET, rel=0.08)
-        assert fit.r_squared > 0.98
-
-
-def test_fitted_latency_predicts_the_seconds_of_a_token_by_equation_5_1() -> None:
+def test_fitted_times_are_those_of_the_machine_and_predict_seconds_by_equation_5_1() -> None:
+    """(1 + N_discarded/N) t_d + (t_t - t_d) N_target/N seconds a token."""
     rng = np.random.default_rng(0)
     records = [simulate(rng, str(i), lengths=(k, k), ease=0.7) for k in (1, 3, 6) for i in range(5)]
-    fit = fit_latency(records)
-    assert fit is not None
-    metrics = compute_metrics(records)
-    predicted = fit.seconds_per_token(
-        discard_rate=metrics.discard_rate, verification_rate=metrics.verification_rate
-    )
-    assert predicted == pytest.approx(1 / metrics.tokens_per_second, rel=0.02)
-    # The rearrangement is exact: it only uses N_draft = N + N_discarded - N_target.
-    direct = (fit.t_draft * metrics.n_draft + fit.t_target * metrics.n_target) / metrics.tokens
-    assert predicted == pytest.approx(direct)
-
-
-def test_latency_fit_is_none_when_the_two_times_cannot_be_told_apart() -> None:
-    plain = [
-        record_prompt(str(n), [one_round(0, 0)] * n, seconds=n * 1.0, finish="length")
-        for n in range(1, 6)
-    ]
-    assert fit_latency(plain) is None
-    assert fit_latency([]) is None
-    assert fit_latency(by_hand()) is None
-    same_ratio = [
-        record_prompt(str(n), [one_round(2, 1)] * n, seconds=n * 1.0, finish="length")
-        for n in range(1, 6)
-    ]
-    assert fit_latency(same_ratio) is None
+    counts = np.array([[r.n_draft, r.rounds] for r in records], dtype=np.float64)
+    draft, target, r_squared = fit_times(counts, np.array([r.seconds for r in records]))
+    assert draft == pytest.approx(T_DRAFT, rel=0.05)
+    assert target == pytest.approx(T_TARGET, rel=0.08)
+    assert r_squared > 0.98
+    made = compute_metrics(records)
+    seconds = draft * (1 + made.discard_rate) + (target - draft) * made.verification_rate
+    assert seconds == pytest.approx(1 / made.tokens_per_second, rel=0.02)
 
 
 def test_results_survive_writing_and_reading(results: Results, tmp_path: Path) -> None:
@@ -233,7 +207,6 @@ def test_every_published_figure_equals_its_recomputation(results: Results, tmp_p
     write_results(path, results)
     again = read_results(path)
     check_metrics(again)
-    assert fit_latencies(again) == again.latency
 
 
 @pytest.mark.parametrize("name", ["speedup", "block_efficiency", "tokens"])

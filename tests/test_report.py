@@ -71,8 +71,7 @@ def renamed(results: Results, name: str) -> Results:
     runs = [run.model_copy(update={"dataset": name}) for run in results.of(results.datasets()[0])]
     method = runs[2].method.replace(name=name)
     runs[2] = runs[2].model_copy(update={"method": method, "draft": name})
-    latency = {name: results.latency[results.datasets()[0]]}
-    return results.model_copy(update={"runs": runs, "latency": latency})
+    return results.model_copy(update={"runs": runs})
 
 
 def sample(dataset: str, method: str, text: str) -> Sample:

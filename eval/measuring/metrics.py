@@ -8,7 +8,6 @@ tokens of one prompt depend on each other (`eval.measuring.intervals`). All func
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -217,51 +216,12 @@ def divide(above: Array, below: Array) -> Array:
     return quotient
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyFit:
-    """Seconds of one draft and one target forward, fitted to whole generations.
-
-    Args:
-        t_draft: seconds a drafted token, stop rule included.
-        t_target: seconds a round.
-        r_squared: share of the variance of the total times that the fit explains.
-        generations: how many were fitted.
-    """
-
-    t_draft: float
-    t_target: float
-    r_squared: float
-    generations: int
-
-    def seconds_per_token(self, *, discard_rate: float, verification_rate: float) -> float:
-        """SpecDec++ Eq. 5.1: t_d + t_d N_discarded/N + (t_t - t_d) N_target/N."""
-        return self.t_draft * (1 + discard_rate) + (
-            (self.t_target - self.t_draft) * verification_rate
-        )
-
-
-def fit_latency(records: Sequence[PromptRecord]) -> LatencyFit | None:
-    """Fit seconds = t_draft * N_draft + t_target * N_target, both non-negative.
-
-    SpecDec++ (Huang et al., arXiv:2405.19715), section 5.2: one regression over all generations.
-    Only meaningful for chains, where a drafted token costs one draft forward.
-
-    Returns:
-        None if the counts do not tell the two times apart (fewer than three generations, all plain,
-        or one fixed ratio of drafted tokens to rounds), or if all times are equal or unmeasured.
-    """
-    counts = np.array([[r.n_draft, r.rounds] for r in records], dtype=np.float64).reshape(-1, 2)
-    seconds = np.array([r.seconds for r in records], dtype=np.float64)
-    if len(records) < 3 or np.linalg.matrix_rank(counts) < 2:
-        return None
-    if np.ptp(seconds) == 0.0:
-        return None
-    t_draft, t_target, r_squared = fit_times(counts, seconds)
-    return LatencyFit(t_draft, t_target, r_squared, generations=len(records))
-
-
 def fit_times(counts: Array, seconds: Array) -> list[float]:
-    """Seconds of each of two counts (n, 2), none negative, by least squares; then R squared."""
+    """Seconds of each of two counts (n, 2), none negative, by least squares; then R squared.
+
+    Of drafted tokens and rounds of chains they are SpecDec++'s t_d and t_t (Huang et al.,
+    arXiv:2405.19715, section 5.2): one regression over all generations.
+    """
     from scipy.optimize import nnls
 
     times, residual = nnls(counts, seconds)

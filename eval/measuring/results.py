@@ -25,7 +25,7 @@ from eval.decode_config import Method
 from eval.measuring.environment import Environment
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN, baseline
-from eval.measuring.metrics import LatencyFit, Metrics, compute_metrics, fit_latency
+from eval.measuring.metrics import Metrics, compute_metrics
 from eval.measuring.records import PromptRecord, Strict
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import write_json
@@ -167,7 +167,6 @@ class Results(Strict):
 
     schema_version: Literal[1]
     environment: Environment
-    latency: dict[str, LatencyFit | None]
     runs: list[Run]
     verifiers: list[VerifierRow] = Field(default_factory=list)
     repeats: list[list[dict[str, list[Any]]]] = Field(default_factory=list)
@@ -268,23 +267,7 @@ def build_results(
             raise ValueError(f"{dataset}, {name}: {error}") from error
         settings = {name: getattr(setup, name) for name in Setup.model_fields}
         runs.append(Run(**settings, **dict(metrics), generations=list(records)))
-    results = Results(schema_version=SCHEMA_VERSION, environment=environment, latency={}, runs=runs)
-    return results.model_copy(update={"latency": fit_latencies(results)})
-
-
-def fit_latencies(results: Results) -> dict[str, LatencyFit | None]:
-    """Times of one forward for each dataset."""
-    return {name: fit_latency(fitted_records(results, name)) for name in results.datasets()}
-
-
-def fitted_records(results: Results, dataset: str) -> list[PromptRecord]:
-    """What times of a forward are fitted to: the generations of plain and chain runs.
-
-    Trees are left out: their N_draft counts nodes, many of which share one draft forward. So is
-    transformers, whose loop has costs of its own.
-    """
-    runs = [r for r in results.of(dataset) if r.method.decoder == "plain" or r.method.is_chain]
-    return [record for run in runs for record in run.generations]
+    return Results(schema_version=SCHEMA_VERSION, environment=environment, runs=runs)
 
 
 def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
