@@ -205,7 +205,7 @@ class TopLogitSource:
     """The logits that the rows store of their target.
 
     Attributes:
-        known: what p is made of.
+        distributions: what p is made of.
     """
 
     distributions: TopLogitDistributions

@@ -21,7 +21,7 @@ from eval.analysis.expectation import (
     oracle_counts,
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.stopping import StoppingRule
+from eval.drafting.stopping import StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.recorded import (
@@ -29,7 +29,6 @@ from eval.drafting.stopping.recorded import (
     RecordedHead,
     RecordedTokens,
     pad,
-    recorded_lengths,
 )
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed
 from tests.tiny import tiny_llama

@@ -18,9 +18,9 @@ from eval.analysis.expectation import Times, Traces
 from eval.analysis.replay import best_settings, bounds, replay_rules, result_rows
 from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
+from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
-from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens, recorded_lengths
+from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from recipes.command import run_tool
 from recipes.tools.replay import ALL_ROLLOUTS

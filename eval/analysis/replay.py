@@ -23,10 +23,10 @@ from eval.analysis.expectation import (
     expected_counts,
     oracle_counts,
 )
-from eval.drafting.stopping import STOPPING_RULES, StoppingRule, fit_rules
+from eval.drafting.stopping import STOPPING_RULES, StoppingRule, fit_rules, recorded_lengths
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.recorded import Lengths, RecordedHead, recorded_lengths
+from eval.drafting.stopping.recorded import Lengths, RecordedHead
 from eval.drafting.stopping.thresholds import Fixed
 from eval.measuring.intervals import Interval, resamples
 from specdata.errors import ConfigError

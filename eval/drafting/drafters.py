@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eval.drafting.stopping import ActiveRule, DraftedToken
-from eval.drafting.stopping.rule import Embed, Numbers
+from eval.drafting.stopping.drafted import Embed, Numbers
 from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round

@@ -304,7 +304,7 @@ class CachedModel:
             outputs = self._run_slot(slot, layout.start, inputs, positions, sight, keep)
         else:
             self.kv_cache.place(slice(slot, slot + 1), layout.start, layout.start + count)
-            with keeping_states(self._mixers, self.kv_cache, committed, count):
+            with keeping_states(self._mixers, self.kv_cache.layers, committed, count):
                 outputs = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
         return Outputs(*(None if each is None else each[0] for each in outputs))  # type: ignore[arg-type]
 

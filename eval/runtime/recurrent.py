@@ -15,14 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
-
-if TYPE_CHECKING:
-    from eval.runtime.kv_cache import KVCache
 
 State = dict[str, dict[int, Any]]
 """By the name that transformers has for it, and its number in the layer: tensors and flags."""
@@ -140,17 +137,17 @@ def mixers_of(model: nn.Module) -> list[Mixer]:
 
 @contextmanager
 def keeping_states(
-    mixers: Sequence[Mixer], kv_cache: KVCache, committed: int, count: int
+    mixers: Sequence[Mixer], layers: Sequence[Any], committed: int, count: int
 ) -> Iterator[None]:
     """Inside, a forward reads `count` tokens, and the states after the `committed` first are kept.
 
-    The cache's recurrent layers are in the sequence's slot; `committed` is 0 if the forward reads
+    The layers are those of the cache, in the sequence's slot; `committed` is 0 if the forward reads
     drafted tokens alone.
     """
     split = [mixer for mixer in mixers if mixer.stepwise or 0 < committed < count]
     before = [vars(mixer.module).get("forward") for mixer in split]
     for mixer in split:
-        states = kv_cache.layers[mixer.module.layer_idx]
+        states = layers[mixer.module.layer_idx]
         parts = partial(_in_parts, mixer.module.forward, states, mixer.stepwise, committed, count)
         mixer.module.forward = parts
     try:
@@ -161,8 +158,9 @@ def keeping_states(
             if forward is not None:  # another's (accelerate's, of models on several devices)
                 mixer.module.forward = forward
     if committed == count:
-        for states in kv_cache.recurrent:
-            states.keep(range(states.number_of_states))
+        for layer in layers:
+            if isinstance(layer, StateLayer):
+                layer.keep(range(layer.number_of_states))
 
 
 def _in_parts(

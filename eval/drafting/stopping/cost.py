@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
+from eval.drafting.stopping.drafted import DraftedToken, largest
 from eval.drafting.stopping.logistic import CalibratedRule, OnlineLogistic, odds_of
-from eval.drafting.stopping.rule import (
-    ActiveRule,
-    DraftedToken,
-    StoppingRule,
-    largest,
-)
+from eval.drafting.stopping.rule import ActiveRule, StoppingRule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from eval.drafting.stopping.drafted import DraftedToken
 from eval.drafting.stopping.logistic import THRESHOLDS
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken
+from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule
 
 if TYPE_CHECKING:
     from heads import BaseHead

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, largest
+from eval.drafting.stopping.drafted import DraftedToken, largest
+from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Reals, RecordedTokens

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from eval.drafting.stopping.drafted import DraftedToken
 from eval.drafting.stopping.logistic import OnlineLogistic, sigmoid
 from eval.drafting.stopping.recorded import RecordedHead
-from eval.drafting.stopping.rule import DraftedToken
 from heads.judge import Judge, TorchJudge, judge_of
 
 if TYPE_CHECKING:

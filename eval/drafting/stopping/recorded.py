@@ -1,4 +1,4 @@
-"""Drafted tokens of recorded rollouts, and how far a rule would draft from each position of them.
+"""Drafted tokens of recorded rollouts, of which a rule is asked how far it would draft.
 
 A row is one rollout of the target: at each of its n positions, the token that the draft proposes
 there after the rollout's own tokens. Rows are padded on the right to N positions. While a round
@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.drafting.stopping.rule import DraftedToken, chance, largest, nats
-
-if TYPE_CHECKING:
-    from eval.drafting.stopping.rule import Numbers, StoppingRule
+from eval.drafting.stopping.drafted import Numbers, chance, largest, nats
 
 Reals = NDArray[np.float64]
 Lengths = NDArray[np.int64]
@@ -125,29 +122,3 @@ class RecordedToken:
 
     def __getattr__(self, name: str) -> Any:
         raise NotRecordedError(f"{name} of drafted tokens")
-
-
-def recorded_lengths(rule: StoppingRule, tokens: RecordedTokens) -> Lengths | None:
-    """The number of tokens that a rule would draft from each position: (R, N).
-
-    The rule's own object is at work, as in decoding, on the drafts of all positions at once; one
-    that learns while it decodes is asked as it is at first. None if it asks for what was not
-    recorded.
-    """
-    if rule.reads_head and tokens.head is None:
-        return None
-    active = rule.start(cast(Any, tokens.head))
-    most = np.minimum(active.longest, tokens.most())
-    lengths, going = most.copy(), most > 0
-    active.begin()
-    try:
-        for position in range(int(most.max(initial=0))):
-            if not going.any():
-                break
-            drafted = cast(DraftedToken, RecordedToken(tokens, position))
-            ends = going & active.should_stop(drafted)
-            lengths[ends] = position + 1
-            going &= ~ends & (position + 1 < most)
-    except NotRecordedError:
-        return None
-    return lengths

@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from eval.drafting.stopping.rule import (
-    ActiveRule,
-    AdaptiveRule,
-    DraftedToken,
-    StoppingRule,
-    chance,
-    nats,
-)
+from eval.drafting.stopping.drafted import DraftedToken, chance, nats
+from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, StoppingRule
 from specdata.config import Few
 
 if TYPE_CHECKING:
