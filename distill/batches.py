@@ -21,12 +21,10 @@ from specdata.top_logits import has_logits, logits_content
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Rollouts as they are trained or measured on.
+    """Rollouts as they are trained or measured on: each with a completion, and none too long.
 
-    Attributes:
-        rollouts: each with at least one completion token, and no more tokens than allowed.
-        cut: how many of them lost tokens of their completions.
-        left_out: how many had no completion, or lost all of it.
+    `cut` counts those that lost tokens of their completions, `left_out` those that had no
+    completion, or lost all of it.
     """
 
     rollouts: Dataset

@@ -51,13 +51,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     Those that a checkpoint would go on with stay as long as the checkpoint does, so that whatever a
     killed training did after it makes no difference.
 
-    Attributes:
-        trainer: the one that this is a callback of.
-        held_out: the rollouts to measure on.
-        plain: a copy of the draft, given the weights that are measured (`set_weights`).
-        config: how often to measure, and whether to store the best weights.
-        label: of the training, in errors.
-        remedy: what to do about its folder if it diverged.
+    `plain` is a copy of the draft, given the weights that are measured (`set_weights`); label and
+    remedy stand in the error of a training that diverged.
     """
 
     trainer: Trainer

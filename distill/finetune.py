@@ -70,14 +70,12 @@ ACCOUNT_FILE = "account.json"
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The training data.
+    """The training data: of each row `input_ids` (T,), `labels` (T,), and `seq_lengths`.
 
-    Attributes:
-        dataset: one row each: `input_ids` (T,), `labels` (T,), and `seq_lengths`, the lengths of
-            the texts that lie one after the other in it.
-        account: what they were made of, as JSON values: `texts` (conversations or rollouts), how
-            many were `read`, `used` and `split` (longer than a row), what was `left_out` (in
-            words), and the numbers of `rows`, `tokens` and `assistant_tokens`, which are learnt.
+    These are the lengths of the texts that lie one after the other in it. The account says what the
+    rows were made of, as JSON values: `texts` (conversations or rollouts), how many were `read`,
+    `used` and `split` (longer than a row), what was `left_out` (in words), and the numbers of
+    `rows`, `tokens` and `assistant_tokens`, which are learnt.
     """
 
     dataset: Dataset

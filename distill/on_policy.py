@@ -35,17 +35,11 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class DraftTexts:
-    """Which rows of a step carry the draft's text, and what it writes there.
+    """Which rows of a step, a `share`, carry the draft's text, and what it writes there.
 
-    Attributes:
-        share: of the rows.
-        sampling: the sampler of serving.
-        seed: the run's seed.
-        ends: token ids that end a completion, the target's.
-        vocabulary: V of the target; the draft draws no other id.
-        longest: tokens of a row: no longer one is made.
-        batch_size: rows of a batch, over all processes.
-        pad_id: fills up the batches.
+    It draws as serving does, ends where the target's `ends` do, and draws no id beyond the target's
+    `vocabulary`; no row becomes `longest` tokens or more by it. A batch has `batch_size` rows over
+    all processes.
     """
 
     share: float

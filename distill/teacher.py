@@ -36,11 +36,8 @@ class Part:
     """The part of its target that a draft with a reduced vocabulary can learn; the rest is a sum.
 
     A token that the draft cannot propose has q = 0, so it adds to a divergence as part of a sum
-    over all such tokens. That sum takes the target's whole output matrix, but only once.
-
-    Attributes:
-        vocabulary_ids: (N,) ids of the tokens that the draft can propose.
-        temperature: at which distributions are compared, above 0.
+    over all such tokens. That sum takes the target's whole output matrix, but only once. Of (N,)
+    ids that it can propose, and the temperature, above 0, at which distributions are compared.
     """
 
     vocabulary_ids: Tensor

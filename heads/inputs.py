@@ -97,9 +97,7 @@ class DraftedTokens:
 class Feature:
     """Something that a head can read as soon as a token is drawn.
 
-    Attributes:
-        compute: its value for each token, (...) or (..., size).
-        shape: "number" (...), or a vector as long as the draft's "hidden" states or "embedding".
+    A "number" (...), or a vector as long as the draft's "hidden" states or "embedding".
     """
 
     compute: Callable[[DraftedTokens], Tensor]

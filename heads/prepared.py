@@ -78,12 +78,8 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
 class PreparedHead:
     """A head and a new AdamW, wrapped for a group of processes.
 
-    Attributes:
-        accelerator: the group of processes.
-        head: the head itself, to reach its parameters.
-        model: the head as accelerate wrapped it; call this one.
-        optimizer: accelerate's optimizer.
-        zero_stage: DeepSpeed's ZeRO stage; None without DeepSpeed.
+    `model` is the head as accelerate wrapped it, which is called; `head` is the head itself, to
+    reach its parameters. Without DeepSpeed `zero_stage` is None.
     """
 
     accelerator: Accelerator
@@ -210,11 +206,8 @@ class PreparedHead:
 class Checkpoint:
     """State after some updates; every tensor is whole, float32, on the CPU.
 
-    Attributes:
-        before: what the untrained head was worth.
-        weights: head parameters by name.
-        moments: Adam's moments, `moments["exp_avg"]` and `moments["exp_avg_sq"]` by name.
-        losses: of all steps done, float64.
+    Parameters by name, Adam's moments, `moments["exp_avg"]` and `moments["exp_avg_sq"]`, by name,
+    the losses of all steps done, float64, and what the untrained head was worth.
     """
 
     before: HeadMetrics

@@ -57,14 +57,10 @@ class LabelRow(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class LabelRows:
-    """The usable rows of a labelled dataset.
+    """The usable rows of a labelled dataset: with a completion token within the maximum length.
 
-    Attributes:
-        dataset: the label columns.
-        usable: positions of the rows with a completion token within the maximum length.
-        labels: positions with a label, in all rows.
-        cut: those of them beyond the maximum length.
-        fingerprint: digest of the content of all rows.
+    `labels` counts the positions with a label in all rows, `cut` those beyond that length; the
+    fingerprint is a digest of the content of all rows.
     """
 
     dataset: datasets.Dataset

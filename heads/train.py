@@ -60,19 +60,10 @@ RUN_ALONE = ("micro_batch_size", "save_steps")
 class HeadResult:
     """The measurements of a training run; written to `metrics.json` beside the head.
 
-    Attributes:
-        before: the untrained head on the dev rows.
-        after: the trained head on the same tokens.
-        losses: training loss of every step.
-        steps: updates done.
-        train_rows: rows trained on.
-        skipped_rows: train and dev rows whose prompt alone fills the draft's context.
-        processes: how many trained.
-        engine: "single", "ddp" or "deepspeed-zeroN", as observed.
-        labels: positions with a label, in train and dev rows.
-        cut_labels: those of them beyond the draft's context.
-        epochs: passes over the training rows.
-        learning_rate: the largest.
+    Before and after are on the same dev rows; `losses` are of every step. `skipped_rows` are train
+    and dev rows whose prompt alone fills the draft's context, `cut_labels` those of the positions
+    with a label that lie beyond it. `engine` is "single", "ddp" or "deepspeed-zeroN", as observed;
+    the learning rate is the largest.
     """
 
     before: HeadMetrics
@@ -171,21 +162,9 @@ def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> fl
 
 @dataclass(slots=True)
 class Training:
-    """One training at work.
+    """One training at work; `settings` are all that the weights depend on.
 
-    Attributes:
-        draft: the frozen draft.
-        train_rows: learned from.
-        dev_rows: judged by.
-        out: for the head and, until it is done, checkpoints.
-        config: of the head.
-        seed: of initial weights, order and mixing.
-        sampling: the distribution under which the labels were made.
-        settings: all that the weights depend on; its remedy is what an error advises.
-        prepared: the head, ready to train.
-        inputs: turns label rows into arguments of the head.
-        before: what the untrained head was worth.
-        losses: of the steps done.
+    `before` is what the untrained head was worth, `losses` are of the steps done.
     """
 
     draft: PreTrainedModel

@@ -31,14 +31,8 @@ SCALED_ROWS = 128
 class TrainingInputs:
     """The reading of label rows: SpecDec++'s, of mixed texts, or ours, beside the target's own.
 
-    Attributes:
-        draft: the frozen draft.
-        reads: names of what the head reads.
-        sampling: how tokens are drawn.
-        config: of the head.
-        max_length: tokens kept of a row.
-        seed: of the mixing.
-        kept: what the draft says of the first training rows, so that a pass runs no forward.
+    Of each the head `reads` what it names, and at most `max_length` tokens are kept. `kept` is what
+    the draft says of the first training rows, so that a pass runs no forward.
     """
 
     draft: PreTrainedModel

@@ -31,11 +31,9 @@ REPEAT = 2.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """The program was asked to stop by a signal.
+    """The program was asked to stop by a signal of this `number`.
 
-    Attributes:
-        number: of the signal.
-        status: the exit status that shells give it: 130 for SIGINT, 143 SIGTERM, 129 SIGHUP.
+    `status` is the exit status that shells give it: 130 for SIGINT, 143 SIGTERM, 129 SIGHUP.
     """
 
     def __init__(self, number: int) -> None:

@@ -160,10 +160,7 @@ class Source(Protocol):
 class ModelSource:
     """A target: the states that the rows store of it, or its forward's, through its output matrix.
 
-    Attributes:
-        head: of the target.
-        sampling: the warp of its distributions.
-        store: keeps what a forward gave, for texts that are read again.
+    A store keeps what a forward gave, for texts that are read again.
     """
 
     head: LMHead
@@ -202,11 +199,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class TopLogitSource:
-    """The logits that the rows store of their target.
-
-    Attributes:
-        distributions: what p is made of.
-    """
+    """The logits that the rows store of their target."""
 
     distributions: TopLogitDistributions
 

@@ -28,12 +28,7 @@ MOST_UNDECIDED = 0.05
 
 @dataclass(frozen=True, slots=True)
 class TopLogits:
-    """The number of the target's logits that a dataset holds.
-
-    Attributes:
-        count: N, the largest logits at each position.
-        vocabulary: V of the target.
-    """
+    """The number N = `count` of the target's logits, of V, that a dataset holds a position."""
 
     count: int
     vocabulary: int

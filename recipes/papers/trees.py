@@ -51,10 +51,8 @@ NOTHING = 1e-12
 class Acceptance:
     """The outcome of candidates along R rollouts of at most N tokens; 0 in the padding.
 
-    Attributes:
-        prompts: (R,) the prompt of each.
-        lengths: (R,) its tokens.
-        of: k -> (R, N) A_k, the chance that one of k candidates is accepted and is the text's.
+    Of each its prompt and its tokens (R,), and by k (R, N) A_k, the chance that one of k candidates
+    is accepted and is the text's.
     """
 
     prompts: Sequence[str]

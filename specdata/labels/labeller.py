@@ -32,16 +32,9 @@ class Labeller:
     """Labels rows: Y_i ~ q(. | prompt, X_<i) and min(1, p(Y_i)/q(Y_i)) at each position i.
 
     SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. The models cost most, so several Y a
-    position, independent of each other, are cheap where they are learned from.
-
-    Attributes:
-        source: of p.
-        draft: the model of q.
-        sampling: the sampler that tokens are served with.
-        seed: the run's seed.
-        tokens_at_once: tokens of one forward; a longer row goes by itself.
-        draws: S, how many Y a position of the rows of split "train"; others have one.
-        greedy: whether Y is the likeliest token instead, which is accepted with probability p(Y).
+    position (`draws`), independent of each other, are cheap where they are learned from: in rows of
+    split "train"; others have one. With `greedy`, Y is the likeliest token instead, which is
+    accepted with probability p(Y). A row longer than `tokens_at_once` goes by itself.
     """
 
     source: Source

@@ -73,13 +73,9 @@ def make_logits(
 
 @dataclass(frozen=True, slots=True)
 class ModelLogits:
-    """The logits of rollouts by the target in this process, a forward over each.
+    """The N = `count` logits of rollouts by the target in this process, a forward over each.
 
     Rollouts that keep the target's states are not read again. Batches depend on the shard alone.
-
-    Attributes:
-        target: makes logits of its states.
-        count: N.
     """
 
     target: LMHead

@@ -33,14 +33,7 @@ LEAST = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class ServedLogits:
-    """The logits of rollouts by a server that runs the target.
-
-    Attributes:
-        client: asks it.
-        model: the name it serves the target under.
-        count: N.
-        vocabulary: V of the target.
-    """
+    """The N = `count` logits of rollouts by a server of the target, `model` there."""
 
     client: ServerClient
     model: str

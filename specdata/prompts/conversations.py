@@ -36,11 +36,7 @@ _SHOWN = 300  # characters of what is said of one conversation
 class Account:
     """The account of one source: what was read and what of it is left out.
 
-    Attributes:
-        source: as the configuration names it.
-        read: conversations read.
-        left_out: how many of them, by reason (one of `REASONS`).
-        first: the first left out for each reason, in words.
+    `left_out` is how many by reason (one of `REASONS`), `first` the first one for each, in words.
     """
 
     source: str

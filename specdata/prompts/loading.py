@@ -58,12 +58,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompts:
-    """Prompts, and an account of what was read, kept and dropped.
+    """Prompts, in the order of the sets, and an account of what was read, kept and dropped.
 
-    Attributes:
-        prompts: in the order of the sets.
-        report: for each set JSON values: its name, split, source and licence, and how many prompts
-            were asked for, read, kept and dropped for each of `REASONS`.
+    The report has for each set JSON values: its name, split, source and licence, and how many
+    prompts were asked for, read, kept and dropped for each of `REASONS`.
     """
 
     prompts: list[Prompt]

@@ -38,11 +38,9 @@ FEWEST_SHARED = 8
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to complete.
+    """A prompt to complete: its T token ids.
 
-    Attributes:
-        ids: its T token ids.
-        key: what, with the run's seed, decides its randomness: (example id, sample[, turn]).
+    The key decides its randomness, with the run's seed: (example id, sample[, turn]).
     """
 
     ids: list[int]

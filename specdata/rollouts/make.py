@@ -25,11 +25,9 @@ from specdata.target_states import taps_to_bytes, to_bytes
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """The state of a conversation that later turns need.
+    """What later turns of a conversation need: the target's tokenizer, with its chat template.
 
-    Args:
-        tokenizer: the target's, with its chat template.
-        longest: tokens a prompt may have; a conversation ends before a turn that exceeds it.
+    A conversation ends before a turn whose prompt has more tokens than the `longest`.
     """
 
     tokenizer: PreTrainedTokenizerBase

@@ -25,18 +25,9 @@ from specdata.server.client import Completions, ServerClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmBackend:
-    """A `Backend` whose sampling a server does.
+    """A `Backend` whose sampling a server does, which serves the target as `model`.
 
     Temperature, then top-k, then top-p, as in `specdata.probability`.
-
-    Attributes:
-        client: asks it.
-        model: the name it serves the target under.
-        sampling: the sampler of every token.
-        max_new_tokens: longest completion, in tokens.
-        ends: the target's end token ids.
-        vocabulary: V of the target.
-        seed: the run's seed.
     """
 
     client: ServerClient
