@@ -38,8 +38,8 @@ class DraftTexts:
     """Which rows of a step, a `share`, carry the draft's text, and what it writes there.
 
     It draws as serving does, ends where the target's `ends` do, and draws no id beyond the target's
-    `vocabulary`; no row becomes `longest` tokens or more by it. A batch has `batch_size` rows over
-    all processes.
+    `vocabulary`; no row becomes longer than `longest` tokens by it. A batch has `batch_size` rows
+    over all processes.
     """
 
     share: float
