@@ -144,12 +144,9 @@ class Method(Config):
         return {**settings, "stop": self.stop.name, **settings["stop"]}
 
     def replace(self, **changes: Any) -> Self:
-        """The same settings with some changed, checked anew.
+        """The same settings with some changed, checked anew (ValueError if they cannot work).
 
         Another `stop` begins with its own defaults.
-
-        Raises:
-            ValueError: if they cannot work.
         """
         settings = self.model_dump()
         if "stop" in changes:
@@ -328,15 +325,10 @@ class Method(Config):
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
-        """The method of a row of results.
+        """The method of a row of results, whose columns are as `columns` gives them.
 
-        Args:
-            columns: as `columns` gives them.
-            draft: whether the row names a draft.
-            head: whether it names a head.
-
-        Raises:
-            ValueError: if there is no such method.
+        `draft` and `head` say whether the row names one. Raises ValueError if there is no such
+        method.
         """
         drafter, parameters = columns["drafter"], columns["parameters"]
         decoders = {None: "plain", "transformers": "assisted" if draft else "generate"}
@@ -408,16 +400,11 @@ class Method(Config):
 
 
 class DecodeConfig(Method):
-    """A method and the sampler that it decodes by, as a decoder is given them.
+    """A method and the sampler (`SamplingConfig`) that it decodes by, as a decoder is given them.
 
     Fields are keyword arguments, those of the stopping rule too:
     `DecodeConfig(verifier="block", stop="confidence", threshold=0.2)`, or the rule as a value:
     `DecodeConfig(verifier="block", stop=Confidence(threshold=0.2))`.
-
-    Args:
-        temperature: see `SamplingConfig`.
-        top_k: see `SamplingConfig`.
-        top_p: see `SamplingConfig`.
 
     Raises:
         ConfigError: for unknown names, for values out of range and for combinations that cannot

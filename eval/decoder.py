@@ -257,12 +257,7 @@ class SpeculativeDecoder:
     ) -> ForwardCoroutine[Generation]:
         """Decode one sequence, yielding the forwards that it needs.
 
-        Args:
-            slot: row of the KV caches.
-            prompt_ids: (T,).
-            max_new_tokens: at least 1.
-            generator: every draw.
-            alone: whether forwards serve this sequence only, so that they can be timed.
+        `alone` says whether forwards serve this sequence only, so that they can be timed.
         """
         if prompt_ids.ndim != 1 or len(prompt_ids) == 0 or max_new_tokens < 1:
             raise ValueError(
@@ -393,11 +388,7 @@ def _naming(models: Sequence[CachedModel]) -> Iterator[None]:
 
 
 def taps_of(drafts: Sequence[PreTrainedModel], target: PreTrainedModel) -> list[int]:
-    """The target's states that drafts read; drafts of several paths must read the same.
-
-    Raises:
-        ConfigError: if they do not, or were made for another target.
-    """
+    """The target's states that drafts read; drafts of several paths must read the same."""
     each = [attach(draft, target) for draft in drafts if reads_states(draft.config)]
     if each and any(taps != each[0] for taps in each):
         raise ConfigError(
@@ -414,15 +405,7 @@ def make_drafter(
     ends: frozenset[int],
     slot: int,
 ) -> Drafter:
-    """The drafter of a slot, with its stopping rule.
-
-    Args:
-        config: what to draft.
-        models: the drafts, those of `config.drafts`.
-        head: the acceptance head, if the rule needs one.
-        ends: token ids after which nothing is drafted.
-        slot: number of the slot, its row in a batch.
-    """
+    """The drafter of a slot, its row in a batch, with its stopping rule; models are the drafts."""
     # Chosen siblings are ranked by the draft's own distribution, which has more than one token.
     sampling = SamplingConfig() if config.chooses else config.sampling
     sequences = [model.sequence(slot, sampling) for model in models]

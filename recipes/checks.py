@@ -125,12 +125,7 @@ def _loads_target(config: PipelineConfig, stage: str) -> bool:
 def check_loading(
     config: PipelineConfig, stage: Literal["rollouts", "logits", "draft", "labels", "eval"]
 ) -> None:
-    """Refuse to load models as a stage cannot use them.
-
-    Args:
-        config: the run's.
-        stage: whose models are looked at; "labels" goes for the head that learns from them.
-    """
+    """Refuse to load models as a stage cannot use them; "labels" goes for the head, too."""
     load = config.models.load.target
     if _loads_target(config, stage) and load.is_spread and (local := local_process_count()) > 1:
         raise ConfigError(

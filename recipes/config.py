@@ -150,12 +150,10 @@ class PipelineConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The request of a command line.
+    """The request of a command line: the checked configuration, defaults filled in.
 
-    Attributes:
-        config: the checked configuration, defaults filled in.
-        given: the file's values with those of the command line, before defaults.
-        plan: whether only to say what would be done.
+    `given` are the file's values with those of the command line, before defaults; `plan` whether
+    only to say what would be done.
     """
 
     config: PipelineConfig
@@ -171,11 +169,8 @@ def parse(
 ) -> Command:
     """Read `--config FILE --key value ... [--method METHOD ...] [--plan]`.
 
-    Args:
-        arguments: the command line, without the program.
-        description: what the recipe does, for `--help`.
-        sections: keys of the configuration that `--help` lists; the others are accepted, too.
-        program: how the recipe was called, for `--help`; by default the script's name.
+    For `--help`: what the recipe does, the sections that it lists (the others are accepted, too),
+    and how the recipe was called, by default the script's name.
     """
     options, rest = _parser(description, sections, program).parse_known_args(arguments)
     if rest:
@@ -331,11 +326,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """Values of a document once each alias is replaced by what it names.
+    """Values of a document, or a part, once each alias is replaced by what it names.
 
-    Args:
-        node: the document, or a part.
-        known: the same of parts that were counted; 0 of those that are being counted.
+    `known` are those of parts that were counted; 0 of those that are being counted.
     """
     if node not in known:
         known[node] = 0

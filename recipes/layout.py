@@ -108,11 +108,8 @@ def loaded(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
 def portable(values: Any, output: str) -> Any:
     """JSON values whose paths in the run's output are written relative to it: OUTPUT/...
 
-    So a run can be moved, or its output named in another way, and is still the same run.
-
-    Args:
-        values: settings or inputs; keys are changed, too ("path draft PATH").
-        output: the run's folder, as it was called when these paths were.
+    So a run can be moved, or its output named in another way, and is still the same run. Keys are
+    changed, too ("path draft PATH").
     """
     root = absolute(output)
     if Path.cwd().is_relative_to(root):

@@ -36,11 +36,9 @@ INTERRUPTED = (129, 130, 143)  # exit statuses after SIGHUP, SIGINT (Ctrl-C) and
 
 @dataclass(frozen=True)
 class Recipe:
-    """The stages that one command does.
+    """The stages that one command does, in order, and its sentence for `--help`.
 
-    Args:
-        description: one sentence for `--help`.
-        stages: in order; those that a configuration asks for are done, the last one in any case.
+    Those that a configuration asks for are done, the last one in any case.
     """
 
     description: str
@@ -84,11 +82,7 @@ class Recipe:
             stage.show(results)
 
     def check(self, stages: Sequence[Stage]) -> bool:
-        """Refuse what cannot be made, for a plan and a run alike.
-
-        Returns:
-            Whether all of it is made already.
-        """
+        """Refuse what cannot be made, for a plan and a run alike; True if all is made already."""
         for stage in stages:
             stage.check_folder()
         is_made = all(stage.is_made for stage in stages)
@@ -99,11 +93,7 @@ class Recipe:
         return is_made
 
     def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-        """Run the recipe from a command line.
-
-        Args:
-            arguments: the command line; by default this process's.
-            program: how it was called, for `--help`; by default the script's name.
+        """Run the recipe from a command line, by default this process's.
 
         Returns:
             The exit status: 0 done, 1 failure while running, 2 unusable configuration or input,
@@ -154,12 +144,7 @@ def _interrupted(number: int) -> int:
 
 
 def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
-    """Print, in the main process, what was configured, and what stages would read and write.
-
-    Args:
-        given: values of the file and of the command line that the recipe reads.
-        stages: what the recipe would do.
-    """
+    """Print, in the main process, what was configured, and what stages would read and write."""
     if not is_main():
         return
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)

@@ -316,14 +316,11 @@ def certify(
     max_new_tokens: int,
     report: Callable[[int], object] = lambda done: None,
 ) -> list[Certified]:
-    """Certify the `ways` of decoding of an evaluation.
+    """Certify the `ways` of decoding of an evaluation, of which nothing is measured or stored.
 
-    Args:
-        experiment: the evaluation; nothing of it is measured or stored.
-        parts: folder that keeps what was found of each; what is there is read.
-        texts: sampled texts of each method, and of plain decoding, prompts taken in turn.
-        max_new_tokens: longest text.
-        report: called with 1 when plain decoding or a method is done.
+    `parts` keeps what was found of each; what is there is read. Of each method, and of plain
+    decoding, there are so many sampled `texts`, prompts taken in turn; `report` is called with 1
+    when one is done.
     """
     sampling, prompts = experiment.sampling, [torch.tensor(each.ids) for each in experiment.prompts]
     pair = (experiment.models.target, experiment.models.draft)

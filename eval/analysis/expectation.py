@@ -23,9 +23,7 @@ from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
 class Traces:
     """R recorded rollouts: what rules read of the drafted tokens, and how they fare.
 
-    Attributes:
-        tokens: the drafted tokens.
-        accept: (R, N) probability min(1, p/q) that a token is accepted.
+    `accept` is (R, N), the probability min(1, p/q) that a token is accepted.
     """
 
     tokens: RecordedTokens
@@ -97,14 +95,9 @@ class Counts:
 
 
 def expected_counts(traces: Traces, lengths: Lengths) -> Counts:
-    """Expected counts under a rule.
+    """Expected counts under a rule that drafts (R, N) tokens in a round from each position.
 
-    Args:
-        traces: the rollouts.
-        lengths: (R, N) tokens that the rule drafts in a round from each position.
-
-    Raises:
-        ValueError: if the rule drafts more than it may.
+    Raises ValueError if it drafts more than it may.
     """
     if ((lengths < 0) | (lengths > traces.tokens.most())).any():
         raise ValueError("a rule may draft only so far that the target gives the last token")
@@ -147,15 +140,9 @@ def dinkelbach(
 ) -> tuple[Counts, float]:
     """Expected counts of a rule that depends on lambda, the time per token that it itself achieves.
 
-    Dinkelbach's iteration: every step takes the lambda of the last one, until it no longer falls.
-
-    Args:
-        traces: the rollouts.
-        lengths: lambda in seconds -> (R, N) tokens drafted from each position.
-        times: t_d, and t_t, where lambda starts.
-
-    Returns:
-        The counts of the best step and its lambda.
+    Dinkelbach's iteration: every step takes the lambda of the last one, until it no longer falls;
+    the first is t_t. `lengths` gives (R, N) tokens drafted from each position for a lambda in
+    seconds. Returns the counts of the best step and its lambda.
     """
     seconds, best = times.target_seconds, None
     for _ in range(16):

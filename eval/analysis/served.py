@@ -90,16 +90,9 @@ def certify_server(
 ) -> CertifiedServer:
     """Certify an engine that is asked for completions.
 
-    Args:
-        answers: the engine.
-        target: what it serves.
-        draft: what it drafts with, if it is a model and known. What an engine does wrong moves
-            tokens that the draft prefers, so the test sees smaller faults with it.
-        prompts: each (T,); all are completed greedily.
-        sampling: the sampler of the other texts.
-        texts: how many others, prompts taken in turn.
-        max_new_tokens: longest text.
-        seed: of the requests.
+    All prompts, each (T,), are completed greedily, and so many other `texts` are sampled, prompts
+    taken in turn. The draft is given if it is a model and known: what an engine does wrong moves
+    tokens that the draft prefers, so the test sees smaller faults with it.
     """
     requests = [Request(each.tolist(), ("greedy", n)) for n, each in enumerate(prompts)]
     differences = {}

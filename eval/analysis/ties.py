@@ -104,16 +104,10 @@ def greedy_differences(
     *,
     max_new_tokens: int,
 ) -> dict[int, Difference]:
-    """Decode prompts greedily and judge what differs from `generate`.
+    """Decode prompts, each (T,), greedily and judge what differs from `generate`.
 
-    Args:
-        model: the target.
-        prompts: each (T,) int64.
-        decode: the method: a prompt (T,) -> new tokens (n,).
-        max_new_tokens: the budget that the method has.
-
-    Returns:
-        Number of a prompt -> its difference, of those whose texts are not identical.
+    `decode` is the method: a prompt (T,) -> new tokens (n,). By the number of a prompt, of those
+    whose texts are not identical.
     """
     differences = {}
     for number, prompt in enumerate(prompts):
@@ -149,15 +143,7 @@ def judge_difference(
     decoded: Sequence[int],
     max_new_tokens: int,
 ) -> Difference:
-    """Judge a method's output that is not plain decoding's.
-
-    Args:
-        model: the target.
-        prompt: token ids.
-        plain: new tokens of plain decoding.
-        decoded: new tokens of the method.
-        max_new_tokens: the budget of both.
-    """
+    """Judge a method's new tokens that are not plain decoding's, of the same budget."""
     pairs = zip(plain, decoded, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(decoded)))
     worst = at

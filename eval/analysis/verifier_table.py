@@ -141,10 +141,8 @@ def reduced(tree: DraftTree, target: Tensor, token: int) -> tuple[DraftTree, Ten
 class _Recorder(Verifier):
     """Has each round verified by one of several verifiers, drawn at random, and keeps it.
 
-    Args:
-        references: the verifiers.
-        rounds: generator of a text, by its `id` -> the rounds that drafted.
-        timed: gets the first few drafts over the whole vocabulary.
+    `rounds` holds by the `id` of a text's generator the rounds that drafted; `timed` gets the first
+    few drafts over the whole vocabulary.
     """
 
     references: tuple[Verifier, ...] = ()
@@ -183,16 +181,9 @@ def drafted(
 ) -> list[Scored]:
     """The rounds of texts that the target continues, each with its draft and the scores of it.
 
-    Args:
-        target: the target.
-        draft: the draft.
-        prompts: each (T,) int64.
-        config: what to draft, and the sampling.
-        references: lossless verifiers that end the rounds, one drawn at each; none: config's own.
-        seed: of everything that is drawn.
-        max_new_tokens: of each text.
-        first_text: the number of the first text.
-        timed: gets the first few drafts with the target's distributions, whatever the vocabulary.
+    `references` are lossless verifiers that end the rounds, one drawn at each; without any,
+    config's own. `first_text` is the number of the first text. `timed` gets the first few drafts
+    with the target's distributions, whatever the vocabulary.
     """
     default = config.make_verifier()
     recorder = _Recorder(
@@ -224,12 +215,8 @@ def drafted(
 class Enumerated:
     """What a verifier does with scored drafts, each of them enumerated once.
 
-    Args:
-        verifier: its residual does not persist over rounds.
-        ends: token ids that end a text, after which nothing is emitted.
-
-    Attributes:
-        seconds: of this thread on a processor, that enumerating took.
+    Its residual does not persist over rounds. After one of the ids in `ends` nothing is emitted;
+    `seconds` are those of this thread on a processor that enumerating took.
     """
 
     def __init__(self, verifier: Verifier, ends: frozenset[int]) -> None:
@@ -263,12 +250,9 @@ class Enumerated:
 class Expected:
     """One verifier at n places; every array is (n,).
 
-    Attributes:
-        texts: how many texts there are.
-        text: which of them a place is in.
-        weight: the chance that a round starts there, relative to the references'.
-        tokens: that a call emits there in expectation.
-        accepted: drafted tokens among them.
+    Of so many `texts`: which one a place is in, the chance (`weight`) that a round starts there,
+    relative to the references', the `tokens` that a call emits there in expectation, and the
+    `accepted` ones among them.
     """
 
     texts: int
@@ -300,13 +284,10 @@ def expected(
     places: Sequence[Scored],
     texts: Collection[int],
 ) -> Expected:
-    """Enumerate a verifier at those places that are in some texts.
+    """Enumerate a verifier at those places that are in some texts, given by their numbers.
 
-    Args:
-        verifier: the verifier.
-        references: those that `drafted` was given.
-        places: of a kind of draft that it takes.
-        texts: the numbers of the texts.
+    The places are of a kind of draft that it takes; `references` are those that `drafted` was
+    given.
     """
     number, rows = {text: index for index, text in enumerate(texts)}, []
     for place in places:
@@ -356,12 +337,10 @@ def verifier_table(
 ) -> list[VerifierRow]:
     """Every verifier on every kind of draft, of all prompt sets together and of each.
 
-    Args:
-        measured: the pair, its prompts and its times.
-        seconds: on a processor, that it may take; of each kind one batch of texts is made all the
-            same, and `ENOUGH` places a row.
-        folder: keeps the rows of each kind as soon as they are made; kinds that are there are read.
-        report: called with each kind when it is begun, and with why one was left out.
+    It may take so many `seconds` on a processor; of each kind one batch of texts is made all the
+    same, and `ENOUGH` places a row. The folder keeps the rows of each kind as soon as they are
+    made; kinds that are there are read. `report` is called with each kind when it is begun, and
+    with why one was left out.
     """
     shares = {name: TEXTS + len(kind.rows()) for name, kind in KINDS.items()}
     stored = TypeAdapter(list[VerifierRow])

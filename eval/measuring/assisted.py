@@ -50,9 +50,7 @@ class _Observer:
     def rounds(self, sequence: Tensor, *, ended: bool) -> tuple[Round, ...]:
         """One record a forward; the share of draft and target in the time is not known.
 
-        Args:
-            sequence: (T + n,) prompt and new tokens.
-            ended: whether the last is an end token.
+        The sequence is (T + n,), prompt and new tokens; `ended` if the last is an end token.
         """
         emitted = np.diff([*self.committed, len(sequence)]).tolist()
         # All but the bonus token were accepted.
@@ -80,21 +78,13 @@ def assisted_generate(
     seed: int,
     threshold: float = 0.0,
 ) -> Generation:
-    """`generate(assistant_model=...)` with a constant limit on drafted tokens.
+    """`generate(assistant_model=...)` with a constant limit, `length`, on drafted tokens.
 
-    Where scikit-learn is installed, transformers itself moves the threshold during a call.
-
-    Args:
-        target: the target.
-        draft: the draft; its generation configuration is restored afterwards. None: the target
-            decodes alone.
-        prompt_ids: (T,) int64.
-        length: drafted tokens a round, at most.
-        sampling: the distribution of both models.
-        max_new_tokens: budget.
-        seed: of torch's global generator, which `generate` draws from; restored afterwards.
-        threshold: `assistant_confidence_threshold`: a draft ends with the first token to which the
-            draft gave less probability; 0 always drafts `length` tokens.
+    Without a draft the target decodes alone. The draft's generation configuration, and torch's
+    global generator, which `generate` draws from, are restored afterwards. A draft ends with the
+    first token to which it gave less probability than the threshold
+    (`assistant_confidence_threshold`); 0 always drafts `length` tokens. Where scikit-learn is
+    installed, transformers itself moves the threshold during a call.
     """
     if draft is not None:
         check_assisted(target)

@@ -33,13 +33,7 @@ def measure_bias(
 ) -> float:
     """Total variation at the positions of one generation of chains, summed over its tokens.
 
-    Args:
-        target: the target.
-        draft: the draft.
-        bias_at: of p and q (V,) at a drafted position: the verifier's that decoded it.
-        sampling: the distribution of both models.
-        prompt_ids: its prompt.
-        out: what was decoded.
+    `bias_at` is that of the verifier that decoded it, of p and q (V,) at a drafted position.
     """
 
     def variations(p: Tensor, q: Tensor, *_: object) -> dict[str, Tensor]:

@@ -42,11 +42,7 @@ def bootstrap_weights(prompts: int, seed: int = 0) -> Array:
     """The count of each prompt in each bootstrap resample: (RESAMPLES, prompts).
 
     Multiply it with sums a prompt, (prompts, ...), for the sums of every resample; take the ratio
-    of two such products, and its `interval`.
-
-    Args:
-        prompts: how many prompts are resampled, at least 1.
-        seed: of the resampling; equal seeds give equal weights.
+    of two such products, and its `interval`. Equal seeds give equal weights.
     """
     even = np.full(prompts, 1.0 / prompts)
     counts = np.random.default_rng(seed).multinomial(prompts, even, size=RESAMPLES)

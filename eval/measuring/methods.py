@@ -100,13 +100,7 @@ class EvalConfig(Config):
 
 
 def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -> None:
-    """Find impossible methods before any model is loaded.
-
-    Args:
-        config: the evaluation.
-        sampling: the distribution that tokens are served from.
-        head: whether there will be an acceptance head.
-    """
+    """Find impossible methods before any model is loaded; `head`: whether there will be one."""
     check_scores(config.scores)
     for method in config.methods:
         where, stop = f"method {method.name!r}", method.stop

@@ -91,11 +91,7 @@ _counts_of = attrgetter(*COUNTS)
 def compute_metrics(
     records: Sequence[PromptRecord], plain: Sequence[PromptRecord] | None = None
 ) -> Metrics:
-    """Every metric of one method on one dataset.
-
-    Args:
-        records: the method's generations.
-        plain: plain decoding of the same prompts in the same run, or None.
+    """Every metric of one method on one dataset; `plain` is plain decoding in the same run.
 
     Raises:
         ValueError: if there are no generations or no tokens, if counts contradict each other, or if
@@ -166,10 +162,7 @@ def resampled_counts(
 ) -> dict[str, Array]:
     """Each of COUNTS, summed over all prompts and then over each resample: (1 + RESAMPLES,).
 
-    Args:
-        records: generations of these prompts.
-        prompts: their order, which methods share that are compared.
-        seed: of the bootstrap.
+    Methods that are compared share the order of the prompts.
     """
     if odd := {record.prompt_id for record in records} ^ set(prompts):
         raise ValueError(

@@ -66,12 +66,7 @@ class PooledRow:
 
 
 def pool(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
-    """One row for each method that every set has, in the order they were run.
-
-    Args:
-        results: of one evaluation.
-        datasets: some of its sets; by default all.
-    """
+    """One row for each method that every set, of all or some, has, in the order they were run."""
     by_set = [
         {run.method.name: run for run in results.of(dataset)}
         for dataset in datasets or results.datasets()

@@ -241,14 +241,9 @@ def build_results(
 ) -> Results:
     """Turn raw records into everything results.json holds.
 
-    Args:
-        environment: from `describe_environment`.
-        measured: what was run (another evaluation's run, for example) with its generations;
-            `PLAIN` once a dataset at most.
-
-    Raises:
-        ValueError: if two methods of a dataset share a name, if methods of a dataset cover other
-            prompts than its plain run, or if counts contradict each other.
+    `measured` is what was run (another evaluation's run, for example) with its generations; `PLAIN`
+    once a dataset at most. Raises ValueError if two methods of a dataset share a name, if methods
+    of a dataset cover other prompts than its plain run, or if counts contradict each other.
     """
     rows: dict[tuple[str, str], tuple[Setup, Sequence[PromptRecord]]] = {}
     for setup, records in measured:
@@ -271,12 +266,7 @@ def build_results(
 
 
 def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
-    """Refuse results in which a published metric is not what its generations give.
-
-    Args:
-        results: as they were read.
-        path: the file, for the message.
-    """
+    """Refuse results in which a published metric is not what its generations give."""
     for run in results.runs:
         where = f"{run.dataset}, {run.method.name}"
         try:

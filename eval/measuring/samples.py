@@ -26,14 +26,7 @@ PER_SET = 3
 
 
 class Sample(Strict):
-    """One prompt.
-
-    Attributes:
-        dataset: name of its set.
-        prompt_id: as in the records.
-        prompt: its text.
-        methods: method -> the text that it made; the target alone is left out.
-    """
+    """One prompt, the name of its set, and by method the text that it made, but the target's."""
 
     dataset: str
     prompt_id: str
@@ -65,10 +58,7 @@ def make_samples(
 ) -> Samples:
     """Texts of the prompts whose tokens were kept; none of an evaluation that kept none.
 
-    Args:
-        prompts: of the evaluation; those without a record are left out.
-        folder: of the evaluation.
-        decode: the tokenizer's, with special tokens and as it is.
+    `decode` is the tokenizer's, with special tokens and as it is.
     """
     samples = []
     for prompt in shown_prompts(prompts):

@@ -42,12 +42,9 @@ def check_scores(names: Sequence[str]) -> None:
 def text_score(name: str, text: str, reference: str) -> float:
     """A score of a text against a reference, in [0, 1].
 
-    Args:
-        name: "rougeL" (F-measure with stemming, `rouge_score`), "bleu" (sentence BLEU,
-            `sacrebleu`), or "exact_match": the number after "####", or else the last number, of
-            both are equal, as of gsm8k's answers; of references without a number the whole text.
-        text: what was decoded.
-        reference: what was hoped for.
+    By its name: "rougeL" (F-measure with stemming, `rouge_score`), "bleu" (sentence BLEU,
+    `sacrebleu`), or "exact_match": the number after "####", or else the last number, of both are
+    equal, as of gsm8k's answers; of references without a number the whole text.
     """
     if name == "rougeL":
         from rouge_score.rouge_scorer import RougeScorer
@@ -64,16 +61,10 @@ def text_score(name: str, text: str, reference: str) -> float:
 
 
 class Scorer:
-    """What scores the texts of an evaluation.
+    """What scores the texts of an evaluation: by task scores, and a reward model if one is named.
 
-    Args:
-        names: of task scores; a prompt without a reference has none.
-        prompts: all that will be measured.
-        tokenizer: the target's.
-        reward_model: folder or Hub id of a model for sequence classification; None for no reward.
-
-    Raises:
-        ConfigError: if no prompt has a reference, or the reward model cannot be loaded.
+    A prompt without a reference has no task score. Raises ConfigError if none has a reference, or
+    the reward model, one for sequence classification, cannot be loaded.
     """
 
     def __init__(

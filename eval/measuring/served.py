@@ -39,11 +39,7 @@ FAR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """An engine that is asked for completions, one at a time.
-
-    Attributes:
-        backend: asks it.
-    """
+    """An engine that is asked for completions, one at a time."""
 
     backend: VllmBackend
 
@@ -90,9 +86,7 @@ class ServedEngine:
 def rounds_of(counted: Counter[str], tokens: int) -> tuple[Round, ...]:
     """The rounds of a text, in no order; of one that nothing was counted of, one a token.
 
-    Args:
-        counted: drafts, drafted tokens, and accepted tokens by position.
-        tokens: of the text.
+    Counted are drafts, drafted tokens, and accepted tokens by position.
     """
     drafts, drafted = counted["drafts"], counted["draft_tokens"]
     reached = [drafts]

@@ -53,9 +53,7 @@ def label(name: str, width: int = 60) -> str:
 def draw_bars(bars: Sequence[Bar], meaning: str) -> Figure:
     """Bars from the top, a gap between groups, each with its whisker, mark and value.
 
-    Args:
-        bars: at least one.
-        meaning: of their length, and of the mark.
+    `meaning` is of their length, and of the mark.
     """
     groups = list(dict.fromkeys(bar.group for bar in bars))
     rows = [number + 0.7 * groups.index(bar.group) for number, bar in enumerate(bars)]

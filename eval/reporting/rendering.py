@@ -89,14 +89,10 @@ class Section:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template; a value that the template needs and does not get is an error.
+    """Fill a template of a room's folder `templates`; a value that it lacks is an error.
 
     Values in `*.html.jinja` are escaped as HTML. In Markdown a template escapes those that need it
     with the filter `md`, because most of a card is code in which nothing may be escaped.
-
-    Args:
-        template: name of a file in a room's folder `templates`.
-        values: what the template refers to.
     """
     return _environment().get_template(template).render(**values)
 

@@ -156,13 +156,7 @@ def terminal(results: Results) -> Group:
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
-    """Write report.html into `folder`; return its path.
-
-    Args:
-        results: what to show.
-        folder: created if missing.
-        context: what the results do not know.
-    """
+    """Write report.html into a folder, which is created if missing; return its path."""
     path = folder / PAGE
     write_text(path, render_page(results, context or Context()))
     return path
@@ -204,10 +198,7 @@ def picture(
 ) -> tuple[str, list[Bar]]:
     """What the bars of the first screen are of, and the bars: methods that draft.
 
-    Args:
-        results: of one evaluation.
-        methods: which; by default the best setting of each kind.
-        datasets: prompt sets that they are over together; by default all.
+    By default the best setting of each kind, over all prompt sets together.
     """
     rows = {row.name: row for row in medians(results, datasets)}
     shown = next(name for name in PICTURE if any(name in row.rates for row in rows.values()))

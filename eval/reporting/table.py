@@ -18,10 +18,9 @@ ROWS = 14
 def results_table(results: Results, methods: Sequence[str] = ()) -> Table:
     """A method a row: its speed-up on each prompt set, and its counts over all.
 
-    Args:
-        results: of an evaluation; of several (`together`) it shows the medians and their spread.
-        methods: which, in this order; by default of each kind of method the one setting that is
-            fastest over all prompt sets, plain decoding first, at most ROWS.
+    Of several evaluations (`together`) it shows the medians and their spread. Without methods it
+    has of each kind of method the one setting that is fastest over all prompt sets, plain decoding
+    first, at most ROWS.
     """
     sets, pooled = results.datasets(), {row.name: row for row in medians(results)}
     of_set = {each: {row.name: row for row in medians(results, [each])} for each in sets}

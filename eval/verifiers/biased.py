@@ -17,13 +17,8 @@ def biased_uno(epsilon: float) -> NodeRule:
     Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Decoding-UNO: accept x with probability
     b(x) = min(1, (p(x) + epsilon) / q(x)), else draw from p. Paper symbols: the paper's q is the
     target p here and its p the draft q. Biased, even at epsilon = 0; its bias at one position is
-    `uno_loss`, and biases add up over positions.
-
-    Args:
-        epsilon: added to p in the acceptance probability.
-
-    Raises:
-        ValueError: if epsilon is negative or not finite.
+    `uno_loss`, and biases add up over positions. Raises ValueError if epsilon is negative or not
+    finite.
     """
     _check(epsilon)
 
@@ -38,14 +33,8 @@ def biased_opt(epsilon: float) -> NodeRule:
 
     Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT: accept x
     with probability b(x) = min(1, (p(x) + epsilon) / q(x)), else draw from norm((p - b q)+). Paper
-    symbols as in `biased_uno`. Its bias at one position, `opt_loss`, is
+    symbols and errors as in `biased_uno`. Its bias at one position, `opt_loss`, is
     TV(p, q) minus the probability of a rejection; epsilon = 0 is token verification.
-
-    Args:
-        epsilon: added to p in the acceptance probability.
-
-    Raises:
-        ValueError: if epsilon is negative or not finite.
     """
     _check(epsilon)
 

@@ -18,24 +18,17 @@ def multipath_block(solver: Solver = "truncated", s: int = 5) -> Rule:
 
     The canonical decomposition of Khisti et al. 2025 (arXiv:2410.18234) at every position, and Sun
     et al. 2025 (arXiv:2403.10444v2), Algorithm 2, along the selected path; other ways to verify
-    blocks of several drafts are arXiv:2602.16961 and arXiv:2604.25925. At every depth
-    one of the tokens of the paths still alive is selected, with a distribution b that is known
-    exactly, and the paths with that token stay alive. The selected tokens are then a single draft
-    whose distributions are the b's: which paths are alive has the same probability under p and b,
-    so it cancels in every ratio.
+    blocks of several drafts are arXiv:2602.16961 and arXiv:2604.25925. At every depth one of the
+    tokens of the paths still alive is selected, with a distribution b that is known exactly, and
+    the paths with that token stay alive. The selected tokens are then a single draft whose
+    distributions are the b's: which paths are alive has the same probability under p and b, so it
+    cancels in every ratio.
 
     Where the block ends, the next token may be one that another path drafted there. Nothing below
     it has been read, so verification starts again on that path. Lossless for independent rollouts,
     each with its own distributions. With one path this is block verification, with one position
-    `importance`. E[tau] >= sum_i E[r_i] of the block ratios, with equality if every selection is
-    optimal.
-
-    Args:
-        solver: the selection, as in `importance`.
-        s: as in `importance`.
-
-    Raises:
-        ValueError: for an unknown solver or s < 1.
+    `importance`, whose parameters and errors it has. E[tau] >= sum_i E[r_i] of the block ratios,
+    with equality if every selection is optimal.
     """
     select = selector(solver, s)
 

@@ -32,20 +32,13 @@ LOG_STEP = 0.2
 def optimal_acceptance(
     p: Tensor, q: Tensor, k: int, how: Literal["iid", "distinct"] = "iid"
 ) -> float:
-    """Best acceptance of K drafts from one distribution.
+    """Best acceptance of K = `k` drafts from one distribution, of (V,) p and q.
 
     The minimising set is a prefix of the tokens in falling order of q/p, so one sort and two
-    cumulative sums find it: O(V log V). For distinct drafts the probability that all lie in a
-    prefix is an integral over an exponential race, O(K V) more with about 500 nodes.
-
-    Args:
-        p: (V,) target's distribution.
-        q: (V,) draft's distribution.
-        k: number of drafts, K.
-        how: "iid", or "distinct" for sequential draws without replacement.
-
-    Raises:
-        ValueError: for k < 1, another `how`, or distributions of different sizes.
+    cumulative sums find it: O(V log V). For distinct drafts, drawn one after the other without
+    replacement, the probability that all lie in a prefix is an integral over an exponential race,
+    O(K V) more with about 500 nodes. Raises ValueError for k < 1, another `how`, or distributions
+    of different sizes.
     """
     if how not in ("iid", "distinct"):
         raise ValueError(f"how must be 'iid' or 'distinct', got {how!r}")
@@ -104,7 +97,7 @@ def _compressed(draft: Array) -> Array:
 
 
 def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> float:
-    """Best acceptance of independent drafts, each from its own distribution.
+    """Best acceptance of independent drafts, each from its own distribution: (K, V), or K times (V,).
 
     alpha* = 1 + min_H {P(H) - prod_k Q_k(H)}. With different distributions no order of the tokens
     makes the minimiser a prefix, but it is a threshold set: x lies in H where p(x) < sum_k c_k
@@ -114,14 +107,8 @@ def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> 
 
     Guaranteed to within 1e-11 of the optimum for any p, any distributions and any K. Every box
     costs O(K V); ten to a few thousand boxes are needed for two to four distributions, and their
-    number may grow exponentially with K.
-
-    Args:
-        p: (V,) target's distribution.
-        qs: (K, V), or K distributions (V,).
-
-    Raises:
-        ValueError: if there is no distribution, or sizes differ.
+    number may grow exponentially with K. Raises ValueError if there is no distribution, or sizes
+    differ.
     """
     target, drafts = _distributions(p, list(qs))
     everything = (np.zeros(len(drafts)), np.ones(len(drafts)))

@@ -73,18 +73,11 @@ def advance(
 
 
 def modified_rows(residuals: PersistentResiduals, tree: DraftTree, target: Tensor) -> Tensor:
-    """The target's distributions along a chain, modified by the residuals that persist into it.
+    """The target's distributions (L+1, V) along a chain, modified by residuals of earlier rounds.
 
     Rows after a drafted token that the modified target excludes keep the target's own values: no
-    verification reaches them.
-
-    Args:
-        residuals: those from earlier rounds.
-        tree: a chain of L tokens.
-        target: (L+1, V) the target's own distributions.
-
-    Raises:
-        ValueError: if a residual reaches past the chain and `tree.tail` is missing.
+    verification reaches them. Raises ValueError if a residual reaches past the chain and
+    `tree.tail` is missing.
     """
     if needs_tail(residuals, len(tree)) and tree.tail is None:
         raise ValueError(
@@ -114,10 +107,10 @@ def residuals_after_round(
     accepted: int,
     token: int,
 ) -> PersistentResiduals:
-    """The residuals that the next round starts with.
+    """The residuals that the next round starts with, of those that this one started with.
 
     Args:
-        residuals: those that this round started with.
+        residuals: these.
         new: the residual that this round's rejection adds at the last accepted token, if any.
         tree: the chain of L tokens that was verified.
         target: (L+1, V) the target's own distributions, unmodified.

@@ -18,24 +18,14 @@ EPSILON = 1e-15
 
 
 def solve_linear_program(p: Array, sure: Array, masses: Array) -> Array:
-    """Shares of all pairs by the linear program, solved with HiGHS.
+    """(m, m) share of the pair {i, j} that goes to i, by the linear program, solved with HiGHS.
 
     Implements equation 9 of Khisti et al. 2025 (arXiv:2410.18234), with p and q swapped: maximise
     sum_k t_k over shares w in [0, 1] and t_k <= p_k, t_k <= b_k, where b_k is the mass that goes to
-    token k in any case plus its share of every pair. Shares are clipped to [0, 1], so that the
-    distribution b that a caller computes from them is exact whatever the solver's tolerance.
-
-    Args:
-        p: (m,) target's probabilities.
-        sure: (m,) mass that goes to a token in any case.
-        masses: (m, m) symmetric masses of the pairs, diagonal 0.
-
-    Returns:
-        (m, m) share of the pair {i, j} that goes to i.
-
-    Raises:
-        ValueError: for more than `MAX_PAIRS` pairs.
-        RuntimeError: if HiGHS finds no solution.
+    token k in any case (`sure`) plus its share of every pair. Shares are clipped to [0, 1], so that
+    the distribution b that a caller computes from them is exact whatever the solver's tolerance. Of
+    (m,) p and sure, and (m, m) symmetric masses of the pairs, diagonal 0. Raises ValueError for
+    more than `MAX_PAIRS` pairs, RuntimeError if HiGHS finds no solution.
     """
     size = len(p)
     rows, columns = np.nonzero(np.triu(masses))

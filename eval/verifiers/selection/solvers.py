@@ -64,10 +64,8 @@ def selector(solver: Solver, s: int) -> Select:
 
     From two drafts the solver selects directly; from more by a tournament (Remark 3 of the paper),
     in which the token selected so far, whose distribution is known, is compared with the next
-    draft. Luce selection handles any number of drafts of one distribution at once.
-
-    Raises:
-        ValueError: for another solver, or s < 1.
+    draft. Luce selection handles any number of drafts of one distribution at once. Raises
+    ValueError for another solver, or s < 1.
     """
     if solver not in get_args(Solver):
         raise ValueError(f"solver must be one of {', '.join(get_args(Solver))}; got {solver!r}")
