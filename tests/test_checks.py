@@ -8,20 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes import make_rollouts, pipeline, publish, run_eval, train_draft
+from recipes import pipeline
 from recipes.checks import check_whole_run
-from recipes.command import main
+from recipes.command import RECIPES, main
 from recipes.config import parse
 from recipes.recipe import Recipe
 from specdata.storage.files import write_json
 
 ROOT = Path(__file__).parent.parent
-RECIPES = {
-    "make-rollouts": make_rollouts.RECIPE,
-    "run-eval": run_eval.RECIPE,
-    "publish": publish.RECIPE,
-    "pipeline": pipeline.RECIPE,
-}
 
 
 def toy(out: Path) -> list[str]:
@@ -191,14 +185,6 @@ def test_a_plan_looks_for_what_a_run_reads_and_writes(
         assert "eval is not empty and holds no run.json" in capsys.readouterr().err
 
 
-def test_an_evaluation_without_a_method_that_stops_by_the_head_leaves_it_alone() -> None:
-    config = parse(["--method", "K=4"]).config
-    assert config.head is not None
-    assert not {"head", "labels"} & {*run_eval.Eval(config).inputs}
-    assert run_eval._predictions(config) is None
-    assert "head" in run_eval.Eval(parse([]).config).inputs
-
-
 def test_init_writes_a_configuration_that_can_be_planned(
     trained_pair: Path,
     tmp_path: Path,
@@ -210,7 +196,7 @@ def test_init_writes_a_configuration_that_can_be_planned(
     asked = ["init", str(trained_pair / "target"), "--prompts", own, "--device", "cpu"]
     assert main(asked) == 0
     assert "(16 train, 2 dev, 2 test)" in capsys.readouterr().out  # equal lines are one
-    assert len((tmp_path / "my-pair.yaml").read_text().splitlines()) <= 15
+    assert len((tmp_path / "my-pair.yaml").read_text().splitlines()) <= 18
     assert main(["pipeline", "--config", "my-pair.yaml", "--plan"]) == 0
     assert "18 completions" in capsys.readouterr().out
     assert main(asked) == 2
@@ -221,78 +207,54 @@ def test_init_writes_a_configuration_that_can_be_planned(
     assert not any(Path("new").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "shortest"),
-    [
-        ({"max_position_embeddings": 64}, {"max_position_embeddings": 4096}, "target"),
-        ({"max_position_embeddings": 4096}, {"n_positions": 64}, "draft"),
-        ({"text_config": {"max_position_embeddings": 64}}, {}, "target"),
-    ],
-)
-def test_completions_longer_than_a_context_are_found_in_config_json_alone(
-    target: dict[str, object],
-    draft: dict[str, object],
-    shortest: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "out"
-    flags = own(out, target, draft)
-    message = f"eval.max_new_tokens must leave room for a prompt: {tmp_path / shortest} has"
-    short = [*flags, "--rollouts.max_new_tokens=8", "--eval.max_new_tokens=64"]
-    refuse(pipeline.RECIPE, short, message, out, capsys)
-    room = ["--eval.max_new_tokens=63", "--rollouts.max_new_tokens=63"]
-    assert pipeline.RECIPE.run([*flags, *room, "--plan"]) == 0
+def methods(*ours: str) -> list[str]:
+    plain = "--eval.methods=[{name: plain, decoder: plain}]"
+    return [plain, *(word for each in ours for word in ("--method", each)), "--head=null"]
 
 
-@pytest.mark.parametrize(
-    ("draft", "flag"), [({"depths": 3}, "--draft=null"), ({}, "--draft.depths=3")]
-)
-def test_a_head_that_no_draft_with_masks_can_be_asked_by_is_refused_before_its_labels(
-    draft: dict[str, object], flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [*own(tmp_path / "out", {}, draft), flag, "--head={kind: specdec++}"]
-    message = "after masks (depths 3) there is none"
-    refuse(pipeline.RECIPE, flags, message, tmp_path / "out", capsys)
-    if not draft:  # the stage that would make such a draft
-        refuse(train_draft.RECIPE, flags, message, tmp_path / "out", capsys)
-
-
+SHORT = ["--rollouts.max_new_tokens=8", "--eval.max_new_tokens=64"]
+ROOM = "eval.max_new_tokens must leave room for a prompt: {}/"
+ASKED, NO_HEAD = "--head={kind: specdec++}", "after masks (depths 3) there is none"
 MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
-CHAIN = "{name: mine, length: 4}"
-TREE = "{name: mine, verifier: naive, drafter: tree, widths: [2]}"
+CHAIN = methods("{name: mine, length: 4}")
+TREE = methods("{name: mine, verifier: naive, drafter: tree, widths: [2]}")
+ASSISTED = methods("{name: theirs, decoder: assisted}")
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "method", "message"),
+    ("recipe", "target", "draft", "flags", "message"),
     [
-        ({"model_type": "rwkv"}, {}, CHAIN, "/target, which is refused: rwkv keeps a state"),
-        (
-            {},
-            {"model_type": "falcon", "alibi": True},
-            CHAIN,
-            "/draft, which is refused: falcon derives positions from what",
-        ),
-        (MAMBA, {}, TREE, "/target: mamba has recurrent layers"),
-        ({}, MAMBA, TREE, "method 'mine' with "),
-        (MAMBA, {}, "{name: theirs, decoder: assisted}", "transformers' assisted generation"),
-        (MAMBA, MAMBA, CHAIN, ""),
+        ("pipeline", {"n_positions": 64}, {"n_positions": 99}, SHORT, ROOM + "target has"),
+        ("pipeline", {"n_positions": 99}, {"n_positions": 64}, SHORT, ROOM + "draft has"),
+        ("pipeline", {"text_config": {"n_positions": 64}}, {}, SHORT, ROOM + "target has"),
+        ("pipeline", {"n_positions": 65}, {}, SHORT, ""),
+        ("pipeline", {}, {"depths": 3}, ["--draft=null", ASKED], NO_HEAD),
+        ("pipeline", {}, {}, ["--draft.depths=3", ASKED], NO_HEAD),
+        ("train-draft", {}, {}, ["--draft.depths=3", ASKED], NO_HEAD),
+        ("pipeline", {"model_type": "rwkv"}, {}, CHAIN, "{}/target, which is refused: rwkv takes"),
+        ("pipeline", {}, {"model_type": "falcon", "alibi": True}, CHAIN, "falcon derives position"),
+        ("pipeline", MAMBA, {}, TREE, "{}/target: mamba has recurrent layers"),
+        ("pipeline", {}, MAMBA, TREE, "method 'mine' with "),
+        ("pipeline", MAMBA, {}, ASSISTED, "transformers' assisted generation"),
+        ("pipeline", MAMBA, MAMBA, CHAIN, ""),
     ],
 )
-def test_a_plan_refuses_what_no_evaluation_could_decode_by_configurations_alone(
+def test_what_the_models_config_json_rules_out_is_refused_before_anything_is_made(
+    recipe: str,
     target: dict[str, object],
     draft: dict[str, object],
-    method: str,
+    flags: list[str],
     message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out, plain = tmp_path / "out", "{name: plain, decoder: plain}"
-    flags = [*own(out, target, draft), f"--eval.methods=[{plain}]", "--method", method]
+    """Contexts, heads after masks, and what no evaluation could decode."""
+    out = tmp_path / "out"
+    flags = [*own(out, target, draft), *flags]
     if message:
-        refuse(pipeline.RECIPE, [*flags, "--head=null"], message, out, capsys)
+        refuse(RECIPES[recipe], flags, message.format(tmp_path), out, capsys)
     else:
-        assert pipeline.RECIPE.run([*flags, "--head=null", "--plan"]) == 0
+        assert RECIPES[recipe].run([*flags, "--plan"]) == 0
 
 
 def test_the_embedded_pair_is_known_however_its_folder_is_written(
