@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +14,6 @@ from specdata.errors import ConfigError
 from specdata.models import check_ids, positions
 from specdata.storage.schema import TARGET_STATES, TARGET_TAPS, TOP_LOGITS
 from specdata.texts import TextBatch, TextRow, text_length
-from specdata.top_logits import has_logits, logits_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +150,3 @@ def text_batch(inputs: Mapping[str, Tensor]) -> TextBatch:
         inputs["labels"],
         inputs["examples"].tolist(),
     )
-
-
-def content_of(rollouts: Dataset) -> str:
-    """A short hash of the token ids, the same wherever and however the rows are stored.
-
-    Also of the logits that they keep of the target, which a draft then learns from.
-    """
-    digest = hashlib.sha256()
-    for row in tokens_of(rollouts):
-        digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
-    if has_logits(rollouts):
-        digest.update(logits_content(rollouts))
-    return digest.hexdigest()[:16]

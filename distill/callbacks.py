@@ -51,8 +51,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     Those that a checkpoint would go on with stay as long as the checkpoint does, so that whatever a
     killed training did after it makes no difference.
 
-    `plain` is a copy of the draft, given the weights that are measured (`set_weights`); label and
-    remedy stand in the error of a training that diverged.
+    `plain` is a copy of the draft, given the weights that are measured (`set_weights`); the
+    label stands in the error of a training that diverged.
     """
 
     trainer: Trainer
@@ -60,7 +60,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     plain: PreTrainedModel
     config: DistilConfig
     label: str
-    remedy: str
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
@@ -94,7 +93,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
                 f"after step {step}",
                 last_good=newest_complete(Path(args.output_dir)),
                 learning_rate=args.learning_rate,
-                remedy=self.remedy,
             )
         state.log_history.append({"step": step, MEASURED: asdict(measured)})
         self.trainer.log(_scalars(measured))

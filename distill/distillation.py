@@ -23,7 +23,7 @@ from distill.adapters import (
     trained_weights,
 )
 from distill.ahead import with_masks
-from distill.batches import check_context, content_of, fitted
+from distill.batches import check_context, fitted
 from distill.callbacks import Watch, best_step, load_best, measurements, reporters
 from distill.config import DistilConfig
 from distill.trainer import draft_trainer
@@ -33,7 +33,6 @@ from distill.training import (
     ModelFolder,
     logged_steps,
     train_resumably,
-    work_of,
 )
 from distill.watch import HeldOut, Measurement
 from specdata.errors import TrainingDivergedError
@@ -49,8 +48,6 @@ from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from specdata.states_draft import reads_states
 from specdata.storage.checkpoints import newest_complete
-from specdata.storage.files import fingerprint
-from specdata.storage.resume import Settings
 from specdata.taps import attach
 from specdata.top_logits import TopLogitDistributions, TopLogits, check_decided
 
@@ -109,7 +106,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         draft: folder or Hub id of the draft to start from.
         train: rollouts with `prompt_ids` and `completion_ids`.
         dev: rollouts that acceptance is measured on.
-        out: the new model folder; it appears once it is complete.
+        out: the new model folder, of this training alone; it appears once it is complete.
         config: loss and schedule.
         sampling: the warp of serving, applied to both models.
         seed: decides the order of the rollouts.
@@ -125,23 +122,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     for name, rollouts in (("train", train), ("dev", dev)):
         if len(rollouts) == 0:
             raise ValueError(f"{name} must hold at least one rollout, it is empty")
-    folder = ModelFolder(
-        out,
-        Settings(
-            {
-                "target": fingerprint(str(target)),
-                "draft": fingerprint(str(draft)),
-                # Where top logits lie does not matter, as they are compared by what they hold.
-                "config": {**config.decisive(), "logits": None},
-                "sampling": asdict(sampling),
-                "seed": seed,
-                "train": content_of(train),
-                "dev": content_of(dev),
-                "teacher_dtype": teacher_load.dtype or "float32",
-            },
-            remedy=f"choose another output folder, or remove {out} and {work_of(out)}",
-        ),
-    )
+    folder = ModelFolder(out)
     if stored := folder.result():
         return TypeAdapter(DistilResult).validate_python(stored)
     reports = reporters(config.report_to, out.with_name(f"{out.name}.logs"))
@@ -181,10 +162,9 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         trainer = draft_trainer(
             teacher, student, fit.rollouts, folder.work, config, sampling, seed, store
         )
-        remedy = folder.settings.remedy
-        for callback in (*reports, Watch(trainer, held_out, plain, config, label, remedy)):
+        for callback in (*reports, Watch(trainer, held_out, plain, config, label)):
             trainer.add_callback(callback)
-        train_resumably(trainer, folder.work, folder.settings, label=label)
+        train_resumably(trainer, folder.work, label=label)
         weights = trained_weights(trainer)
         steps, watched = logged_steps(trainer), measurements(trainer.state)
         kept_step = trainer.state.global_step
@@ -200,7 +180,6 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             f"{label}: its acceptance is {after.overall.acceptance} after the last step",
             last_good=newest_complete(folder.work),
             learning_rate=config.learning_rate,
-            remedy=folder.settings.remedy,
         )
     result = DistilResult(
         acceptance_before=before.overall.acceptance,

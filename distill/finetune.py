@@ -27,19 +27,16 @@ from distill.adapters import (
     set_weights,
     trained_weights,
 )
-from distill.batches import content_of
 from distill.config import FinetuneConfig, LoraConfig
 from distill.training import (
     HISTORY_FILE,
     RESULT_FILE,
-    SETTINGS_FILE,
     ModelFolder,
     Schedule,
     logged_steps,
     train_resumably,
     training_arguments,
     whole_batches,
-    work_of,
 )
 from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
@@ -56,9 +53,9 @@ from specdata.prompts.chat_templates import (
     assistant_mask,
     require_template,
 )
-from specdata.prompts.conversations import Account, conversation_inputs, read_conversations
-from specdata.storage.files import atomic_folder, fingerprint, write_json
-from specdata.storage.resume import Settings, read_record
+from specdata.prompts.conversations import Account, read_conversations
+from specdata.storage.files import atomic_folder, write_json
+from specdata.storage.resume import read_record
 from specdata.texts import IGNORED
 
 Ids = npt.NDArray[np.int32]
@@ -82,7 +79,7 @@ class PackedRows:
     account: dict[str, Any]
 
 
-def stored_rows(folder: Path, settings: Settings, make: Callable[[], PackedRows]) -> PackedRows:
+def stored_rows(folder: Path, make: Callable[[], PackedRows]) -> PackedRows:
     """Make the rows of a training, or read those that another process or an earlier run made.
 
     Rendering and masking a hundred thousand conversations takes many minutes, so the main process
@@ -93,9 +90,7 @@ def stored_rows(folder: Path, settings: Settings, make: Callable[[], PackedRows]
         with atomic_folder(folder) as temporary:
             rows.dataset.save_to_disk(str(temporary))
             write_json(temporary / ACCOUNT_FILE, rows.account)
-            settings.write(temporary / SETTINGS_FILE)
     wait_for_main()
-    settings.check_file(folder / SETTINGS_FILE)
     account = read_record(folder / ACCOUNT_FILE, (), f"remove {folder}")
     return PackedRows(load_from_disk(str(folder)), account)
 
@@ -270,36 +265,19 @@ def finetune(
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
     """
-    folder = ModelFolder(
-        out,
-        Settings(
-            {
-                "target": fingerprint(str(target)),
-                "draft": fingerprint(str(draft)),
-                "texts": _contents(config, rollouts),
-                "config": config.model_dump(mode="json"),
-                "lora": None if lora is None else lora.model_dump(mode="json"),
-                "seed": seed,
-            },
-            remedy=f"choose another output folder, or remove {out} and {work_of(out)}",
-        ),
-    )
+    folder = ModelFolder(out)
     if stored := folder.result():
         return stored
     state = join_processes()
     config.check_context(positions(load_configs(str(draft))[0]), draft)
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
-    rows = stored_rows(
-        folder.work / "rows",
-        folder.settings,
-        lambda: make_rows(tokenizer, rollouts, config, seed),
-    )
+    rows = stored_rows(folder.work / "rows", lambda: make_rows(tokenizer, rollouts, config, seed))
     student = load_student(str(draft), lora, seed=seed)
     plain = load_plain(str(draft), lora)
     check_packing(base_of(plain), rows.dataset)
     trainer = finetune_trainer(student, tokenizer, rows, folder.work, config, seed, save_steps)
-    train_resumably(trainer, folder.work, folder.settings, label="fine-tuning the draft")
+    train_resumably(trainer, folder.work, label="fine-tuning the draft")
     weights, steps = trained_weights(trainer), logged_steps(trainer)
     result = {
         **rows.account,
@@ -394,16 +372,3 @@ def check_packing(model: PreTrainedModel, rows: Dataset) -> None:
             f"texts that share a row would see each other in {model.config.model_type} with "
             f"{model.config._attn_implementation} attention: take another draft"
         )
-
-
-def _contents(config: FinetuneConfig, rollouts: Dataset | None) -> dict[str, str]:
-    """The identity of the texts: files by their content, a Hub id itself."""
-    if config.conversations:
-        sources = conversation_inputs(config.conversations)
-        return {name: fingerprint(source) for name, source in sources.items()}
-    if not rollouts:
-        raise ConfigError(
-            "there are no rollouts to fine-tune on: make some of split train, or name "
-            "conversations (draft.finetune.conversations)"
-        )
-    return {"rollouts": content_of(rollouts)}

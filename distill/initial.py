@@ -23,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from distill.batches import check_context, content_of
+from distill.batches import check_context
 from distill.config import ARCHITECTURES, InitConfig
 from distill.eagle import first_eagle, first_eagle3
 from distill.llama_layers import llama_draft
@@ -31,7 +31,6 @@ from distill.states import can_be_silenced, fit_inputs, fit_rows, silence
 from distill.toy import language_model
 from distill.training import (
     RESULT_FILE,
-    SETTINGS_FILE,
     ModelFolder,
     save_model,
     special_ids,
@@ -51,8 +50,8 @@ from specdata.models import (
 )
 from specdata.processes import join_processes, wait_for_main
 from specdata.saving import copy_tokenizer
-from specdata.storage.files import atomic_folder, fingerprint, write_json
-from specdata.storage.resume import Settings, read_record
+from specdata.storage.files import atomic_folder, write_json
+from specdata.storage.resume import read_record
 from specdata.taps import decoder_layers, install
 from specdata.target_states import stored_states
 
@@ -89,19 +88,8 @@ def make_initial(
             "rollouts must hold at least one completion token of split train, and these hold none: "
             "make others"
         )
-    settings = Settings(
-        {
-            "target": fingerprint(str(target)),
-            "draft": None if draft is None else fingerprint(str(draft)),
-            "config": config.model_dump(mode="json"),
-            "seed": seed,
-            "rollouts": content_of(rollouts),
-        },
-        remedy=f"choose another output folder, or remove {out}",
-    )
     check_context({"target": load_configs(str(target))[0]}, rollouts)
-    folder = ModelFolder(out, settings)
-    if folder.result() is None and join_processes().is_main_process:
+    if ModelFolder(out).result() is None and join_processes().is_main_process:
         record: dict[str, Any] = {"kind": config.kind}
         if config.kind == "model":
             if draft is None:
@@ -164,7 +152,6 @@ def make_initial(
                     "so no draft can be made of it: give draft.init another kind, or leave its "
                     "vocabulary whole"
                 )
-            settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, record)
     wait_for_main()
     return read_record(out / RESULT_FILE, (), f"remove {out} and run the same command again")

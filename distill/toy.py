@@ -27,11 +27,9 @@ from distill.config import TOY_POSITIONS, ToyPairConfig
 from distill.training import Schedule, save_model, train_resumably, training_arguments
 from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder
-from specdata.storage.resume import Settings
 from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 
-SETTINGS_FILE = "training.json"
 BATCH_BLOCKS = 4
 """Blocks of a training step."""
 TARGET_RATE, DRAFT_RATE = 3e-3, 4e-3
@@ -44,17 +42,8 @@ def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
     The seed decides the text, the initial weights and the order of the blocks.
     """
     for name in ("target", "draft"):
-        # A model depends on the settings of its own and the shared ones only.
-        other = {"target": "draft_", "draft": "target_"}[name]
-        decisive = {key: v for key, v in config.model_dump().items() if not key.startswith(other)}
-        settings = Settings(
-            {**decisive, "seed": seed},
-            remedy=f"choose another output folder, or remove {folder}",
-        )
-        if (folder / name).exists():
-            settings.check_file(folder / name / SETTINGS_FILE)
-        else:
-            _train(folder / name, config, settings, seed=seed)
+        if not (folder / name).exists():
+            _train(folder / name, config, seed=seed)
 
 
 def language_model(
@@ -118,7 +107,7 @@ def token_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase, block_siz
     return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 
-def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) -> None:
+def _train(path: Path, config: ToyPairConfig, *, seed: int) -> None:
     texts = corpus(
         seed=seed,
         examples_per_family=config.examples_per_family,
@@ -151,14 +140,13 @@ def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) 
         train_dataset=token_blocks(texts, tokenizer, config.block_size),
         data_collator=default_data_collator,
     )
-    train_resumably(trainer, work, settings, label=f"training the {path.name}")
+    train_resumably(trainer, work, label=f"training the {path.name}")
     with atomic_folder(path) as temporary:
         save_model(model, temporary)
         if target:
             save_tokenizer(tokenizer, temporary)
         else:
             copy_tokenizer(str(path.with_name("target")), temporary)
-        settings.write(temporary / SETTINGS_FILE)
     shutil.rmtree(work)
     del trainer
     torch.cuda.empty_cache()

@@ -47,12 +47,12 @@ from specdata.storage.checkpoints import (
     newest_complete,
 )
 from specdata.storage.files import atomic_folder, write_json
-from specdata.storage.resume import Settings, read_record
+from specdata.storage.resume import read_record
 from specdata.terminal import progress
 
 TRIMMED_STEPS = 4
 
-SETTINGS_FILE, RESULT_FILE, HISTORY_FILE = "training.json", "result.json", "history.json"
+RESULT_FILE, HISTORY_FILE = "result.json", "history.json"
 # transformers warns of the older name as soon as it knows the newer one.
 CHECKPOINTING = (
     "activation_checkpointing"
@@ -101,25 +101,24 @@ class Schedule:
 class ModelFolder:
     """The folder of a model that is made once: it appears when it is complete.
 
+    It is of one training: the stage's run.json says of which, and refuses another.
+
     Attributes:
         path: where.
-        settings: what the model depends on.
     """
 
     path: Path
-    settings: Settings
 
     @property
     def work(self) -> Path:
-        """What a training under way needs."""
-        return work_of(self.path)
+        """What a training under way needs: its checkpoints, above all."""
+        return self.path.with_name(f"{self.path.name}.training")
 
     def result(self) -> dict[str, Any] | None:
         """What its making stored with it; None if it is not there yet."""
         if not self.path.exists():
             return None
         shutil.rmtree(self.work, ignore_errors=True)  # of a run killed right before its end
-        self.settings.check_file(self.path / SETTINGS_FILE)
         remedy = f"remove {self.path} and run the same command again"
         return read_record(self.path / RESULT_FILE, (), remedy)
 
@@ -128,15 +127,9 @@ class ModelFolder:
         with atomic_folder(self.path) as temporary:
             save_model(model, temporary)
             copy_tokenizer(str(target), temporary)
-            self.settings.write(temporary / SETTINGS_FILE)
             for name, record in records.items():
                 write_json(temporary / name, record)
         shutil.rmtree(self.work, ignore_errors=True)
-
-
-def work_of(path: Path) -> Path:
-    """Where a training that ends in a folder keeps its checkpoints."""
-    return path.with_name(f"{path.name}.training")
 
 
 def training_arguments(
@@ -216,7 +209,7 @@ def whole_batches(trainer: Trainer, batch_size: int) -> DataLoader[dict[str, Ten
     return prepared
 
 
-def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: str) -> None:
+def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:
     """Train to the end, from the newest whole checkpoint in `work` if there is one.
 
     The trainer is ready to train, with `training_arguments(work, ...)`; the caller deletes `work`
@@ -226,9 +219,9 @@ def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: 
         TrainingDivergedError: on every process, before anything that is not finite is stored.
         Interrupted: on every process, if one was asked to stop, after a checkpoint.
     """
-    newest = checkpoint_to_resume(work, settings, engine=_engine())
+    newest = checkpoint_to_resume(work, engine=_engine())
     trainer.remove_callback(PrinterCallback)
-    supervisor = _Supervisor(label, settings.remedy)
+    supervisor = _Supervisor(label)
     trainer.add_callback(supervisor)
     try:
         with _no_shard_bars(), until_checkpoint():
@@ -313,9 +306,8 @@ class _Supervisor(TrainerCallback):  # type: ignore[misc]
     was asked to stop ends with a checkpoint, after the same step everywhere.
     """
 
-    def __init__(self, label: str, remedy: str) -> None:
+    def __init__(self, label: str) -> None:
         self.label = label
-        self.remedy = remedy
         self.healthy_steps = 0
         self.signal = 0
         self.bar: tqdm[Any] | None = None
@@ -372,5 +364,4 @@ class _Supervisor(TrainerCallback):  # type: ignore[misc]
             f"{self.label}: {what}",
             last_good=newest_complete(Path(args.output_dir)),
             learning_rate=args.learning_rate,
-            remedy=self.remedy,
         )

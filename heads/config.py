@@ -183,5 +183,6 @@ class HeadConfig(Config):
         return 2e-3 if self.kind == "immediate" else min(1e-3, 5e-5 * 4096 / hidden_size)
 
     def decisive(self) -> dict[str, Any]:
-        """The settings that decide the head, as JSON values."""
-        return self.model_dump(mode="json", exclude={"report_to", "folder"})
+        """The settings that decide the head, and not how it is trained, as JSON values."""
+        alone = {"report_to", "folder", "micro_batch_size", "save_steps"}
+        return self.model_dump(mode="json", exclude=alone)

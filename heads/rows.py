@@ -10,7 +10,6 @@ tokens are accepted, its later ones.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from typing import NotRequired, TypedDict, cast
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
@@ -59,15 +57,13 @@ class LabelRow(TypedDict):
 class LabelRows:
     """The usable rows of a labelled dataset: with a completion token within the maximum length.
 
-    `labels` counts the positions with a label in all rows, `cut` those beyond that length; the
-    fingerprint is a digest of the content of all rows.
+    `labels` counts the positions with a label in all rows, `cut` those beyond that length.
     """
 
     dataset: datasets.Dataset
     usable: list[int]
     labels: int
     cut: int
-    fingerprint: str
 
     @classmethod
     def read(
@@ -88,14 +84,9 @@ class LabelRows:
         columns = dataset.select_columns(
             [*COLUMNS, *(column for column in more if column in dataset.column_names)]
         )
-        digest = hashlib.sha256()
         prompts: list[int] = []
         completions: list[int] = []
         for rows in columns.with_format("arrow").iter(batch_size=1024):
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, rows.schema) as writer:
-                writer.write_table(rows.combine_chunks())
-            digest.update(sink.getvalue())
             prompts += pc.list_value_length(rows["prompt_ids"]).to_pylist()
             completions += pc.list_value_length(rows["completion_ids"]).to_pylist()
         lengths = list(zip(prompts, completions, strict=True))
@@ -107,7 +98,7 @@ class LabelRows:
             )
         kept = sum(min(lengths[i][1], max_length - lengths[i][0]) for i in usable)
         labels = sum(completions)
-        return cls(columns, usable, labels, labels - kept, digest.hexdigest())
+        return cls(columns, usable, labels, labels - kept)
 
     def __len__(self) -> int:
         return len(self.usable)

@@ -7,7 +7,6 @@ from (seed, epoch, example), and the learning rate from the step.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import shutil
@@ -42,7 +41,7 @@ from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
 from specdata.storage.checkpoints import checkpoint_to_resume, newest_complete
 from specdata.storage.files import write_json
-from specdata.storage.resume import Settings, read_record
+from specdata.storage.resume import read_record
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ logger = logging.getLogger(__name__)
 METRICS_NAME = "metrics.json"
 CHECKPOINTS_NAME = "checkpoints"
 LOGS_NAME = "logs"
-RUN_ALONE = ("micro_batch_size", "save_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,8 @@ def train_head(
         draft: the frozen draft; its weights and its precision are left alone.
         train: labelled rows, the columns of `heads.rows.LabelRow`.
         dev: held-out labelled rows.
-        out: folder for the head and `metrics.json` (written last), of checkpoints until then.
+        out: folder for the head and `metrics.json` (written last), of checkpoints until then; of
+            this training alone.
         config: settings.
         seed: of initial weights, order and mixing. How dev rows are read never changes.
         sampling: the distribution under which the labels were made; recorded with the head.
@@ -111,8 +110,7 @@ def train_head(
 
     Raises:
         ValueError: if rows or draft cannot be used.
-        ManifestError: if `out` holds a head of other settings, rows or draft, or its checkpoints
-            are damaged.
+        ManifestError: if its checkpoints are damaged.
         TrainingDivergedError: on every process, if a loss, weight or metric is not finite, or the
             trained head predicts worse than the untrained one and than chance.
         Interrupted: on every process, if one was asked to stop, after a checkpoint.
@@ -121,18 +119,7 @@ def train_head(
     longest, is_ours = positions(draft.config), config.kind == "immediate"
     train_rows = LabelRows.read("train", train, longest, with_draws=is_ours)
     dev_rows = LabelRows.read("dev", dev, longest, with_draws=is_ours)
-    settings = Settings(
-        {
-            # How it is run does not decide what is learned.
-            "config": {k: v for k, v in config.decisive().items() if k not in RUN_ALONE},
-            "seed": seed,
-            "draft": weights_fingerprint(draft),
-            "train": train_rows.fingerprint,
-            "dev": dev_rows.fingerprint,
-        },
-        f"delete {out} or choose another output folder",
-    )
-    if (finished := finished_head(out, settings)) is not None:
+    if (finished := finished_head(out)) is not None:
         if is_main():
             # Those of a run that was killed right before its end.
             shutil.rmtree(out / CHECKPOINTS_NAME, ignore_errors=True)
@@ -143,7 +130,7 @@ def train_head(
             "the draft's context of %d tokens cuts off %d of %d labels", longest, cut, labels
         )
     was_training = draft.training
-    training = Training(draft.eval(), train_rows, dev_rows, out, config, seed, sampling, settings)
+    training = Training(draft.eval(), train_rows, dev_rows, out, config, seed, sampling)
     try:
         with warnings.catch_warnings():  # of collectives that DeepSpeed calls by their old names
             of_old_names = r"`torch\.distributed\.\w+` is deprecated"
@@ -162,7 +149,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> fl
 
 @dataclass(slots=True)
 class Training:
-    """One training at work; `settings` are all that the weights depend on.
+    """One training at work.
 
     `before` is what the untrained head was worth, `losses` are of the steps done.
     """
@@ -174,7 +161,6 @@ class Training:
     config: HeadConfig
     seed: int
     sampling: SamplingConfig | None
-    settings: Settings
     prepared: PreparedHead = field(init=False)
     inputs: TrainingInputs = field(init=False)
     before: HeadMetrics = field(init=False)
@@ -237,9 +223,7 @@ class Training:
             final = self._new_head(getattr(prepared.head, "scales", None))
             final.load_state_dict(weights)
             final.save_pretrained(self.out)
-            write_json(
-                self.out / METRICS_NAME, {"settings": self.settings.values, **asdict(result)}
-            )
+            write_json(self.out / METRICS_NAME, asdict(result))
             shutil.rmtree(self.folder, ignore_errors=True)
         prepared.close(leave=not joined)
         return result
@@ -248,7 +232,7 @@ class Training:
         """Join the other processes and wrap the head, as new or as the last checkpoint holds it."""
         draft, config = self.draft, self.config
         accelerator = start_accelerator(config.report_to, self.out / LOGS_NAME)
-        newest = checkpoint_to_resume(self.folder, self.settings)
+        newest = checkpoint_to_resume(self.folder)
         checkpoint = None if newest is None else Checkpoint.read(newest)
         accelerator.wait_for_everyone()  # no process writes before all have looked
         if draft.device != accelerator.device:  # packed weights refuse even to stay where they are
@@ -265,7 +249,7 @@ class Training:
         if checkpoint is not None:
             head.load_state_dict(checkpoint.weights)
         if config.report_to != "none":
-            shown = {name: str(value) for name, value in self.settings.values["config"].items()}
+            shown = {name: str(value) for name, value in config.decisive().items()}
             accelerator.init_trackers("acceptance-head", config=shown)
         self.prepared = PreparedHead.of(accelerator, head, config)
         if checkpoint is None:
@@ -405,26 +389,15 @@ class Training:
             f"acceptance head: {what}",
             last_good=newest_complete(self.folder),
             learning_rate=self.peak,
-            remedy=self.settings.remedy,
         )
 
 
-def weights_fingerprint(model: torch.nn.Module) -> str:
-    """Hex digest of a sample of every parameter: changes whenever the model was trained further."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().flatten()[:1024].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def finished_head(out: Path, settings: Settings) -> HeadResult | None:
+def finished_head(out: Path) -> HeadResult | None:
     """The measurements of the head in a folder; None if it is not done there."""
     path = out / METRICS_NAME
     if not path.is_file():
         return None
-    stored = read_record(path, ("settings",), settings.remedy)
-    settings.check(stored.pop("settings"), out)
+    stored = read_record(path, ("before", "after", "losses"), f"remove {out} to train it again")
     stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
     stored["losses"] = tuple(stored["losses"])
     return HeadResult(**stored)

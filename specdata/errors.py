@@ -66,20 +66,18 @@ class TrainingDivergedError(ConfigError):
         last_good: the last good checkpoint, if one was written.
         learning_rate: the largest of this training.
         remedy: what to do about the folder once the learning rate is lower, an imperative without a
-            full stop. A stage, whose own record holds the learning rate, replaces it by its own.
+            full stop; a stage, whose record holds the learning rate, names its own.
         by_heart: what to change if the training set was learned and nothing else, an imperative
             without a full stop; else None.
     """
 
-    def __init__(
-        self, found: str, *, last_good: Path | None, learning_rate: float, remedy: str
-    ) -> None:
+    def __init__(self, found: str, *, last_good: Path | None, learning_rate: float) -> None:
         super().__init__(found)
         self.by_heart: str | None = None
         self.found = found
         self.last_good = last_good
         self.learning_rate = learning_rate
-        self.remedy = remedy
+        self.remedy = "remove what it left, or choose another output folder"
 
     def __str__(self) -> str:
         last_good = (

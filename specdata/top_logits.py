@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -51,24 +50,10 @@ class TopLogits:
         return TopLogitDistributions(self.count, self.vocabulary, sampling, bound)
 
 
-def has_logits(rows: Dataset) -> bool:
-    """True if rows keep logits of their target."""
-    return {*TOP_LOGITS.names} <= {*rows.column_names}
-
-
 def logits_of(rows: Dataset) -> Dataset:
     """The top logits of rows alone, read as tensors; see `top_logit_columns`."""
     names = [name for name in COLUMNS if name in rows.column_names]
     return rows.select_columns(names).with_format("torch")
-
-
-def logits_content(rows: Dataset) -> bytes:
-    """A hash of the top logits of rows, the same wherever they are stored."""
-    digest = hashlib.sha256()
-    for row in _rows_of(logits_of(rows)):
-        for name, values in sorted(row.items()):
-            digest.update(name.encode() + values.numpy().tobytes())
-    return digest.digest()
 
 
 def top_logit_columns(row: Mapping[str, Any], count: int, positions: int) -> dict[str, Tensor]:

@@ -21,11 +21,10 @@ from distill.losses import LOSSES
 from distill.toy import train_toy_pair
 from distill.training import train_resumably
 from specdata.config import read_config
-from specdata.errors import ManifestError, TrainingDivergedError, VocabularyMismatchError
+from specdata.errors import TrainingDivergedError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
 from specdata.storage.checkpoints import newest_checkpoint
-from specdata.storage.resume import Settings
 from specdata.texts import IGNORED
 from tests.conftest import TRAINED_PAIR
 from tests.random_pair import texts_of
@@ -65,7 +64,7 @@ def test_the_pair_is_two_ordinary_folders_with_one_vocabulary(pair: Path) -> Non
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_a_finished_model_is_kept_a_missing_one_comes_out_the_same_and_other_settings_are_refused(
+def test_a_finished_model_is_kept_and_a_missing_one_comes_out_the_same(
     pair: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "target").symlink_to(pair / "target")
@@ -73,10 +72,6 @@ def test_a_finished_model_is_kept_a_missing_one_comes_out_the_same_and_other_set
     train_toy_pair(tmp_path, TOY_PAIR, seed=0)
     assert (pair / "target" / "model.safetensors").stat() == before
     assert_same_weights(tmp_path / "draft", pair / "draft")
-    with pytest.raises(ManifestError, match="target_steps: 40 -> 41"):
-        train_toy_pair(pair, changed(TOY_PAIR, target_steps=41), seed=0)
-    with pytest.raises(ManifestError, match="seed: 0 -> 1"):
-        train_toy_pair(pair, TOY_PAIR, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +182,7 @@ def test_a_training_that_diverges_ends_with_a_message_and_stores_nothing_that_is
         r"training diverged \(no checkpoint was written before\): lower its learning_rate, 1e\+06,",
         str(refusal.value),
     )
-    assert str(refusal.value).endswith(f"or remove {out} and {work}")
+    assert str(refusal.value).endswith("remove what it left, or choose another output folder")
     assert not out.exists()
     assert not list(work.glob("checkpoint-*"))
     shutil.rmtree(work)  # as the message says
@@ -210,7 +205,7 @@ def test_weights_that_are_not_finite_are_not_stored_and_the_last_good_checkpoint
     trainer = trainer_of(pair / "target", pair / "draft", rows, work, changed(QUICK, epochs=8))
     trainer.add_callback(Overflow())
     with pytest.raises(TrainingDivergedError) as refusal:
-        train_resumably(trainer, work, Settings({}, {}, "train elsewhere"), label="the draft")
+        train_resumably(trainer, work, label="the draft")
     assert "weights are not finite after step 8, so the training" in str(refusal.value)
     assert f"({work / 'checkpoint-4'} is kept)" in str(refusal.value)
     assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-4"]

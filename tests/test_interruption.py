@@ -14,7 +14,6 @@ from transformers import Trainer, TrainerCallback
 from distill.training import train_resumably
 from specdata.interruption import Interrupted, stop_signal, stopping_on_signals, until_checkpoint
 from specdata.models import load_model
-from specdata.storage.resume import Settings
 from tests.random_pair import texts_of
 from tests.trainings import QUICK, changed, trainer_of
 
@@ -154,7 +153,7 @@ def test_a_draft_that_is_interrupted_at_any_step_ends_in_the_weights_of_an_unint
         trainer = trainer_of(pair / "target", draft, rows, work, config)
         trainer.add_callback(AtStep(at))
         with stopping_on_signals():
-            train_resumably(trainer, work, Settings({}, {}, "no remedy"), label="draft")
+            train_resumably(trainer, work, label="draft")
         return trainer
 
     whole = train(tmp_path / "whole", None)

@@ -41,7 +41,7 @@ from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient
 from specdata.server.config import ServerConfig
-from specdata.storage.files import fingerprint, locked, share_out
+from specdata.storage.files import locked, share_out
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import Settings
 
@@ -131,32 +131,19 @@ class Experiment:
         return build_results(self.environment, rows)
 
     def _store(self) -> RecordStore:
-        """The stored prompts, with what decides their records."""
+        """The stored prompts, with where they were decoded: all else the run's record decides."""
         config, environment = self.config, self.environment
-        methods: dict[str, Any] = {}
-        for method in config.methods:
-            # Drafts of paths by what they hold: their folders may move, their files not change.
-            drafts = [draft and fingerprint(draft) for draft in method.path_drafts]
-            methods[method.name] = method.model_dump(mode="json") | {"path_drafts": drafts}
-        values = {
-            "methods": methods,
-            "max_new_tokens": config.max_new_tokens,
+        values: dict[str, Any] = {
             "engine": engine_on(config.engine, environment.device),
-            "batch": config.batch,
-            "sampling": asdict(self.sampling),
-            "seed": self.seed,
             "device": environment.device.partition(":")[0],  # each process has a GPU of its own
-            "dtype": environment.dtype,
         }
-        if config.scores or config.reward_model:
-            values |= {"scores": config.scores, "reward_model": config.reward_model}
         # Times of two machines must not end up in one table. Counts have none, so they go on in
         # another number of processes, which gives each other threads.
         if config.batch == 1:
             values["hardware"] = environment.hardware
         remedy = f"choose another folder with --eval.folder NAME, or remove {self.folder}"
-        settings = Settings(values, remedy)
-        return RecordStore(self.folder / "prompts", list(methods), settings)
+        names = [method.name for method in config.methods]
+        return RecordStore(self.folder / "prompts", names, Settings(values, remedy))
 
     def decoder(self, method: Method) -> SpeculativeDecoder:
         """What decodes with a method of ours."""

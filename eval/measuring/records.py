@@ -152,7 +152,7 @@ class RecordStore:
     Args:
         folder: where the files are.
         methods: names of the methods that every prompt has a record of.
-        settings: what decides the records; stored in every file, and compared when it is read.
+        settings: where they are made; stored in every file, and compared when it is read.
     """
 
     def __init__(self, folder: Path, methods: Sequence[str], settings: Settings) -> None:

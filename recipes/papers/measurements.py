@@ -111,6 +111,7 @@ class ModelPair:
             "dtype": self.config.models.dtype,
             "prompts": self.prompts,
             "sets": [asdict(each) for each in self.config.eval.sets],
+            "max_new_tokens": self.config.eval.max_new_tokens,
         }
         return dict(portable(json.loads(json.dumps(values)), self.config.output))
 

@@ -15,12 +15,11 @@ from pathlib import Path
 from specdata.errors import ManifestError
 from specdata.processes import join_processes
 from specdata.storage.files import sha256, sync_folder, write_json
-from specdata.storage.resume import Settings, read_record
+from specdata.storage.resume import read_record
 
 logger = logging.getLogger(__name__)
 
 COMPLETE = "complete.json"
-SETTINGS = "settings.json"
 KEPT = 2
 
 
@@ -29,23 +28,16 @@ def checkpoint_folder(work: Path, step: int) -> Path:
     return work / f"checkpoint-{step}"
 
 
-def checkpoint_to_resume(work: Path, settings: Settings, *, engine: str = "") -> Path | None:
-    """Begin the checkpoints of a training or find the one to go on from; all processes together.
+def checkpoint_to_resume(work: Path, *, engine: str = "") -> Path | None:
+    """The checkpoint that a training goes on from; None to begin it. All processes together.
 
     Args:
-        work: folder of the checkpoints.
-        settings: what the result depends on.
+        work: folder of the checkpoints, of this training alone.
         engine: what will read them; see `complete`.
     """
     state = join_processes()
     with state.main_process_first():
-        if not settings.check_file(work / SETTINGS) and newest_complete(work):
-            raise ManifestError(
-                f"{work / SETTINGS} is missing, so its checkpoints may belong to another run: "
-                f"remove {work} to train from the start"
-            )
         if state.is_main_process:
-            settings.write(work / SETTINGS)
             newest_checkpoint(work, engine=engine)  # removes those that cannot be used
     return newest_complete(work)
 
