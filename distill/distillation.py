@@ -43,7 +43,7 @@ from specdata.models import (
     load_model,
     load_tokenizer,
 )
-from specdata.processes import join_processes, wait_for_main
+from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from specdata.states_draft import reads_states
@@ -199,5 +199,4 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         history = {name: stored[name] for name in ("before", "after", "best_step")}
         history |= {"steps": steps, "measurements": [asdict(each) for each in watched]}
         folder.write(plain, target, {RESULT_FILE: stored, HISTORY_FILE: history})
-    wait_for_main()
     return result

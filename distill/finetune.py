@@ -46,7 +46,7 @@ from specdata.models import (
     load_tokenizer,
     positions,
 )
-from specdata.processes import join_processes, wait_for_main
+from specdata.processes import broadcast_by_main, join_processes
 from specdata.prompts.chat_templates import (
     TemplateRefusedError,
     UnmaskableError,
@@ -85,13 +85,15 @@ def stored_rows(folder: Path, make: Callable[[], PackedRows]) -> PackedRows:
     Rendering and masking a hundred thousand conversations takes many minutes, so the main process
     does it, the others wait for it, and a run that goes on reads what lies there.
     """
-    if join_processes().is_main_process and not folder.exists():
-        rows = make()
-        with atomic_folder(folder) as temporary:
-            rows.dataset.save_to_disk(str(temporary))
-            write_json(temporary / ACCOUNT_FILE, rows.account)
-    wait_for_main()
-    account = read_record(folder / ACCOUNT_FILE, (), f"remove {folder}")
+    account: dict[str, Any] = {}
+    if join_processes().is_main_process:
+        if not folder.exists():
+            rows = make()
+            with atomic_folder(folder) as temporary:
+                rows.dataset.save_to_disk(str(temporary))
+                write_json(temporary / ACCOUNT_FILE, rows.account)
+        account = read_record(folder / ACCOUNT_FILE, (), f"remove {folder}")
+    account = broadcast_by_main(account)
     return PackedRows(load_from_disk(str(folder)), account)
 
 
@@ -289,7 +291,6 @@ def finetune(
         set_weights(plain, weights)
         records = {RESULT_FILE: result, HISTORY_FILE: {"steps": steps}}
         folder.write(merged(plain), target, records)
-    wait_for_main()
     return result
 
 

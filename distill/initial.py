@@ -48,10 +48,9 @@ from specdata.models import (
     load_tokenizer,
     positions,
 )
-from specdata.processes import join_processes, wait_for_main
+from specdata.processes import broadcast_by_main, join_processes
 from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder, write_json
-from specdata.storage.resume import read_record
 from specdata.taps import decoder_layers, install
 from specdata.target_states import stored_states
 
@@ -89,8 +88,9 @@ def make_initial(
             "make others"
         )
     check_context({"target": load_configs(str(target))[0]}, rollouts)
-    if ModelFolder(out).result() is None and join_processes().is_main_process:
-        record: dict[str, Any] = {"kind": config.kind}
+    record = ModelFolder(out).result() or {}
+    if not record and join_processes().is_main_process:
+        record = {"kind": config.kind}
         if config.kind == "model":
             if draft is None:
                 raise ConfigError(
@@ -153,8 +153,7 @@ def make_initial(
                     "vocabulary whole"
                 )
             write_json(temporary / RESULT_FILE, record)
-    wait_for_main()
-    return read_record(out / RESULT_FILE, (), f"remove {out} and run the same command again")
+    return broadcast_by_main(record)
 
 
 def frequent_tokens(

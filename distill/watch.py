@@ -21,7 +21,7 @@ from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
-from specdata.processes import broadcast_by_main, join_processes, wait_for_main
+from specdata.processes import broadcast_by_main, join_processes
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from specdata.states_draft import states_input
@@ -171,7 +171,6 @@ class HeldOut:
         measured: Measurement | None = None
         if join_processes().is_main_process:
             measured = self.measure(draft, step=step, watched_only=watched_only)
-        wait_for_main()
         measured = broadcast_by_main(measured)
         assert measured is not None
         return measured

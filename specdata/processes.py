@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 # How long processes wait for another in a collective before they count it as lost, where neither
 # the launcher of its node nor a broken connection tells. What may take longer is waited for
-# elsewhere: a stage by `recipes.run.wait_for`, the main process of a training by `wait_for_main`.
+# elsewhere: a stage by `recipes.run.wait_for`, the main process of a group by `broadcast_by_main`.
 TIMEOUT = timedelta(minutes=15)
 # Seconds between two looks for the main process, and the numbers of the waits for it.
 PAUSE = 0.2
@@ -132,15 +132,17 @@ def in_group() -> bool:
     )
 
 
-def wait_for_main() -> None:
-    """Wait until the main process comes here, too, however long it works; all must call this.
+def broadcast_by_main(value: T) -> T:
+    """The main process's value, in every process of the group, however long it takes.
 
-    Not in a collective, which would end after `TIMEOUT`: the others look into the store by which
-    the processes found each other. It is gone when the main process's node is, which raises here.
+    Every process must call this. The others do not wait in a collective, which would end after
+    `TIMEOUT`, but look into the store by which the processes found each other. It is gone when the
+    main process's node is, which raises here.
     """
     state = join_processes()
     if state.num_processes == 1:
-        return
+        return value
+    from accelerate.utils import broadcast_object_list
     from torch.distributed.distributed_c10d import _get_default_store  # there is no public one
 
     store, place = _get_default_store(), f"draftsmith/main/{next(_waits)}"
@@ -148,13 +150,6 @@ def wait_for_main() -> None:
         store.set(place, "here")
     while not store.check([place]):
         time.sleep(PAUSE)
-    state.wait_for_everyone()  # until all have seen it: the store ends with the main process
-
-
-def broadcast_by_main(value: T) -> T:
-    """The main process's value, in every process of the group; all call this together."""
-    from accelerate.utils import broadcast_object_list
-
     told: T = broadcast_object_list([value])[0]
     return told
 

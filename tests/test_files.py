@@ -1,13 +1,16 @@
-"""A folder is whole or absent, whenever the process that makes or replaces it ends."""
+"""A folder is whole or absent, whoever is killed while making it; a file is hashed once."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specdata.storage import files
 from specdata.storage.files import atomic_folder
 
 
@@ -86,3 +89,24 @@ def test_one_that_is_killed_at_any_step_leaves_the_former_folder_or_the_new_one_
     steps = left.index("new")
     assert left == ["former"] * steps + ["new"] * (moment - steps)
     assert steps > 10
+
+
+def test_a_large_file_is_hashed_once_a_process_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "shard.parquet", []
+    digest = files.hashlib.file_digest
+
+    def counted(handle: Any, name: str) -> Any:
+        read.append(handle.name)
+        return digest(handle, name)
+
+    monkeypatch.setattr(files.hashlib, "file_digest", counted)
+    path.write_bytes(bytes(files.END))
+    before = files.sha256(path)
+    assert files.digests(tmp_path) == {"shard.parquet": before[:16]}
+    assert files.fingerprint(str(path)) == before[:16]
+    assert len(read) == 1
+    path.write_bytes(bytes(files.END - 1) + b"\1")
+    os.utime(path, ns=(0, 0))  # however coarse the file system's times are
+    assert files.sha256(path) != before

@@ -231,7 +231,15 @@ def as_pattern(path: str | Path) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """Hex digest of a file's bytes, which are read once a process as long as they do not change."""
+    status = path.stat()
+    # Several stages read the same file; times of small ones are too coarse to tell a change.
+    hashed = _sha256_once if status.st_size >= END else _sha256_once.__wrapped__
+    return hashed(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _sha256_once(path: Path, _inode: int, _size: int, _modified: int) -> str:
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -280,17 +288,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 def _digest(path: Path, *, whole: bool = False) -> str:
     """A hash of a file's bytes; of a very large one, unless the whole is asked, of its two ends."""
-    status = path.stat()
-    if status.st_size < END:
-        return sha256(path)
-    whole = whole or status.st_size <= WHOLE_FILE
-    # Several stages read the same model; times of small files are too coarse to tell them apart.
-    return _digest_once(path, status.st_ino, status.st_size, status.st_mtime_ns, whole)
-
-
-@cache
-def _digest_once(path: Path, _inode: int, _size: int, _modified: int, whole: bool) -> str:
-    if whole:
+    if whole or path.stat().st_size <= WHOLE_FILE:
         return sha256(path)
     with path.open("rb") as handle:
         digest = hashlib.sha256(handle.read(END))
