@@ -43,8 +43,7 @@ from speculators.train.vocab_mapping import (
 )
 from torch import Tensor
 
-from specdata.storage.dataset import load_stored, of_split
-from specdata.storage.manifest import read_manifest
+from specdata.storage.dataset import load_stored, of_split, read_manifest
 
 
 class Rollouts(BaseDataset):

@@ -37,9 +37,8 @@ from specdata.models import load_configs, load_model
 from specdata.sampling import SamplingConfig
 from specdata.saving import copy_tokenizer
 from specdata.states_draft import StatesInput, states_input
-from specdata.storage.dataset import load_stored, of_split
+from specdata.storage.dataset import load_stored, of_split, read_manifest
 from specdata.storage.files import write_json
-from specdata.storage.manifest import read_manifest
 from specdata.taps import decoder_layers
 
 PLAIN = {"kind": "target", "layers": 2, "align": True}

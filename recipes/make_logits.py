@@ -64,8 +64,7 @@ class Logits(Stage):
         """Run the target, or ask its server, along the rollouts."""
         from specdata.logits.make import make_logits
         from specdata.models import load_tokenizer, vocabulary_fingerprint
-        from specdata.storage.dataset import load_stored
-        from specdata.storage.manifest import read_manifest
+        from specdata.storage.dataset import load_stored, read_manifest
 
         config = self.config
         assert config.logits is not None
@@ -161,8 +160,7 @@ def rows_with_logits(
         source: what it must have been made of (`made_of`).
         rollouts: rollouts of this run.
     """
-    from specdata.storage.dataset import load_stored
-    from specdata.storage.manifest import read_manifest
+    from specdata.storage.dataset import load_stored, read_manifest
     from specdata.top_logits import TopLogits
 
     stored = dict(read_manifest(Path(logits))["settings"])

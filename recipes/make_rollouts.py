@@ -155,7 +155,7 @@ class Rollouts(Stage):
         )
         from specdata.prompts.loading import check_kept, dropped, load_prompts
         from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
-        from specdata.storage.manifest import read_manifest
+        from specdata.storage.dataset import read_manifest
 
         config, rollouts = self.config, self.config.rollouts
         tokenizer = load_tokenizer(config.models.target)

@@ -36,8 +36,7 @@ from recipes.steps import HUB_ID, CommandLine, Step, load_draft, load_head
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
-from specdata.storage.files import fingerprint, read_object
-from specdata.storage.manifest import PROGRESS
+from specdata.storage.files import PROGRESS, fingerprint, read_object
 from specdata.storage.resume import read_record
 
 _METHOD_HINT = " (--method leaves only the methods that it names: give it once more, for this one)"

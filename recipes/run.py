@@ -20,8 +20,16 @@ from recipes.layout import RECIPE_OF, absolute, is_within, portable
 from recipes.steps import CommandLine, Step, next_recipe
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, TrainingDivergedError
 from specdata.processes import is_main, local_rank, process_count, rank
-from specdata.storage.files import digests, fingerprint, is_locked, locked, write_json
-from specdata.storage.manifest import CACHE, MANIFEST, PROGRESS
+from specdata.storage.files import (
+    CACHE,
+    MANIFEST,
+    PROGRESS,
+    digests,
+    fingerprint,
+    is_locked,
+    locked,
+    write_json,
+)
 from specdata.storage.resume import Settings, read_record
 from specdata.terminal import visible
 

@@ -46,8 +46,7 @@ from recipes.steps import CommandLine, Step
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
 from specdata.prompts.reading import is_file, prompt_inputs
-from specdata.storage.files import locked, write_json
-from specdata.storage.manifest import PROGRESS
+from specdata.storage.files import PROGRESS, locked, write_json
 from specdata.storage.resume import read_record
 from specdata.terminal import progress
 

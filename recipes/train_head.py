@@ -86,8 +86,7 @@ class Labels(Stage):
             load_tokenizer,
             vocabulary_fingerprint,
         )
-        from specdata.storage.dataset import is_held_out, load_stored
-        from specdata.storage.manifest import read_manifest
+        from specdata.storage.dataset import is_held_out, load_stored, read_manifest
         from specdata.top_logits import TopLogits
 
         models, draft_name = config.models, draft_in_use(config)

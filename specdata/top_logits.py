@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, nucleus, probabilities
-from specdata.storage.manifest import read_manifest
+from specdata.storage.dataset import read_manifest
 from specdata.storage.schema import TOP_LOGITS
 
 logger = logging.getLogger(__name__)

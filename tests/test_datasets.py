@@ -24,9 +24,8 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from specdata.errors import ManifestError, trouble_outside
-from specdata.storage.dataset import fill_dataset, load_stored, stream_stored
+from specdata.storage.dataset import fill_dataset, load_stored, read_manifest, stream_stored
 from specdata.storage.files import locked
-from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 from tests import drive_dataset

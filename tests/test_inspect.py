@@ -20,8 +20,7 @@ from specdata.labels.config import LabelsConfig
 from specdata.labels.make import make_labels
 from specdata.models import vocabulary_fingerprint
 from specdata.probability import SamplingConfig
-from specdata.storage.dataset import fill_dataset, load_stored
-from specdata.storage.manifest import read_manifest
+from specdata.storage.dataset import fill_dataset, load_stored, read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 from tests.test_acceptance import rollouts

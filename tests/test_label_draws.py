@@ -16,8 +16,7 @@ from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import are_greedy, make_labels
 from specdata.probability import SamplingConfig, probabilities
-from specdata.storage.dataset import load_stored, of_split
-from specdata.storage.manifest import read_manifest
+from specdata.storage.dataset import load_stored, of_split, read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label
 from tests.chi_square import p_value

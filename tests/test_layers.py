@@ -173,7 +173,7 @@ def test_distributions_and_verifiers_need_nothing_but_torch_and_each_other(path:
         "specdata.labels.config",
         "specdata.logits.config",
         "specdata.sampling",
-        "specdata.storage.manifest",
+        "specdata.storage.resume",
     ],
 )
 def test_configuration_is_imported_without_heavy_libraries(module: str) -> None:

@@ -18,8 +18,7 @@ from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Backend, TransformersBackend, sample_batch
 from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
-from specdata.storage.dataset import load_stored
-from specdata.storage.manifest import read_manifest
+from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import Rollout
 from tests.chi_square import p_value

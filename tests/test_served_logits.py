@@ -28,8 +28,7 @@ from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from specdata.server.client import ServerClient
 from specdata.server.config import ServerConfig
-from specdata.storage.dataset import load_stored
-from specdata.storage.manifest import read_manifest
+from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import TOP_LOGITS, Logits, Rollout
 from specdata.top_logits import TopLogits

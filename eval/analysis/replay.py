@@ -30,7 +30,6 @@ from eval.drafting.stopping.recorded import Lengths, RecordedHead
 from eval.drafting.stopping.thresholds import Fixed
 from eval.measuring.intervals import Interval, resamples
 from specdata.errors import ConfigError
-from specdata.storage.manifest import read_manifest
 
 if TYPE_CHECKING:  # help is shown without torch, so what works imports where it works
     import datasets
@@ -239,6 +238,7 @@ def best_settings(
 def check_labelling_draft(labels: Path, draft: str | None) -> None:
     """Raise ConfigError for a dataset without labels, or of another draft than this one."""
     from specdata.models import revision_of
+    from specdata.storage.dataset import read_manifest  # here: a report reads no dataset
 
     stored = read_manifest(labels)["settings"].get("draft")
     if not isinstance(stored, dict):

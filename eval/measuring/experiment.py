@@ -41,8 +41,7 @@ from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient
 from specdata.server.config import ServerConfig
-from specdata.storage.files import locked, share_out
-from specdata.storage.manifest import PROGRESS
+from specdata.storage.files import PROGRESS, locked, share_out
 from specdata.storage.resume import Settings
 
 Progress = Callable[[int], object]

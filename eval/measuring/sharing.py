@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specdata.processes import rank
-from specdata.storage.files import write_json
-from specdata.storage.manifest import PROGRESS
+from specdata.storage.files import PROGRESS, write_json
 from specdata.storage.resume import read_record
 
 

@@ -22,7 +22,8 @@ from rich.text import Text
 from specdata.errors import ManifestError
 from specdata.prompts.loading import dropped
 from specdata.sources import hub_source
-from specdata.storage.manifest import MANIFEST, read_manifest, verify
+from specdata.storage.dataset import read_manifest, verify
+from specdata.storage.files import MANIFEST
 from specdata.terminal import visible, whole_number
 
 if TYPE_CHECKING:  # help is shown without them

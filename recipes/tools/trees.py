@@ -14,7 +14,7 @@ from rich.console import Console
 from specdata.config import read_stored
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
-from specdata.storage.manifest import read_manifest
+from specdata.storage.dataset import read_manifest
 from specdata.terminal import whole_number
 
 VERIFIERS = {"distinct": "rrs_wor", "iid": "rrs"}

@@ -17,8 +17,7 @@ from specdata.labels.labeller import Labeller
 from specdata.lm_head import find_lm_head
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
-from specdata.storage.dataset import fill_dataset, load_stored
-from specdata.storage.manifest import read_manifest
+from specdata.storage.dataset import fill_dataset, load_stored, read_manifest
 from specdata.storage.resume import Settings, differences
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label
 from specdata.texts import ModelSource, Source, TopLogitSource, tokens_at_once

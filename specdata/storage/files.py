@@ -23,6 +23,9 @@ from specdata.interruption import stop_if_asked
 # Larger files are recognised by their size, their first megabyte and their last.
 WHOLE_FILE = 64 << 20
 END = 1 << 20
+# Beside a dataset's shards: what they are; what is known of an artefact that is being made; the
+# copy of a dataset that is mapped into memory.
+MANIFEST, PROGRESS, CACHE = "manifest.json", ".progress", ".cache"
 # Records of how an artefact was made, with the times that it took.
 TIMED = ("run.json", "history.json")
 # Times that the folder of a lock is made again if it has just been removed.
