@@ -213,7 +213,7 @@ def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:
     """Train to the end, from the newest whole checkpoint in `work` if there is one.
 
     The trainer is ready to train, with `training_arguments(work, ...)`; the caller deletes `work`
-    when the result is saved. Checkpoints of other settings are refused.
+    when the result is saved.
 
     Raises:
         TrainingDivergedError: on every process, before anything that is not finite is stored.
