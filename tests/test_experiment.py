@@ -118,10 +118,10 @@ def test_an_interrupted_batched_evaluation_ends_as_it_would_have(untimed: Path) 
     assert sum(path.stat().st_mtime_ns != before for path, before in times.items()) == 2
 
 
-def test_measurements_of_another_engine_are_not_mixed(untimed: Path) -> None:
-    with pytest.raises(ConfigError, match="other settings") as error:
-        evaluate(untimed, METHODS, batch=2, engine="captured")
-    assert "engine: 'eager' -> 'captured'" in str(error.value)
+def test_measurements_of_another_engine_are_not_mixed(tmp_path: Path) -> None:
+    evaluate(tmp_path, [PLAIN])
+    with pytest.raises(ConfigError, match="engine: 'eager' -> 'captured'") as error:
+        evaluate(tmp_path, [PLAIN], engine="captured")
     assert "--eval.folder NAME" in str(error.value)
 
 
