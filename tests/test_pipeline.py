@@ -20,7 +20,6 @@ import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file
-from specdata.storage.manifest import read_manifest
 
 from eval.measuring.results import check_metrics, read_results
 from eval.reporting.recommendation import head_sentence, head_verdict
@@ -33,7 +32,7 @@ from recipes.pipeline import RECIPE
 from recipes.run_eval import Eval
 from recipes.sizes import in_bytes
 from recipes.train_draft import Draft
-from specdata.storage.dataset import load_stored
+from specdata.storage.dataset import load_stored, read_manifest
 from tests.light_imports import run_without_heavy_libraries
 from tests.test_datasets import small_disk
 from tests.test_documents import blocks
