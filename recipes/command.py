@@ -33,14 +33,11 @@ RECIPES = {
 
 DOES = {
     "init": "Write a configuration for a target and a file of prompts.",
-    "inspect": "Show what stored rollouts or labels hold.",
     "certify": "Certify that what an evaluation decoded is distributed as the target alone.",
     "engine": "Measure a served engine on a run's prompts, with and without its draft.",
     "compare": "Compare greedy decoding with transformers' own: identical, tied, or a bug.",
-    "replay": "Replay stopping rules on recorded acceptance, against the oracle.",
     "reproduce": "Run a paper's experiments on a pair, and print its tables.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
-    "trees": "Search for the best draft tree along held-out text of the target.",
     "import-eagle3": "Read a published EAGLE-3 draft, to decode with it here.",
     "export-eagle": "Write a draft in EAGLE's or EAGLE-3's layout, for engines.",
     "import-head": "Read a head in SpecDec++'s released format, to decode with it here.",
@@ -77,38 +74,40 @@ def launch_command(
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Start a recipe in several processes, as a launch profile says."""
-    parser = argparse.ArgumentParser(
-        "draftsmith launch",
-        "draftsmith launch PROFILE [--num_processes N ...] RECIPE [--config FILE ...]",
-        f"{launch.__doc__} Options before RECIPE are those of `accelerate launch`.",
-        epilog=f"profiles: {', '.join(PROFILES)}; recipes: {', '.join(RECIPES)}",
-        allow_abbrev=False,
-    )
-    parser.add_argument("profile", choices=PROFILES, metavar="PROFILE", help="docs/launching.md")
-    profile = parser.parse_args(arguments[:1]).profile
-    place = next((n for n, word in enumerate(arguments) if n and word in RECIPES), None)
-    if place is None:
-        close = [nearest(word, RECIPES) for word in arguments[1:2] if not word.startswith("-")]
-        parser.error(f"name a recipe after the profile: {'; '.join(close) or ', '.join(RECIPES)}")
-    os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:place]])
-    # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    command = launch_command(profile, arguments[1:place], arguments[place], arguments[place + 1 :])
-    os.execv(command[0], command)  # whose signals and exit status are then this process's
-
-
-def profile(arguments: Sequence[str]) -> int:
-    """Print the path of a launch file."""
+    """Start a recipe in several processes as a profile says; alone, a profile's or file's path."""
     files = sorted(
         path.relative_to(LAUNCH).as_posix()
         for path in LAUNCH.rglob("*")
         if path.is_file() and path.suffix != ".md"
     )
-    parser = argparse.ArgumentParser("draftsmith profile", description=profile.__doc__)
-    parser.add_argument("name", choices=[*PROFILES, *files], metavar="NAME", help=", ".join(files))
-    name = parser.parse_args(arguments).name
-    print(LAUNCH / (f"{name}.yaml" if name in PROFILES else name))
+    parser = argparse.ArgumentParser(
+        "draftsmith launch",
+        "draftsmith launch PROFILE [--num_processes N ...] RECIPE [--config FILE ...]\n"
+        "       draftsmith launch PROFILE_OR_FILE",
+        "Start a recipe in several processes, as a launch profile says; options before RECIPE are "
+        "those of `accelerate launch`. With nothing after it, print the path of a profile or of "
+        "another launch file.",
+        epilog=f"profiles: {', '.join(PROFILES)}; recipes: {', '.join(RECIPES)}; files: "
+        f"{', '.join(files)}",
+        allow_abbrev=False,
+    )
+    is_alone = len(arguments) == 1
+    choices = [*PROFILES, *(files if is_alone else ())]
+    parser.add_argument("profile", choices=choices, metavar="PROFILE", help="docs/launching.md")
+    profile = parser.parse_args(arguments[:1]).profile
+    if not is_alone:
+        place = next((n for n, word in enumerate(arguments) if n and word in RECIPES), None)
+        if place is None:
+            close = [nearest(word, RECIPES) for word in arguments[1:2] if not word.startswith("-")]
+            known = "; ".join(close) or ", ".join(RECIPES)
+            parser.error(f"name a recipe after the profile: {known}")
+        os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:place]])
+        # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+        options, recipe, further = arguments[1:place], arguments[place], arguments[place + 1 :]
+        command = launch_command(profile, options, recipe, further)
+        os.execv(command[0], command)  # whose signals and exit status are then this process's
+    print(LAUNCH / (f"{profile}.yaml" if profile in PROFILES else profile))
     return 0
 
 
@@ -134,7 +133,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
         return tell(error)
 
 
-TOOLS = (*DOES, "launch", "profile")
+TOOLS = (*DOES, "launch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,15 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return RECIPES[name].run(given[1:], f"draftsmith {name}")
     if name not in TOOLS:
         parser.error(f"unknown command {name!r}: {nearest(name, [*RECIPES, *TOOLS])}")
-    if name in DOES:
-        return run_tool(name, given[1:])
-    return (launch if name == "launch" else profile)(given[1:])
+    return launch(given[1:]) if name == "launch" else run_tool(name, given[1:])
 
 
 def _parser() -> argparse.ArgumentParser:
     described = {name: recipe.description for name, recipe in RECIPES.items()}
-    described |= DOES
-    described |= {tool.__name__: tool.__doc__ or "" for tool in (launch, profile)}
+    described |= {**DOES, "launch": launch.__doc__ or ""}
     lines = [f"  {name:<14} {text}" for name, text in described.items()]
     parser = argparse.ArgumentParser(
         "draftsmith",

@@ -23,7 +23,6 @@ from recipes.layout import absolute, sampled
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, say
 from recipes.sizes import ROLLOUT_TOKEN, rows_size, sizes_of, width_of
-from recipes.steps import CommandLine, Step
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import is_remote, prompt_inputs
@@ -206,10 +205,6 @@ class Rollouts(Stage):
                 f"  {left} later turns left out: their conversations had "
                 "grown longer than the context"
             )
-
-    def next(self, line: CommandLine) -> list[Step]:
-        """Look at the completions, then go on."""
-        return [Step("look", line.command("inspect", str(self.folder))), *super().next(line)]
 
 
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:

@@ -18,8 +18,6 @@ HUB_ID = "OWNER/NAME"
 """Stands for the Hub id that only the user knows."""
 LAUNCHED = "DRAFTSMITH_LAUNCH"
 """Environment variable: the words before a recipe's name under `draftsmith launch`."""
-ALONE = ("publish", "inspect")
-"""Commands that one process does."""
 
 
 class Step(NamedTuple):
@@ -44,7 +42,7 @@ class CommandLine:
     def command(self, name: str, *arguments: str) -> str:
         """The command line of a recipe or tool ("train-head")."""
         launched = shlex.split(os.environ.get(LAUNCHED, ""))
-        if launched and name not in ALONE:
+        if launched and name != "publish":
             start = launched
         elif launched or self.program is not None:
             start = ["draftsmith"]

@@ -183,7 +183,6 @@ VERIFIERS = ["verifiers", "t", "d", "--prompts", "p"]
     [
         (["init", "target", "--prompts", "{}"], WRITTEN),
         (["table", "{}"], WRITTEN),
-        (["trees", ".", "--target", "t", "--draft", "d", "--ratio=inf"], WRITTEN),
         (["init", "target", "--prompts", str(CONFIGS[0]), "--out", "."], WRITTEN),
         *(
             ([*VERIFIERS, f"--seconds={seconds}"], "--seconds: must be a")
@@ -191,8 +190,6 @@ VERIFIERS = ["verifiers", "t", "d", "--prompts", "p"]
         ),
         ([*VERIFIERS, "--seed=-1"], "--seed: must be a"),
         ([*VERIFIERS, "--count=1" + "0" * 30], "--count: must be a"),
-        (["replay", "labels", "--draft-seconds=0"], "--draft-seconds: must be a"),
-        (["replay", "labels", "--target-seconds=nan"], "--target-seconds: must be a"),
     ],
 )
 def test_pipes_and_impossible_options_of_tools_are_refused_before_anything_is_read(

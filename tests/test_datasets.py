@@ -24,7 +24,7 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from specdata.errors import ManifestError, trouble_outside
-from specdata.storage.dataset import fill_dataset, load_stored, read_manifest, stream_stored
+from specdata.storage.dataset import fill_dataset, load_stored, read_manifest
 from specdata.storage.files import locked
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
@@ -90,7 +90,6 @@ def test_an_interrupted_dataset_continues_and_has_the_bytes_of_an_uninterrupted_
 def test_a_dataset_streams_and_loads_the_rows_that_were_stored(tmp_path: Path) -> None:
     fill(tmp_path, shards([]))
     rows = [dict(row(number)) for number in range(8)]
-    assert list(stream_stored(tmp_path)) == rows
     dataset = load_stored(tmp_path)
     assert dataset.to_list() == rows
     assert dataset.cache_files, "it is a memory map, not a copy in memory"
@@ -129,7 +128,7 @@ def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
     whole = shard.read_bytes()
     for damaged in (whole[:-1] + b"x", whole[:-9], b""):
         shard.write_bytes(damaged)
-        for use in (load_stored, stream_stored, partial(fill, parts=shards([]))):
+        for use in (load_stored, partial(fill, parts=shards([]))):
             with pytest.raises(ManifestError, match=r"shard-00002\.parquet is not the file"):
                 use(tmp_path)
     shard.unlink()

@@ -86,7 +86,7 @@ def test_every_option_in_a_command_of_the_documents_exists(
         for document in DOCUMENTS
         for command, rest in line.findall(document.read_text())
         for option in re.findall(r"(?<!\S)--([a-z][\w.-]*)", rest)
-        if command in {*RECIPES, *TOOLS} - {"launch", "profile"}
+        if command in {*RECIPES, *TOOLS} - {"launch"}
     }
     helps = {}
     for command in {command for command, _ in named}:

@@ -1,11 +1,8 @@
-"""The replay command: rules against the oracle on stored labels."""
+"""Stopping rules along recorded rollouts: as the decoder drafts, and against the oracle."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -15,21 +12,15 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from eval.analysis.expectation import Times, Traces
-from eval.analysis.replay import best_settings, bounds, replay_rules, result_rows
+from eval.analysis.replay import bounds, replay_rules
 from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
 from heads import AcceptanceHead, BaseHead, ImmediateHead
-from recipes.command import run_tool
-from recipes.tools.replay import ALL_ROLLOUTS
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
-from specdata.storage.dataset import fill_dataset, load_stored
-from specdata.storage.files import fingerprint
-from specdata.storage.resume import Settings
-from specdata.storage.schema import LABELS
 from tests.test_acceptance import labeller
 from tests.tiny import END, tiny_llama
 
@@ -37,13 +28,9 @@ SAMPLING = SamplingConfig(temperature=0.8)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a draft, saved, and labels of twelve rollouts."""
-    root = tmp_path_factory.mktemp("replay")
+def labels() -> datasets.Dataset:
+    """Labels of twelve rollouts."""
     target, draft = tiny_llama(0, vocab=12).float(), tiny_llama(1, vocab=12).float()
-    draft.save_pretrained(root / "draft")
-    tiny_llama(2, vocab=12).save_pretrained(root / "other")
-    AcceptanceHead(hidden_size=16, depth=1).save_pretrained(root / "head")
     generator = torch.Generator().manual_seed(0)
 
     def row(number: int) -> object:
@@ -52,11 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made["split"] = "dev" if number % 2 else "test"
         return made | {"turn": 0, "prompt_ids": ids[:3], "completion_ids": ids[3:]}
 
-    settings: dict[str, object] = {"sampling": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}}
-    settings["draft"] = {"name": "elsewhere/draft", "revision": fingerprint(str(root / "draft"))}
     rows = labeller(target, draft, SAMPLING)([row(number) for number in range(12)])  # type: ignore[misc]
-    fill_dataset(root / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
-    return root
+    return datasets.Dataset.from_list(rows)  # type: ignore[arg-type]
 
 
 HEAD = {"hidden_size": 16, "depth": 1, "rejection_weight": 6.0}
@@ -96,10 +80,9 @@ RULES: list[StoppingRule] = [
 
 
 @pytest.fixture(scope="module")
-def recorded(folder: Path) -> tuple[Traces, AcceptanceHead, list[list[DraftedToken]]]:
+def recorded(labels: datasets.Dataset) -> tuple[Traces, AcceptanceHead, list[list[DraftedToken]]]:
     """Traces of all rollouts with a head, and each rollout's tokens as a rule meets them."""
-    draft, labels = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")
-    head = made_head()
+    draft, head = tiny_llama(1, vocab=12).float(), made_head()
     traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
     return traces, head, [drafted_tokens(draft, row) for row in labels]
 
@@ -137,13 +120,12 @@ def test_a_rule_drafts_as_far_along_recorded_numbers_as_along_distributions_and_
     ids=str,
 )
 def test_a_recorded_head_without_lag_drafts_as_far_as_its_rules_own_object(
-    parameters: dict[str, Any], folder: Path
+    parameters: dict[str, Any], labels: datasets.Dataset
 ) -> None:
     """Along tokens that are those of the text, so that one forward has the states of all."""
     draft = tiny_llama(1, vocab=12).float()
-    made = load_stored(folder / "labels").select(range(4)).to_list()
     labels = datasets.Dataset.from_list(
-        [row | {"draft_ids": row["completion_ids"]} for row in made]
+        [row | {"draft_ids": row["completion_ids"]} for row in labels.to_list()[:4]]
     )
     torch.manual_seed(2)
     head = ImmediateHead(hidden_size=16, width=8).eval()
@@ -225,15 +207,14 @@ def test_greedy_decoding_drafts_as_far_as_replay_of_what_it_decoded(
     assert len(compared) > 1
 
 
-def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(folder: Path) -> None:
-    draft, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")
-    head = made_head()
-    traces = acceptance_traces(rows, draft=draft, sampling=SAMPLING, head=head)
+def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(labels: datasets.Dataset) -> None:
+    draft, head = tiny_llama(1, vocab=12).float(), made_head()
+    traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
     recorded = traces.tokens.head
     assert recorded is not None
     assert traces.tokens.entropy is not None
     assert recorded.rejection_weight == 6.0
-    for number, row in enumerate(rows):
+    for number, row in enumerate(labels):
         n = len(row["draft_ids"])
         assert traces.tokens.lengths[number] == n
         assert traces.accept[number, :n].tolist() == row["accept_prob"]
@@ -300,9 +281,11 @@ TIMES = Times(draft_seconds=0.1, target_seconds=1.0)
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
     traces = simulated_traces(torch.Generator().manual_seed(0))
     results = [*bounds(traces, TIMES), *replay_rules(traces, {}, TIMES)]
-    rows = result_rows(results, TIMES)
-    assert max(rows, key=lambda row: row["of_the_oracles_speed"])["rule"] == "oracle"
-    best = {row["rule"]: row["seconds_per_token"] for row in best_settings(rows, rows)}
+    best: dict[str, float] = {}
+    for each in results:
+        seconds = each.counts.seconds_per_token(TIMES)
+        best[each.family] = min(seconds, best.get(each.family, seconds))
+    assert min(best, key=best.__getitem__) == "oracle"
     assert best["perfect, no lag, cost"] < best["perfect head"] < best["fixed"]
     # Here max q is the acceptance itself, and the logistic model trusts it.
     assert best["cost"] == pytest.approx(best["perfect, no lag, cost"])
@@ -342,65 +325,3 @@ def test_a_cost_rule_reads_the_head_without_the_bias_of_its_loss(
     lengths = recorded_lengths(rule, tokens)
     assert lengths is not None
     assert lengths[0, 0] == drafted
-
-
-def test_the_command_prints_a_table_and_writes_json(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree(folder / "labels" / ".cache", ignore_errors=True)
-    before = sorted((folder / "labels").rglob("*"))
-    flags = [str(folder / "labels"), "--out", str(tmp_path)]
-    flags += ["--draft", str(folder / "draft"), "--head", str(folder / "head")]
-    assert run_tool("replay", flags) == 0
-    assert sorted((folder / "labels").rglob("*")) == before, "labels are only read"
-    said = capsys.readouterr()
-    assert "held-out rollouts:" in said.err
-    printed = said.out
-    for rule in ("oracle", "plain", "fixed", "confidence", "logit", "head", "perfect"):
-        assert rule in printed
-    stored = json.loads((tmp_path / "replay.json").read_text())
-    assert stored["fitted"].keys() == {"calibration"}
-    for row in stored["rows"][ALL_ROLLOUTS]:
-        drafted = row["n_draft"] + row["n_target"]
-        assert drafted == pytest.approx(row["tokens"] + row["n_discarded"])
-    assert "were the head asked for nothing: h=" in printed
-    assert run_tool("replay", [*flags, "--question-share", "0.5"]) == 0
-    dear = json.loads((tmp_path / "replay.json").read_text())
-    assert dear["question_seconds"]["head"] == 0.05
-    # t_d is .1 and t_t 1 where nothing else is said; a question is half a step here.
-    for row in dear["rows"][ALL_ROLLOUTS]:
-        question = dear["question_seconds"].get(row["rule"], 0.0)
-        seconds = (0.1 + question) * row["n_draft"] + row["n_target"]
-        assert row["seconds_per_token"] == pytest.approx(seconds / row["tokens"])
-        asks = question > 0.0
-        saved, free = (
-            row[name]["value"] for name in ("saving_over_best_length", "were_questions_free")
-        )
-        assert (saved < free) == asks
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--rows", "0"], "at least one rollout of a prompt set must be read, got 0"),
-        (["--head", "x"], "give --draft too"),
-        (["--question-share", ".1"], "got 0.1 and no head"),
-        (["--draft", "x", "--head", "x", "--question-share", "-1"], "got -1 and a head"),
-    ],
-)
-def test_unusable_arguments_end_with_status_2(
-    flags: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_tool("replay", [str(folder / "labels"), *flags]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_another_draft_than_that_of_the_labels_is_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [str(folder / "labels"), "--out", str(tmp_path), "--head", str(folder / "head")]
-    assert run_tool("replay", [*flags, "--draft", str(folder / "other")]) == 2
-    assert "made with, elsewhere/draft; the one in" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-    moved = shutil.copytree(folder / "draft", tmp_path / "moved")
-    assert run_tool("replay", [*flags, "--draft", str(moved)]) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.verifiers import VERIFIERS
-from recipes.command import run_tool
 from recipes.papers.trees import (
     DEEPEST,
     WIDTHS,
@@ -27,9 +25,6 @@ from recipes.papers.trees import (
 )
 from specdata.probability import SamplingConfig
 from specdata.sampling import generator_for
-from specdata.storage.dataset import fill_dataset
-from specdata.storage.resume import Settings
-from specdata.storage.schema import ROLLOUTS
 from tests.families import tiny
 from tests.oracles import (
     TabularModel,
@@ -226,21 +221,3 @@ def test_a_wider_tree_emits_more_and_a_dearer_draft_favours_a_shorter_one() -> N
     levels, fewer = (len(each["widths"].split("x")) for each in (cheap, dear))
     assert levels == DEEPEST > fewer
     assert dear["speedup"] == pytest.approx(tokens[dear["widths"]] / (1 + 0.5 * fewer))
-
-
-def test_the_command_names_the_best_tree_and_refuses_what_has_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = str(tmp_path / "model")
-    tiny_llama(0, vocab=8).save_pretrained(model)
-    rows = [row(n, [2 + n, 3], [2, 3, 4, 5]) for n in range(4)]
-    rows = [each | {"dataset": "maths", "split": "dev", "finish": "length"} for each in rows]
-    settings = Settings({"sampling": {"temperature": 1.0}})
-    fill_dataset(tmp_path / "1.0", ROLLOUTS, settings, [lambda: rows], lambda done: None)
-    asked = ["--target", model, "--draft", model, "--budget"]
-    assert run_tool("trees", [str(tmp_path / "1.0"), *asked, "4"]) == 0
-    shown = capsys.readouterr().out
-    assert "best of 31: 1x1x1" in shown  # it is its own draft: every token is accepted
-    assert "siblings: distinct, widths: [1, 1, 1" in shown
-    assert run_tool("trees", [str(tmp_path / "1.0"), *asked, "0"]) == 2
-    assert "--budget must be at least 1" in capsys.readouterr().err

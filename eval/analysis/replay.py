@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from eval.drafting.stopping import STOPPING_RULES, StoppingRule, fit_rules, reco
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.recorded import Lengths, RecordedHead
-from eval.drafting.stopping.thresholds import Fixed
 from eval.measuring.intervals import Interval, resamples
 from specdata.errors import ConfigError
 
@@ -179,79 +178,6 @@ def saving(
         drawn @ np.bincount(group, each.seconds(times)) for each in (rule, rival)
     )
     return Interval.of(1.0 - seconds / rival_seconds)
-
-
-def result_rows(
-    results: Sequence[RuleResult], times: Times, prompts: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
-    """The rows that are printed and stored; the first result must be the oracle's.
-
-    Args:
-        results: from `bounds` and `replay_rules`.
-        times: t_d and t_t.
-        prompts: which prompt each rollout is of, for the intervals; see `saving`.
-    """
-    seconds = [result.counts.seconds_per_token(times) for result in results]
-    lengths = [result.counts for result in results if result.family == Fixed.name]
-    fixed = min(lengths, key=lambda counts: counts.seconds_per_token(times))
-    rows = []
-    for result, taken in zip(results, seconds, strict=True):
-        counts = result.counts
-        saved, free = (
-            asdict(saving(each, fixed, times, prompts))
-            for each in (counts, replace(counts, question=0.0))
-        )
-        rows.append(
-            {
-                "rule": result.family,
-                "setting": result.setting,
-                **{name: float(np.sum(value)) for name, value in asdict(counts).items()},
-                "verification_rate": counts.verification_rate,
-                "discard_rate": counts.discard_rate,
-                "seconds_per_token": taken,
-                "of_the_oracles_speed": seconds[0] / taken,
-                "saving_over_best_length": saved,
-                "were_questions_free": free,
-            }
-        )
-    return rows
-
-
-def best_settings(
-    rows: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The best setting of every family, fastest first.
-
-    Args:
-        rows: from `result_rows`.
-        tried: rows of other rollouts, on which the settings are chosen: chosen on `rows`, rules
-            with many settings would look better than they are.
-    """
-    best: dict[str, dict[str, Any]] = {}
-    for row in tried:
-        if row["seconds_per_token"] < best.setdefault(row["rule"], row)["seconds_per_token"]:
-            best[row["rule"]] = row
-    kept = [row for row in rows if row["setting"] == best[row["rule"]]["setting"]]
-    return sorted(kept, key=lambda row: float(row["seconds_per_token"]))
-
-
-def check_labelling_draft(labels: Path, draft: str | None) -> None:
-    """Raise ConfigError for a dataset without labels, or of another draft than this one."""
-    from specdata.models import revision_of
-    from specdata.storage.dataset import read_manifest  # here: a report reads no dataset
-
-    stored = read_manifest(labels)["settings"].get("draft")
-    if not isinstance(stored, dict):
-        raise ConfigError(
-            f"{labels} holds no labels, of which its settings would name the draft: give the "
-            "folder of labels of a run with a head (OUTPUT/labels)"
-        )
-    if draft and stored["revision"] != (revision := revision_of(draft)):
-        raise ConfigError(
-            f"--draft must be the draft that {labels} was made with, {stored['name']}; the one "
-            f"in {draft} is another (contents {stored['revision']} -> {revision}): name that one, "
-            "or label the rollouts with this draft"
-        )
 
 
 def rows_of_split(

@@ -225,13 +225,6 @@ def load_stored(folder: Path) -> datasets.Dataset:
     )
 
 
-def stream_stored(folder: Path) -> datasets.IterableDataset:
-    """Read a finished dataset row by row, in its order, holding a part of one shard at a time."""
-    if not (files := _finished_files(folder)):
-        raise ManifestError(f"{folder} holds no rows: make the dataset again, with prompts")
-    return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-
-
 def _finished_files(folder: Path) -> list[str]:
     """A finished dataset's shards, as patterns that match them alone."""
     manifest = read_manifest(folder)
