@@ -69,10 +69,8 @@ real-choose: $(INSTALLED)
 # After `make real`: temperature 1; a plain draft beside transformers at its own settings; and the
 # draft of `make real` on sets that nothing was tuned to (GSM8K=FILE HUMANEVAL=FILE, docs/prompts.md)
 # and on prompts of yours (PROMPTS=my.jsonl).
-CHAIN_smollm2-135m := 4
-CHAIN_gemma-3-270m := 3
 PUBLIC = --eval.sets '[{name: gsm8k, source: $(GSM8K), count: 32}, {name: humaneval, source: $(HUMANEVAL), count: 32}]' \
-	--method K=$(CHAIN_$(MODEL)) --method "dynamic tree" --method cost --eval.folder eval-public
+	--method K=3 --method "dynamic tree" --method cost --eval.folder eval-public
 real-more: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL_T1)
 	$(call AGAIN,$(REAL_T1),runs/$(MODEL)-t1)

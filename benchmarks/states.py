@@ -18,13 +18,11 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distill.config import DistilConfig, InitConfig
 from distill.distillation import distil
@@ -36,7 +34,7 @@ from specdata.loading import Loading
 from specdata.models import load_configs, load_model
 from specdata.sampling import SamplingConfig
 from specdata.saving import copy_tokenizer
-from specdata.states_draft import StatesInput, states_input
+from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored, of_split, read_manifest
 from specdata.storage.files import write_json
 from specdata.taps import decoder_layers
@@ -60,15 +58,8 @@ def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iter
         for layout, full in (("eagle", {"vocabulary": None}), ("eagle3", {})):
             init = {**STATES, "layout": layout, **full}
             yield {**shared, "name": f"states, layout {layout}", "init": init}
-        depths = {**STATES, "depths": 4}
-        yield {**shared, "name": "states, depths", "init": depths}
-        as_depths = {"as": ["states, depths", "states"]}
-        yield {**shared, **as_depths, "name": "states, as many seconds as depths"}
-        yield {**shared, "name": "states, depths without bias", "init": depths, "bias": False}
         yield {**shared, "name": "plain, depths", "init": PLAIN, "train": {"depths": 4}}
         yield {**shared, "name": "states, least squares alone", "train": {"epochs": 0}}
-        no_training = {"init": depths, "train": {"epochs": 0}}
-        yield {**shared, **no_training, "name": "states, depths, least squares alone"}
         yield {**shared, "name": "states, from random weights", "random": True}
         for name, init in (("plain", PLAIN), ("states", STATES)):
             kl = {"objective": "forward_kl"}
@@ -114,8 +105,6 @@ def measured(row: Row, given: argparse.Namespace, work: Path, epochs: float) -> 
         teacher_load=Loading(dtype=dtype),
     )
     seconds = time.process_time() - begun
-    if row.get("bias") is False:  # as it was trained
-        without_path(work / "draft", target)
     made = {key: row[key] for key in ("name", "rollouts", "seed")}
     made |= {"layout": row["init"].get("layout")}
     made |= {"epochs": round(config["epochs"], 2), "seconds": round(seconds, 1)}
@@ -137,22 +126,6 @@ def judged(run: Path, draft: Path) -> Row:
         tokens = each.expected_tokens["token_4"]
         made[name] = {"acceptance": round(each.acceptance, 4), "tokens": round(tokens, 4)}
     return made
-
-
-def no_path(_reads: StatesInput, _embedded: Tensor, states: Tensor) -> Tensor:
-    """In place of the recurrence: no depth sees which tokens were drafted."""
-    return torch.zeros_like(states)
-
-
-def without_path(folder: Path, target: str) -> None:
-    """Have no path in a draft, whoever loads it."""
-    draft = load_model(str(folder))
-    reads = states_input(draft)
-    assert reads is not None
-    for module in (reads.own_token, reads.own_state):
-        nn.init.zeros_(module.weight)
-    save_model(draft, folder)
-    copy_tokenizer(target, folder)
 
 
 def at_random(folder: Path, target: str, seed: int) -> None:
@@ -207,9 +180,7 @@ def main() -> None:
                 }
                 longer, shorter = row["as"]
                 epochs *= like[longer] / like[shorter]
-            without = patch.object(StatesInput, "path", no_path)
-            with without if row.get("bias") is False else nullcontext():
-                made = measured(row, given, kept.with_suffix(""), epochs)
+            made = measured(row, given, kept.with_suffix(""), epochs)
             write_json(kept, made)
         figures.append(json.loads(kept.read_text()))
         print(json.dumps(figures[-1]), flush=True)

@@ -68,12 +68,6 @@ class InitConfig(Config):
         "layers: 1), eagle (EAGLE-1's: no taps, all tokens) or eagle3 (default taps 2, n/2 and "
         "n - 3), or ours, which learns faster",
     )
-    depths: Few = Field(
-        default=1,
-        ge=1,
-        description="with kind states: tokens that are proposed after one forward of the draft; 1: "
-        "each is read in a forward of its own",
-    )
     vocabulary: int | None = Field(
         default=None,
         ge=1,
@@ -108,11 +102,6 @@ class InitConfig(Config):
             raise ValueError(f"align needs kind target, whose layers are cut, got {self.kind}")
         if self.taps is not None and self.kind != "states":
             raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
-        if self.depths > 1 and (self.kind != "states" or self.layout):
-            raise ValueError(
-                f"depths needs kind states without a layout, got kind {self.kind} and layout "
-                f"{self.layout}"
-            )
         if self.layout is not None and (self.kind != "states" or self.layers != 1):
             raise ValueError(
                 f"layout {self.layout} needs kind states and layers: 1, got kind {self.kind} and "
@@ -348,7 +337,7 @@ class DistilConfig(Config):
             ("on_policy", self.on_policy, "it learns from its own states in readings"),
             ("finetune", self.finetune, "the target does not read texts there"),
             ("lora", self.lora, "its maps are trained whole"),
-            ("depths", self.depths > 1, "its own are draft.init.depths"),
+            ("depths", self.depths > 1, "masks are of drafts that read tokens alone"),
         ):
             if given:
                 raise ValueError(f"{name} must be left out with init.kind states: {why}")

@@ -22,10 +22,10 @@ from distill.adapters import (
     set_weights,
     trained_weights,
 )
-from distill.ahead import with_masks
 from distill.batches import check_context, fitted
 from distill.callbacks import Watch, best_step, load_best, measurements, reporters
 from distill.config import DistilConfig
+from distill.rounds import with_masks
 from distill.trainer import draft_trainer
 from distill.training import (
     HISTORY_FILE,

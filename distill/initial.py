@@ -115,7 +115,7 @@ def make_initial(
                 model = first_eagle3(whole, taps, rollouts)
             elif config.kind == "states":
                 model, normed = _silent(whole, record, rollouts, seed)
-                install(model, whole, taps, config.depths)
+                install(model, whole, taps)
                 fit_inputs(model, whole, taps, rollouts, normed)
             if config.align:
                 align_output(model, whole, rollouts, getattr(torch, states_dtype))

@@ -1,14 +1,9 @@
-"""Drafts that read their target's states: how they begin, and training-time test.
+"""Drafts that read their target's states: how they begin.
 
 They begin without training: their inputs are linear maps that predict the target's own last state
 (ridge regression), their layers are the target's last or others of Llama's kind
 (`distill.llama_layers`), silenced (the matrices that write to the residual stream are 0), and the
 target's final norm and output matrix make tokens of it.
-
-Training-time test (Li et al. 2025, EAGLE-3, arXiv:2503.01840): a batch is read several times. In
-the first, every token comes after the target's states. In each later one, after the draft's own
-states of the time before, as the second, third, ... token of a round does while decoding. A draft
-with depths is read once (`distill.ahead`).
 """
 
 from __future__ import annotations
@@ -20,14 +15,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from specdata.cache import cache_argument
 from specdata.errors import ConfigError
-from specdata.lm_head import body_of, hidden_states
-from specdata.states_draft import StatesInput, before, states_input, unit, without_first
+from specdata.lm_head import hidden_states
+from specdata.states_draft import states_input, unit
 from specdata.taps import decoder_layers, read_taps
-from specdata.target_states import reading_stored
+from specdata.target_states import target_taps
 from specdata.terminal import progress
 
 FITTED_ROWS = 128
@@ -39,8 +33,6 @@ PART = 1 << 27
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 SILENCED = ("self_attn.o_proj", "mlp.down_proj")
 """A layer of Llama's kind, and what in it writes to the residual stream."""
-DECAY = 0.8
-"""Weight of each reading over the one before it (EAGLE-3's)."""
 
 
 def can_be_silenced(model: PreTrainedModel) -> bool:
@@ -82,8 +74,7 @@ def fit_inputs(
     First those that read the target: x_t = A e_t + C g_(t-1) nearest to the target's last state at
     t, scaled as a tap is. Then those that read the draft itself: x_t = A' e_t + D h_(t-1), where h
     is what its output matrix reads with the first maps. Of EAGLE-1 both are the same maps, fitted
-    to both kinds of states. With depths, h is before the norm, and at last what the recurrence
-    c_t = A' e_t + D c_(t-1) leaves of later states is fitted by the masks.
+    to both kinds of states.
 
     Args:
         model: the draft, whose layers are silent.
@@ -100,8 +91,8 @@ def fit_inputs(
         for row in fit_rows(rollouts):
             ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
             first = len(row["prompt_ids"])
-            with reading_stored(model, [row], ids.shape[1]):
-                read = reads.read_target(ids)
+            read = target_taps(model, [row], ids)
+            assert read is not None
             width = read.shape[-1] // len(taps)
             final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
             seen, final = reads.scaled(read), unit(final, 1)
@@ -109,7 +100,7 @@ def fit_inputs(
                 final = normed(final)
             if after_own:
                 with reads.reading(read):
-                    seen = reads(ids) if reads.depths > 1 else hidden_states(model, ids)
+                    seen = hidden_states(model, ids)
             # At the completion's tokens but the last, which a target that samples does not read.
             embedded = reads.tokens(ids)[0, first:-1]
             yield torch.cat([embedded, seen[0, first - 1 : -2]], dim=-1), final[0, first:-1]
@@ -117,27 +108,9 @@ def fit_inputs(
     _set(ridge(pairs(after_own=False)), reads.token, reads.states)
     if hasattr(reads, "own_token"):
         _set(ridge(pairs(after_own=True)), reads.own_token, reads.own_state)
-        if reads.depths > 1:
-            _set(ridge(later(reads, pairs(after_own=False))), reads.masks)
     else:
         both = chain(pairs(after_own=False), pairs(after_own=True))
         _set(ridge(both), reads.token, reads.states)
-
-
-def later(
-    reads: StatesInput, pairs: Iterable[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of inputs and last states along texts, what the masks behind each token are to predict."""
-    for inputs, final in pairs:
-        count = len(final) - reads.depths + 1
-        if count <= 0:
-            continue
-        embedded = inputs[:, : reads.weight.shape[1]]
-        path, ahead = torch.zeros_like(final), list[Tensor]()
-        for depth in range(1, reads.depths):
-            path = reads.path(embedded, before(path[None])[0])
-            ahead.append((final - path)[depth : depth + count])
-        yield inputs[:count], torch.cat(ahead, dim=-1)
 
 
 def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:
@@ -160,6 +133,11 @@ def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         x = x / scale
         gram, cross = gram.to(x) + x.T @ x, cross.to(x) + x.T @ outputs.double()
         count += len(x)
+    if not count:
+        raise ConfigError(
+            "maps of a draft are fitted to completions, and none has two tokens: raise "
+            "rollouts.max_new_tokens and make the rollouts again"
+        )
     gram.diagonal().add_(RIDGE * count)
     fitted: Tensor = torch.linalg.solve(gram, cross) / scale[:, None]
     return fitted
@@ -174,87 +152,11 @@ def _parts(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Ten
             inputs, outputs = [], []
         inputs.append(x)
         outputs.append(y)
-    if not inputs:
-        raise ConfigError(
-            "maps of a draft are fitted to completions, and none is longer than draft.init.depths: "
-            "lower that, or raise rollouts.max_new_tokens and make the rollouts again"
-        )
-    yield torch.cat(inputs), torch.cat(outputs)
+    if inputs:
+        yield torch.cat(inputs), torch.cat(outputs)
 
 
 def _set(fitted: Tensor, *maps: nn.Linear) -> None:
     parts = torch.split(fitted, [each.in_features for each in maps])
     for linear, part in zip(maps, parts, strict=True):
         linear.weight.copy_(part.T)
-
-
-def readings(
-    model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int, begins: Tensor | None = None
-) -> Iterator[Tensor]:
-    """The draft's last states along texts, after the target's states and then after its own.
-
-    Reading s at position t is what drafting gives at the (s + 1)-th token of a round that began at
-    t - s: it attends to the readings of 0 up to there, and to reading r at t - s + r.
-
-    Args:
-        model: the draft; a gradient reaches it.
-        ids: (B, T); padding is on the right, where no token sees it.
-        taps: (B, T, states) the target's.
-        count: how many readings.
-        begins: (B, T) bool where rounds begin of which later readings are asked, by default
-            anywhere; prompts, which nobody drafts, are most of a batch.
-
-    Yields:
-        (B, T, H) for s = 0, 1, ...; without meaning at t < s, and where no such round is at t - s.
-    """
-    reads = states_input(model)
-    assert reads is not None
-    body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
-    at = torch.arange(length, device=ids.device)
-    rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
-    x, visible = reads.after_target(ids, before(taps)), (at <= at[:, None]).expand(len(ids), -1, -1)
-    later = places if begins is None else window(begins)  # (B, W) the positions of later readings
-    for step in range(count):
-        mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
-        seen = visible if reads.reads_first else without_first(visible)
-        mask.masked_fill_(~seen, torch.finfo(x.dtype).min)
-        states: Tensor = body(
-            inputs_embeds=x,
-            attention_mask=mask[:, None],
-            position_ids=places,
-            use_cache=True,
-            **{cache_argument(body): cache},
-        )[0]
-        if step:
-            everywhere = states.new_zeros(*ids.shape, states.shape[-1])
-            states = everywhere.index_put((rows, places), states)
-        yield states
-        if step + 1 == count:
-            return
-        places = later
-        x = reads.after_own(ids[rows, places], before(states)[rows, places])
-        read_at = torch.arange(places.shape[1], device=ids.device)
-        same = [read_at == read_at[:, None] - back for back in range(step, -1, -1)]
-        began = at <= places[..., None] - (step + 1)  # up to where the round of each position did
-        visible = torch.cat([began, *(each.expand(len(ids), -1, -1) for each in same)], dim=-1)
-
-
-def window(begins: Tensor) -> Tensor:
-    """(B, T) bool -> (B, W) consecutive positions that hold all that are wanted of each row."""
-    length = begins.shape[1]
-    at = torch.arange(length, device=begins.device)
-    first = torch.where(begins, at, length).amin(dim=1)
-    last = torch.where(begins, at, -1).amax(dim=1)
-    width = max(1, int((last - first).max()) + 1)
-    return first.clamp(max=length - width)[:, None] + at[:width]
-
-
-def of_round(learnt: Tensor, step: int) -> Tensor:
-    """(B, T) bool positions whose tokens are learnt -> those whose round began at such a one."""
-    return learnt & nn.functional.pad(learnt, (step, 0))[:, : learnt.shape[1]]
-
-
-def weights_of(count: int) -> list[float]:
-    """Of the readings, 1 together."""
-    each: list[Any] = [DECAY**step for step in range(count)]
-    return [weight / sum(each) for weight in each]

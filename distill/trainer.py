@@ -18,14 +18,13 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
-from distill.ahead import read_ahead, share_kept
 from distill.batches import Numbered, collate
 from distill.chunked import chunked_loss, inside_forward
 from distill.config import DistilConfig
 from distill.losses import LOSSES
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
-from distill.states import of_round, readings, weights_of
+from distill.rounds import along_rounds, of_round, weights_of
 from distill.teacher import Part, Teacher, TopLogitsTeacher
 from distill.training import Schedule, training_arguments, whole_batches
 from specdata.depths import depths_of
@@ -38,7 +37,7 @@ from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
 from specdata.states_draft import TargetStates, reads_states, states_input
 from specdata.taps import decoder_layers
-from specdata.target_states import TAPS, has_states, has_taps, reading_stored
+from specdata.target_states import TAPS, has_states, has_taps, target_taps
 from specdata.texts import IGNORED
 from specdata.top_logits import TopLogitDistributions
 
@@ -102,40 +101,32 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         ids, attention = inputs["input_ids"], inputs["attention_mask"]  # (B, T)
         is_learnt = inputs["labels"][:, 1:] != IGNORED  # (B, T - 1): N of them
         taught, taps = self.teacher.columns(inputs), self._taps(inputs)
-        draft = base_of(self.student)
-        depths = depths_of(draft)
-        is_read_once = depths > 1
-        weights = weights_of(depths if is_read_once or taps is None else self.settings.readings)
+        places = depths_of(base_of(self.student)) if taps is None else self.settings.readings
+        weights = weights_of(places)
 
         def forward() -> Tensor:  # of the engine's module: it prepares for it
             total = torch.zeros((), device=ids.device)
             in_bfloat16 = self.settings.precision == "bfloat16"
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=in_bfloat16):
-                begins = nn.functional.pad(is_learnt, (0, 1))
-                everywhere = torch.ones_like(begins)
-                along: Iterator[tuple[Tensor, Tensor]]
-                if is_read_once:
-                    steps = self.state.global_step
-                    options = {"taps": taps, "begins": begins, "dropping": steps}
-                    along = read_ahead(draft, ids, depths, **options)
-                elif taps is None:
-                    states = self.student_head.states(ids, attention, trained=True)
-                    along = iter([(states, everywhere)])
-                else:
-                    read = readings(draft, ids, taps, len(weights), begins)
-                    along = ((states, everywhere) for states in read)
-                for step, (states, is_kept) in enumerate(along):  # (B, T, H), (B, T)
-                    is_read = of_round(is_learnt, step)  # whose round began at one that is learnt
-                    of_step, weight = taught, weights[step]
+                along = along_rounds(
+                    self.student_head,
+                    ids,
+                    places,
+                    attention=attention,
+                    taps=taps,
+                    begins=nn.functional.pad(is_learnt, (0, 1)),
+                    dropping=self.state.global_step,
+                )
+                for step, (weight, place) in enumerate(zip(weights, along, strict=True)):
+                    # Learnt positions whose round began at one that is learnt.
+                    is_read = of_round(is_learnt, step) & place.kept[:, :-1]
+                    of_place = taught
                     if step:
-                        is_read = is_read & is_kept[:, :-1]
-                        of_step = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
-                    if is_read_once:
-                        weight /= share_kept(step)
-                    total = total + weight * chunked_loss(
-                        states[:, :-1][is_read],
+                        of_place = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
+                    total = total + weight / place.share * chunked_loss(
+                        place.states[:, :-1][is_read],
                         self.student_head,
-                        partial(self._divergence, of_step),
+                        partial(self._divergence, of_place),
                         is_narrow="rest" in taught,
                     )
             return total
@@ -148,15 +139,10 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
 
     def _taps(self, inputs: Mapping[str, Tensor]) -> Tensor | None:
         """(B, T, F) the target's states inside, stored or read; None if the draft reads none."""
-        reads_states = states_input(base_of(self.student))
-        if reads_states is None:
-            return None
-        ids, examples = inputs["input_ids"], inputs["examples"].tolist()
-        rows = []
+        examples, rows = inputs["examples"].tolist(), []
         if self.tapped is not None and min(examples) >= 0:
             rows = [self.tapped[example] for example in examples]
-        with reading_stored(base_of(self.student), rows, ids.shape[1]):
-            return reads_states.read_target(ids)
+        return target_taps(base_of(self.student), rows, inputs["input_ids"])
 
     def _divergence(
         self, taught: Mapping[str, Tensor], q_logits: Tensor, chunk: slice | Tensor

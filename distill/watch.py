@@ -12,20 +12,18 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from distill.ahead import read_ahead
 from distill.batches import tokens_of
-from distill.states import readings
+from distill.rounds import along_rounds
 from specdata.depths import depths_of
 from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.lm_head import LMHead, find_lm_head
-from specdata.models import check_length, device
+from specdata.models import check_ids, check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import broadcast_by_main, join_processes
 from specdata.sampling import SamplingConfig
 from specdata.state_store import StateStore
-from specdata.states_draft import states_input
-from specdata.target_states import has_states, has_taps, reading_stored
+from specdata.target_states import has_states, has_taps, target_taps
 from specdata.texts import (
     TOKENS_AT_ONCE,
     ModelSource,
@@ -44,7 +42,7 @@ DRAFTED = (4, 8)
 """Tokens drafted in the rounds whose expected tokens are measured."""
 PLACES = 4
 """Of a round, at which a draft on its target's states is read; it drafts later ones as the last.
-One with more depths is read at all of them."""
+One with more masks is read at all of them."""
 SCORE = "token_4"
 """The figure by which the best weights are told: expected tokens of a round, over all positions.
 
@@ -217,21 +215,15 @@ class HeldOut:
         return at
 
     def _states(self, batch: TextBatch, draft: LMHead) -> list[Tensor]:
-        """(N, H) the draft's states; of one on its target's states at each place of a round."""
-        reads, ids = states_input(draft.model), batch.input_ids[:, :-1].to(draft.model.device)
-        depths, is_predicted = depths_of(draft.model), batch.is_predicted.to(ids.device)
-        if reads is None and depths == 1:
-            return [batch.states(draft)]
+        """(N, H) the draft's states at each place of a round; of a plain draft all are alike."""
+        ids = batch.input_ids[:, :-1].to(draft.model.device)
         check_length(draft.model.config, ids.shape[1])
+        check_ids(draft.model.config, *map(int, batch.input_ids.aminmax()))
         rows = [] if self._tapped is None else [self._tapped[row] for row in batch.examples]
-        with reading_stored(draft.model, rows, ids.shape[1]):
-            taps = None if reads is None else reads.read_target(ids)
-        if depths > 1:
-            places = max(PLACES, min(depths, max(DRAFTED)))
-            ahead = read_ahead(draft.model, ids, places, taps=taps, begins=is_predicted)
-            return [states[is_predicted] for states, _ in ahead]
-        assert taps is not None
-        return [states[is_predicted] for states in readings(draft.model, ids, taps, PLACES)]
+        taps, is_predicted = target_taps(draft.model, rows, ids), batch.is_predicted.to(ids.device)
+        places = max(PLACES, min(depths_of(draft.model), max(DRAFTED)))
+        along = along_rounds(draft, ids, places, taps=taps, begins=is_predicted)
+        return [place.states[is_predicted] for place in along]
 
     def _of_text(self, text: Tensor, draft: LMHead, states: Tensor) -> Tensor:
         """(C, 1) q of a text's tokens (C, 1), from states (C, H)."""

@@ -1,9 +1,8 @@
 """Drafts that propose several tokens after one forward.
 
-Behind the last token they read D - 1 masks, which stand for tokens that are not known yet: of a
-plain draft one token again and again (PARD, An et al. 2025, arXiv:2504.18583; `pard_token` in its
-config.json, as vLLM and TensorRT-LLM read it), of a draft on its target's states maps of the last
-token and of those (`specdata.states_draft`).
+Behind the last token they read D - 1 masks, one token again and again, which stand for tokens that
+are not known yet (PARD, An et al. 2025, arXiv:2504.18583; `pard_token` in a draft's config.json, as
+vLLM and TensorRT-LLM read it). Drafts on their target's states have none.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ DEPTHS = "depths"
 
 def depths_of(model: Any) -> int:
     """D: tokens that a draft proposes after one forward. Raises ConfigError without its mask."""
-    if (reads := states_input(model)) is not None:
-        return reads.depths
+    if states_input(model) is not None:
+        return 1
     depths, mask = getattr(model.config, DEPTHS, 1), getattr(model.config, MASK, None)
     if depths == 1:
         return 1
@@ -41,7 +40,7 @@ def depths_of(model: Any) -> int:
 
 @torch.no_grad()
 def add_masks(model: Any, depths: int, used: Iterable[int]) -> None:
-    """Let a plain draft propose so many tokens after one forward, once it is trained to.
+    """Let a draft propose so many tokens after one forward, once it is trained to.
 
     Its mask is the last token that no text holds, and begins as the mean of those that some do.
 
@@ -51,9 +50,7 @@ def add_masks(model: Any, depths: int, used: Iterable[int]) -> None:
         used: ids that texts hold or may hold.
     """
     if states_input(model) is not None:
-        raise ConfigError(
-            "draft.depths is for drafts that read tokens alone: give draft.init.depths"
-        )
+        raise ConfigError("draft.depths is for drafts that read tokens alone: leave it out")
     setattr(model.config, DEPTHS, depths)
     if getattr(model.config, MASK, None) is not None:  # it has learnt one
         return

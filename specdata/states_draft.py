@@ -8,11 +8,6 @@ all other code sees an ordinary draft. Along a text that is known, as in trainin
 input embedding has the target read the text and answers with its states at every position, which is
 how the first token of each round is drafted.
 
-With `depths` D, further tokens need no forward: D - 1 masks behind the last token are read in the
-same one, each a map of that token and of the target's states, which say what the draft would read
-one, two, ... tokens later whatever these are. Of what leaves the layers there and a linear
-recurrence over the drafted tokens the final norm and the output matrix make their distributions.
-
 Its config.json says `target_states`: the taps, the target's name, and a probe of its states.
 """
 
@@ -71,7 +66,6 @@ class TargetStates(Config):
     width: PositiveInt
     probe: list[float] = Field(min_length=1)
     layout: Norms | Literal["eagle"] | None = None
-    depths: PositiveInt = 1
     model_type: str = ""
     output_bias: bool = False
 
@@ -90,7 +84,6 @@ class StatesInput(nn.Module):
         width: H of the draft.
         taps: how many.
         size: width of each.
-        depths: D, of which the last is repeated for deeper tokens; 1: each is read in a forward.
 
     Attributes:
         reads_first: whether the first token of a text, which nothing precedes, is read by others.
@@ -99,21 +92,16 @@ class StatesInput(nn.Module):
 
     reads_first = True
 
-    def __init__(
-        self, tokens: nn.Embedding, width: int, taps: int, size: int, depths: int = 1
-    ) -> None:
+    def __init__(self, tokens: nn.Embedding, width: int, taps: int, size: int) -> None:
         super().__init__()
         self.tokens = tokens
-        self.taps, self.width, self.depths = taps, width, depths
+        self.taps = taps
         embedding = tokens.embedding_dim
         like: dict[str, Any] = {"device": tokens.weight.device, "dtype": tokens.weight.dtype}
         self.token = nn.Linear(embedding, width, bias=False, **like)
         self.states = nn.Linear(taps * size, width, bias=False, **like)
         self.own_token = nn.Linear(embedding, width, bias=False, **like)
         self.own_state = nn.Linear(width, width, bias=False, **like)
-        if depths > 1:
-            read = embedding + taps * size
-            self.masks = nn.Linear(read, (depths - 1) * width, bias=False, **like)
         self.read_target: Callable[[Tensor], Tensor] = _no_target
 
     @property
@@ -138,21 +126,8 @@ class StatesInput(nn.Module):
 
     def after_own(self, ids: Tensor, states: Tensor) -> Tensor:
         """The same of tokens whose predecessors the draft alone has read: its states (..., H)."""
-        return self.path(self.tokens(ids), states)
-
-    def path(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """(..., H) of drafted tokens (..., E), after those of their predecessors (..., H)."""
-        x: Tensor = self.own_token(embedded) + self.own_state(states)
+        x: Tensor = self.own_token(self.tokens(ids)) + self.own_state(states)
         return x
-
-    def masks_after(self, ids: Tensor, states: Tensor, count: int | None = None) -> Tensor:
-        """(..., count, H) inputs of the first masks behind tokens; others as in `after_target`."""
-        scaled = self.scaled(states).to(self.weight.dtype)
-        count = self.depths - 1 if count is None else count
-        x = nn.functional.linear(
-            torch.cat([self.tokens(ids), scaled], dim=-1), self.masks.weight[: count * self.width]
-        )
-        return x.view(*x.shape[:-1], count, self.width)
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) texts -> (B, T, H), each token after the target."""
@@ -180,17 +155,6 @@ def unit(states: Tensor, taps: int) -> Tensor:
 def before(states: Tensor) -> Tensor:
     """(B, T, F) states, each moved to the token after it; 0 at the first."""
     return nn.functional.pad(states[:, :-1], (0, 0, 1, 0))
-
-
-def final_norm(model: Any) -> nn.Module:
-    """What stands between a draft's last layer and its output matrix."""
-    norm: nn.Module | None = getattr(model.base_model, "norm", None)
-    if norm is None:
-        raise ConfigError(
-            f"draft.init.depths needs a final norm, and none was found in {type(model).__name__}: "
-            "leave depths out"
-        )
-    return norm
 
 
 def states_input(model: Any) -> StatesInput | None:
@@ -230,8 +194,7 @@ def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             width = config.get_text_config().hidden_size
             tokens, record = self.get_input_embeddings(), TargetStates.of(config)
             taps = len(record.taps)
-            reads = StatesInput(tokens, width, taps, record.width // taps, record.depths)
-            self.set_input_embeddings(reads)
+            self.set_input_embeddings(StatesInput(tokens, width, taps, record.width // taps))
             if record.output_bias:
                 self.set_output_embeddings(nn.Linear(width, tokens.num_embeddings))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specdata.errors import ConfigError
 from specdata.state_store import StateStore
-from specdata.states_draft import KEY, StatesInput, TargetStates, final_norm, states_input
+from specdata.states_draft import KEY, StatesInput, TargetStates, states_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,9 +113,7 @@ def read_taps(model: PreTrainedModel, taps: Sequence[int], ids: Tensor) -> Tenso
     return captured[0].to(ids.device)
 
 
-def install(
-    model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int], depths: int = 1
-) -> StatesInput:
+def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]) -> StatesInput:
     """Make of a model cut from its target a draft that reads the target's states, in place.
 
     It has the target's input embedding; its new maps are not set yet.
@@ -123,11 +121,8 @@ def install(
     record, width = record_of(target, taps), model.config.get_text_config().hidden_size
     if model.get_output_embeddings().bias is not None:
         record["output_bias"] = True
-    if depths > 1:
-        record["depths"] = depths
-        final_norm(model)  # refused now, not when it drafts
     size = record["width"] // len(taps)
-    reads = StatesInput(model.get_input_embeddings(), width, len(taps), size, depths)
+    reads = StatesInput(model.get_input_embeddings(), width, len(taps), size)
     model.set_input_embeddings(reads)
     setattr(model.config, KEY, record)
     reads.read_target = _Reader(target, taps)

@@ -92,6 +92,18 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
         yield
 
 
+def target_taps(draft: Any, rows: Sequence[Mapping[str, Any]], ids: Tensor) -> Tensor | None:
+    """(B, T, F) the target's states along (B, T) texts, stored with them or read; see `taps`.
+
+    `rows` are those of `reading_stored`. None if the draft reads no states.
+    """
+    reads = states_input(draft)
+    if reads is None:
+        return None
+    with reading_stored(draft, rows, ids.shape[1]):
+        return reads.read_target(ids)
+
+
 def stored_states(
     row: Mapping[str, Any], target: LMHead, dtype: torch.dtype | None = None
 ) -> Tensor | None:

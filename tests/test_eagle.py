@@ -19,7 +19,7 @@ from distill.chunked import chunked_loss
 from distill.config import InitConfig
 from distill.eagle import read_eagle3, settings_of
 from distill.initial import make_initial
-from distill.states import readings
+from distill.rounds import readings
 from eval.analysis.tree_states import tree_states
 from recipes.command import run_tool
 from specdata.errors import ConfigError

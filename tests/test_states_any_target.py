@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distill.config import InitConfig
 from distill.initial import make_initial
 from distill.llama_layers import llama_draft
-from distill.states import readings
+from distill.rounds import readings
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata.errors import ConfigError

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -22,13 +23,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from distill import ahead
+from distill import rounds
 from distill import states as distill_states
-from distill.ahead import check_masks, read_ahead, with_masks
 from distill.config import DistilConfig, InitConfig
 from distill.distillation import distil
 from distill.initial import cut, make_initial
-from distill.states import of_round, readings, ridge, silence, weights_of
+from distill.rounds import along_rounds, check_masks, of_round, weights_of, with_masks
+from distill.states import ridge, silence
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from eval.analysis.tree_states import check_tree_states, tree_states
@@ -45,12 +46,12 @@ from specdata import probability
 from specdata.depths import add_masks, depths_of
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
-from specdata.lm_head import hidden_states
+from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, draw_one
-from specdata.states_draft import before, final_norm, states_input, token_embedding, unit
+from specdata.states_draft import states_input, token_embedding, unit
 from specdata.taps import attach, install, read_taps
-from specdata.target_states import reading_stored
+from specdata.target_states import reading_stored, target_taps
 from tests.random_pair import texts_of
 from tests.test_branching import CASES
 from tests.test_decoder import PROMPT
@@ -61,11 +62,11 @@ TAPS = [0, 1, 3]
 
 
 def states_draft(
-    target: PreTrainedModel, seed: int = 5, taps: Sequence[int] = TAPS, depths: int = 1
+    target: PreTrainedModel, seed: int = 5, taps: Sequence[int] = TAPS
 ) -> PreTrainedModel:
     """Of the target's last layer, with random maps."""
     model = cut(target, [target.config.num_hidden_layers - 1])
-    made = install(model, target, taps, depths)
+    made = install(model, target, taps)
     torch.manual_seed(seed)
     for linear in made.children():
         if isinstance(linear, nn.Linear):
@@ -79,12 +80,11 @@ def pair(vocab: int = 4, kind: str = "states") -> tuple[PreTrainedModel, PreTrai
         draft = tiny_llama(2, vocab=vocab)
         draft.config.depths, draft.config.pard_token = 3, vocab - 1
         return target, draft
-    return target, states_draft(target, depths=3 if kind == "depths" else 1)
+    return target, states_draft(target)
 
 
-kinds = pytest.mark.parametrize("kind", ["states", "depths", "masks"])
-"""A forward for each token of a path; one for all, of which the third depth is repeated; the same
-of a draft that reads tokens alone."""
+kinds = pytest.mark.parametrize("kind", ["states", "masks"])
+"""A forward for each token of a path; one for all, of which the third depth is repeated."""
 
 
 @torch.inference_mode()
@@ -96,18 +96,6 @@ def state_after(draft: PreTrainedModel, committed: list[int], path: list[int]) -
         return hidden_states(draft, after)[0, len(committed) - 1 + min(len(path), 2)]
     x = made(ids)
     begin = 0 if made.reads_first or len(committed) == 1 else 1
-    if made.depths > 1 and path:
-        taps = before(made.read_target(ids))[0, -1]
-        x = torch.cat([x, made.masks_after(ids[0, -1], taps)[None]], dim=1)
-        left: list[Tensor] = []
-        hook = draft.model.norm.register_forward_pre_hook(lambda _, inputs: left.append(inputs[0]))
-        draft.base_model(inputs_embeds=x)
-        hook.remove()
-        along = torch.zeros_like(left[0][0, 0])
-        for token in path:
-            along = made.after_own(torch.tensor(token), along)
-        place = len(committed) - 1 + min(len(path), made.depths - 1)
-        return cast(Tensor, draft.model.norm(left[0][0, place] + along))
 
     def states() -> Tensor:
         positions = torch.arange(begin, x.shape[1])[None]
@@ -173,11 +161,10 @@ class Checked:
         return Drawn(drawn.nodes, drawn.token, cast(Verifier, self))
 
 
-@pytest.mark.parametrize("kind", ["depths", "masks"])
 @pytest.mark.parametrize("widths", [(2,), (2, 1)])
-def test_no_more_masks_are_read_than_a_path_needs(widths: tuple[int, ...], kind: str) -> None:
+def test_no_more_masks_are_read_than_a_path_needs(widths: tuple[int, ...]) -> None:
     config = DecodeConfig(verifier="traversal", drafter="tree", widths=widths, siblings="distinct")
-    target, draft = pair(40, kind)
+    target, draft = pair(40, "masks")
     decoded_as_defined(target, draft, config, PROMPT)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
     assert [each.depths for each in decoder._drafts] == [len(widths)]
@@ -228,7 +215,7 @@ every = pytest.mark.parametrize(
             marks=[] if kind == "states" or name in FEW else pytest.mark.exhaustive,
         )
         for name in DRAFTED
-        for kind in ("states", "depths", "masks")
+        for kind in ("states", "masks")
     ],
 )
 
@@ -279,7 +266,7 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(
     [
         (name, kind, engine)
         for name in ("greedy_block", "rrs", "traversal", "multipath_block", "dynamic tree")
-        for kind in ("states", "depths", "masks")
+        for kind in ("states", "masks")
         for engine in ("eager", "captured")
         if kind == "states" or (name in FEW and engine == "captured")
     ],
@@ -311,14 +298,13 @@ def test_batches_and_engines_decode_as_one_sequence_does(name: str, engine: Any,
 
 @kinds
 def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
-    target, draft = pair(40, kind)
+    _, draft = pair(40, kind)
     ids = torch.tensor([[2, 9, 31, 4, 17, 8, 22], [6, 6, 5, 38, 3, 0, 0]])
-    taps = read_taps(target, TAPS, ids)
+    head, taps = find_lm_head(draft), target_taps(draft, [], ids)
 
     def read(count: int, begins: Tensor | None = None) -> list[Tensor]:
-        if kind == "states":
-            return list(readings(draft, ids, taps, count, begins))
-        return [states for states, _ in read_ahead(draft, ids, count, taps=taps, begins=begins)]
+        along = along_rounds(head, ids, count, taps=taps, begins=begins)
+        return [place.states for place in along]
 
     with torch.inference_mode():
         found = read(4)
@@ -340,21 +326,19 @@ def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
             torch.testing.assert_close(states[row, here], found[step][row, here])
 
 
-@pytest.mark.parametrize("kind", ["depths", "masks"])
-def test_deeper_masks_are_read_of_fewer_rounds_other_ones_in_each_step_and_as_without_dropping(
-    kind: str,
-) -> None:
-    target, draft = pair(40, kind)
+def test_deeper_masks_are_read_of_fewer_rounds_other_ones_in_each_step_as_without_dropping() -> (
+    None
+):
+    head = find_lm_head(pair(40, "masks")[1])
     ids = torch.arange(80).reshape(2, 40) % 40
     begins = torch.zeros_like(ids, dtype=torch.bool)
     begins[:, 5:35] = True
-    taps = read_taps(target, TAPS, ids)
     seen = torch.zeros(3, *ids.shape, dtype=torch.int)
     with torch.inference_mode():
-        whole = [each for each, _ in read_ahead(draft, ids, 3, taps=taps, begins=begins)]
+        whole = [each.states for each in along_rounds(head, ids, 3, begins=begins)]
         for step in range(60):
-            found = read_ahead(draft, ids, 3, taps=taps, begins=begins, dropping=step)
-            for depth, (states, kept) in enumerate(found):
+            found = along_rounds(head, ids, 3, begins=begins, dropping=step)
+            for depth, (states, kept, _) in enumerate(found):
                 seen[depth] += kept
                 of_30 = (30, 21, 14.7)[depth]
                 assert depth == 0 or ((kept.sum(dim=1) - of_30).abs() <= 2).all()
@@ -378,7 +362,7 @@ def test_a_reading_is_learnt_where_its_round_begins_at_the_prompts_end_or_later(
 def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draft_there(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "KEPT", 1.0)
+    monkeypatch.setattr(rounds, "KEPT", 1.0)
     target, draft = pair(40, kind)
     rows = [
         {"prompt_ids": [2, 9], "completion_ids": [31, 4, 17, 8, 22]},
@@ -404,9 +388,8 @@ def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draf
     assert loss.item() == pytest.approx(total / 7, rel=1e-6)
 
 
-@kinds
-def test_along_a_text_it_drafts_the_first_token_of_each_round(kind: str) -> None:
-    _, draft = pair(40, kind)
+def test_along_a_text_it_drafts_the_first_token_of_each_round() -> None:
+    _, draft = pair(40)
     ids = torch.tensor([[2, 9, 31, 4, 17]])
     states = hidden_states(draft, ids)[0]
     for at in range(5):
@@ -547,14 +530,15 @@ def test_a_model_of_no_or_endless_layers_is_refused_before_it_is_made(
         ("width", 0, "width: must be greater than 0"),
         ("width", 7, "cannot load the model"),
         ("layout", "eagle3", r"layout.*must be a section"),
-        ("depths", ..., "the weights hold .*masks.weight, of which it says nothing"),
+        ("depths", 2, "depths: unknown key"),
+        ("output_bias", True, "1 are missing"),
         (None, [], "must be a section"),
     ],
 )
 def test_a_draft_says_which_states_of_which_target_it_reads_or_is_refused(
     target: Path, tmp_path: Path, key: str | None, value: Any, message: str
 ) -> None:
-    made(target, tmp_path / "draft", depths=2)
+    made(target, tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     config = json.loads(path.read_text())
     record = config["target_states"] | {key: value}
@@ -562,6 +546,17 @@ def test_a_draft_says_which_states_of_which_target_it_reads_or_is_refused(
     path.write_text(json.dumps(config | {"target_states": value if key is None else kept}))
     with pytest.raises(ConfigError, match=message):
         attach(load_model(str(tmp_path / "draft")), load_model(str(target)))
+
+
+def test_weights_of_which_a_drafts_config_says_nothing_are_refused(
+    target: Path, tmp_path: Path
+) -> None:
+    made(target, tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    weights = load_file(path) | {"model.embed_tokens.masks.weight": torch.zeros(2, 2)}
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"weights hold .*masks.weight, of which it says nothing"):
+        load_model(str(tmp_path / "draft"))
 
 
 def test_rollouts_of_other_tokens_or_without_their_taps_are_refused_or_read_again(
@@ -617,10 +612,6 @@ def test_trainings_without_the_targets_states_are_refused(key: str, value: Any) 
 
 
 def test_depths_that_a_draft_cannot_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="depths needs kind states without a layout, got kind mod"):
-        InitConfig(depths=3)
-    with pytest.raises(ValueError, match=r"depths needs kind states without a layout, .* eagle"):
-        InitConfig(kind="states", layers=1, layout="eagle", depths=3)
     with pytest.raises(ValueError, match="freeze_embeddings must be left out with depths"):
         DistilConfig(depths=3, freeze_embeddings=True)
     with pytest.raises(ValueError, match="lora must be left out with depths"):
@@ -628,7 +619,7 @@ def test_depths_that_a_draft_cannot_have_are_refused() -> None:
     target, draft = pair(40)
     with pytest.raises(ConfigError, match=r"at most 3, the tokens of the longest completion, got"):
         with_masks([draft], 4, [], ROWS.map(lambda row: {"completion_ids": [1, 2, 3]}))
-    with pytest.raises(ConfigError, match=r"reads? tokens alone: give draft.init.depths"):
+    with pytest.raises(ConfigError, match="is for drafts that read tokens alone: leave it out"):
         add_masks(draft, 3, [])
     with pytest.raises(ConfigError, match="needs a token of the draft that no text holds"):
         add_masks(target, 3, range(40))
@@ -639,8 +630,6 @@ def test_depths_that_a_draft_cannot_have_are_refused() -> None:
     recurrent = FalconMambaForCausalLM(
         FalconMambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
-    with pytest.raises(ConfigError, match="needs a final norm, and none was found in FalconMamba"):
-        final_norm(recurrent)
     add_masks(recurrent, 3, range(30))
     with pytest.raises(ConfigError, match=r"recurrent layers .* cannot read masks"):
         CachedModel(recurrent.eval(), 40)

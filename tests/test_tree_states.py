@@ -55,15 +55,6 @@ def test_every_family_can_be_read_so(family: str) -> None:
     torch.testing.assert_close(after[0, 6], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mask_that_no_round_reads_changes_nothing() -> None:
-    """As of a published draft that is decoded token by token."""
-    draft, ids = tiny_draft(), torch.tensor([[2, 9, 31, 4]])
-    tokens, places = torch.tensor([[7]]), torch.tensor([[3]])
-    _, expected = tree_states(draft, ids, tokens, places)
-    draft.config.pard_token = 5
-    assert tree_states(draft, ids, tokens, places)[1].equal(expected)
-
-
 def test_a_draft_of_recurrent_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot read drafted tokens beside a text"):
         check_tree_states(tiny("mamba", 0).eval(), 24)

@@ -15,12 +15,10 @@ from transformers import DynamicCache
 
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.transformers_models import has_rules
-from specdata.depths import MASK, depths_of
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import known_ids
-from specdata.states_draft import before, final_norm, states_input
-from specdata.taps import capturing_taps, decoder_layers
+from specdata.states_draft import states_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +60,7 @@ def tree_states(
     mask = torch.zeros(allowed.shape, dtype=draft.dtype, device=device)
     mask.masked_fill_(~allowed, torch.finfo(draft.dtype).min)
     places = torch.cat([at.expand(batch, -1), positions], dim=1)
-    ids = known_ids(torch.cat([input_ids, _read(draft, tokens)], dim=1), draft)
+    ids = known_ids(torch.cat([input_ids, tokens], dim=1), draft)
     if (reads := states_input(draft)) is None and has_rules(draft):
         with seeing(draft, Sight(mask[:, None], places, places)):
             empty = DynamicCache(config=draft.config)
@@ -73,40 +71,17 @@ def tree_states(
         with torch.no_grad():
             text, chosen = ids[:, :length], ids[:, length:]
             last = (positions - 1).clamp(min=0, max=length - 1)
-            taps = before(reads.read_target(text))
-            x = reads.after_target(text, taps)
-            # What the layers read at drafted tokens comes after the draft's own states, which the
-            # text's forward gives; or with depths it is the first mask, whatever is drafted.
-            if reads.depths == 1:
-                along = draft.base_model(inputs_embeds=x, use_cache=False)[0]
-                behind = reads.after_own(chosen, _at(along, last))
-            else:
-                behind = reads.masks_after(text.gather(1, last), _at(taps, last))[..., 0, :]
-            left = list[Tensor]()
-            with capturing_taps(draft, [len(decoder_layers(draft)[1])], left.append):
-                states = draft.base_model(
-                    inputs_embeds=torch.cat([x, behind], dim=1),
-                    attention_mask=mask[:, None],
-                    position_ids=places,
-                    use_cache=False,
-                )[0]
-            if reads.depths > 1:
-                path = reads.own_token(reads.tokens(chosen))
-                after = final_norm(draft)(left[0][:, length:] + path)
-                states = torch.cat([states[:, :length], after], dim=1)
+            x = reads(text)
+            # Drafted tokens come after the draft's own states, which the text's forward gives.
+            along = draft.base_model(inputs_embeds=x, use_cache=False)[0]
+            own = along.gather(1, last[..., None].expand(-1, -1, along.shape[-1]))
+            states = draft.base_model(
+                inputs_embeds=torch.cat([x, reads.after_own(chosen, own)], dim=1),
+                attention_mask=mask[:, None],
+                position_ids=places,
+                use_cache=False,
+            )[0]
     return states[:, :length], states[:, length:]
-
-
-def _at(along: Tensor, places: Tensor) -> Tensor:
-    """(B, T, F) along texts -> (B, M, F) at places (B, M)."""
-    return along.gather(1, places[..., None].expand(-1, -1, along.shape[-1]))
-
-
-def _read(draft: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """What a draft reads where tokens are drafted: with depths its mask, whatever they are."""
-    if states_input(draft) is not None or depths_of(draft) == 1:
-        return tokens
-    return torch.full_like(tokens, getattr(draft.config, MASK))
 
 
 @torch.no_grad()
@@ -131,8 +106,7 @@ def check_tree_states(draft: PreTrainedModel, longest: int) -> None:
         raise _no_tree(draft, f"{type(error).__name__}: {error}") from error
     bound = ROUNDING.get(draft.dtype, HALF_ROUNDING)
     for index, position in enumerate(positions[0].tolist()):
-        drafted = _read(draft, tokens[:, index : index + 1])
-        alone = torch.cat([ids[:, :position], drafted], dim=1)
+        alone = torch.cat([ids[:, :position], tokens[:, index : index + 1]], dim=1)
         expected = hidden_states(draft, alone)[0, -1].double()
         error_norm = torch.linalg.vector_norm(after[0, index].double() - expected)
         if not error_norm <= bound * torch.linalg.vector_norm(expected):

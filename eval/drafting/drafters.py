@@ -21,7 +21,7 @@ from eval.drafting.stopping.drafted import Embed, Numbers
 from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
-from eval.runtime.sequence import CachedSequence, ForwardCoroutine, StatesSequence
+from eval.runtime.sequence import CachedSequence, ForwardCoroutine
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, draw_and_read, draw_one, draw_several
 
@@ -61,14 +61,12 @@ class Drafter(ABC):
     def follow(self, target: CachedSequence) -> None:
         """Read the states of a target's sequence, in drafts that read any."""
         for sequence in self._sequences:
-            if isinstance(sequence, StatesSequence):
-                sequence.target = target
+            sequence.follow(target)
 
     def hold(self, persists: bool) -> None:
         """Keep the distributions of the last draft, as functions of the text, for its residual."""
         for sequence in self._sequences:
-            if isinstance(sequence, StatesSequence):
-                sequence.hold(persists)
+            sequence.hold(persists)
 
     def reset(self) -> None:
         """Forget the sequence; what a stopping rule has measured is kept."""

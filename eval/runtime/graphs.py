@@ -41,9 +41,8 @@ from eval.runtime.transformers_models import (
 from specdata.cache import cache_argument
 from specdata.draft_vocabulary import narrow_logits
 from specdata.errors import ConfigError
-from specdata.lm_head import capturing_hidden, find_lm_head
+from specdata.lm_head import capturing_hidden
 from specdata.prepack import multiplies
-from specdata.states_draft import final_norm, states_input
 from specdata.taps import capturing_taps
 
 # Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
@@ -141,7 +140,6 @@ class ForwardGraphs:
         self._taps = taps
         self._prepacker = Prepacker()
         self._graphs: dict[_GraphKind, Graph] = {}
-        self._drafted: Graph | None = None
 
     def __call__(
         self,
@@ -183,29 +181,6 @@ class ForwardGraphs:
         if graph is None:
             graph = self._graphs[kind] = self._capture(inputs, kind)
         return graph(*inputs)
-
-    def drafted(self, ids: Tensor, before: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-        """What `drafted_forward` gives; as a graph."""
-        if self._drafted is None:
-            model = self._model()
-            assert model is not None
-            forward = drafted_forward(model)
-            sizes = {*before.shape, *model.get_input_embeddings().weight.shape}
-            count = next(n for n in TOKEN_LENGTHS if n not in sizes)
-            examples = (
-                ids.new_zeros(count),
-                *(each.new_zeros(count, each.shape[1]) for each in (before, left)),
-            )
-            with torch.inference_mode(False), torch.no_grad():
-                make = make_fx(
-                    forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
-                )
-                traced = make(*examples)
-            if multiplies(model.device, model.dtype):
-                self._prepacker.rewrite(traced)
-            check_same_logits(model, forward(ids, before, left)[0], traced(ids, before, left)[0])
-            self._drafted = traced
-        return self._drafted(ids, before, left)
 
     def _capture(self, inputs: Sequence[Tensor], kind: _GraphKind) -> Graph:
         """Make the graph of a kind, and compare it with the eager forward on the given inputs."""
@@ -276,24 +251,6 @@ def check_same_logits(model: PreTrainedModel, expected: Tensor, actual: Tensor) 
 def named_inputs(inputs: Tensor) -> dict[str, Tensor]:
     """What a model reads, by the name that its forward has for it: ids, or vectors."""
     return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
-
-
-def drafted_forward(model: PreTrainedModel) -> Graph:
-    """How a draft with depths on its target's states reads tokens that its layers do not.
-
-    (n,) ids, (n, H) of the recurrence before them, and (n, H) what left the layers at their masks,
-    to (n, N) logits, (n, H) states and (n, H) of the recurrence.
-    """
-    reads, norm, head = states_input(model), final_norm(model), find_lm_head(model)
-
-    def forward(ids: Tensor, before: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-        assert reads is not None
-        path = reads.after_own(ids, before)
-        states = norm(left + path)
-        with narrow_logits(model):
-            return head.logits(states), states, path
-
-    return forward
 
 
 def eager_forward(

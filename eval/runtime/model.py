@@ -18,7 +18,6 @@ from eval.runtime.graphs import (
     CaptureError,
     EagerWarning,
     ForwardGraphs,
-    drafted_forward,
     named_inputs,
     shared_graphs,
 )
@@ -27,10 +26,9 @@ from eval.runtime.layout import Layout, pack, places
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.recurrent import keeping_states, mixers_of
 from eval.runtime.sequence import (
-    AheadSequence,
     CachedSequence,
     Forward,
-    ReadDrafted,
+    MaskedSequence,
     RecurrentSequence,
     StatesSequence,
 )
@@ -113,8 +111,7 @@ class CachedModel:
         self.reads_states = states_input(model) is not None
         self._capture_hidden = capture_hidden or self.reads_states
         self.depths = min(depths_of(model), deepest) if deepest > 1 else 1
-        is_ahead = self.reads_states and self.depths > 1
-        self._taps = (len(layers),) if is_ahead else tuple(taps)  # what leaves its layers
+        self._taps = tuple(taps)
         ids = draft_vocabulary_ids(model)
         self._vocabulary_ids = None if ids is None else ids[ids < vocabulary]
         self._embeddings = token_embedding(model)
@@ -123,7 +120,6 @@ class CachedModel:
         self._dtype: torch.dtype = model.dtype
         self._engine = engine_on(engine, self.device.type)
         self._graphs: ForwardGraphs | None = None
-        self._read_drafted: ReadDrafted | None = drafted_forward(model) if is_ahead else None
         self._recurrent = any(layer.states for layer in layers)
         self._mixers = mixers_of(model) if self._recurrent else []
         if self._recurrent and self.depths > 1:
@@ -154,11 +150,12 @@ class CachedModel:
         return self._sequences[slot]
 
     def _empty_sequence(self, slot: int, sampling: SamplingConfig) -> CachedSequence:
-        if self.depths > 1:
-            return AheadSequence(self, slot, sampling)
+        kind = RecurrentSequence if self._recurrent else CachedSequence
         if self.reads_states:
-            return StatesSequence(self, slot, sampling)
-        return (RecurrentSequence if self._recurrent else CachedSequence)(self, slot, sampling)
+            kind = StatesSequence
+        elif self.depths > 1:
+            kind = MaskedSequence
+        return kind(self, slot, sampling)
 
     def reset(self) -> None:
         """Forget every sequence and free the cache."""
@@ -192,9 +189,9 @@ class CachedModel:
         sequence = self._prompted(1)
         for count, logits_to_keep in appends:
             self.run(sequence.append(self._different(count), logits_to_keep))
-        if self.depths > 1:  # its layers read no nodes, and all nodes and drafted tokens are alike
-            nodes = (1,)
-        for count in nodes if self._takes_masks else ():
+        if not self._takes_masks or self.depths > 1:  # the layers of the latter read no nodes
+            nodes = ()
+        for count in nodes:
             self.run(sequence.append_tree(self._different(count), [0] * count))
             sequence.accept([])
         self.reset()
@@ -216,8 +213,8 @@ class CachedModel:
     def run(self, forward: Forward) -> Tensor:
         """Run one forward by itself: logits (logits_to_keep, V)."""
         layout = forward.layout()
-        if isinstance(forward.sequence, AheadSequence):
-            return self._commit(forward, layout, self._run_ahead(forward.sequence, forward))
+        if isinstance(forward.sequence, MaskedSequence):
+            return self._commit(forward, layout, self._run_masked(forward.sequence, forward))
         run = self._run_unrolled if forward.unrolled else self._run_single
         return self._commit(forward, layout, run(forward, layout))
 
@@ -280,8 +277,7 @@ class CachedModel:
         """What the model reads of a forward's tokens: (n,) ids, or (n, H) of a draft on states."""
         ids = torch.tensor(forward.tokens, device=self.device)
         ids = known_ids(ids, self.model) if self._has_fewer_ids else ids
-        sequence = forward.sequence
-        return sequence.inputs(forward, ids) if isinstance(sequence, StatesSequence) else ids
+        return forward.sequence.inputs(forward, ids)
 
     def _run_single(self, forward: Forward, layout: Layout) -> Outputs:
         """Run a forward in one row."""
@@ -308,23 +304,18 @@ class CachedModel:
                 outputs = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
         return Outputs(*(None if each is None else each[0] for each in outputs))  # type: ignore[arg-type]
 
-    def _run_ahead(self, sequence: AheadSequence, forward: Forward) -> Outputs:
-        """Run the layers over committed tokens and masks, or read drafted tokens without them."""
-        read, masks = sequence.by_layers(forward), sequence.masks
+    def _run_masked(self, sequence: MaskedSequence, forward: Forward) -> Outputs:
+        """Read committed tokens and masks, or give what was read there for drafted tokens."""
+        read, masks = sequence.with_masks(forward), sequence.masks
         if read is None:
-            ids = known_ids(torch.tensor(forward.tokens, device=self.device), self.model)
-            read_drafted = self._read_drafted
-            if read_drafted is not None and self._graphs is not None:
-                read_drafted = self._graphs.drafted
-            return Outputs(*sequence.drafted(forward, ids, read_drafted))
+            return Outputs(*sequence.drafted(forward))
         layout = read.layout()
         at = [min(each, self._last_position) for each in layout.positions]  # masks may stand beyond
-        layout = replace(layout, positions=at)
-        outputs = self._run_single(read, layout)
-        ahead = [each if each is None else each[-masks:] for each in outputs]
-        sequence.look_ahead(ahead, root=sequence.length + len(forward.tokens) - 1)
+        outputs = self._run_single(read, replace(layout, positions=at))
+        root, (logits, states, _) = sequence.length + len(forward.tokens) - 1, outputs
+        sequence.look_ahead(logits[-masks:], None if states is None else states[-masks:], root)
         kept = slice(-read.logits_to_keep, -masks)
-        return Outputs(*(each if each is None else each[kept] for each in outputs[:2]))  # type: ignore[arg-type]
+        return Outputs(logits[kept], None if states is None else states[kept])
 
     def _run_slot(
         self,

@@ -24,10 +24,6 @@ from specdata.states_draft import states_input, without_first
 
 T = TypeVar("T")
 
-ReadDrafted = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-"""(n,) ids, (n, H) of the recurrence before them and (n, H) what left the layers at their masks ->
-(n, N) logits, (n, H) states, (n, H) of the recurrence."""
-
 NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
 
 
@@ -222,6 +218,16 @@ class CachedSequence:
         """Tokens to append, in as many forwards as the model needs."""
         return [tokens]
 
+    def inputs(self, _forward: Forward, ids: Tensor) -> Tensor:
+        """(n,) ids or (n, H) vectors: what the model reads of a forward's tokens, (n,) its ids."""
+        return ids
+
+    def follow(self, target: CachedSequence) -> None:
+        """Read the states of a target's sequence, if the model reads any."""
+
+    def hold(self, persists: bool) -> None:
+        """Read later tokens as the last draft would have, as long as a residual of it persists."""
+
     def append_tree(
         self,
         tokens: list[int],
@@ -324,44 +330,74 @@ class RecurrentSequence(CachedSequence):
                 states.go_back(self.slot)
 
 
-class StatesSequence(CachedSequence):
-    """A sequence of a draft that reads its target's states (`specdata.states_draft`).
+class RereadSequence(CachedSequence):
+    """A sequence of a draft that reads drafted tokens in another way than committed ones.
 
-    A token is read with the target's states at the token before it, or, where the target has not
-    read that one yet, with the draft's own. Tokens read so are dropped when a draft was verified,
-    accepted or not, and are read again with the target's; but not while a residual persists, which
-    is of the distributions that its draft was drawn from (`hold`).
-
-    Attributes:
-        target: the target's sequence; without one, as in a warm-up, its states count as 0.
+    Drafted tokens are dropped when a draft was verified, accepted or not, and are read again; but
+    not while a residual persists, which is of the distributions that its draft was drawn from.
     """
 
     def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
-        self.target: CachedSequence | None = None
-        self._after_target = 0  # committed tokens that were read with the target's states
-        self._draft_states: dict[
-            int, Tensor
-        ] = {}  # the draft's states by cache position, of this draft
-        self._held: int | None = None  # tokens whose target states are read, while a residual lasts
-        self._embedding = states_input(model.model)
-
-    @property
-    def reads_first(self) -> bool:
-        """Whether later tokens attend to the first one; in the layout of EAGLE-3 none does."""
-        return self._embedding is None or self._embedding.reads_first
+        self._read = 0  # tokens that were read as committed ones
+        self._is_held = False
 
     def reset(self) -> None:
         """Forget the sequence."""
         super().reset()
-        self._after_target, self._draft_states, self._held = 0, {}, None
+        self._read, self._is_held = 0, False
 
     def hold(self, persists: bool) -> None:
         """Read later tokens as the last draft would have, as long as a residual of it persists."""
-        if not persists:
-            self._held = None
-        elif self._held is None:
-            self._held = self._after_target - 1
+        self._is_held = persists
+
+    def crop(self, length: int) -> None:
+        """Keep at most the first `length` tokens, of those that were read as committed ones."""
+        if self._is_held:
+            super().crop(length)
+            return
+        super().crop(min(length, self._read))
+        self._read = self.length
+
+    def accept(self, nodes: Sequence[int]) -> None:
+        """Drop all nodes: those that were accepted are read again."""
+        self.crop(self.length)
+
+    def _before(self, forward: Forward) -> list[int]:
+        """The cache position of the token before each of a forward's; -1 if there is none."""
+        last = self.length + len(forward.tokens) - len(forward.parents) - 1
+        return [*range(self.length - 1, last), *(last + parent for parent in forward.parents)]
+
+
+class StatesSequence(RereadSequence):
+    """A sequence of a draft that reads its target's states (`specdata.states_draft`).
+
+    A token is read with the target's states at the token before it, or, where the target has not
+    read that one yet, with the draft's own; without a target, as in a warm-up, its states count as
+    0.
+    """
+
+    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+        super().__init__(model, slot, sampling)
+        self._target: CachedSequence | None = None
+        self._draft_states: dict[int, Tensor] = {}  # by cache position, of the draft in progress
+        embedding = states_input(model.model)
+        assert embedding is not None
+        self._embedding = embedding
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether later tokens attend to the first one; in the layout of EAGLE-3 none does."""
+        return self._embedding.reads_first
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        super().reset()
+        self._draft_states = {}
+
+    def follow(self, target: CachedSequence) -> None:
+        """Read the states of a target's sequence."""
+        self._target = target
 
     def pieces(self, tokens: list[int]) -> list[list[int]]:
         """Tokens to append: each after its predecessor's own state in a forward of its own."""
@@ -371,48 +407,33 @@ class StatesSequence(CachedSequence):
     def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
         """(n, H) what the draft reads of a forward's tokens, (n,) ids of its own vocabulary."""
         embedding = self._embedding
-        assert embedding is not None
         before, read = self._before(forward), self._read_by_target()
         after_target = [place for place in before if place < read]  # they come first
         parts: list[Tensor] = []
         if after_target:
             states = embedding.weight.new_zeros(len(after_target), embedding.states.in_features)
-            if self.target is not None and self.target.taps is not None:
+            if self._target is not None and self._target.taps is not None:
                 begin = after_target[0] < 0  # nothing stands before the first token
-                states[begin:] = self.target.taps[after_target[begin:]]
+                states[begin:] = self._target.taps[after_target[begin:]]
             parts.append(embedding.after_target(ids[: len(after_target)], states))
         if len(after_target) < len(before):
             own_states = [self._draft_states[place] for place in before[len(after_target) :]]
             parts.append(embedding.after_own(ids[len(after_target) :], torch.stack(own_states)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _before(self, forward: Forward) -> list[int]:
-        """The cache position of the token before each of a forward's; -1 if there is none."""
-        committed = len(forward.tokens) - len(forward.parents)
-        last = self.length + committed - 1
-        return [
-            *range(self.length - 1, last),
-            *(last + parent for parent in forward.parents),
-        ]
-
-    def _after_known(self, forward: Forward) -> int:
-        """Tokens of a forward that are read with the target's states; they come first."""
-        committed, read = len(forward.tokens) - len(forward.parents), self._read_by_target()
-        return sum(place < read for place in self._before(forward)[:committed])
-
     def _read_by_target(self) -> int:
         """Tokens of the sequence whose target states are known, and may be read."""
-        if self._held is not None:
-            return self._held
-        return sys.maxsize if self.target is None else self.target.length
+        if self._is_held:
+            return self._read - 1
+        return sys.maxsize if self._target is None else self._target.length
 
     def commit(
         self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
     ) -> None:
         """Take account of a forward that has run, and keep the draft's states."""
-        count = self._after_known(forward)
-        if count and self._after_target == self.length:
-            self._after_target += count
+        committed, known = len(forward.tokens) - len(forward.parents), self._read_by_target()
+        if self._read == self.length:  # those that are read with the target's states come first
+            self._read += sum(place < known for place in self._before(forward)[:committed])
         if states is not None:
             end = layout.start + len(forward.tokens)
             self._draft_states |= dict(zip(range(end - len(states), end), states, strict=True))
@@ -420,100 +441,56 @@ class StatesSequence(CachedSequence):
 
     def crop(self, length: int) -> None:
         """Keep at most the first `length` tokens, of those read with the target's states."""
-        if self._held is not None:
-            super().crop(length)
-            return
-        super().crop(min(length, self._after_target))
-        self._after_target, self._draft_states = self.length, {}
-
-    def accept(self, nodes: Sequence[int]) -> None:
-        """Drop all nodes: those that were accepted are read again."""
-        self.crop(self.length)
+        super().crop(length)
+        if not self._is_held:
+            self._draft_states = {}
 
 
-class AheadSequence(StatesSequence):
+class MaskedSequence(RereadSequence):
     """A sequence of a draft that proposes several tokens after one forward (`specdata.depths`).
 
-    Its layers read committed tokens (of a draft on its target's states, those that the target has
-    read before) and masks behind them. Drafted ones are not read by them, in chains and in trees:
-    their cache positions hold nothing, and they are dropped when a draft was verified, as those of
-    a draft on states are. Deeper than the masks, the last one is repeated.
+    It reads committed tokens, and masks behind them. Drafted ones are not read, in chains and in
+    trees: their cache positions hold nothing. Deeper than the masks, the last one is repeated.
     """
 
     def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self.masks = model.depths - 1
-        # Of each mask: logits, what the lm_head read, what left the layers.
-        self._ahead: tuple[Tensor | None, ...] = ()
+        # Of each mask: logits, and what the lm_head read if it is captured.
+        self._ahead: tuple[Tensor, Tensor | None]
         self._depths: dict[int, int] = {}  # by cache position, of tokens from the last read one on
 
-    def pieces(self, tokens: list[int]) -> list[list[int]]:
-        """Tokens to append: those that the layers read together, and each drafted one."""
-        return [tokens] if self._embedding is None else super().pieces(tokens)
+    def _is_drafted(self, forward: Forward) -> bool:
+        """Whether a forward's tokens are drafted ones; `crop` and `pieces` keep the kinds apart."""
+        return self._is_held or len(forward.tokens) == len(forward.parents) + forward.drafted
 
-    def _after_known(self, forward: Forward) -> int:
-        if self._embedding is not None:
-            return super()._after_known(forward)
-        committed = len(forward.tokens) - len(forward.parents) - forward.drafted
-        return committed if self._held is None else 0
-
-    def by_layers(self, forward: Forward) -> Forward | None:
-        """The forward of the layers that one needs, with the masks; None if it needs none."""
-        count = self._after_known(forward)
-        assert count in (0, len(forward.tokens))  # `pieces`
-        if not count:
+    def with_masks(self, forward: Forward) -> Forward | None:
+        """The forward that reads a forward's tokens and the masks; None if it reads no token."""
+        if self._is_drafted(forward):
             return None
-        kept = forward.logits_to_keep + self.masks
-        return Forward(self, forward.tokens + [0] * self.masks, kept)
+        assert forward.drafted + len(forward.parents) == 0
+        tokens = forward.tokens + [getattr(self.model.model.config, MASK)] * self.masks
+        return Forward(self, tokens, forward.logits_to_keep + self.masks)
 
-    def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
-        """(n,) ids or (n, H) vectors that the layers read of a forward made by `by_layers`."""
-        count, embedding = len(forward.tokens) - self.masks, self._embedding
-        if embedding is None:
-            mask_id = getattr(self.model.model.config, MASK)
-            return torch.cat([ids[:count], ids.new_full((self.masks,), mask_id)])
-        last = embedding.weight.new_zeros(embedding.states.in_features)
-        if self.target is not None and self.target.taps is not None and self.length + count > 1:
-            last.copy_(self.target.taps[self.length + count - 2])  # from its device, and its type
-        masks = embedding.masks_after(ids[count - 1], last, self.masks)
-        read = Forward(self, forward.tokens[:count], 1)
-        return torch.cat([super().inputs(read, ids[:count]), masks])
+    def look_ahead(self, logits: Tensor, states: Tensor | None, root: int) -> None:
+        """Draft from what a forward gave at the masks behind the token at `root`: (D - 1, ...)."""
+        self._ahead, self._depths = (logits, states), {root: 0}
 
-    def look_ahead(self, ahead: Sequence[Tensor | None], root: int) -> None:
-        """Draft from what a forward gave at the masks behind the token at `root`.
-
-        `ahead` are (D - 1, ...) logits, states, and what left the layers, as far as captured.
-        """
-        self._ahead, self._depths = tuple(ahead), {root: 0}
-        if self._embedding is not None:
-            self._draft_states = {root: self._embedding.weight.new_zeros(self._embedding.width)}
-
-    def drafted(
-        self, forward: Forward, ids: Tensor, read: ReadDrafted | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits and states of a forward's tokens, (n,) ids, which the layers do not read.
-
-        `read` is how those of a draft on its target's states are made.
-        """
-        before, places = self._before(forward), range(self.in_use, self.in_use + len(ids))
-        for place, parent in zip(places, before, strict=True):
+    def drafted(self, forward: Forward) -> tuple[Tensor, Tensor | None]:
+        """Logits and states of a forward's tokens, which are not read."""
+        places = range(self.in_use, self.in_use + len(forward.tokens))
+        for place, parent in zip(places, self._before(forward), strict=True):
             self._depths[place] = self._depths[parent] + 1
         masks = [min(self._depths[place], self.masks) - 1 for place in places]
-        logits, states, left = (None if each is None else each[masks] for each in self._ahead)
-        if read is not None:
-            assert left is not None
-            paths = torch.stack([self._draft_states[place] for place in before])
-            logits, states, paths = read(ids, paths, left)
-            self._draft_states |= dict(zip(places, paths, strict=True))
-        assert logits is not None
-        return logits, states
+        logits, states = self._ahead
+        return logits[masks], None if states is None else states[masks]
 
     def commit(
         self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
     ) -> None:
-        """Take account of a forward that has run; those without the layers are not counted."""
-        paths, forwards = self._draft_states, self.forwards
-        forwards += self._after_known(forward) > 0
-        self._draft_states = {}
-        super().commit(forward, layout, states)
-        self._draft_states, self.forwards = paths, forwards
+        """Take account of a forward that has run; those that read no token are not counted."""
+        is_drafted = self._is_drafted(forward)
+        if not is_drafted and self._read == self.length:
+            self._read += len(forward.tokens)
+        super().commit(forward, layout, states, taps)
+        self.forwards -= is_drafted

@@ -1,0 +1,267 @@
+"""What drafts say along known texts at each token of a round, for training and measuring.
+
+A round that begins after position t drafts the tokens at t + 1, t + 2, ...: place s of it, counted
+from 0, is read at t + s. `along_rounds` gives the states there, of a whole text at a time, of each
+kind of draft (`Place`):
+
+- a plain draft reads the text once, and every place is alike;
+- a draft on its target's states reads it once for each place, first after the target's states, then
+  after its own of the time before, as while decoding (training-time test: Li et al. 2025, EAGLE-3,
+  arXiv:2503.01840);
+- a draft with masks (`specdata.depths`) reads it once, and behind it the masks of the rounds that
+  begin in it, each of which sees the text up to its round and the masks before it. Training keeps
+  them of fewer rounds the deeper they stand (PARD, arXiv:2504.18583, section 3), so that of four
+  depths the layers read 2.5 tokens for each of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from distill.batches import tokens_of
+from specdata.cache import cache_argument
+from specdata.depths import MASK, add_masks, depths_of
+from specdata.errors import ConfigError
+from specdata.lm_head import LMHead, body_of
+from specdata.models import positions
+from specdata.states_draft import before, states_input, without_first
+
+DECAY = 0.8
+"""Weight of each place of a round over the one before it (EAGLE-3's)."""
+KEPT, LEAST_KEPT = 0.7, 0.2
+"""Share of the rounds of depth d - 1 that are kept at depth d, and the least share of all."""
+GOLDEN = (5**0.5 - 1) / 2
+
+
+class Place(NamedTuple):
+    """One place of every round along texts.
+
+    Attributes:
+        states: (B, T, H) the draft's last; at position t of a round that began at t - s.
+        kept: (B, T) bool where they are read.
+        share: of the rounds, that were kept.
+    """
+
+    states: Tensor
+    kept: Tensor
+    share: float = 1.0
+
+
+def along_rounds(
+    draft: LMHead,
+    ids: Tensor,
+    count: int,
+    *,
+    attention: Tensor | None = None,
+    taps: Tensor | None = None,
+    begins: Tensor | None = None,
+    dropping: int | None = None,
+) -> Iterator[Place]:
+    """The states of a draft along texts at each place of a round.
+
+    Args:
+        draft: a gradient reaches it.
+        ids: (B, T); padding is on the right, where no token sees it.
+        count: how many places; a plain draft, of which all are alike, gives one.
+        attention: (B, T), 1 at tokens, for a plain draft.
+        taps: (B, T, states) the target's, if the draft reads any.
+        begins: (B, T) bool where rounds begin that are asked for, by default anywhere; prompts,
+            which nobody drafts, are most of a batch. Places after the first have no meaning
+            elsewhere, and at t < s.
+        dropping: a number, other in each step, that decides which rounds lose their masks; None:
+            none does.
+    """
+    if taps is not None:
+        everywhere = torch.ones_like(ids, dtype=torch.bool)
+        for states in readings(draft.model, ids, taps, count, begins):
+            yield Place(states, everywhere)
+    elif depths_of(draft.model) > 1:
+        yield from after_masks(draft.model, ids, count, begins=begins, dropping=dropping)
+    else:
+        states = draft.states(ids, attention, trained=True)
+        yield Place(states, torch.ones_like(ids, dtype=torch.bool))
+
+
+def readings(
+    model: PreTrainedModel, ids: Tensor, taps: Tensor, count: int, begins: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The draft's last states along texts, after the target's states and then after its own.
+
+    Reading s at position t is what drafting gives at the (s + 1)-th token of a round that began at
+    t - s: it attends to the readings of 0 up to there, and to reading r at t - s + r.
+
+    Arguments are those of `along_rounds`.
+    """
+    reads = states_input(model)
+    assert reads is not None
+    body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
+    at = torch.arange(length, device=ids.device)
+    rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
+    x, visible = reads.after_target(ids, before(taps)), (at <= at[:, None]).expand(len(ids), -1, -1)
+    later = places if begins is None else window(begins)  # (B, W) the positions of later readings
+    for step in range(count):
+        mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
+        seen = visible if reads.reads_first else without_first(visible)
+        mask.masked_fill_(~seen, torch.finfo(x.dtype).min)
+        states: Tensor = body(
+            inputs_embeds=x,
+            attention_mask=mask[:, None],
+            position_ids=places,
+            use_cache=True,
+            **{cache_argument(body): cache},
+        )[0]
+        if step:
+            everywhere = states.new_zeros(*ids.shape, states.shape[-1])
+            states = everywhere.index_put((rows, places), states)
+        yield states
+        if step + 1 == count:
+            return
+        places = later
+        x = reads.after_own(ids[rows, places], before(states)[rows, places])
+        read_at = torch.arange(places.shape[1], device=ids.device)
+        same = [read_at == read_at[:, None] - back for back in range(step, -1, -1)]
+        began = at <= places[..., None] - (step + 1)  # up to where the round of each position did
+        visible = torch.cat([began, *(each.expand(len(ids), -1, -1) for each in same)], dim=-1)
+
+
+def after_masks(
+    model: PreTrainedModel,
+    ids: Tensor,
+    count: int,
+    *,
+    begins: Tensor | None = None,
+    dropping: int | None = None,
+) -> Iterator[Place]:
+    """The states of a draft after texts' tokens, and then after masks.
+
+    State s at position t is what drafting gives at the (s + 1)-th token of a round that began at
+    t - s; deeper than its masks, their last one. Arguments are those of `along_rounds`.
+    """
+    (rows, length), masks = ids.shape, depths_of(model) - 1
+    at = torch.arange(length, device=ids.device)
+    row = torch.arange(rows, device=ids.device)[:, None]
+    begin = at.expand(rows, -1) if begins is None else window(begins)
+    shares = [1.0] * masks
+    rank = torch.zeros(begin.shape, device=ids.device)
+    if dropping is not None:  # evenly spread, and nested: a mask sees those before it
+        shares = [max(LEAST_KEPT, KEPT**depth) for depth in range(1, masks + 1)]
+        rank, order = ((begin + dropping * GOLDEN**2) * GOLDEN % 1.0).sort(dim=1)
+        begin = begin.gather(1, order)
+    kept = [max(1, int((rank < share).sum(dim=1).max())) for share in shares]
+    at_mask = torch.cat([begin[:, :each] for each in kept], dim=1)  # (B, M), depth by depth
+    depth = torch.cat([at.new_full((each,), number) for number, each in enumerate(kept)])
+    group = torch.cat([torch.arange(each, device=ids.device) for each in kept])
+    mask_ids = torch.full_like(at_mask, getattr(model.config, MASK))
+    total = length + len(depth)
+    visible = torch.zeros(rows, total, total, dtype=torch.bool, device=ids.device)
+    visible[:, :length, :length] = at <= at[:, None]
+    visible[:, length:, :length] = at <= at_mask[..., None]
+    visible[:, length:, length:] = (group == group[:, None]) & (depth <= depth[:, None])
+    device = ids.device.type
+    in_half = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if in_half else model.dtype
+    mask = torch.zeros(visible.shape, dtype=dtype, device=ids.device)
+    mask.masked_fill_(~visible, torch.finfo(dtype).min)
+    places = torch.cat([at.expand(rows, -1), at_mask + 1 + depth], dim=1)
+    read = body_of(model)(
+        input_ids=torch.cat([ids, mask_ids], dim=1),
+        attention_mask=mask[:, None],
+        position_ids=places.clamp(max=positions(model.config) - 1),  # masks may stand beyond
+        use_cache=False,
+    )[0]
+    along, *ahead = read.split([length, *kept], dim=1)
+    yield Place(along, torch.ones_like(ids, dtype=torch.bool))
+    for step in range(1, count):
+        deepest = min(step, masks) - 1
+        here = begin[:, : kept[deepest]]
+        states = torch.zeros_like(along).index_put((row, here), ahead[deepest])
+        states = nn.functional.pad(states, (0, 0, step, 0))[:, :length]
+        is_kept = torch.zeros_like(ids, dtype=torch.bool)
+        is_kept[row, here] = rank[:, : here.shape[1]] < shares[deepest]
+        is_kept = nn.functional.pad(is_kept, (step, 0))[:, :length]
+        yield Place(states, is_kept, shares[deepest])
+
+
+def window(begins: Tensor) -> Tensor:
+    """(B, T) bool -> (B, W) consecutive positions that hold all that are wanted of each row."""
+    length = begins.shape[1]
+    at = torch.arange(length, device=begins.device)
+    first = torch.where(begins, at, length).amin(dim=1)
+    last = torch.where(begins, at, -1).amax(dim=1)
+    width = max(1, int((last - first).max()) + 1)
+    return first.clamp(max=length - width)[:, None] + at[:width]
+
+
+def of_round(learnt: Tensor, step: int) -> Tensor:
+    """(B, T) bool positions whose tokens are learnt -> those whose round began at such a one."""
+    return learnt & nn.functional.pad(learnt, (step, 0))[:, : learnt.shape[1]]
+
+
+def weights_of(count: int) -> list[float]:
+    """Of the places of a round, 1 together."""
+    each: list[Any] = [DECAY**step for step in range(count)]
+    return [weight / sum(each) for weight in each]
+
+
+def with_masks(
+    drafts: Sequence[PreTrainedModel], depths: int, special: Sequence[int], *rollouts: Dataset
+) -> None:
+    """Let drafts with the same weights learn to propose `depths` tokens after one forward.
+
+    With 1, as many as they have learnt to.
+    """
+    if depths == 1:
+        depths = depths_of(drafts[0])
+    if depths == 1:
+        return
+    used, longest, completion = {*special}, 0, 0
+    for row in chain.from_iterable(map(tokens_of, rollouts)):
+        text = row["prompt_ids"] + row["completion_ids"]
+        used.update(text)
+        longest = max(longest, len(text))
+        completion = max(completion, len(row["completion_ids"]))
+    if depths > completion:
+        raise ConfigError(
+            f"draft.depths must be at most {completion}, the tokens of the longest completion, got "
+            f"{depths}: lower it, or raise rollouts.max_new_tokens"
+        )
+    for each in drafts:
+        add_masks(each, depths, used)
+    check_masks(drafts[-1], longest)
+
+
+@torch.no_grad()
+def check_masks(model: PreTrainedModel, longest: int) -> None:
+    """Make sure that one pass gives a draft's states after masks, as a forward would.
+
+    Found out by trying, at full length: what a window hides is seen only beyond it.
+    """
+    masks, tokens = depths_of(model) - 1, len(model.get_input_embeddings().weight)
+    size = min(longest, positions(model.config) - masks)
+    ids = torch.arange(size, device=model.device)[None] * 7919 % tokens
+    begins = torch.zeros_like(ids, dtype=torch.bool)
+    begins[0, -1] = True
+    after = torch.cat([ids, ids.new_full((1, masks), getattr(model.config, MASK))], dim=1)
+    try:
+        expected = body_of(model)(input_ids=after, use_cache=False)[0][0, size - 1 :]
+        longer = torch.cat([ids, ids.new_zeros(1, masks)], dim=1)  # room for later places
+        begins = nn.functional.pad(begins, (0, masks))
+        found = after_masks(model, longer, masks + 1, begins=begins)
+        states = torch.stack([each.states[0, size - 1 + s] for s, each in enumerate(found)])
+        gap = float((states - expected).norm() / expected.norm())
+    except (RuntimeError, TypeError, ValueError, IndexError, ConfigError) as error:
+        raise ConfigError(_REFUSED.format(type(model).__name__, error)) from error
+    if not gap < 1e-2:
+        raise ConfigError(_REFUSED.format(type(model).__name__, f"states differ by {gap:.1e}"))
+
+
+_REFUSED = (
+    "draft.depths needs a draft whose attention takes any mask, and {} does not ({}): leave it out"
+)
