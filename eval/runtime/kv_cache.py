@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DummyLayer
+from transformers import Cache, cache_utils
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from eval.runtime.recurrent import StateLayer
 
 # Buffers have a multiple of this many cache positions.
 CAPACITY_STEP = 256
+
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
+"""A layer that keeps nothing; before transformers 5.21, one of recurrent states, left empty."""
 
 
 class KVCache(Cache):  # type: ignore[misc]

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -31,7 +30,7 @@ from transformers.cache_utils import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from eval.runtime.kv_cache import LayerKind
+from eval.runtime.kv_cache import DummyLayer, LayerKind
 from specdata.cache import cache_argument
 from specdata.errors import CacheNotRewindableError, ConfigError
 
