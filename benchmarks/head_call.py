@@ -2,8 +2,8 @@
 
     python benchmarks/head_call.py [--drafts NAME=FOLDER ...] [--out FILE]   # by default the demo's
 
-Timed as `eval.measuring.question` does, in each engine, at temperature 1 and with a nucleus of .9.
-Heads have random weights, which costs the same as trained ones.
+In each engine, at temperature 1 and with a nucleus of .9. Heads have random weights, which costs
+the same as trained ones.
 """
 
 from __future__ import annotations
@@ -11,22 +11,97 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from embedded import DEMO, make_demo
+from transformers import PreTrainedModel
 
-from eval.drafting.stopping import StoppingRule
+from eval.drafting.drafters import ChainDrafter
+from eval.drafting.stopping import ActiveRule, DraftedToken, StoppingRule
 from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.thresholds import Fixed
-from eval.measuring.question import LENGTH, drafting_seconds
+from eval.runtime.engines import Engine
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import drive
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
 
 DRAFT = str(DEMO / "draft" / "model")
+LENGTH, PROMPT = 8, 60
+
+
+class _Unheeded(ActiveRule):
+    """Asks a rule, and drafts on whatever it answers."""
+
+    def __init__(self, asked: ActiveRule) -> None:
+        super().__init__(LENGTH, asked.reads)
+        self.asked = asked
+
+    def begin(self) -> None:
+        self.asked.begin()
+
+    def should_stop(self, drafted: DraftedToken) -> bool:
+        self.asked.should_stop(drafted)
+        return False
+
+
+@torch.inference_mode()
+def drafting_seconds(
+    draft: PreTrainedModel,
+    asked: Mapping[str, tuple[StoppingRule, BaseHead | None]],
+    sampling: SamplingConfig,
+    *,
+    engine: Engine = "captured",
+    drafts: int = 50,
+) -> dict[str, list[float]]:
+    """Seconds of a drafted token in each turn, by the rule that is asked about it.
+
+    Drafts of `LENGTH` tokens, whatever the rules say. So all else is the same and a difference is
+    the rule's, with what is captured for its head. Rules take turns. On a CPU time is the thread's
+    on a processor, so that what else runs on the machine matters less.
+
+    Args:
+        draft: the draft.
+        asked: name -> a rule and its head.
+        sampling: of the draft's tokens.
+        engine: of the draft's forwards.
+        drafts: of each rule.
+    """
+    vocabulary = draft.config.get_text_config().vocab_size
+    clock = time.thread_time if draft.device.type == "cpu" else time.perf_counter
+    compared: dict[str, Callable[[], float]] = {}
+    for name, (rule, head) in asked.items():
+        model = CachedModel(draft, vocabulary, engine=engine, capture_hidden=head is not None)
+        model.warm_up([(1, 1), (2, 1)])
+        generator = torch.Generator().manual_seed(0)
+        unheeded = _Unheeded(rule.start(head))
+        drafter = ChainDrafter(model.sequence(0, sampling), unheeded, frozenset())
+        committed = torch.randint(0, vocabulary, (PROMPT,), generator=generator).tolist()
+
+        def once(
+            drafter: ChainDrafter = drafter,
+            committed: list[int] = committed,
+            generator: torch.Generator = generator,
+        ) -> float:
+            begun = clock()
+            drafted = len(drive(drafter.propose(committed, LENGTH, generator)))
+            seconds = clock() - begun
+            drafter.accept([], PROMPT - 1)  # the last one gives the first distribution
+            return seconds / max(1, drafted)
+
+        once()  # reads the prompt
+        compared[name] = once
+    seconds: dict[str, list[float]] = {name: [] for name in compared}
+    for _ in range(drafts):
+        for name, drafting in compared.items():
+            seconds[name].append(drafting())
+    return seconds
 
 
 def heads_for(draft: Any) -> dict[str, BaseHead | None]:

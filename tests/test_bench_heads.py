@@ -18,7 +18,7 @@ from benchmarks.head_figures.variants import (
     SHIPPED,
 )
 from distill.toy import language_model
-from eval.analysis.expectation import Times
+from recipes.papers.replay import Times
 from specdata.probability import SamplingConfig
 from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer

@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.analysis.expectation import (
-    Counts,
-    Times,
-    Traces,
-    dinkelbach,
-    expected_counts,
-    oracle_counts,
-)
+from eval.analysis.traces import Traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
@@ -31,6 +24,7 @@ from eval.drafting.stopping.recorded import (
     pad,
 )
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed
+from recipes.papers.replay import Counts, Times, dinkelbach, expected_counts, oracle_counts
 from tests.tiny import tiny_llama
 
 OUTCOMES = [bits for n in range(1, 7) for bits in itertools.product([False, True], repeat=n)]

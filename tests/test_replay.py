@@ -11,14 +11,13 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from eval.analysis.expectation import Times, Traces
-from eval.analysis.replay import bounds, replay_rules
-from eval.analysis.traces import acceptance_traces
+from eval.analysis.traces import Traces, acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
 from heads import AcceptanceHead, BaseHead, ImmediateHead
+from recipes.papers.replay import Counts, Times, oracle_counts, replayed
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from tests.test_acceptance import labeller
@@ -278,33 +277,50 @@ def simulated_traces(generator: torch.Generator) -> Traces:
 TIMES = Times(draft_seconds=0.1, target_seconds=1.0)
 
 
+def every_rule(traces: Traces) -> dict[str, Counts]:
+    """The counts of each rule at its fastest setting."""
+    best: dict[str, Counts] = {}
+    for rule in (rule for kind in STOPPING_RULES.values() for rule in kind.settings()):
+        counts = replayed(rule, traces, TIMES)
+        if counts is not None:
+            best[rule.title] = min(best.get(rule.title, counts), counts, key=seconds)
+    return best
+
+
+def seconds(counts: Counts) -> float:
+    return counts.seconds_per_token(TIMES)
+
+
+def with_head(traces: Traces, weight: float = 1.0, lag: int = 0) -> Traces:
+    """With the outputs of a head that knows the acceptance, `lag` tokens late."""
+    recorded = RecordedHead(np.log(traces.accept / (1 - traces.accept)), lag, weight)
+    return replace(traces, tokens=replace(traces.tokens, head=recorded))
+
+
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
     traces = simulated_traces(torch.Generator().manual_seed(0))
-    results = [*bounds(traces, TIMES), *replay_rules(traces, {}, TIMES)]
-    best: dict[str, float] = {}
-    for each in results:
-        seconds = each.counts.seconds_per_token(TIMES)
-        best[each.family] = min(seconds, best.get(each.family, seconds))
-    assert min(best, key=best.__getitem__) == "oracle"
-    assert best["perfect, no lag, cost"] < best["perfect head"] < best["fixed"]
+    without, late, prompt = map(every_rule, (traces, with_head(traces, lag=1), with_head(traces)))
+    every = [*without.values(), *late.values(), *prompt.values()]
+    assert seconds(oracle_counts(traces)) < min(map(seconds, every))
+    costs = replayed(Cost(), with_head(traces), TIMES)
+    assert costs is not None
+    assert seconds(costs) < seconds(late["head"]) < seconds(without["fixed"])
     # Here max q is the acceptance itself, and the logistic model trusts it.
-    assert best["cost"] == pytest.approx(best["perfect, no lag, cost"])
+    assert seconds(without["cost"]) == pytest.approx(seconds(costs))
 
 
 def test_replay_compares_a_head_as_the_decoder_does_raw_and_one_token_late() -> None:
     traces = simulated_traces(torch.Generator().manual_seed(0))
-    logits = np.log(traces.accept / (1 - traces.accept))
 
-    def drafted(weight: float) -> dict[tuple[str, str], float]:
-        recorded = RecordedHead(logits, lag=1, rejection_weight=weight)
-        tokens = replace(traces.tokens, head=recorded)
-        traced = replace(traces, tokens=tokens)
-        results = [*bounds(traced, TIMES), *replay_rules(traced, {}, TIMES)]
-        return {(r.family, r.setting): float(r.counts.n_draft.sum()) for r in results}
+    def drafted(rule: StoppingRule, weight: float, lag: int) -> float:
+        counts = replayed(rule, with_head(traces, weight, lag), TIMES)
+        assert counts is not None
+        return float(counts.n_draft.sum())
 
-    plain, weighted = drafted(1.0), drafted(6.0)
-    assert plain["head", "h=0.5"] == plain["perfect head", "h=0.5"] > plain["logit", "h=0.5"]
-    assert weighted["head", "h=0.5"] == plain["head", "h=0.5"]
+    head = STOPPING_RULES["head"].model_validate({"threshold": 0.5})
+    assert drafted(head, 1.0, 1) == drafted(head, 6.0, 1) > drafted(head, 1.0, 0)
+    logit = STOPPING_RULES["logit"].model_validate({"threshold": 0.5})
+    assert drafted(logit, 1.0, 0) == drafted(head, 1.0, 0), "max q is the acceptance itself here"
 
 
 @pytest.mark.parametrize(("weight", "drafted"), [(1.0, 3), (6.0, 4)])

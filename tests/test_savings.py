@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval.analysis.expectation import Counts, Times
-from eval.analysis.replay import saving
 from eval.drafting.stopping.recorded import Reals
+from recipes.papers.replay import Counts, Times, saving
 
 TIMES = Times(draft_seconds=0.2, target_seconds=1.0)
 

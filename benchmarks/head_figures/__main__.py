@@ -59,11 +59,10 @@ from benchmarks.head_figures.variants import (
     Variant,
     trained,
 )
-from eval.analysis.expectation import Times
-from eval.analysis.replay import saving
 from eval.measuring.environment import describe_environment
 from heads import BaseHead
 from heads.loss import soft_auroc
+from recipes.papers.replay import Times, saving
 from recipes.run import prepare_libraries
 from specdata.storage.files import write_json
 

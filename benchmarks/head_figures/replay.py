@@ -8,18 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from scipy.special import logit
 from torch import Tensor
 
-from eval.analysis.expectation import Counts, Times, Traces
-from eval.analysis.replay import bounds, fit_all_rules, replay_rules, replayed, saving
-from eval.analysis.traces import acceptance_traces, record_head
-from eval.drafting.stopping import StoppingRule
+from eval.analysis.traces import Traces, acceptance_traces, record_head
+from eval.drafting.stopping import STOPPING_RULES, StoppingRule, fit_rules
+from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.recorded import Reals
+from eval.drafting.stopping.recorded import Reals, RecordedHead
 from eval.drafting.stopping.thresholds import Fixed
 from eval.measuring.intervals import Interval, resamples
 from heads import BaseHead
 from heads.loss import soft_auroc
+from recipes.papers.replay import (
+    Counts,
+    Times,
+    expected_counts,
+    oracle_counts,
+    replayed,
+    saving,
+)
 
 if TYPE_CHECKING:
     import datasets
@@ -149,17 +157,41 @@ def every_rule(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
     Rules are fitted, and their settings chosen, on the domain's dev rows; cost rules have no
     setting. The fixed length is the best on the test rows themselves.
     """
-    fitted = fit_all_rules(dev)
-    on_dev, on_test = (
-        bounds(traces, times) + replay_rules(traces, fitted, times) for traces in (dev, test)
-    )
+    rules = [rule for kind in STOPPING_RULES.values() for rule in kind.settings()]
+    fitted = fit_rules([rule() for rule in STOPPING_RULES.values()], dev.tokens, dev.accept)
+    tried = [(rule.title, rule.with_fit(fitted)) for rule in rules]
     best: dict[str, tuple[float, Replayed]] = {}
-    for tried, result in zip(on_dev, on_test, strict=True):
-        name, seconds = result.family, tried.counts.seconds_per_token(times)
-        if name not in best or seconds < best[name][0]:
-            best[name] = seconds, Replayed(result.setting, result.counts)
-    rules = {name: of_family for name, (_, of_family) in best.items()}
-    return {**rules, "fixed": best_length(test, times)}
+    for of_dev, of_test, named in (
+        (dev, test, tried),
+        *((perfect(dev, lag), perfect(test, lag), of_lag) for lag, of_lag in PERFECT.items()),
+    ):
+        for name, rule in named:
+            on_dev, on_test = (replayed(rule, each, times) for each in (of_dev, of_test))
+            if on_dev is None or on_test is None:  # it reads what was not recorded
+                continue
+            seconds = on_dev.seconds_per_token(times)
+            if name not in best or seconds < best[name][0]:
+                best[name] = seconds, Replayed(rule.label, on_test)
+    alone = expected_counts(test, np.zeros_like(test.tokens.most()))
+    bounds = {"oracle": Replayed("", oracle_counts(test)), "plain": Replayed("", alone)}
+    found = {name: of_family for name, (_, of_family) in best.items()}
+    return {**bounds, **found, "fixed": best_length(test, times)}
+
+
+PERFECT: Mapping[int, Sequence[tuple[str, StoppingRule]]] = {
+    1: [("perfect head", rule) for rule in Head.settings()],
+    0: [
+        *(("perfect, no lag", rule) for rule in Head.settings()),
+        ("perfect, no lag, cost", Cost()),
+    ],
+}
+"""Lag -> the rules of a head without error, by name."""
+
+
+def perfect(traces: Traces, lag: int) -> Traces:
+    """The traces with a head that knows the acceptance probabilities, late by its lag."""
+    head = RecordedHead(logit(traces.accept), lag=lag)
+    return replace(traces, tokens=replace(traces.tokens, head=head))
 
 
 def closes(rule: Counts, rival: Counts, best: Counts, times: Times) -> Interval:

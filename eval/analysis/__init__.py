@@ -1,1 +1,1 @@
-"""Comparison of greedy output, replay of acceptance, and the exact results of the papers."""
+"""Certificates of exactness, verifiers compared, and how well acceptance is predicted."""

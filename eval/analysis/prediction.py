@@ -104,17 +104,11 @@ def predictions(
     """
     from scipy.special import expit
 
-    from eval.analysis.traces import acceptance_traces
+    from eval.analysis.traces import acceptance_traces, first_rows
     from eval.drafting.stopping.logistic import fit_calibration
 
-    rows_of: dict[tuple[str, str], list[int]] = {}
-    for index, key in enumerate(zip(labels["split"], labels["dataset"], strict=True)):
-        rows_of.setdefault(key, []).append(index)
-    rows = {}
-    for split in ("dev", "test"):
-        first = [i for key, of_set in rows_of.items() if key[0] == split for i in of_set[:ROLLOUTS]]
-        if first:
-            rows[split] = labels.select(sorted(first))
+    rows = {split: first_rows(labels, split, ROLLOUTS) for split in ("dev", "test")}
+    rows = {split: of_split for split, of_split in rows.items() if len(of_split)}
     if "dev" not in rows:
         return Predictions(reason="there are no held-out labels of split dev to fit rivals on")
     judged_on: Literal["test", "dev"] = "test" if "test" in rows else "dev"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import datasets
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from eval.analysis.expectation import Traces
 from eval.analysis.tree_states import check_tree_states, tree_states
-from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens, pad
+from eval.drafting.stopping.recorded import Reals, RecordedHead, RecordedTokens, pad
 from heads import BaseHead
 from heads.inputs import DraftedTokens, logits_of_states, token_embeddings
 from heads.probe import check_head, warn_of_other_sampling
@@ -21,6 +23,43 @@ from specdata.lm_head import find_lm_head, hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.terminal import progress
 from specdata.texts import TextBatch, along, text_length, tokens_at_once
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """R recorded rollouts: what rules read of the drafted tokens, and how they fare.
+
+    `accept` is (R, N), the probability min(1, p/q) that a token is accepted.
+    """
+
+    tokens: RecordedTokens
+    accept: Reals
+
+    @property
+    def inside(self) -> NDArray[np.bool_]:
+        """(R, N): False in the padding."""
+        return self.tokens.inside
+
+    def select(self, rows: NDArray[np.bool_]) -> Traces:
+        """Those of some rollouts; `rows` is (R,)."""
+        return Traces(self.tokens.select(rows), self.accept[rows])
+
+    def mean_accept(self) -> float:
+        """Of all tokens."""
+        return float(self.accept[self.inside].mean())
+
+
+def first_rows(labels: datasets.Dataset, split: str, most: int) -> datasets.Dataset:
+    """The first rows of a split, at most so many of each prompt set."""
+    taken: Counter[str] = Counter()
+    rows = []
+    for index, (of_split, dataset) in enumerate(
+        zip(labels["split"], labels["dataset"], strict=True)
+    ):
+        if of_split == split and taken[dataset] < most:
+            taken[dataset] += 1
+            rows.append(index)
+    return labels.select(rows)
 
 
 def acceptance_traces(

@@ -31,6 +31,7 @@ from recipes.layout import folder as stage_folder
 from recipes.papers.tables import Record
 from recipes.run import prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
+from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.files import fingerprint, write_json
 from specdata.terminal import progress
@@ -39,9 +40,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from eval.analysis.expectation import Counts, Traces
+    from eval.analysis.traces import Traces
     from eval.measuring.records import PromptRecord
     from eval.measuring.results import Results
+    from recipes.papers.replay import Counts
     from specdata.prompts.loading import Prompt
 
 UNDECODED = ("over", "label")
@@ -337,21 +339,22 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     from and on held-out ones of that set; and one a set, rule and setting, of which `best` is the
     fastest of its rule there. Times are the specification's, by Eq. 5.1.
     """
-    from eval.analysis.expectation import Counts, Times, oracle_counts
-    from eval.analysis.replay import replayed, rows_of_split, saving
-    from eval.analysis.traces import acceptance_traces
+    from eval.analysis.traces import acceptance_traces, first_rows
     from eval.drafting.stopping import STOPPING_RULES
     from heads import BaseHead
     from heads.config import HeadConfig
     from heads.train import train_head
+    from recipes.papers.replay import Counts, Times, oracle_counts, replayed, saving
     from specdata.storage.dataset import load_stored
 
     made = _labelled(pair, spec, folder / "run")
     labels = stage_folder(made, "labels")
     times = Times(spec["draft_seconds"], spec["target_seconds"])
     seconds = partial(Counts.seconds_per_token, times=times)
-    of_split = partial(rows_of_split, load_stored(labels).to_iterable_dataset(), labels)
+    of_split = partial(first_rows, load_stored(labels))
     train, rows = of_split("train", spec["rows"]), of_split("dev", spec["judged_rows"])
+    if not len(train) or not len(rows):
+        raise ConfigError(f"{labels} must have rows of splits train and dev")
     sets, prompts = np.array(rows["dataset"]), np.array(rows["example_id"])
     in_set = {name: sets == name for name in dict.fromkeys(rows["dataset"])}
     everything = np.full(len(rows), True)
@@ -433,7 +436,7 @@ def _kl(traces: Traces) -> Record:
 
 def _expected(counts: Counts, prompts: Sequence[str], spec: Mapping[str, Any]) -> Record:
     """Rates and speeds of expected counts (R,), with intervals over prompts, and the counts."""
-    from eval.analysis.expectation import Times
+    from recipes.papers.replay import Times
 
     _, group = np.unique(prompts, return_inverse=True)
     drawn = resamples(int(group.max()) + 1)

@@ -1,4 +1,4 @@
-"""Expected counts of recorded rollouts under a stopping rule, exact over all outcomes.
+"""Stopping rules along recorded rollouts, and the oracle: expected counts, over all outcomes.
 
 At each position of a rollout the draft's token is accepted with probability a = min(1, p/q). A
 round that drafts K tokens from a position keeps those before the first rejection and emits one
@@ -10,37 +10,15 @@ carried from left to right. With a of 0 and 1 these are the counts of recorded o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
-
-
-@dataclass(frozen=True, slots=True)
-class Traces:
-    """R recorded rollouts: what rules read of the drafted tokens, and how they fare.
-
-    `accept` is (R, N), the probability min(1, p/q) that a token is accepted.
-    """
-
-    tokens: RecordedTokens
-    accept: Reals
-
-    @property
-    def inside(self) -> NDArray[np.bool_]:
-        """(R, N): False in the padding."""
-        return self.tokens.inside
-
-    def select(self, rows: NDArray[np.bool_]) -> Traces:
-        """Those of some rollouts; `rows` is (R,)."""
-        return Traces(self.tokens.select(rows), self.accept[rows])
-
-    def mean_accept(self) -> float:
-        """Of all tokens."""
-        return float(self.accept[self.inside].mean())
+from eval.analysis.traces import Traces
+from eval.drafting.stopping import StoppingRule, recorded_lengths
+from eval.drafting.stopping.recorded import Lengths, Reals
+from eval.measuring.intervals import Interval, resamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +43,16 @@ class Counts:
         n_target: rounds, each one forward of the target.
         n_draft: drafted tokens.
         n_discarded: drafted tokens that were not accepted.
-        question: seconds of asking the rule about a drafted token.
     """
 
     tokens: Reals
     n_target: Reals
     n_draft: Reals
     n_discarded: Reals
-    question: float = 0.0
 
     def seconds(self, times: Times) -> Reals:
-        """(R,) (t_d + the question) N_draft + t_t N_target, in seconds."""
-        drafted = times.draft_seconds + self.question
-        return drafted * self.n_draft + times.target_seconds * self.n_target
+        """(R,) t_d N_draft + t_t N_target, in seconds."""
+        return times.draft_seconds * self.n_draft + times.target_seconds * self.n_target
 
     def seconds_per_token(self, times: Times) -> float:
         """The same of all rollouts together, for one emitted token."""
@@ -153,3 +128,64 @@ def dinkelbach(
         best, seconds = counts, achieved
     assert best is not None
     return best, seconds
+
+
+def replayed(rule: StoppingRule, traces: Traces, times: Times) -> Counts | None:
+    """The expected counts of a rule; None if it reads what was not recorded.
+
+    A rule that measures costs is given those that it would come to know: lambda is the time per
+    token that it achieves itself. What it learns besides is not replayed, nor what asking it takes.
+
+    Args:
+        rule: at its setting.
+        traces: of at least one rollout.
+        times: t_d and t_t.
+    """
+    mean = traces.mean_accept()
+
+    def knowing(seconds: float) -> StoppingRule:
+        return rule.with_costs(
+            draft_seconds=times.draft_seconds, token_seconds=seconds, mean_acceptance=mean
+        )
+
+    def lengths(seconds: float) -> Lengths:
+        drafted = recorded_lengths(knowing(seconds), traces.tokens)
+        assert drafted is not None, "it reads the same at every cost"
+        return drafted
+
+    if (drafted := recorded_lengths(knowing(times.target_seconds), traces.tokens)) is None:
+        return None
+    if knowing(times.target_seconds) is rule:
+        return expected_counts(traces, drafted)
+    return dinkelbach(traces, lengths, times)[0]
+
+
+def saving(
+    rule: Counts, rival: Counts, times: Times, prompts: Sequence[str] | None = None
+) -> Interval:
+    """The share of the rival's time a token that a rule saves: 1 - t(rule) / t(rival).
+
+    Both are replayed on the same rollouts, so their times are paired: a resample draws prompts, and
+    both are judged on those.
+
+    Args:
+        rule: expected counts of R rollouts.
+        rival: of the same rollouts under another rule.
+        times: t_d and t_t.
+        prompts: (R,) which prompt each rollout is of; those of one are resampled together. Each of
+            its own by default.
+
+    Raises:
+        ValueError: if the counts are not of the same rollouts.
+    """
+    if not np.array_equal(rule.tokens, rival.tokens):
+        raise ValueError("rules are compared on the same rollouts, and these emit other tokens")
+    if prompts is not None and len(prompts) != len(rule.tokens):
+        raise ValueError(f"{len(prompts)} prompts were named for {len(rule.tokens)} rollouts")
+    names = np.arange(len(rule.tokens)) if prompts is None else prompts
+    _, group = np.unique(names, return_inverse=True)
+    drawn = resamples(int(group.max()) + 1)
+    seconds, rival_seconds = (
+        drawn @ np.bincount(group, each.seconds(times)) for each in (rule, rival)
+    )
+    return Interval.of(1.0 - seconds / rival_seconds)
