@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from specdata.config import MOST_TIMES, MOST_TOKENS, Config, Count, Few
+from specdata.config import MOST_TIMES, MOST_TOKENS, Config, Count, Few, check_taps
 from specdata.errors import ConfigError
 
 TOY_POSITIONS = 1024
@@ -138,7 +138,8 @@ class InitConfig(Config):
         if self.layout == "eagle":
             return [count]
         taps = sorted({min(2, count), count // 2, max(count - 3, 0), count})
-        return self.taps or (taps[:-1] if self.layout else taps)
+        check_taps(taps := self.taps or (taps[:-1] if self.layout else taps), count)
+        return taps
 
 
 def check_layout(layout: str | None, kind: str | None, target: str) -> None:

@@ -92,10 +92,7 @@ def make_initial(
     if not record and join_processes().is_main_process:
         record = {"kind": config.kind}
         if config.kind == "model":
-            if draft is None:
-                raise ConfigError(
-                    "draft.init.kind is model, but no draft is given: set models.draft"
-                )
+            assert draft is not None  # the configuration's own check
             check_shared_vocabulary(load_tokenizer(str(target)), load_tokenizer(str(draft)))
             model = load_model(str(draft))
         elif config.kind == "fresh":

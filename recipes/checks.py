@@ -238,12 +238,17 @@ def check_whole_run(config: PipelineConfig) -> None:
 def check_room(config: PipelineConfig, section: str, new: int, models: Iterable[str]) -> None:
     """Refuse completions that are longer than a model's context, less one token of prompt."""
     for model in models:
-        limit = positions_of(config, model)
-        if limit is not None and new >= limit:
-            raise ConfigError(
-                f"{section}.max_new_tokens must leave room for a prompt: {model} has positions "
-                f"for {limit} tokens, prompt included, got {new}; set it to {limit - 1} or less"
-            )
+        if (limit := positions_of(config, model)) is not None:
+            check_positions(section, new, model, limit)
+
+
+def check_positions(section: str, new: int, model: str, limit: int) -> None:
+    """The same for a model whose context is known."""
+    if new >= limit:
+        raise ConfigError(
+            f"{section}.max_new_tokens must leave room for a prompt: {model} has positions "
+            f"for {limit} tokens, prompt included, got {new}; set it to {limit - 1} or less"
+        )
 
 
 def given_models(config: PipelineConfig) -> list[str]:

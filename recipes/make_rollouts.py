@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.checks import (
     check_loading,
+    check_positions,
     check_room,
     check_shared,
     given_models,
     has_chat_template,
     is_shared,
+    named,
 )
 from recipes.config import PipelineConfig
 from recipes.layout import absolute, sampled
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, say
 from recipes.sizes import ROLLOUT_TOKEN, rows_size, sizes_of, width_of
+from specdata.config import check_taps
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import is_remote, prompt_inputs
@@ -126,11 +129,9 @@ class Rollouts(Stage):
                 "{name: instruct, split: train, count: 512}; got []"
             )
         layers = sizes_of(config, config.models.target).get("num_hidden_layers")
-        if layers is not None and rollouts.store_taps and max(rollouts.store_taps) > layers:
-            raise ConfigError(
-                f"rollouts.store_taps must be from 0 to {layers}, because {config.models.target} "
-                f"has {layers} layers; got {rollouts.store_taps}"
-            )
+        if layers is not None:
+            with named("rollouts.store_taps"):
+                check_taps(rollouts.store_taps or [], layers)
         if rollouts.samples > 1 and config.sampling.temperature == 0:
             raise ConfigError(
                 f"rollouts.samples is {rollouts.samples}, but at temperature 0 every sample of a "
@@ -163,15 +164,9 @@ class Rollouts(Stage):
             check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
         with ExitStack() as stack:
             backend, identity, limit = _backend(config, stack)
+            check_positions("rollouts", rollouts.max_new_tokens, config.models.target, limit)
             longest = limit - rollouts.max_new_tokens
-            if longest < 1:
-                raise ConfigError(
-                    f"rollouts.max_new_tokens is {rollouts.max_new_tokens}, but the target takes "
-                    f"{limit} tokens, prompt included: lower it"
-                )
             loaded = load_prompts(rollouts.sets, tokenizer, seed=config.seed, max_tokens=longest)
-            if not loaded.prompts:
-                raise ConfigError("rollouts.sets must hold at least one prompt")
             check_kept(loaded.report, sorted(self.splits))
             for line in dropped(loaded.report):
                 say(f"  {line}")

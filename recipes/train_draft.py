@@ -36,6 +36,7 @@ from recipes.run import Stage, say
 from recipes.sizes import draft_size, draft_width, sizes_of, source_model
 from specdata.errors import ConfigError
 from specdata.loading import Loading
+from specdata.prompts.chat_templates import require_template
 from specdata.prompts.conversations import check_conversations, conversation_inputs
 
 if TYPE_CHECKING:
@@ -271,14 +272,11 @@ def check_initial(config: PipelineConfig, draft: DistilConfig) -> None:
         layers = sizes.get("num_hidden_layers", sizes.get("n_layer"))
         if layers is not None:
             init.layers_of(layers, target)
-        if layers is not None and init.taps and not 0 <= init.taps[0] <= init.taps[-1] <= layers:
-            raise ConfigError(
-                f"draft.init.taps must be from 0 to {layers}, because {target} has {layers} "
-                f"layers; got {init.taps}"
-            )
         if init.kind == "states" and layers is not None:
             check_layout(init.layout, sizes.get("model_type"), target)
-            taps, stored = init.taps_of(layers), config.rollouts.store_taps
+            with named("draft.init"):
+                taps = init.taps_of(layers)
+            stored = config.rollouts.store_taps
             if stored and not {*taps} <= {*stored}:
                 raise ConfigError(
                     f"rollouts.store_taps is {stored} and the draft reads {taps}: the target would "
@@ -325,12 +323,8 @@ def check_finetuning(config: PipelineConfig, draft: DistilConfig) -> None:
     with named("draft.finetune.conversations"):
         check_conversations(tuning.conversations, config.seed, here_alone=True)
     if tuning.conversations and has_chat_template(config) is False:
-        raise ConfigError(
-            f"draft.finetune.conversations are rendered with the target's chat template, and "
-            f"{config.models.target} has none: save one beside its tokenizer (chat_template.jinja; "
-            "recipes/configs/vicuna.jinja is Vicuna's), take a target that was tuned to chat, or "
-            "leave conversations out to train on the target's rollouts"
-        )
+        with named("draft.finetune.conversations"):
+            require_template(None)
     # A draft that is made has the context of what it is made of, a fresh one its target's.
     source = config.models.target if draft.init.kind == "fresh" else source_model(config)
     if (limit := positions_of(config, source)) is not None:

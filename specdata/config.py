@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from unicodedata import category
@@ -60,6 +60,17 @@ class Config(BaseModel):
         assert info.field_name is not None
         check_value(cls.model_fields[info.field_name].annotation, value, info.field_name)
         return value
+
+
+def check_taps(taps: Sequence[int], layers: int) -> None:
+    """Raise ConfigError for taps that a target of so many layers does not have, or out of order."""
+    if list(taps) != sorted(set(taps)):
+        raise ConfigError(f"taps must be in order, each once, got {list(taps)}")
+    if outside := [tap for tap in taps if not 0 <= tap <= layers]:
+        raise ConfigError(
+            f"taps must be from 0 (what enters the first layer) to {layers} (what "
+            f"leaves the last), because the target has {layers} layers; got {outside[0]}"
+        )
 
 
 def check_value(hint: Any, value: Any, name: str) -> None:

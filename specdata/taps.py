@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from specdata.config import check_taps
 from specdata.errors import ConfigError
 from specdata.state_store import StateStore
 from specdata.states_draft import KEY, StatesInput, TargetStates, states_input
@@ -44,17 +45,6 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             f"from, found: {names}. Give draft.init another kind: model or fresh"
         )
     return lists[0]
-
-
-def check_taps(taps: Sequence[int], layers: int) -> None:
-    """Raise ConfigError for taps that a target of so many layers does not have, or out of order."""
-    if list(taps) != sorted(set(taps)):
-        raise ConfigError(f"taps must be in order, each once, got {list(taps)}")
-    if outside := [tap for tap in taps if not 0 <= tap <= layers]:
-        raise ConfigError(
-            f"taps must be from 0 (what enters the first layer) to {layers} (what "
-            f"leaves the last), because the target has {layers} layers; got {outside[0]}"
-        )
 
 
 @contextmanager

@@ -18,13 +18,14 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from specdata.cache import cache_argument, counts_tokens
+from specdata.config import check_taps
 from specdata.errors import NotFiniteError
 from specdata.lm_head import capturing_hidden
 from specdata.models import end_ids, known_ids
 from specdata.prepack import prepacked
 from specdata.probability import NO_TOKEN, SamplingConfig, drawn_tokens, to_vocabulary
 from specdata.sampling import generator_for
-from specdata.taps import capturing_taps, check_taps, decoder_layers
+from specdata.taps import capturing_taps, decoder_layers
 from specdata.target_states import check_keepable
 
 # The cache is copied when it is full, and when this share of a batch's rows has ended.
