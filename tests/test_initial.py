@@ -23,6 +23,7 @@ from distill.initial import (
 from recipes.config import parse
 from recipes.make_rollouts import Rollouts
 from recipes.train_draft import Draft
+from specdata.cache import cache_argument
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
@@ -90,7 +91,7 @@ def test_all_layers_give_the_targets_logits_and_one_those_of_the_target_without_
         assert torch.equal(draft(input_ids=IDS).logits, expected)
         # Its cache has one layer, so the layer must know its new number.
         cached = draft(input_ids=IDS[:, :6], use_cache=True).past_key_values
-        rest = draft(input_ids=IDS[:, 6:], past_key_values=cached).logits
+        rest = draft(input_ids=IDS[:, 6:], **{cache_argument(draft): cached}).logits
         torch.testing.assert_close(rest, expected[:, 6:])
 
 
