@@ -97,7 +97,7 @@ def _compressed(draft: Array) -> Array:
 
 
 def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> float:
-    """Best acceptance of independent drafts, each from its own distribution: (K, V), or K times (V,).
+    """Best acceptance of independent drafts, each from its own distribution: (K, V), or K of (V,).
 
     alpha* = 1 + min_H {P(H) - prod_k Q_k(H)}. With different distributions no order of the tokens
     makes the minimiser a prefix, but it is a threshold set: x lies in H where p(x) < sum_k c_k
