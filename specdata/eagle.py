@@ -33,17 +33,9 @@ class EagleLayer(LlamaDecoderLayer):  # type: ignore[misc]
         super().__init__(config, 0)
         self.input_layernorm = nn.Identity()
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        **named: Any,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
         """(B, T, H) -> (B, T, H)."""
-        if named.get(CACHE) is None:  # whoever keeps a cache says what tokens attend to
-            attention_mask = _without_first(hidden_states, attention_mask)
-        named["attention_mask"] = attention_mask
-        return cast(Tensor, super().forward(hidden_states, **named))
+        return cast(Tensor, super().forward(hidden_states, **_masked(hidden_states, named)))
 
 
 class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
@@ -58,33 +50,31 @@ class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = norm_before_residual
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        **named: Any,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
         """(B, T, 2 H) -> (B, T, H)."""
-        if named.get(CACHE) is None:  # whoever keeps a cache says what tokens attend to
-            attention_mask = _without_first(hidden_states, attention_mask)
-        named["attention_mask"] = attention_mask
         tokens, states = hidden_states.chunk(2, dim=-1)
         normed = self.hidden_norm(states)
         read = torch.cat([self.input_layernorm(tokens), normed], dim=-1)
-        attended, _ = self.self_attn(hidden_states=read, **named)
+        attended, _ = self.self_attn(hidden_states=read, **_masked(hidden_states, named))
         x: Tensor = (normed if self.norm_before_residual else states) + attended
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
 
 
-def _without_first(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
-    """The mask of whole texts, added to the attention's scores: no token reads the first."""
+def _masked(hidden_states: Tensor, named: dict[str, Any]) -> dict[str, Any]:
+    """A layer's arguments, by whose mask no token of whole texts reads the first.
+
+    Whoever keeps a cache says what tokens attend to.
+    """
+    mask = named.get("attention_mask")
+    if named.get(CACHE) is not None:
+        return named
     at = torch.arange(hidden_states.shape[1], device=hidden_states.device)
     visible = (at <= at[:, None])[None, None]
     if mask is not None:
         visible = mask if mask.dtype == torch.bool else mask == 0
     added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=visible.device)
     least = torch.finfo(hidden_states.dtype).min
-    return added.masked_fill(~without_first(visible), least)
+    return {**named, "attention_mask": added.masked_fill(~without_first(visible), least)}
 
 
 class EagleInput(StatesInput):

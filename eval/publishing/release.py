@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi, ModelCardData, errors
+from huggingface_hub import HfApi, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
@@ -113,15 +113,12 @@ def release_draft(
         method = best[0].method
     else:
         method = next(run.method for run in fixed if run.method.deepest == longest)
-    front = metadata(
-        about,
-        name=name,
-        target=target,
-        library="draftsmith" if states else "transformers",
-        tag="draft-model",
-        relation="finetune",
-        measured=[run for run in fixed if run.name == method.name],
-    )
+    front = {
+        "library": "draftsmith" if states else "transformers",
+        "tag": "draft-model",
+        "relation": "finetune",
+        "measured": [run for run in fixed if run.name == method.name],
+    }
     with _assembled(
         "draft_card.md.jinja",
         out,
@@ -131,7 +128,7 @@ def release_draft(
         push_to=push_to,
         private=private,
         name=name,
-        target=public_name(target),
+        target=target,
         load={"own": released, "target": loadable(target)},
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
@@ -186,15 +183,12 @@ def release_head(
     used = head_run(measured)
     target, draft = used.target, about.base_model or str(used.draft)
     read = load_configs(str(used.draft))[0]
-    front = metadata(
-        about,
-        name=name,
-        target=target,
-        library="draftsmith",
-        tag="acceptance-head",
-        relation="adapter",
-        measured=[run for run in measured.runs if run.name == used.name],
-    )
+    front = {
+        "library": "draftsmith",
+        "tag": "acceptance-head",
+        "relation": "adapter",
+        "measured": [run for run in measured.runs if run.name == used.name],
+    }
     with _assembled(
         "head_card.md.jinja",
         out,
@@ -204,7 +198,7 @@ def release_head(
         push_to=push_to,
         private=private,
         name=name,
-        target=public_name(target),
+        target=target,
         draft=public_name(draft),
         load={
             "own": push_to or loadable(name),
@@ -248,18 +242,23 @@ def head_run(results: Results) -> Run:
 def _assembled(
     template: str,
     out: Path,
-    front: tuple[ModelCardData, list[str]],
+    front: dict[str, Any],
     measured: Results,
     about: About,
     *,
     push_to: str | None,
     private: bool,
+    name: str,
+    target: str,
     **values: Any,
 ) -> Iterator[Path]:
     """The folder under a temporary name, to be filled; then card, upload if asked, its name."""
-    results, (data, unnamed) = _shortened(measured), front
+    data, unnamed = metadata(about, name=name, target=target, **front)
+    results = _shortened(measured)
     text = render(
         template,
+        name=name,
+        target=public_name(target),
         table=readme_table(results),
         verifiers=verifiers.section(results),
         measures=about.measures,
