@@ -351,7 +351,7 @@ class DistilConfig(Config):
                 raise ValueError(f"{name} must be left out with depths, whose mask is learnt")
         return self
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """The settings that the draft depends on, as JSON values."""
         return self.model_dump(mode="json", exclude={"report_to"})
 

@@ -182,7 +182,7 @@ class HeadConfig(Config):
             return self.learning_rate
         return 2e-3 if self.kind == "immediate" else min(1e-3, 5e-5 * 4096 / hidden_size)
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """The settings that decide the head, and not how it is trained, as JSON values."""
         alone = {"report_to", "folder", "micro_batch_size", "save_steps"}
         return self.model_dump(mode="json", exclude=alone)

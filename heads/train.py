@@ -249,7 +249,7 @@ class Training:
         if checkpoint is not None:
             head.load_state_dict(checkpoint.weights)
         if config.report_to != "none":
-            shown = {name: str(value) for name, value in config.decisive().items()}
+            shown = {name: str(value) for name, value in config.stored_settings().items()}
             accelerator.init_trackers("acceptance-head", config=shown)
         self.prepared = PreparedHead.of(accelerator, head, config)
         if checkpoint is None:

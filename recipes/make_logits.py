@@ -36,10 +36,10 @@ class Logits(Stage):
 
     name, sections = "logits", ("logits",)
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """Its section, and how the target is loaded."""
         assert self.config.logits is not None
-        values = {"logits": self.config.logits.decisive(), "dtype": self.config.models.dtype}
+        values = {"logits": self.config.logits.stored_settings(), "dtype": self.config.models.dtype}
         return {**values, **loaded(self.config, "target")}
 
     @property

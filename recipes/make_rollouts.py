@@ -40,7 +40,7 @@ class Pair(Stage):
 
     name, sections = "pair", ("toy",)
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """Its section and the seed."""
         assert self.config.toy is not None
         return {"toy": self.config.toy.model_dump(mode="json"), "seed": self.config.seed}
@@ -96,9 +96,9 @@ class Rollouts(Stage):
         """The splits that are trained on."""
         return {"train", "dev"} if self.config.draft or self.config.head else set()
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """Its section, and how the target is sampled."""
-        rollouts = self.config.rollouts.decisive()
+        rollouts = self.config.rollouts.stored_settings()
         return {"rollouts": rollouts, **sampled(self.config, "target")}
 
     @property

@@ -48,7 +48,7 @@ class Release(Stage):
     name, sections = "release", ("publish", "eval")
     is_alone, is_copy = True, True
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """Its section."""
         return {"publish": self.config.publish.model_dump(mode="json")}
 

@@ -94,7 +94,7 @@ class Stage(ABC):
         return Path(self.config.output) / self.name
 
     @abstractmethod
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """JSON values of everything in the configuration that decides its result."""
 
     @property
@@ -141,7 +141,7 @@ class Stage(ABC):
 
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
         """What decides its dataset, with what its models hold; where they are may differ."""
-        values = {**self.decisive(), **made_of}
+        values = {**self.stored_settings(), **made_of}
         return Settings(values, self.remedy, free=("target.name", "draft.name"))
 
     @property
@@ -172,7 +172,7 @@ class Stage(ABC):
 
     def check_settings(self) -> None:
         """Raise OtherSettingsError if its folder was made with other settings."""
-        asked = portable(self.decisive(), self.config.output)
+        asked = portable(self.stored_settings(), self.config.output)
         Settings(asked, self.remedy).check(stage_record(self.folder)["settings"], self.folder)
 
 
@@ -186,12 +186,12 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     """
     if stage.is_alone and not is_main():
         return {}
-    decisive = _decisive(stage)
+    entry = _entry_of(stage)
     try:
         stored = None
         if (stage.folder / RUN).exists():
             stored = stage_record(stage.folder)
-            decisive.check({key: stored[key] for key in decisive.values}, stage.folder)
+            entry.check({key: stored[key] for key in entry.values}, stage.folder)
         else:
             stage.check_folder()
         if stored and stored["finished"]:
@@ -224,7 +224,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         where = describe_environment(device=str(device()), dtype=stage.config.models.dtype)
         record = {
             "schema_version": 1,
-            **decisive.values,
+            **entry.values,
             "finished": False,
             "arguments": sys.argv,
             "config": stage.config.model_dump(mode="json"),
@@ -368,7 +368,7 @@ def say(text: str, style: str = "") -> None:
         console.print(visible(text), style=style, markup=False, emoji=False)
 
 
-def _decisive(stage: Stage) -> Settings:
+def _entry_of(stage: Stage) -> Settings:
     """The entry of a stage in run.json, compared on resume; refuses inputs that are not made."""
     output = stage.config.output
     for name, source in stage.inputs.items():
@@ -394,7 +394,7 @@ def _decisive(stage: Stage) -> Settings:
                 "makes it; if that says it is already done, remove its folder and run it again"
             )
     inputs = {name: fingerprint(source) for name, source in stage.inputs.items()}
-    values = {"settings": stage.decisive(), "inputs": inputs}
+    values = {"settings": stage.stored_settings(), "inputs": inputs}
     return Settings({"stage": stage.name, **portable(values, output)}, stage.remedy)
 
 

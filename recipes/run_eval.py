@@ -70,7 +70,7 @@ class Eval(Stage):
         """output/eval, unless eval.folder or head.folder says otherwise."""
         return eval_folder(self.config)
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """Its section, the methods by name, so that a refusal lists those that differ."""
         evaluation = self.config.eval
         methods = {method.name: method.model_dump(mode="json") for method in evaluation.methods}

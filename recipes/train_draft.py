@@ -78,7 +78,7 @@ class Initial(_OfDraft):
         """True if `draft.init` makes or changes it."""
         return makes_initial_draft(self.config)
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """The way in which it is made, and of which rollouts its vocabulary is counted."""
         values: dict[str, Any] = {"init": self.draft.init.model_dump(mode="json")}
         values |= sampled(self.config, "target")
@@ -123,7 +123,7 @@ class Finetuned(_OfDraft):
         """True if there is a section draft.finetune."""
         return self.config.draft is not None and self.draft.finetune is not None
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """The training, and of rollouts which."""
         draft = self.draft
         assert draft.finetune is not None
@@ -182,9 +182,9 @@ class Draft(_OfDraft):
 
     name = "draft"
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """The training, and how the target is sampled."""
-        return {"draft": self.draft.decisive(), **sampled(self.config, "target")}
+        return {"draft": self.draft.stored_settings(), **sampled(self.config, "target")}
 
     @property
     def inputs(self) -> dict[str, str]:

@@ -42,7 +42,7 @@ class Labels(Stage):
         """True if a head learns from them."""
         return self.config.head is not None
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """Its section, and how both models are sampled."""
         values: dict[str, Any] = {"labels": self.config.labels.model_dump(mode="json")}
         values |= sampled(self.config, "target", "draft")
@@ -154,10 +154,13 @@ class Head(Stage):
             f"eval{other.removeprefix('head')}), {super().remedy}"
         )
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """Its section, and how the draft is loaded."""
         assert self.config.head is not None
-        values: dict[str, Any] = {"head": self.config.head.decisive(), "seed": self.config.seed}
+        values: dict[str, Any] = {
+            "head": self.config.head.stored_settings(),
+            "seed": self.config.seed,
+        }
         values |= {"dtype": self.config.models.dtype, **held_out_setting(self.config)}
         return {**values, **loaded(self.config, "draft")}
 

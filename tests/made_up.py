@@ -19,7 +19,7 @@ class Work(Stage):
     source: str = "hub/model"
     name, recipe, sections = "work", "work", ("seed",)
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         return {"seed": self.config.seed, "drafts": [self.source]}
 
     @property

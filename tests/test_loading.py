@@ -142,18 +142,18 @@ def test_where_a_model_lies_is_no_other_run_and_its_precision_is(models: Path) -
         for target in ({}, {"device_map": "auto"}, {"dtype": "float16"})
     )
     for stage in (Rollouts, Labels, Eval):
-        stored = dict(stage(before).decisive())
+        stored = dict(stage(before).stored_settings())
         assert "load" not in stored, "a run that was made before there was such a section"
-        Settings(stage(elsewhere).decisive()).check(stored, "it")
+        Settings(stage(elsewhere).stored_settings()).check(stored, "it")
         with pytest.raises(OtherSettingsError, match=r"load: absent -> .*'dtype': 'float16'"):
-            Settings(stage(rounded).decisive()).check(stored, "it")
+            Settings(stage(rounded).stored_settings()).check(stored, "it")
     # A head learns from the draft alone.
-    assert Head(rounded).decisive() == Head(before).decisive()
+    assert Head(rounded).stored_settings() == Head(before).stored_settings()
     other = built(models, load={"draft": {"dtype": "bfloat16"}})
-    assert Rollouts(other).decisive() == Rollouts(before).decisive()
-    assert Head(other).decisive()["load"] == {"draft": {"dtype": "bfloat16"}}
+    assert Rollouts(other).stored_settings() == Rollouts(before).stored_settings()
+    assert Head(other).stored_settings()["load"] == {"draft": {"dtype": "bfloat16"}}
     same = built(models, load={"draft": {"dtype": "float32"}})
-    assert Eval(same).decisive() == Eval(before).decisive()
+    assert Eval(same).stored_settings() == Eval(before).stored_settings()
 
 
 # --- refusals

@@ -172,7 +172,7 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
     assert Eval(config).folder.name == "eval-k2"
     assert "eval-k2/results.json" in Release(config).inputs["results"]
     # Each method has its own key, so a refusal names those that differ.
-    assert set(Eval(config).decisive()["eval"]["methods"]) == {"plain", "K=4"}
+    assert set(Eval(config).stored_settings()["eval"]["methods"]) == {"plain", "K=4"}
     for bad in ("head", "eval/x", "../eval", ""):
         with pytest.raises(ConfigError, match="begins with 'eval', of letters"):
             parse(["--eval.folder", f"'{bad}'"], "")

@@ -49,7 +49,9 @@ def test_a_refused_evaluation_shows_the_methods_that_differ_and_names_eval_folde
     stored = Eval(parse([], "").config)
     asked = Eval(parse(["--method", "K=4", "--method", "{name: mine, length: 3}"]).config)
     with pytest.raises(ConfigError, match=r"--eval\.folder NAME") as refusal:
-        Settings(asked.decisive(), asked.remedy).check(stored.decisive(), stored.folder)
+        Settings(asked.stored_settings(), asked.remedy).check(
+            stored.stored_settings(), stored.folder
+        )
     assert "--output" not in str(refusal.value)
     lines = str(refusal.value).splitlines()[1:]
     assert all(line.startswith("  eval.methods.") for line in lines)

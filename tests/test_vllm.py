@@ -320,7 +320,7 @@ def test_a_key_is_read_from_the_environment_and_never_stored(
             backend.complete(requests(1))
         assert server.headers == ["Bearer k-1"]
     config = RolloutConfig(sets=[PromptSet("d")], backend="vllm")
-    assert "vllm" not in config.decisive()
+    assert "vllm" not in config.stored_settings()
 
 
 def test_a_key_that_a_server_repeats_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

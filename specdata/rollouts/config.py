@@ -50,7 +50,7 @@ class RolloutConfig(Config):
             )
         return self
 
-    def decisive(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         """The settings that the rows depend on, as JSON values.
 
         The server's address and the like are left out, because they may change on resume.
