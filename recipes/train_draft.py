@@ -36,7 +36,6 @@ from recipes.run import Stage, say
 from recipes.sizes import draft_size, draft_width, sizes_of, source_model
 from specdata.errors import ConfigError
 from specdata.loading import Loading
-from specdata.prompts.chat_templates import require_template
 from specdata.prompts.conversations import check_conversations, conversation_inputs
 
 if TYPE_CHECKING:
@@ -323,8 +322,12 @@ def check_finetuning(config: PipelineConfig, draft: DistilConfig) -> None:
     with named("draft.finetune.conversations"):
         check_conversations(tuning.conversations, config.seed, here_alone=True)
     if tuning.conversations and has_chat_template(config) is False:
-        with named("draft.finetune.conversations"):
-            require_template(None)
+        raise ConfigError(
+            f"draft.finetune.conversations are rendered with the target's chat template, and "
+            f"{config.models.target} has none: save one beside its tokenizer (chat_template.jinja; "
+            "recipes/configs/vicuna.jinja is Vicuna's), take a target that was tuned to chat, or "
+            "leave conversations out to train on the target's rollouts"
+        )
     # A draft that is made has the context of what it is made of, a fresh one its target's.
     source = config.models.target if draft.init.kind == "fresh" else source_model(config)
     if (limit := positions_of(config, source)) is not None:
