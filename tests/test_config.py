@@ -182,7 +182,6 @@ VERIFIERS = ["verifiers", "t", "d", "--prompts", "p"]
     ("arguments", "message"),
     [
         (["init", "target", "--prompts", "{}"], WRITTEN),
-        (["table", "{}"], WRITTEN),
         (["init", "target", "--prompts", str(CONFIGS[0]), "--out", "."], WRITTEN),
         *(
             ([*VERIFIERS, f"--seconds={seconds}"], "--seconds: must be a")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from benchmarks.table import main
 from eval.decode_config import Method
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
@@ -27,7 +28,6 @@ from eval.measuring.results import (
 from eval.reporting.rendering import NOT_MEASURED
 from eval.reporting.table import ROWS, readme_table, shown_methods
 from eval.rounds import Round
-from recipes.command import run_tool
 from specdata.errors import ConfigError
 from tests.synthetic_results import synthetic_results
 
@@ -86,10 +86,7 @@ def test_the_command_prints_the_table_and_writes_what_to_commit(
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "docs"
     write_results(run / "results.json", results)
-    assert (
-        run_tool("table", [str(run), "--method", "plain", "--method", "fixed-4", "--out", str(out)])
-        == 0
-    )
+    assert main([str(run), "--method", "plain", "--method", "fixed-4", "--out", str(out)]) == 0
     assert capsys.readouterr().out == readme_table(results, ["plain", "fixed-4"])
     written = out / "results.json"
     assert read_results(written) == results
@@ -122,7 +119,7 @@ def test_of_several_evaluations_each_figure_is_the_median_run_and_has_the_spread
         write_results(tmp_path / f"{number}" / "results.json", each)
     folders, out = [str(tmp_path / f"{number}") for number in range(3)], tmp_path / "out"
     shown = ["--method", "fixed-4", "--method", "block-6", "--method", PLAIN]
-    assert run_tool("table", [*folders, *shown, "--out", str(out)]) == 0
+    assert main([*folders, *shown, "--out", str(out)]) == 0
     rows = cells(printed := capsys.readouterr().out)
     for name, of_run in (("fixed-4", 0), ("block-6", 2)):
         speeds = []
@@ -191,7 +188,7 @@ def test_acceptance_under_the_names_of_vllm_is_counted_as_vllm_counts_it(
     run = next(run for run in results.runs if run.name == "fixed-4")
     made = build_results(results.environment, [(run, records)])
     write_results(tmp_path / "results.json", made)
-    assert run_tool("table", [str(tmp_path), "--format", "vllm"]) == 0
+    assert main([str(tmp_path), "--format", "vllm"]) == 0
     (pooled,) = json.loads(capsys.readouterr().out)["runs"]
     requests = pooled.pop("requests")
     assert requests[0]["usage"] == {"completion_tokens": 10}
@@ -247,7 +244,7 @@ def test_unusable_input_is_said_on_the_error_stream(
 ) -> None:
     write_results(tmp_path / "results.json", results)
     before = (tmp_path / "results.json").read_bytes()
-    assert run_tool("table", [str(tmp_path) if word == "RUN" else word for word in arguments]) == 2
+    assert main([str(tmp_path) if word == "RUN" else word for word in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert said in printed.err

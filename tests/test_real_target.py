@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from recipes.tools.real_target import TARGETS, Source, make_target
+from benchmarks.real_target import TARGETS, Source, make_target
 from specdata.errors import ConfigError
 from specdata.models import end_ids, load_configs, load_model, load_tokenizer
 from specdata.storage.files import sha256
@@ -134,9 +134,12 @@ def test_the_shipped_configurations_are_planned_offline_where_nothing_is_finishe
 def test_make_real_makes_the_target_of_its_model_and_runs_its_configuration(model: str) -> None:
     run = ["make", "--dry-run", "--old-file", ".venv/installed", "real", f"MODEL={model}"]
     shown = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert f"real-target {model} --out runs/{model}/target\n" in shown
+    assert f"benchmarks/real_target.py {model} --out runs/{model}/target\n" in shown
     assert f"recipes/pipeline.py --config recipes/configs/{model}.yaml" in shown
-    assert f"table runs/{model}/eval runs/{model}/eval-run-2 runs/{model}/eval-run-3" in shown
+    assert (
+        f"benchmarks/table.py runs/{model}/eval runs/{model}/eval-run-2 runs/{model}/eval-run-3"
+        in shown
+    )
     for name in (model, f"{model}-t1"):
         config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
         assert (config["output"], config["models"]["target"]) == (

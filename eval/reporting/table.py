@@ -1,4 +1,4 @@
-"""The table of a finished evaluation, for its page, cards and a README (`draftsmith table`)."""
+"""The table of a finished evaluation, for its page, cards and a README (benchmarks/table.py)."""
 
 from __future__ import annotations
 

