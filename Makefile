@@ -105,7 +105,7 @@ EAGLE = mkdir -p $(SERVED)/$(1) && ln -sfn ../../$(MODEL)/rollouts $(SERVED)/$(1
 	$(RUN) $(BIN)/python recipes/train_draft.py $(REAL) --output $(SERVED)/$(1) --draft.init '$(INIT_$(1))' \
 	--draft.epochs $(PASSES_$(1)) --draft.held_out_share 0 --head null && \
 	{ test $(SERVED)/$(1)/export -nt $(SERVED)/$(1)/draft/run.json || { rm -rf $(SERVED)/$(1)/export && \
-	$(RUN) $(BIN)/python -m recipes.command export-eagle $(SERVED)/$(1)/draft/model --out $(SERVED)/$(1)/export; }; }
+	$(RUN) $(BIN)/python -m recipes.command export $(SERVED)/$(1)/draft/model --out $(SERVED)/$(1)/export; }; }
 PLAIN := $(SERVED)/plain
 # $(1): name, $(2): method, $(3): the draft's folder, $(4): its longest drafts, $(5): more.
 SERVE = $(foreach k,$(4),--serve '$(1) K=$(k)={"method": "$(2)", "model": "$(3)", "num_speculative_tokens": $(k)$(5)}')

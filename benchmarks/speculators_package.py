@@ -2,7 +2,7 @@
 
     PYTHONPATH=. PYTHON_WITH_SPECULATORS benchmarks/speculators_package.py RUN --rollouts 512 \
         --seconds 600 --out FOLDER
-    draftsmith import-eagle3 FOLDER --target TARGET --out DRAFT
+    draftsmith import FOLDER --target TARGET --out DRAFT
 
 Then `benchmarks/states.py RUN --draft NAME=DRAFT` judges it with our drafts. P-EAGLE's is saved
 without its masks, as an EAGLE-3 draft: of it, the first token's acceptance alone means something.

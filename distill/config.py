@@ -64,7 +64,7 @@ class InitConfig(Config):
     )
     layout: Literal["eagle", "eagle3"] | None = Field(
         default=None,
-        description="with kind states: one that vLLM and SGLang load (`draftsmith export-eagle`; "
+        description="with kind states: one that vLLM and SGLang load (`draftsmith export`; "
         "layers: 1), eagle (EAGLE-1's: no taps, all tokens) or eagle3 (default taps 2, n/2 and "
         "n - 3), or ours, which learns faster",
     )

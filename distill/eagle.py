@@ -389,7 +389,7 @@ def write_eagle(
     if record is None or of is None or (of == "eagle" and layout != "eagle"):
         raise ConfigError(
             f"{draft} must be a draft of draft.init.layout eagle or eagle3 (of eagle3 for --layout "
-            "speculators, otherwise leave that out), or one that import-eagle3 wrote: engines "
+            "speculators, otherwise leave that out), or one that import wrote: engines "
             "cannot hold any other, train one with this layout"
         )
     first = "midlayer." if of != "eagle" and layout == "eagle" else "layers.0."

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
 
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
@@ -33,14 +34,12 @@ RECIPES = {
 
 DOES = {
     "init": "Write a configuration for a target and a file of prompts.",
-    "certify": "Certify that what an evaluation decoded is distributed as the target alone.",
+    "certify": "Certify that an evaluation, a pair or a server decodes as the target alone.",
     "engine": "Measure a served engine on a run's prompts, with and without its draft.",
-    "compare": "Compare greedy decoding with transformers' own: identical, tied, or a bug.",
     "reproduce": "Run a paper's experiments on a pair, and print its tables.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
-    "import-eagle3": "Read a published EAGLE-3 draft, to decode with it here.",
-    "export-eagle": "Write a draft in EAGLE's or EAGLE-3's layout, for engines.",
-    "import-head": "Read a head in SpecDec++'s released format, to decode with it here.",
+    "import": "Read a published EAGLE-3 draft or a SpecDec++ head, to decode with it here.",
+    "export": "Write a draft in EAGLE's or EAGLE-3's layout, for engines.",
     "doctor": "Examine a published EAGLE-3 draft: why it is accepted or not.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
@@ -111,7 +110,7 @@ def launch(arguments: Sequence[str]) -> int:
 
 def run_tool(name: str, arguments: Sequence[str]) -> int:
     """Run one of the tools in `DOES`; returns the exit status, as a recipe's."""
-    tool = import_module(f"recipes.tools.{name.replace('-', '_')}")
+    tool = import_module(f"recipes.tools.{name}_" if iskeyword(name) else f"recipes.tools.{name}")
     accept_any_text()
     parser = argparse.ArgumentParser(
         f"draftsmith {name}",

@@ -173,11 +173,11 @@ def test_the_command_compares_each_method_and_names_what_it_cannot_use(
 ) -> None:
     asked = ["--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft")]
     asked += ["--count", "2", "--max-new-tokens", "8"]
-    assert run_tool("compare", [*asked, "--method", "{length: 2}", "--engine", "captured"]) == 0
+    assert run_tool("certify", [*asked, "--method", "{length: 2}", "--engine", "captured"]) == 0
     assert "{length: 2}: " in capsys.readouterr().out
     save_model(tiny("mamba", 2, vocab=len(load_tokenizer(asked[1]))), tmp_path)
     save_tokenizer(load_tokenizer(asked[1]), tmp_path)
-    assert run_tool("compare", [*asked, "--target", str(tmp_path)]) == 0
+    assert run_tool("certify", [*asked, "--target", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "without trees and paths: mamba has recurrent layers" in said
     assert said.count("texts identical") == 2
@@ -188,5 +188,5 @@ def test_the_command_compares_each_method_and_names_what_it_cannot_use(
         (["--method", "{stop: head}"], "needs an acceptance head"),
         (["--method", "{verifier: block, drafter: tree}"], "method '{verifier: block, drafter"),
     ]:
-        assert run_tool("compare", [*asked, *changes]) == 2
+        assert run_tool("certify", [*asked, *changes]) == 2
         assert message in capsys.readouterr().err

@@ -38,7 +38,7 @@ def released(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         config=InitConfig(kind="states", layout="eagle3", layers=1, vocabulary=KEPT),
         seed=0,
     )
-    assert run_tool("export-eagle", [str(folder / "draft"), "--out", str(folder / "out")]) == 0
+    assert run_tool("export", [str(folder / "draft"), "--out", str(folder / "out")]) == 0
     draws = torch.Generator().manual_seed(0)
 
     def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:

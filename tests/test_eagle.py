@@ -184,9 +184,9 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     model = load_model(str(target))
     published(tmp_path / "theirs", model.config.vocab_size, "eagle", "norm_output")
     paths = [str(tmp_path / "theirs"), "--target", str(target), "--out", str(tmp_path / "ours")]
-    assert run_tool("import-eagle3", paths) == 0
+    assert run_tool("import", paths) == 0
     assert "40 tokens, taps [1, 2, 3]" in capsys.readouterr().out
-    assert run_tool("import-eagle3", paths) == 2
+    assert run_tool("import", paths) == 2
     assert "exists" in capsys.readouterr().err
     draft = load_model(str(tmp_path / "ours"), target=str(target))
     decoded_as_defined(model, draft, DRAFTED[name], [5, 9, 31], 1e-4)
@@ -207,7 +207,7 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     found = distilled(tmp_path, tmp_path / "draft", config, **rows)
     assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
     paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--layout", layout]
-    assert run_tool("export-eagle", paths) == 0
+    assert run_tool("export", paths) == 0
     assert "40 tokens, taps [1, 2]" in capsys.readouterr().out
     model = load_model(str(target))
     mine = load_model(str(tmp_path / "draft"), target=str(target))
@@ -237,11 +237,9 @@ def test_a_draft_of_eagle_1_learns_and_what_is_released_of_it_drafts_as_engines_
     rows = {"target": target, "draft": new, "train": ROWS, "dev": ROWS}
     found = distilled(tmp_path, made, config, **rows)
     assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
-    assert run_tool("export-eagle", [str(made), "--out", str(tmp_path / "out")]) == 0
+    assert run_tool("export", [str(made), "--out", str(tmp_path / "out")]) == 0
     assert (
-        run_tool(
-            "export-eagle", [str(made), "--out", str(tmp_path / "no"), "--layout", "speculators"]
-        )
+        run_tool("export", [str(made), "--out", str(tmp_path / "no"), "--layout", "speculators"])
         == 2
     )
     assert "of eagle3 for --layout speculators" in capsys.readouterr().err
@@ -286,9 +284,9 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
         here.mkdir()
         published(here / "theirs", vocabulary, "eagle", *flags)
         paths = [str(here / "theirs"), "--target", str(target), "--out", str(here / "ours")]
-        assert run_tool("import-eagle3", paths) == 0
+        assert run_tool("import", paths) == 0
         out = ["--out", str(here / "out"), "--layout", "speculators"]
-        assert run_tool("export-eagle", [str(here / "ours"), *out]) == 0
+        assert run_tool("export", [str(here / "ours"), *out]) == 0
         save_file(
             {"states": taps[:, :-1].contiguous(), "ids": ids[:, 1:].contiguous()}, here / "inputs"
         )
@@ -443,8 +441,8 @@ def test_a_draft_without_weights_is_not_released(
 ) -> None:
     published(tmp_path / "draft", load_model(str(target)).config.vocab_size, "eagle")
     ours = ["--target", str(target), "--out", str(tmp_path / "ours")]
-    assert run_tool("import-eagle3", [str(tmp_path / "draft"), *ours]) == 0
+    assert run_tool("import", [str(tmp_path / "draft"), *ours]) == 0
     (tmp_path / "ours" / "model.safetensors").unlink()
-    assert run_tool("export-eagle", [str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
+    assert run_tool("export", [str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
     assert "must hold safetensors" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -518,7 +518,7 @@ def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_m
             assert accepted == same
     for card in cards:
         assert str(tmp_path) not in card
-    assert ("export-eagle" in cards[0]) == (layout is not None)
+    assert ("export" in cards[0]) == (layout is not None)
     assert str(pair.target.parent) not in (root / names[0] / "config.json").read_text()
     assert "40 of" in cards[0]
     assert not (root / names[0] / "custom_generate").exists()

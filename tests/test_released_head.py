@@ -89,14 +89,12 @@ def test_the_command_writes_a_head_and_says_so(
     hidden = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1))
     out = tmp_path / "ours"
     command = [str(tmp_path / "theirs"), "--out", str(out)]
-    assert not run_tool(
-        "import-head", [*command, "--draft", "org/draft", "--rejection-weight", "12"]
-    )
+    assert not run_tool("import", [*command, "--draft", "org/draft", "--rejection-weight", "12"])
     assert capsys.readouterr().out == f"{out}: head of 3 blocks, width {HIDDEN}\n"
     head = AcceptanceHead.from_pretrained(out)
     torch.testing.assert_close(torch.sigmoid(head(hidden)).detach(), accepted(theirs, hidden))
     assert (head.draft, head.rejection_weight) == ("org/draft", 12.0)
-    assert run_tool("import-head", command) == 2
+    assert run_tool("import", command) == 2
     assert "give another --out" in capsys.readouterr().err
     assert AcceptanceHead.from_pretrained(out).rejection_weight == 12.0  # nothing is lost
 

@@ -1,15 +1,17 @@
-"""Certify that decoded texts are distributed as the target alone: an evaluation's, or a server's.
+"""Certify that texts are as of the target alone: an evaluation's, a pair's or a server's.
 
 draftsmith certify runs/toy/eval [--texts 64]
+draftsmith certify --target T --draft D [--method "{length: 8, verifier: block}"] [--prompts FILE]
 draftsmith certify --server URL --target T [--draft D] [--temperature 0.7] [--prompts FILE]
 
 Of a finished evaluation each way of decoding is enumerated, sampled and run greedily. Writes
-certificate.json into the evaluation's folder; publish puts its sentence on the cards. Of a served
-engine (vLLM 0.10.2 or newer, llama-server, or what answers /v1/completions with token ids as they
-do) greedy and sampled texts are judged by the target, in this process; certificate.json goes to
---out. Exit status: 0 if all that is lossless is exact, 1 if something is not, 2 for unusable input.
-Killed and run again, it goes on after the last method or text that it finished; once it has
-finished, everything is asked again.
+certificate.json into the evaluation's folder; publish puts its sentence on the cards. Of a pair
+greedy texts are compared with transformers' `generate` (`eval.analysis.ties` tells a tie from a
+bug). Of a served engine (vLLM 0.10.2 or newer, llama-server, or what answers /v1/completions with
+token ids as they do) greedy and sampled texts are judged by the target, in this process;
+certificate.json goes to --out. Exit status: 0 if all that is lossless is exact, 1 if something is
+not, 2 for unusable input. Killed and run again, it goes on after the last method or text that it
+finished; once it has finished, everything is asked again.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from pydantic import ValidationError
+from rich.console import Console
 
-from recipes.config import build
+from eval.decode_config import DecodeConfig
+from eval.runtime.engines import ENGINES
+from recipes.config import build, load_yaml
 from recipes.layout import CERTIFICATE, OUTPUT, RESULTS, portable
 from recipes.run import prepare_libraries, say, stage_record
 from specdata.errors import ConfigError
@@ -37,10 +43,20 @@ from specdata.storage.resume import Settings
 from specdata.terminal import progress, whole_number
 
 if TYPE_CHECKING:
+    import torch
+
     from specdata.rollouts.backend import Request
 
 MOST_TOKENS = 64
 """Of a text that is decoded."""
+METHODS = (
+    "{length: 4}",
+    "{length: 8, verifier: block}",
+    "{verifier: traversal, drafter: tree, widths: [4, 2, 2]}",
+    "{verifier: rrs, drafter: paths, paths: 2, length: 4}",
+)
+
+"""That a pair is compared with, where none are named."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,19 +64,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, nargs="?", help="of a finished evaluation, such as runs/toy/eval")
     add("--texts", type=whole_number, default=64, help="sampled, of each method (default: 64)")
+    of_both = parser.add_argument_group("a pair or a served engine").add_argument
+    of_both("--target", help="folder or Hub id of the target")
+    of_both("--draft", help="of a server: of what it drafts with, to see a smaller bias")
+    of_both("--prompts", default="instruct", help="a file, or a set by name (default: instruct)")
+    of_both("--count", type=whole_number, default=16, help="prompts (default: 16)")
+    of_both("--max-new-tokens", type=whole_number, default=MOST_TOKENS, help="(default: 64)")
+    of_both("--dtype", default="float32", help="of models here (default: float32)")
+    of_pair = parser.add_argument_group("a pair").add_argument
+    of_pair("--head", help="acceptance head, for methods with stop: head or cost")
+    of_pair("--method", action="append", help=f"YAML of a method; default: {'; '.join(METHODS)}")
+    of_pair("--engine", choices=ENGINES, default="eager", help="of forwards (default: eager)")
     of_server = parser.add_argument_group("a served engine").add_argument
     of_server("--server", help="its address, instead of a folder")
-    of_server("--target", help="folder or Hub id of the model that it serves")
-    of_server("--draft", help="of what it drafts with: a smaller bias is seen with it")
     of_server("--model", help="name that it serves the target under (default: as --target)")
     of_server("--key-variable", help="environment variable that holds its key")
-    of_server("--prompts", default="instruct", help="a file, or a set by name (default: instruct)")
-    of_server("--count", type=whole_number, default=16, help="prompts (default: 16)")
-    of_server("--max-new-tokens", type=whole_number, default=MOST_TOKENS, help="(default: 64)")
     of_server("--temperature", type=float, default=1.0, help="(default: 1)")
     of_server("--top-k", type=whole_number, default=0, help="(default: 0, all)")
     of_server("--top-p", type=float, default=1.0, help="(default: 1)")
-    of_server("--dtype", default="float32", help="of the target here (default: float32)")
     of_server("--out", type=Path, default=Path("runs/certificate"), help="(runs/certificate)")
 
 
@@ -72,8 +93,13 @@ def main(given: argparse.Namespace) -> int:
     if given.server:
         with ExitStack() as closing:
             return _certify_server(given, closing)
+    if folder is None and given.target and given.draft:
+        return _compare_greedy(given)
     if folder is None:
-        raise ConfigError("give the folder of a finished evaluation, or --server and --target")
+        raise ConfigError(
+            "give the folder of a finished evaluation, or --target and --draft, or --server and "
+            "--target"
+        )
     if not (folder / RESULTS).is_file():
         raise ConfigError(f"{folder} must be the folder of a finished evaluation, with {RESULTS}")
     stored = stage_record(folder)["config"]
@@ -119,6 +145,76 @@ def main(given: argparse.Namespace) -> int:
             say(f"  greedy, {each.method}, {difference}")
     say(f"{answer}\nwritten to {folder / CERTIFICATE}")
     return int(any(each.lossless and not each.is_exact for each in certified))
+
+
+def read_method(text: str) -> DecodeConfig:
+    """A greedy decoding configuration from a YAML mapping. Raises ConfigError."""
+    try:
+        settings = load_yaml(text)
+        if not isinstance(settings, dict) or "temperature" in settings:
+            raise ConfigError(f"must be a mapping such as {METHODS[0]}; decoding is greedy")
+        return DecodeConfig(**{str(name): each for name, each in settings.items()}, temperature=0.0)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"method {text[:80]!r}: {error}") from error
+
+
+def _compare_greedy(given: argparse.Namespace) -> int:
+    """Print how each method's texts differ; returns the exit status."""
+    configs = {text: read_method(text) for text in given.method or METHODS}
+    if given.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be 1 or larger, got {given.max_new_tokens}")
+    import torch
+
+    from eval.analysis.ties import greedy_differences
+    from eval.decoder import SpeculativeDecoder
+    from eval.runtime.transformers_models import check_trees
+    from heads import BaseHead
+    from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, longest_prompt
+    from specdata.prompts.loading import load_prompts
+
+    tokenizer = load_tokenizer(given.target)
+    check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
+    room = min(longest_prompt(name, given.max_new_tokens) for name in (given.target, given.draft))
+    sets = [PromptSet(given.prompts, count=given.count)]
+    prompts = load_prompts(sets, tokenizer, seed=0, max_tokens=room).prompts
+    target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
+    head = None
+    if given.head:
+        try:
+            head = BaseHead.from_pretrained(given.head)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"cannot load the head {given.head!r}: {error}") from error
+    console, bugs = Console(highlight=False, soft_wrap=True), 0
+    if not given.method:
+        try:
+            check_trees(target, by_mask=False)
+        except ConfigError as error:
+            console.print(f"without trees and paths: {error}", markup=False)
+            configs = {text: each for text, each in configs.items() if each.drafter == "chain"}
+    for text, config in configs.items():
+        asked = head if config.stop.reads_head else None
+        decoder = SpeculativeDecoder.from_config(target, draft, config, asked, engine=given.engine)
+
+        def decode(prompt: torch.Tensor, decoder: SpeculativeDecoder = decoder) -> torch.Tensor:
+            out = decoder.generate(
+                prompt, max_new_tokens=given.max_new_tokens, generator=torch.Generator()
+            )
+            return out.tokens
+
+        differences = greedy_differences(
+            target,
+            [torch.tensor(prompt.ids) for prompt in prompts],
+            decode,
+            max_new_tokens=given.max_new_tokens,
+        )
+        wrong = sum(each.verdict == "bug" for each in differences.values())
+        same, ties = len(prompts) - len(differences), len(differences) - wrong
+        counts = f"{same} of {len(prompts)} texts identical, {ties} tied, {wrong} wrong"
+        console.print(f"{text}: {counts}", markup=False, style="red" if wrong else "")
+        for number, difference in differences.items():
+            console.print(f"  prompt {number}: {difference}", markup=False)
+        bugs += wrong
+    return int(bugs > 0)
 
 
 def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:

@@ -1,6 +1,6 @@
 """Write a draft in EAGLE's or EAGLE-3's layout, for engines.
 
-    draftsmith export-eagle DRAFT --out FOLDER [--layout speculators]
+    draftsmith export DRAFT --out FOLDER [--layout speculators]
 
 DRAFT is one of `draft.init.layout: eagle` or `eagle3`, or an imported one.
 """
@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from recipes.run import say
-from recipes.tools.import_eagle3 import check_folders
+from specdata.errors import ConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Write a folder for engines; returns the exit status."""
-    check_folders(given)
+    if not (given.folder / "config.json").is_file():
+        raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
+    if given.out.exists():
+        raise ConfigError(f"{given.out} exists: give another --out, or remove it")
     from distill.eagle import write_eagle
 
     tokens, taps, target = write_eagle(given.folder, given.out, given.layout)

@@ -1,0 +1,79 @@
+"""Read a published EAGLE-3 draft, or a head in SpecDec++'s released format, to decode with it here.
+
+    draftsmith import FOLDER --target TARGET --out DRAFT
+    draftsmith import FOLDER --draft meta-llama/Llama-2-7b-chat-hf --out HEAD
+
+A draft's FOLDER holds a config.json and safetensors in speculators' layout, or in that of EAGLE's
+own code (`midlayer.` or `layers.0.`), which vLLM and SGLang load, too. Every tensor must be there
+and known. Give DRAFT as models.draft. A head's holds the config.json, which says `num_layers`, and
+the weights that SpecDec++'s official code wrote. Give HEAD to `AcceptanceHead.from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from recipes.run import say
+from specdata.errors import ConfigError
+from specdata.storage.files import atomic_folder, read_object
+
+# The weight of rejections in the loss of the released head (its README: layer=3, weight=6).
+RELEASED_WEIGHT = 6.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    add = parser.add_argument
+    add("folder", type=Path, help="the published draft or head")
+    add("--out", type=Path, required=True, help="the folder to write")
+    add("--target", help="of a draft: the model that it was trained for")
+    add("--draft", help="of a head: name of the draft whose hidden states it reads")
+    add(
+        "--rejection-weight",
+        type=float,
+        default=RELEASED_WEIGHT,
+        help="of a head: weight of rejections in its training loss (default: %(default)s)",
+    )
+
+
+def main(given: argparse.Namespace) -> int:
+    """Read a folder and write another; returns the exit status."""
+    config = given.folder / "config.json"
+    if not config.is_file():
+        raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
+    if given.out.exists():
+        raise ConfigError(f"{given.out} exists: give another --out, or remove it")
+    if "num_layers" in read_object(config):
+        _import_head(given)
+    elif given.target:
+        _import_draft(given)
+    else:
+        raise ConfigError(
+            f"{given.folder} is not of a head (its config.json has no num_layers), and a draft is "
+            "read with the model that it was trained for: give --target"
+        )
+    return 0
+
+
+def _import_head(given: argparse.Namespace) -> None:
+    from heads.released import from_released  # here: it needs torch
+
+    head = from_released(given.folder, rejection_weight=given.rejection_weight, draft=given.draft)
+    with atomic_folder(given.out) as temporary:
+        head.save_pretrained(temporary)
+    say(f"{given.out}: head of {head.depth} blocks, width {head.hidden_size}")
+
+
+def _import_draft(given: argparse.Namespace) -> None:
+    from distill.eagle import read_eagle3
+    from distill.training import save_model
+    from specdata.models import load_model
+    from specdata.saving import copy_tokenizer
+
+    draft = read_eagle3(given.folder, load_model(given.target))
+    with atomic_folder(given.out) as temporary:
+        save_model(draft, temporary)
+        copy_tokenizer(given.target, temporary)
+    taps = draft.config.target_states["taps"]
+    say(f"{given.out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
