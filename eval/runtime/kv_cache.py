@@ -24,7 +24,7 @@ from eval.runtime.recurrent import StateLayer
 CAPACITY_STEP = 256
 
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
-"""A layer that keeps nothing; before transformers 5.21, one of recurrent states, left empty."""
+"""A layer that keeps nothing; before transformers 5.23, one of recurrent states, left empty."""
 
 
 class KVCache(Cache):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -116,6 +117,12 @@ def cached_layers(config: PretrainedConfig) -> list[LayerKind]:
         if not (attends or states or isinstance(layer, DummyLayer)):
             raise _unknown(config, type(layer).__name__)
         kinds.append(LayerKind(attends, indexed, states))
+    # Mixers of older versions do not go on with several tokens from a state that was put back.
+    if any(kind.states for kind in kinds) and not hasattr(DynamicCache, "get_conv_state"):
+        raise CacheNotRewindableError(
+            f"{config.model_type} has recurrent layers, which need transformers 5.21 or newer, and "
+            f"this is {transformers_version}: install a newer one"
+        )
     return kinds
 
 
