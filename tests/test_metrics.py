@@ -66,7 +66,6 @@ def test_a_record_sums_its_rounds_and_counts_positions() -> None:
     record = by_hand()[0]
     assert (record.tokens, record.rounds, record.n_draft, record.n_discarded) == (7, 3, 8, 4)
     assert record.drafted_by_position == [3, 3, 2]
-    assert record.reached_by_position == [3, 2, 1]
     assert record.accepted_by_position == [2, 1, 1]
     assert record.draft_seconds == pytest.approx(0.8)
     assert record.overhead_seconds == pytest.approx(0.03)
@@ -83,7 +82,6 @@ def test_figures_equal_the_hand_computed_ratios_of_sums() -> None:
     assert metrics.block_efficiency == 8 / 4
     assert metrics.acceptance_rate == 5 / 9
     assert metrics.acceptance_by_position == [3 / 4, 1 / 3, 1 / 2]
-    assert metrics.conditional_by_position == [3 / 4, 1 / 2, 1 / 1]
     assert metrics.discard_rate == 4 / 8
     assert metrics.verification_rate == 4 / 8
     assert metrics.tokens_per_second == 8 / 5

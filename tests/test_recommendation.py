@@ -19,7 +19,7 @@ from eval.reporting.recommendation import (
     head_sentence,
     head_verdict,
     is_wide,
-    length_cells,
+    lengths_table,
     longest_measured,
 )
 from eval.reporting.report import Context, methods_table, sections
@@ -323,7 +323,8 @@ def test_the_best_length_of_each_engine_is_the_fastest_of_all_that_was_measured(
     speeds = {name: row.value("tokens_per_second") or 0.0 for name, row in rows.items()}
     first, second, *_ = ranked = sorted(speeds, key=speeds.__getitem__, reverse=True)
     assert [row.name for row in fastest["draftsmith"]] == ranked
-    best, speed, lengths, against = length_cells(fastest["draftsmith"])
+    ((engine, (best, speed, lengths, against)),) = lengths_table(fastest).rows
+    assert engine == "draftsmith"
     assert best.startswith(f"K = {rows[first].method.deepest}, ")
     assert speed.startswith(f"{speeds[first]:.1f} [")
     assert lengths == "K = 2, 4, 6, 8, 12"

@@ -33,6 +33,7 @@ from eval.publishing.release import head_run, release_draft, release_head
 from eval.reporting import recommendation as words
 from eval.reporting.recommendation import fastest_lengths
 from eval.reporting.rendering import escape_markdown, public_name
+from eval.reporting.report import positions_of
 from eval.reporting.table import shown_methods
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
@@ -276,8 +277,9 @@ def test_every_number_of_the_table_is_in_the_results(
     assert pair.results.environment.git_commit[:7] in text  # type: ignore[index]
     if kind == "draft":
         longest = next(r for r in pair.results.of("alpaca") if r.name == "fixed-12")
-        shares = ", ".join(f"{share:.3f}" for share in longest.acceptance_by_position)
-        assert f"- alpaca, fixed-12: {shares}\n" in text
+        (row,) = [line for line in text.splitlines() if line.startswith("| alpaca, fixed-12 |")]
+        for share in positions_of(longest):
+            assert f" {share.value:.3f} [{share.low:.3f}, {share.high:.3f}] |" in row
     assert "Prompts: alpaca 12, gsm8k 12" in text
     assert "95 %" in text
 

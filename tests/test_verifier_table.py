@@ -257,7 +257,7 @@ def test_speeds_are_predicted_from_the_times_of_drafts_of_the_same_shape() -> No
     def record(rounds: int, nodes: int, forwards: int, each: float, extra: float) -> PromptRecord:
         draft, target = forwards * each, rounds * 0.01 + nodes * 0.0005
         seconds = draft + target + rounds * extra
-        counts = (rounds, nodes, nodes - rounds, rounds, nodes, [], [], [], forwards)
+        counts = (rounds, nodes, nodes - rounds, rounds, nodes, [], [], forwards)
         return PromptRecord(
             "p", 2 * rounds, "length", *counts, seconds, draft, target, rounds * extra
         )

@@ -38,8 +38,6 @@ class Metrics(Strict):
         acceptance_rate: accepted over drafted tokens, by depth.
         acceptance_by_position: marginal: among the rounds that drafted position i + 1, the share
             that accepted it, so it falls with i even if every position is equally easy.
-        conditional_by_position: the same share among the rounds that also accepted all positions
-            before it; None if there is none.
         discard_rate: N_discarded / N.
         verification_rate: N_target / N.
         tokens_per_second: emitted tokens over wall time, prefills included.
@@ -63,7 +61,6 @@ class Metrics(Strict):
     block_efficiency: float
     acceptance_rate: float | None
     acceptance_by_position: list[float]
-    conditional_by_position: list[float | None]
     discard_rate: float
     verification_rate: float
     tokens_per_second: float | None
@@ -113,14 +110,13 @@ def compute_metrics(
         base = rates_of(resampled_counts(plain, prompts))
         rates["speedup"] = rates["tokens_per_second"] / base["tokens_per_second"]
     scores = resampled_scores(records, plain, prompts)
-    by_position = np.zeros((3, max(len(record.drafted_by_position) for record in records)))
+    by_position = np.zeros((2, max(len(record.drafted_by_position) for record in records)))
     for record in records:
         by_position[:, : len(record.drafted_by_position)] += (
             record.drafted_by_position,
-            record.reached_by_position,
             record.accepted_by_position,
         )
-    drafted, reached, accepted = by_position
+    drafted, accepted = by_position
     values: dict[str, Any] = dict.fromkeys((*RATES, "speedup"))
     values |= {name: float(each[0]) for name, each in rates.items()}
     rounds = sum(r.rounds for r in records)
@@ -133,10 +129,6 @@ def compute_metrics(
         n_discarded=sum(r.n_discarded for r in records),
         draft_forwards=sum(r.draft_forwards for r in records),
         acceptance_by_position=divide(accepted, drafted).tolist(),
-        # JSON has no NaN.
-        conditional_by_position=[
-            None if np.isnan(x) else float(x) for x in divide(accepted, reached)
-        ],
         **values,
         scores={name: float(each[0]) for name, each in scores.items()},
         intervals={name: interval(each[1:]) for name, each in (rates | scores).items()},

@@ -42,7 +42,6 @@ class PromptRecord:
         accepted: accepted drafted tokens.
         depth: sum over rounds of the deepest drafted position; equals n_draft for chains.
         drafted_by_position: rounds that drafted at least i + 1 deep, for i = 0, 1, ...
-        reached_by_position: those among them that accepted at least the i positions before it.
         accepted_by_position: rounds that accepted at least i + 1 tokens.
         draft_forwards: forwards of the draft.
         seconds: wall time of the whole call, prefill included; 0 if it was not measured.
@@ -64,7 +63,6 @@ class PromptRecord:
     accepted: int
     depth: int
     drafted_by_position: list[int]
-    reached_by_position: list[int]
     accepted_by_position: list[int]
     draft_forwards: int
     seconds: float
@@ -112,7 +110,6 @@ def record_prompt(
         accepted=accepted,
         depth=sum(r.depth for r in rounds),
         drafted_by_position=[sum(r.depth > i for r in rounds) for i in deepest],
-        reached_by_position=[sum(r.depth > i <= r.accepted for r in rounds) for i in deepest],
         accepted_by_position=[sum(r.accepted > i for r in rounds) for i in deepest],
         draft_forwards=sum(r.draft_forwards for r in rounds),
         seconds=seconds or 0.0,

@@ -21,17 +21,18 @@ from eval.analysis.prediction import Predictions
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
-from eval.publishing.serving import acceptance_positions, served_lengths, serving_lines
+from eval.publishing.serving import served_lengths, serving_lines
 from eval.reporting import verifiers
 from eval.reporting.recommendation import (
     fastest_lengths,
     head_predictors,
     head_rivals,
     head_sentence,
-    length_cells,
+    lengths_table,
     longest_measured,
 )
 from eval.reporting.rendering import public_name, render
+from eval.reporting.report import acceptance_by_position
 from eval.reporting.table import readme_table
 from heads import BaseHead
 from heads.remote import write_custom_generate
@@ -139,8 +140,8 @@ def release_draft(
         states=states,
         longest=longest,
         lengths=lengths,
-        length_cells={engine: length_cells(rows) for engine, rows in fastest.items() if rows},
-        acceptance=acceptance_positions(measured),
+        length_table=lengths_table(fastest),
+        acceptance=acceptance_by_position(measured),
         depths=(depths := depths_of(model)),
         serving=serving_lines(released, loadable(target), depths),
         served_lengths=served_lengths(depths),

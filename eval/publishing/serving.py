@@ -1,4 +1,4 @@
-"""Settings of a draft for engines: their command lines, and acceptance by position.
+"""Settings of a draft for engines: their command lines.
 
 Options are those of vLLM 0.28 to main of September 2026 (`vllm/config/speculative.py`), SGLang main
 of the same time (`srt/arg_groups`) and llama.cpp b10195 to b11160 (`llama-server --help`);
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import shlex
-
-from eval.measuring.results import Results, Run
 
 DEFAULT_LENGTHS = {
     "vLLM": (5, "the number in vLLM's own example"),
@@ -67,15 +65,3 @@ def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
         "SGLang": " \\\n".join(sglang),
         "llama.cpp": " \\\n".join(llama),
     }
-
-
-def acceptance_positions(results: Results) -> dict[str, Run]:
-    """For each data set its longest fixed chain, whose acceptance by position a card gives."""
-    positions = {}
-    for dataset in results.datasets():
-        fixed = [run for run in results.of(dataset) if run.method.fixed_length]
-        chains = [run for run in fixed if run.method.is_chain]
-        chains = [run for run in chains if run.method.verifier == "token"] or chains
-        if chains:
-            positions[dataset] = max(chains, key=lambda run: len(run.acceptance_by_position))
-    return positions

@@ -8,7 +8,7 @@ of verifiers; `fastest_lengths` has the number of drafted tokens for each engine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from eval.analysis.prediction import Predictions
@@ -432,8 +432,16 @@ def fastest_lengths(results: Results) -> dict[str, list[PooledRow]]:
     }
 
 
-def length_cells(rows: Sequence[PooledRow]) -> tuple[str, str, str, str]:
-    """Best length, speed, all measured lengths and the next best of an engine, as text."""
+def lengths_table(fastest: Mapping[str, Sequence[PooledRow]]) -> Table:
+    """The best length of each engine that was measured, against its next best."""
+    headings = ("best", "tokens/s", "measured", "against the next best")
+    rows = [
+        (engine, _length_cells(of_engine)) for engine, of_engine in fastest.items() if of_engine
+    ]
+    return Table([(heading, "") for heading in headings], rows, first="engine")
+
+
+def _length_cells(rows: Sequence[PooledRow]) -> tuple[str, str, str, str]:
     method, speed = rows[0].method, Interval.of(rows[0].rates["tokens_per_second"])
     best, against = f"K = {method.deepest}", NOT_MEASURED
     if method.decoder == "speculative":

@@ -181,7 +181,7 @@ def sections(results: Results, context: Context) -> list[Section]:
     """The sections of the page, in its order."""
     made = [verifiers.section(results), _all_sets(results), _each_set(results)]
     made += [head_rivals(results), head_predictors(context.predictions)]
-    made += [_positions(results), _scores(results), _where(results, context)]
+    made += [acceptance_by_position(results), _scores(results), _where(results, context)]
     return [section for section in made if section]
 
 
@@ -234,7 +234,7 @@ def _each_set(results: Results) -> Section | None:
     )
 
 
-def _positions(results: Results) -> Section | None:
+def acceptance_by_position(results: Results) -> Section | None:
     """Acceptance by position of the longest run of each kind that drafts every position.
 
     An adaptive rule goes on where it expects acceptance: the tokens that it drafts far out are the
@@ -251,12 +251,17 @@ def _positions(results: Results) -> Section | None:
     if not any(cells.values()):
         return None
     deepest = max(map(len, cells.values()))
+
+    def share(x: Interval) -> str:
+        return f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"
+
     table = Table(
         [(f"{place}", "") for place in range(1, deepest + 1)],
         [
-            (name, [f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]" for x in shares])
+            (name, [*map(share, shares), *[NOT_MEASURED] * (deepest - len(shares))])
             for name, shares in cells.items()
         ],
+        first="prompt set and method",
         note="Fixed lengths and trees, which draft every position in every round; the longest run"
         " of each kind. Of the rounds drafting this deep, at least"
         f" {MIN_ROUNDS}, the share that accepted the position and all before it, with its 95 %"
@@ -328,13 +333,10 @@ def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]
     """Prompt set, prompt, method and text: what the best lossless method made of a first prompt."""
     texts = []
     for dataset in results.datasets():
-        drafting = [run for run in results.of(dataset) if run.method.lossless and run.draft]
-        drafting.sort(key=lambda r: (r.tokens_per_second or 0.0, r.block_efficiency), reverse=True)
+        best = best_of(pool(results, [dataset]))
         for sample in samples.of(dataset)[:1]:
-            shown = [run.name for run in drafting if run.name in sample.methods]
-            if shown:
-                text = sample.methods[shown[0]]
-                texts.append((dataset, sample.prompt, shown[0], text))
+            if best and best.name in sample.methods:
+                texts.append((dataset, sample.prompt, best.name, sample.methods[best.name]))
     return texts
 
 
