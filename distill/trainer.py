@@ -147,13 +147,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
     def _divergence(
         self, taught: Mapping[str, Tensor], q_logits: Tensor, chunk: slice | Tensor
     ) -> Tensor:
-        """The sum of the loss over a chunk of positions.
-
-        Args:
-            taught: the teacher's columns, at all positions.
-            q_logits: (n, V') of the draft.
-            chunk: which of all positions they are.
-        """
+        """The sum of the loss over a chunk of positions, of the draft's (n, V') logits there."""
         # The target is as in serving, whatever the precision that the draft trains in.
         with torch.autocast(q_logits.device.type, enabled=False):
             at = {name: rows[chunk] for name, rows in taught.items()}

@@ -109,14 +109,10 @@ class HeldOut:
         watched: int | None = None,
         store: StateStore | None = None,
     ) -> None:
-        """Choose the rollouts that are watched while training.
+        """Choose the rollouts that are watched: all, or so many, evenly over prompt sets.
 
-        Args:
-            target: the model of p, or what p is made of the logits that the rollouts keep.
-            rollouts: with `prompt_ids`, `completion_ids`; prompt sets by `dataset`, if there.
-            sampling: the warp of serving, applied to both models.
-            watched: how many of them are watched, evenly over prompt sets; None for all.
-            store: has room for the target's states.
+        The target is the model of p, or what p is made of the logits that the rollouts keep; the
+        store has room for its states. The sampling is that of serving, for both models.
         """
         self.sampling = sampling
         self._rows: list[TextRow] = tokens_of(rollouts).to_list()
@@ -137,16 +133,7 @@ class HeldOut:
     def measure(
         self, draft: PreTrainedModel, *, step: int = 0, watched_only: bool = False
     ) -> Measurement:
-        """Measure a draft.
-
-        Args:
-            draft: the model of q, in eval mode.
-            step: optimizer steps that it has taken.
-            watched_only: whether to read only the rollouts that are watched.
-
-        Returns:
-            Its figures. They are NaN if its weights are.
-        """
+        """Measure a draft in eval mode, after so many optimizer steps; NaN if its weights are."""
         head = find_lm_head(draft)
         columns = self._along(lambda batch: self._look(batch, head), watched_only)
         rows = [self._rows[each] for each in self._members(watched_only)]

@@ -40,14 +40,10 @@ def depths_of(model: Any) -> int:
 
 @torch.no_grad()
 def add_masks(model: Any, depths: int, used: Iterable[int]) -> None:
-    """Let a draft propose so many tokens after one forward, once it is trained to.
+    """Let a draft propose so many tokens after one forward, once it is trained to, in place.
 
-    Its mask is the last token that no text holds, and begins as the mean of those that some do.
-
-    Args:
-        model: the draft, which is changed.
-        depths: D.
-        used: ids that texts hold or may hold.
+    Its mask is the last token that no text holds (`used` are those that may), and begins as the
+    mean of those that some do.
     """
     if states_input(model) is not None:
         raise ConfigError("draft.depths is for drafts that read tokens alone: leave it out")

@@ -110,11 +110,9 @@ class StatesInput(nn.Module):
         return self.tokens.weight
 
     def after_target(self, ids: Tensor, states: Tensor) -> Tensor:
-        """(..., H) inputs of tokens whose predecessors the target has read.
+        """(..., H) inputs of tokens (...) whose predecessors the target has read.
 
-        Args:
-            ids: (...) of the tokens.
-            states: (..., states) the target's at the tokens before; 0 where there is none.
+        `states` are (..., states) the target's at the tokens before; 0 where there is none.
         """
         scaled = self.scaled(states).to(self.weight.dtype)
         x: Tensor = self.token(self.tokens(ids)) + self.states(scaled)

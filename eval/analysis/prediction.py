@@ -94,13 +94,9 @@ class Predictions(Strict):
 def predictions(
     labels: datasets.Dataset, draft: PreTrainedModel, head: BaseHead, sampling: SamplingConfig
 ) -> Predictions:
-    """Judge a head, and rivals that are fitted on dev, on labelled rollouts.
+    """Judge a head, and rivals that are fitted on dev, on labelled rollouts of its draft.
 
-    Args:
-        labels: of all splits; the first `ROLLOUTS` of each prompt set in dev and test are read.
-        draft: the draft that made them.
-        head: a head of this draft.
-        sampling: how the draft's tokens were drawn.
+    Of each prompt set in dev and test the first `ROLLOUTS` are read.
     """
     from scipy.special import expit
 
@@ -140,15 +136,10 @@ def predictions(
 
 
 def scores(accept: Reals, predicted: Reals, prompt: Ids) -> Scores:
-    """Judge predictions.
+    """Judge (n,) predicted probabilities by (n,) labels in [0, 1].
 
-    Args:
-        accept: (n,) labels in [0, 1].
-        predicted: (n,) probabilities.
-        prompt: (n,) any number of the prompt that a token comes from.
-
-    Raises:
-        ValueError: if there are no tokens, or sizes differ.
+    `prompt` is (n,) any number of the prompt that a token comes from. Raises ValueError if there
+    are no tokens, or sizes differ.
     """
     import torch
 

@@ -69,13 +69,9 @@ def acceptance_traces(
     sampling: SamplingConfig | None = None,
     head: BaseHead | None = None,
 ) -> Traces:
-    """The traces of labelled rollouts.
+    """The traces of labelled rollouts, at least one, with a head's outputs if it is given.
 
-    Args:
-        rows: labels, at least one.
-        draft: the draft that made them; needed with a head.
-        sampling: how its tokens were drawn; likewise.
-        head: an acceptance head of this draft, whose outputs are recorded.
+    That needs the draft that made them, and how its tokens were drawn.
     """
     recorded = None
     if head is not None:
@@ -97,15 +93,9 @@ def acceptance_traces(
 def record_head(
     rows: datasets.Dataset, head: BaseHead, *, draft: PreTrainedModel, sampling: SamplingConfig
 ) -> RecordedHead:
-    """The raw logits that a head gives the drafted tokens Y_i of labelled rollouts.
+    """The raw logits that a head gives the drafted tokens Y_i of labelled rollouts of its draft.
 
     Y_i follows the rollout's own tokens X_<i, as in the labels.
-
-    Args:
-        rows: labels, at least one.
-        head: an acceptance head of this draft.
-        draft: the draft that made the labels.
-        sampling: how its tokens are drawn.
     """
     texts = rows.select_columns(["prompt_ids", "completion_ids", "draft_ids"]).to_list()
     # Found out once, not for each batch: it is done by trying.

@@ -88,11 +88,8 @@ def tree_states(
 def check_tree_states(draft: PreTrainedModel, longest: int) -> None:
     """Make sure that a draft's states in a tree are those of separate forwards.
 
-    It is found out by trying, at full length: what a window hides is seen only beyond it.
-
-    Args:
-        draft: a causal language model.
-        longest: tokens of the longest text that it will read so.
+    It is found out by trying, at full length, the tokens of the longest text: what a window hides
+    is seen only beyond it.
     """
     if states_input(draft) is not None:
         return  # made of layers that take such masks

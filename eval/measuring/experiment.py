@@ -100,9 +100,6 @@ class Experiment:
 
         Processes that call this on the same experiment, but for the device, share the work; each
         returns when all prompts are stored.
-
-        Args:
-            report: called with the number of generations done.
         """
         prompts, methods, store = self.prompts, len(self.config.methods), self._store()
         stored = [prompt for prompt in prompts if store.has(prompt)]

@@ -81,17 +81,11 @@ def record_prompt(
     seconds: float | None,
     finish: str,
 ) -> PromptRecord:
-    """Sum the rounds of one generation.
+    """Sum the rounds of one generation, in order, of a prompt that is named within its dataset.
 
-    Args:
-        prompt_id: names the prompt within its dataset.
-        rounds: the generation's rounds, in order.
-        seconds: wall time of the whole call; the caller has synchronised the device. None if it
-            was not measured, as of prompts that are decoded together.
-        finish: "eos" or "length".
-
-    Raises:
-        ValueError: if there are no rounds, or `seconds` is neither None nor positive.
+    The seconds are wall time of the whole call, after the caller has synchronised the device; None
+    if it was not measured, as of prompts that are decoded together. Raises ValueError if there are
+    no rounds, or `seconds` is neither None nor positive.
     """
     if not rounds or not (seconds is None or seconds > 0):
         raise ValueError(
@@ -123,10 +117,7 @@ def check_identity(record: PromptRecord) -> None:
     """Check N_draft + N_target = N + N_discarded, one more if the last bonus was not emitted.
 
     That bonus is missing exactly when the sequence ended with an accepted token: every round pays
-    for its emitted tokens with drafted ones and one forward of the target.
-
-    Raises:
-        ValueError: if the counts of the record contradict each other.
+    for its emitted tokens with drafted ones and one forward of the target. Raises ValueError.
     """
     excess = record.n_draft + record.rounds - record.tokens - record.n_discarded
     if excess not in (0, 1) or record.accepted != record.n_draft - record.n_discarded:
@@ -169,10 +160,7 @@ class RecordStore:
     ) -> None:
         """Keep the records of a prompt, one a method: all of them or none.
 
-        Args:
-            prompt: which is done.
-            records: method -> record.
-            tokens: method -> what it emitted, for a prompt whose text is to be shown.
+        `tokens` are what each method emitted, for a prompt whose text is to be shown.
         """
         rows = {name: asdict(record) for name, record in records.items()}
         stored = {"settings": self._settings.values, "records": rows}

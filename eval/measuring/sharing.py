@@ -28,13 +28,10 @@ def is_measuring(*, timed: bool, rank: int, local_rank: int, devices: int) -> bo
 
 
 def who_measures(*, timed: bool, processes: int, local_processes: int, devices: int) -> str:
-    """The message for an evaluation that several processes were started for; arguments as above.
+    """The message for an evaluation that several processes were started for.
 
-    Args:
-        timed: whether times are measured, not counts alone.
-        processes: how many the launcher started, on all machines.
-        local_processes: how many of them on the first machine.
-        devices: GPUs of the first machine; 0 where the models are on the CPU.
+    Those of the first machine are `local_processes`, its GPUs `devices`; 0 where the models are on
+    the CPU.
     """
     if not timed:
         return f"prompts are shared out among {processes} processes"

@@ -33,11 +33,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.measuring.intervals import Interval, resamples
+from recipes.papers.tables import Record
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.terminal import progress
 from specdata.texts import TextBatch, along_pair
 
-Record = dict[str, Any]
 Reals = NDArray[np.float64]
 Siblings = Literal["iid", "distinct"]
 WIDTHS = (1, 2, 4, 8, 16, 32)

@@ -31,9 +31,7 @@ def checkpoint_folder(work: Path, step: int) -> Path:
 def checkpoint_to_resume(work: Path, *, engine: str = "") -> Path | None:
     """The checkpoint that a training goes on from; None to begin it. All processes together.
 
-    Args:
-        work: folder of the checkpoints, of this training alone.
-        engine: what will read them; see `complete`.
+    `work` is the folder of its checkpoints alone; `engine` is what will read them (`complete`).
     """
     state = join_processes()
     with state.main_process_first():
@@ -45,12 +43,9 @@ def checkpoint_to_resume(work: Path, *, engine: str = "") -> Path | None:
 def complete(checkpoint: Path, *, engine: str = "") -> None:
     """Make a checkpoint count, and drop all but the newest two; main process only.
 
-    A power failure can leave the directory entry of a file without its content, so every file is
-    on the disk before `complete.json` is, and that before an older checkpoint goes.
-
-    Args:
-        checkpoint: what all processes have written.
-        engine: what alone can read it, if not every engine can.
+    A power failure can leave the directory entry of a file without its content, so every file is on
+    the disk before `complete.json` is, and that before an older checkpoint goes. `engine` is what
+    alone can read it, if not every engine can.
     """
     sync_folder(checkpoint)
     files = {
@@ -79,8 +74,7 @@ def newest_complete(work: Path) -> Path | None:
 def newest_checkpoint(work: Path, *, engine: str = "") -> Path | None:
     """Find the checkpoint to go on from, and remove torn and damaged ones; main process only.
 
-    Returns:
-        The newest whose files are as they were written; None if there is no complete one.
+    That is the newest whose files are as they were written; None if there is no complete one.
     """
     for checkpoint in _by_step(work):
         if not (checkpoint / COMPLETE).is_file():

@@ -240,11 +240,9 @@ def _finished_files(folder: Path) -> list[str]:
 
 
 def is_held_out(example_id: str, share: float) -> bool:
-    """True if a prompt is among a share of all, which its id alone decides.
+    """True if a prompt is among a share, from 0 to 1, of all, which its id alone decides.
 
-    Args:
-        example_id: of a rollout; all completions of a prompt go together.
-        share: from 0 to 1.
+    So all completions of a prompt go together.
     """
     # The first word is a salt: another one would hold other prompts out.
     digest = hashlib.sha256(f"spared {example_id}".encode()).digest()
@@ -259,14 +257,10 @@ def of_split(
     held_out_share: float = 0.0,
     wants_held_out: bool = False,
 ) -> datasets.Dataset:
-    """Rows of one split of a stored dataset, in its order.
+    """Rows of one split of a stored dataset, in its order; `source` is its folder, for the message.
 
-    Args:
-        dataset: rollouts or labels.
-        split: "train", "dev" or "test".
-        source: its folder, for the message.
-        held_out_share: share of the prompts that are left out (`is_held_out`).
-        wants_held_out: only rows of that share instead; all where it is 0.
+    Without the share of the prompts that is held out (`is_held_out`), or only these, if they are
+    wanted.
     """
     keys = zip(dataset["split"], dataset["example_id"], strict=True)
     rows = dataset.select(

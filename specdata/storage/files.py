@@ -56,12 +56,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new temporary folder; when the block ends without an error it becomes `path`.
 
-    Args:
-        path: the folder to make.
-        replace: whether it takes the place of a folder that is there, which stays until then.
-
-    Raises:
-        FileExistsError: if `path` exists and is not to be replaced.
+    With `replace` it takes the place of a folder that is there, which stays until then; else that
+    is a FileExistsError.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     former = path.with_name(f".{path.name}.old")
@@ -107,15 +103,8 @@ def sync_folder(folder: Path) -> None:
 def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold a lock file, which goes with the process, however it ends.
 
-    Args:
-        path: the file.
-        wait: whether to wait for whoever holds it, this process or another.
-
-    Yields:
-        Whether it is held now: True, unless it was not waited for.
-
-    Raises:
-        OSError: if the lock file cannot be made, or its file system has no locks.
+    Yields whether it is held now: True, unless whoever holds it, this process or another, was not
+    waited for. Raises OSError if the lock file cannot be made, or its file system has no locks.
     """
     lock = _acquire(path, wait=wait)
     try:
@@ -174,16 +163,12 @@ def _acquire(path: Path, *, wait: bool) -> UnixFileLock | None:
 
 
 def share_out(parts: Iterable[int], attempt: Callable[[int], bool]) -> None:
-    """Attempt parts of a work until all are done, by this process or another.
+    """Attempt parts of a work, in order, until all are done, by this process or another.
 
     Every process that works on it calls this, and returns when all parts are done. A process takes
-    a part by locking a file, which the system releases however the process ends: what a dead one
-    had begun is done by another, or by the next run.
-
-    Args:
-        parts: numbers of the parts, in the order in which they are attempted.
-        attempt: does a part, under its lock (`locked`), unless it is done. Whether it is
-            done now; False if another process is at it.
+    a part by locking a file (`locked`), which the system releases however the process ends: what a
+    dead one had begun is done by another, or by the next run. `attempt` does a part, unless it is
+    done, and says whether it is done now; False if another process is at it.
     """
     waiting = list(parts)
     while waiting:
@@ -211,9 +196,8 @@ def write_json(path: Path, value: Any) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds.
 
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: for anything else, however it is encoded or nested.
+    Raises OSError if it cannot be read, ValueError for anything else, however it is encoded or
+    nested.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -248,16 +232,10 @@ def _sha256_once(path: Path, _inode: int, _size: int, _modified: int) -> str:
 
 
 def fingerprint(source: str) -> str:
-    """Identify an input by its content.
+    """Identify a file, a folder or a Hub id by its content, in 16 hexadecimal digits.
 
-    run.json and history.json are left out, because they hold times; checkpoints and hidden files (a
-    lock, what a killed run left) are not part of an artefact.
-
-    Args:
-        source: a file, a folder or a Hub id.
-
-    Returns:
-        16 hexadecimal digits: a hash of a file, or of the files of a folder; a Hub id itself.
+    A Hub id is itself. run.json and history.json are left out, because they hold times; checkpoints
+    and hidden files (a lock, what a killed run left) are not part of an artefact.
     """
     path = Path(source)
     if path.is_file():

@@ -53,11 +53,9 @@ class Settings:
         return dataclasses.replace(self, values={**self.values, **values})
 
     def check(self, stored: Mapping[str, Any], artefact: object) -> None:
-        """Compare with stored settings.
+        """Compare with stored `values` of the run that made an artefact, as read from JSON.
 
-        Args:
-            stored: `values` of the run that made the artefact, as read from JSON.
-            artefact: its file or folder, or what else it is called in the refusal.
+        `artefact` is its file or folder, or what else it is called in the refusal.
         """
         if not isinstance(stored, Mapping):
             raise ManifestError(
@@ -71,11 +69,7 @@ class Settings:
             )
 
     def check_file(self, path: Path) -> bool:
-        """Compare with what `write` stored in a file.
-
-        Returns:
-            Whether there is such a file.
-        """
+        """Compare with what `write` stored in a file; whether there is one."""
         if not path.is_file():
             return False
         self.check(read_record(path, (), self.remedy), path.parent)
@@ -87,15 +81,9 @@ class Settings:
 
 
 def read_record(path: Path, keys: Sequence[str], remedy: str) -> dict[str, Any]:
-    """Read a JSON object that a run stored.
+    """Read a JSON object that a run stored, which must hold these keys; more is allowed.
 
-    Args:
-        path: the file.
-        keys: what it must hold; more is allowed.
-        remedy: what to do about a damaged one: an imperative without a full stop.
-
-    Returns:
-        All that it holds.
+    `remedy` says what to do about a damaged one: an imperative without a full stop.
     """
     try:
         record = read_object(path)
@@ -113,15 +101,9 @@ def read_record(path: Path, keys: Sequence[str], remedy: str) -> dict[str, Any]:
 def differences(
     stored: Mapping[str, Any], asked: Mapping[str, Any], free: Collection[str] = ()
 ) -> list[str]:
-    """Compare two settings; mappings, and lists of mappings, item by item.
+    """Compare two settings of JSON values; mappings, and lists of mappings, item by item.
 
-    Args:
-        stored: JSON values.
-        asked: JSON values.
-        free: dotted keys that may differ.
-
-    Returns:
-        A line "dotted.key: stored -> asked" for each difference, ordered by key.
+    Keys in `free` may differ. A line "dotted.key: stored -> asked" for each difference, by key.
     """
     return list(_compare(stored, asked, free, ""))
 
