@@ -104,7 +104,7 @@ class BaseHead(
             save_file(weights, temporary, metadata={"format": "pt"})
         settings = self._hub_mixin_config
         assert isinstance(settings, dict)
-        write_modeling(save_directory, self.kind)
+        write_modeling(save_directory)
         write_custom_generate(save_directory)
         # Last, because loading starts with it: the folder is a head or it is none.
         about = {"kind": self.kind, **settings, **auto_config(self.kind)}

@@ -95,7 +95,7 @@ def test_a_saved_head_loads_offline_with_equal_outputs_and_all_its_settings(
         "config.json",
         "custom_generate",
         "model.safetensors",
-        "modeling_acceptance_head.py",
+        "modeling_heads.py",
         "vllm_proposer.py",
     }
     assert capsys.readouterr() == ("", "")

@@ -192,9 +192,7 @@ def test_the_runtime_of_decoding_imports_only_itself_and_specdata(path: Path) ->
             assert module.startswith("eval.runtime"), f"{path}:{line} imports {module}"
 
 
-@pytest.mark.parametrize(
-    "name", ["generate.py", "modeling_acceptance_head.py", "modeling_immediate_head.py"]
-)
+@pytest.mark.parametrize("name", ["generate.py", "modeling_heads.py"])
 def test_published_code_needs_torch_and_transformers_only_and_nothing_here_runs_it(
     name: str,
 ) -> None:

@@ -1,10 +1,9 @@
 """Code that published folders carry, for users who have transformers and not this project.
 
-`modeling_acceptance_head.py` and `modeling_immediate_head.py` are the heads of each kind as
-transformers models, `generate.py` is speculative decoding with block verification and the heads'
-stopping rule, and `vllm_proposer.py` asks a head inside vLLM, by what is in `generate.py`. They
-import torch and transformers only, so they repeat what is written elsewhere in this project, and
-`tests/test_published_code.py` keeps them equal.
+`modeling_heads.py` has the heads of each kind as transformers models, `generate.py` is speculative
+decoding with block verification and the heads' stopping rule, and `vllm_proposer.py` asks a head
+inside vLLM, by what is in `generate.py`. They import torch and transformers only, so they repeat
+what is written elsewhere in this project, and `tests/test_published_code.py` keeps them equal.
 Nothing here imports them: they are copied.
 """
 
@@ -15,26 +14,30 @@ from typing import Any
 
 from specdata.storage.files import write_text
 
-# Kind of a head -> the file that has it as a transformers model, its class there, its model type.
-MODELING = {
-    "specdec++": ("modeling_acceptance_head", "AcceptanceHead", "acceptance_head"),
-    "immediate": ("modeling_immediate_head", "ImmediateHead", "immediate_acceptance_head"),
+# Kind of a head -> its class among the transformers models, and its model type.
+MODELS = {
+    "specdec++": ("AcceptanceHead", "acceptance_head"),
+    "immediate": ("ImmediateHead", "immediate_acceptance_head"),
 }
+MODELING = "modeling_heads"
 
 
 def auto_config(kind: str) -> dict[str, Any]:
     """Keys of a head's config.json by which transformers finds the model in the file beside it."""
-    module, name, model_type = MODELING[kind]
+    name, model_type = MODELS[kind]
     return {
         "model_type": model_type,
         "architectures": [f"{name}Model"],
-        "auto_map": {"AutoConfig": f"{module}.{name}Config", "AutoModel": f"{module}.{name}Model"},
+        "auto_map": {
+            "AutoConfig": f"{MODELING}.{name}Config",
+            "AutoModel": f"{MODELING}.{name}Model",
+        },
     }
 
 
-def write_modeling(folder: Path, kind: str) -> None:
+def write_modeling(folder: Path) -> None:
     """Write what `AutoModel.from_pretrained(folder, trust_remote_code=True)` and vLLM run."""
-    for name in (f"{MODELING[kind][0]}.py", "vllm_proposer.py"):
+    for name in (f"{MODELING}.py", "vllm_proposer.py"):
         write_text(folder / name, _source(name))
 
 

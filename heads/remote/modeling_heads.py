@@ -1,23 +1,106 @@
-"""The acceptance head of a draft model, for transformers' AutoModel with trust_remote_code=True.
+"""Acceptance heads of draft models, for transformers' AutoModel with trust_remote_code=True.
 
-The head predicts whether the target will accept a drafted token, from what is known of it once it
-is drawn. The file needs torch and transformers only.
+A head predicts whether the target will accept a drafted token: SpecDec++'s (Huang et al.,
+arXiv:2405.19715) from the draft's last hidden state after it consumed the token, the immediate one
+from what is known of the token once it is drawn. The file needs torch and transformers only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-# What a head may read.
+# What an immediate head may read.
 VECTORS = ("hidden_before", "embedding")
 NUMBERS = ("log_q", "log_q_max", "margin", "entropy", "log_mass_above")
 # Bounds that keep logarithms finite.
 LARGEST_MARGIN, LEAST_MASS, LEAST_CHANCE = 30.0, 1e-6, 1e-30
+
+
+class AcceptanceHeadConfig(PretrainedConfig):  # type: ignore[misc]
+    """The settings of a head.
+
+    Args:
+        hidden_size: H, the width of the draft's hidden state.
+        depth: number of residual blocks before the linear layer; 0 is a linear head.
+        rejection_weight: weight w of rejections in the training loss. It biases sigmoid(logit) to
+            a/(a + w(1 - a)) where a is the probability of acceptance; sigmoid(logit + log w) is a.
+        draft: name of the draft whose hidden states the head reads.
+        sampling: temperature, top_k and top_p under which its labels were made.
+        **kwargs: what every configuration has.
+    """
+
+    model_type = "acceptance_head"
+
+    def __init__(
+        self,
+        hidden_size: int = 1,
+        depth: int = 3,
+        rejection_weight: float = 1.0,
+        draft: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.depth = depth
+        self.rejection_weight = rejection_weight
+        self.draft = draft
+        self.sampling = sampling
+        super().__init__(**kwargs)
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Linear(x)): (..., H) -> (..., H)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Apply the block to (..., H)."""
+        return hidden + nn.functional.silu(self.linear(hidden))
+
+
+class AcceptanceHeadModel(PreTrainedModel):  # type: ignore[misc]
+    """A residual network on the draft's last hidden state, the one its output embedding reads.
+
+    Attributes:
+        lag: tokens that must be drawn after a token before the head judges it.
+    """
+
+    config_class = AcceptanceHeadConfig
+    lag = 1
+
+    def __init__(self, config: AcceptanceHeadConfig) -> None:
+        super().__init__(config)
+        self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size) for _ in range(config.depth))
+        self.output = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the raw acceptance logit of the token just consumed.
+
+        Args:
+            hidden: (..., H), any float type.
+
+        Returns:
+            (...) logits in the precision of the parameters.
+
+        Raises:
+            ValueError: if the last dimension is not H.
+        """
+        _check_width("hidden states", hidden, self.config.hidden_size, self.config.draft)
+        # Autocast would quietly run the layers in half precision.
+        with torch.autocast(hidden.device.type, enabled=False):
+            state = hidden.to(self.output.weight.dtype)
+            for block in self.blocks:
+                state = block(state)
+            logits: Tensor = self.output(state)
+        return logits.squeeze(-1)
 
 
 class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
@@ -116,12 +199,8 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
         with torch.autocast(distribution.device.type, enabled=False):
             x: Tensor = self.bias
             for name, layer in self.vectors.items():
-                value, size = given[name], layer.in_features
-                if value.shape[-1] != size:
-                    raise ValueError(
-                        f"this head reads {name} of width {size}, got {value.shape[-1]}; it was "
-                        f"trained for the draft {self.config.draft or '(not recorded)'}"
-                    )
+                value, size = given[name], cast(nn.Linear, layer).in_features
+                _check_width(name, value, size, self.config.draft)
                 x = x + layer(value.to(x.dtype) / scales.get(name, (0.0, 1.0))[1])
             if self.numbers:
                 x = x + self.number_weights(self._numbers(distribution, token).to(x.dtype))
@@ -147,3 +226,11 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
             mean, deviation = (self.config.scales or {}).get(name, (0.0, 1.0))
             standardised.append((values[name] - mean) / deviation)
         return torch.stack(standardised, dim=-1)
+
+
+def _check_width(name: str, vectors: Tensor, width: int, draft: str | None) -> None:
+    if vectors.shape[-1] != width:
+        raise ValueError(
+            f"this head reads {name} of width {width}, got {vectors.shape[-1]}; it was trained for "
+            f"the draft {draft or '(not recorded)'}"
+        )
