@@ -26,6 +26,14 @@ def random_pair(folder: Path) -> None:
         save_tokenizer(tokenizer, folder / name)
 
 
+def measured_only(pair: Path, out: Path) -> list[str]:
+    """Options of a run that trains nothing and decodes without drafts, unless told more."""
+    models = [f"--models.{role}={pair / role}" for role in ("target", "draft")]
+    nothing = ["--toy", "null", "--draft", "null", "--head", "null"]
+    methods = "--eval.methods=[{name: plain, decoder: plain}]"
+    return ["--output", str(out), *models, *nothing, methods]
+
+
 def texts_of(pair: Path, count: int, seed: int) -> Dataset:
     """Rollouts of arithmetic: `count` rows with `prompt_ids` and `completion_ids`."""
     tokenizer = load_tokenizer(str(pair / "target"))

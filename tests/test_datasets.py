@@ -95,18 +95,6 @@ def test_a_dataset_streams_and_loads_the_rows_that_were_stored(tmp_path: Path) -
     assert dataset.cache_files, "it is a memory map, not a copy in memory"
 
 
-def test_other_settings_are_refused_with_the_difference(tmp_path: Path) -> None:
-    fill(tmp_path, shards([]))
-    with pytest.raises(ManifestError, match=r"sampling\.temperature: 1\.0 -> 0\.5"):
-        fill_dataset(
-            tmp_path,
-            ROLLOUTS,
-            Settings({"seed": 0, "sampling": {"temperature": 0.5}}),
-            shards([]),
-            lambda rows: None,
-        )
-
-
 def test_a_run_that_lost_its_folder_to_another_writes_nothing_into_it(tmp_path: Path) -> None:
     """As when a launcher is killed, its process is not, and the folder is made anew."""
     folder = tmp_path / "rows"
@@ -172,7 +160,7 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
 
 def test_a_lock_is_taken_although_its_folder_is_removed_again_and_again(tmp_path: Path) -> None:
     """As a process does that finishes a dataset, whose locks another one is about to use."""
-    folder, over = tmp_path / ".progress", threading.Event()
+    folder, over, taken = tmp_path / ".progress", threading.Event(), 0
 
     def remove() -> None:
         while not over.is_set():
@@ -182,11 +170,12 @@ def test_a_lock_is_taken_although_its_folder_is_removed_again_and_again(tmp_path
     thread.start()
     try:
         for _ in range(300):
-            with locked(folder / "dataset.lock"):
-                pass
+            with locked(folder / "dataset.lock") as held:
+                taken += held
     finally:
         over.set()
         thread.join()
+    assert taken == 300
 
 
 @pytest.mark.parametrize(("wait", "code"), [(True, errno.ENOLCK), (False, errno.ENOSYS)])

@@ -16,6 +16,7 @@ from distill.teacher import Part, Teacher
 from recipes import make_rollouts, train_head
 from recipes.config import PipelineConfig, build
 from recipes.make_rollouts import Rollouts
+from recipes.run import Stage
 from recipes.run_eval import Eval
 from recipes.train_draft import Draft
 from recipes.train_head import Head, Labels
@@ -177,41 +178,28 @@ def test_settings_that_contradict_each_other_are_refused_by_name(
         built(models, load={"target": load})
 
 
-CHECKS = {
-    "rollouts": Rollouts,
-    "draft": Draft,
-    "labels": Labels,
-    "eval": Eval,
-}
-
-
 @pytest.mark.parametrize(
     ("stage", "load", "changes", "message"),
     [
-        (
-            "draft",
-            {"target": {"tp_plan": "auto"}},
-            {"draft": {}},
-            r"or distil on top logits \(draft\.logits\)",
-        ),
-        ("eval", {"target": {"tp_plan": "auto"}}, {}, "by the clock of one process"),
-        ("eval", {"target": ON_DISK}, {"eval": {"engine": "captured"}}, "set eval.engine to eager"),
+        (Draft, {"tp_plan": "auto"}, {"draft": {}}, r"or distil on top logits \(draft\.logits\)"),
+        (Eval, {"tp_plan": "auto"}, {}, "by the clock of one process"),
+        (Eval, ON_DISK, {"eval": {"engine": "captured"}}, "set eval.engine to eager"),
     ],
 )
 def test_what_a_stage_cannot_do_with_a_loading_is_refused_with_the_remedy(
     models: Path,
-    stage: str,
+    stage: type[Stage],
     load: dict[str, Any],
     changes: Mapping[str, Mapping[str, Any]],
     message: str,
 ) -> None:
     tree = built(models).model_dump(mode="json", exclude_unset=True)
-    tree["models"]["load"] = load
+    tree["models"]["load"] = {"target": load}
     for section, values in changes.items():
         tree[section] = {**(tree.get(section) or {}), **values}
     config = build(tree)
     with pytest.raises(ConfigError, match=message):
-        CHECKS[stage](config).check()
+        stage(config).check()
 
 
 def test_a_model_is_split_over_several_processes_alone(models: Path) -> None:

@@ -33,25 +33,17 @@ from recipes.run_eval import Eval
 from recipes.sizes import in_bytes
 from recipes.train_draft import Draft
 from specdata.storage.dataset import load_stored, read_manifest
+from tests import test_stages as stages
 from tests.light_imports import run_without_heavy_libraries
 from tests.test_datasets import small_disk
 from tests.test_documents import blocks
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
-    "output": "out",
-    "models": {"target": "out/pair/target", "draft": "out/pair/draft"},
-    "toy": {
-        "vocab_size": 512,
-        "examples_per_family": 60,
-        "library_characters": 20000,
-        "target_layers": 2,
-        "target_width": 32,
-        "target_steps": 40,
-        "draft_width": 32,
-        "draft_steps": 30,
-        "save_steps": 10,
-    },
+    **stages.CONFIG,
+    "toy": stages.CONFIG["toy"]
+    | {"examples_per_family": 60, "target_steps": 40, "draft_steps": 30},
+    "logits": None,
     "rollouts": {
         "max_new_tokens": 24,
         "shard_size": 8,
@@ -304,23 +296,6 @@ def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     assert steps[0][1] == "out/eval/report.html"
     assert "publish" in steps[-1][1]
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
-
-
-@EXHAUSTIVE
-def test_a_run_that_was_moved_is_still_the_same_run(finished: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "moved" / "run 2"
-    shutil.copytree(finished / "out", moved)
-    shutil.rmtree(moved / "release")
-    for here in ("moved/run 2", str(moved), "moved/../moved/run 2/"):
-        flags = ["--output", here, "--models.target", f"{here}/pair/target"]
-        done = run(tmp_path, "pipeline.py", *flags, "--models.draft", f"{here}/pair/draft")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("already done") == (6 if here == "moved/run 2" else 7)
-        assert f"draft: {Path(here)}/release/draft" in done.stdout
-    for name in ("draft", "head"):
-        ours, theirs = moved / "release" / name, finished / "out" / "release" / name
-        weights = "model.safetensors"
-        assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
 
 
 @EXHAUSTIVE

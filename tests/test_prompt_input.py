@@ -107,7 +107,24 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
     both = jsonl(folder / "both.jsonl", [{"messages": None, "prompt": "a"}])
     good = jsonl(folder / "good.jsonl", [{"prompt": "a"}])
     (folder / "prompts.csv").write_text("prompt\na\n")
+
+    def lines(*rows: str, count: int) -> PromptSet:
+        path = folder / f"{len(rows)}-{count}.jsonl"
+        path.write_text("\n".join(rows))
+        return PromptSet(str(path), "train", count)
+
     return [
+        (
+            lines('{"prmpt": "a"}', "", count=1),
+            r"no column 'prompt'; it has 'prmpt' \(did you mean",
+        ),
+        (lines("not json", count=1), "line 1: must be a JSON object"),
+        (
+            lines('{"prompt": "a"}', "", '{"messages": []}', count=2),
+            "row 3, has no column 'prompt'",
+        ),
+        (lines('{"messages": []}', '{"prompt": "a"}', count=2), "row 2, has no column 'messages'"),
+        (lines(count=0), "is empty: it must hold prompts"),
         (
             PromptSet(str(folder / "prompts.csv")),
             r"unknown prompt set.*a file that ends in \.jsonl",
@@ -134,7 +151,7 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(17))
+@pytest.mark.parametrize("number", range(22))
 def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) -> None:
     wanted, message = bad_sets(tmp_path)[number]
     with pytest.raises(ConfigError, match=message):
@@ -238,28 +255,6 @@ def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(h
     assert not any("de-en/train" in path or "plain_text/train" in path for path in fetched)
     assert any("piqa/revision/refs/convert/parquet" in path for path in asked)
     assert any("data/resolve/v2/" in path for path in asked)
-
-
-@pytest.mark.parametrize(
-    ("rows", "count", "message"),
-    [
-        (['{"prmpt": "a"}'], 1, r"no column 'prompt'; it has 'prmpt' \(did you mean 'prmpt'\?\)"),
-        (["not json"], 1, "line 1: must be a JSON object"),
-        (['{"prompt": "a"}', "", '{"messages": []}'], 2, "row 3, has no column 'prompt'"),
-        (['{"messages": []}', '{"prompt": "a"}'], 2, "row 2, has no column 'messages'"),
-        ([], 0, "is empty: it must hold prompts"),
-    ],
-)
-def test_an_unusable_file_is_named(
-    rows: list[str],
-    count: int,
-    message: str,
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text("\n".join(rows))
-    with pytest.raises(ConfigError, match=message):
-        load_prompts([PromptSet(str(path), "train", count)], PLAIN, seed=0)
 
 
 def test_tokenizers_that_differ_are_refused_with_the_first_ids() -> None:

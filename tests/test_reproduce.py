@@ -38,6 +38,7 @@ from recipes.papers.tables import (
 )
 from specdata.models import load_tokenizer
 from specdata.toy.tokenizer import save_tokenizer
+from tests.random_pair import measured_only
 from tests.synthetic_results import simulate
 
 SEEDS = ("seed-0", "seed-1")
@@ -170,10 +171,8 @@ def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
 ) -> None:
     sets = f"[{{name: instruct, count: 2}}, {{name: {tmp_path / 'none.jsonl'}}}]"
     (tmp_path / "none.jsonl").write_text('{"prompt": "What is a map for?"}\n')
-    given = ["--output", str(tmp_path), "--toy", "null", "--draft", "null", "--head", "null"]
-    given += ["--models.target", str(trained_pair / "target"), "--eval.sets", sets]
-    given += ["--models.draft", str(trained_pair / "draft"), "--eval.max_new_tokens", "12"]
-    given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
+    given = measured_only(trained_pair, tmp_path)
+    given += ["--eval.sets", sets, "--eval.max_new_tokens", "12"]
     command = parse(given, "canonical")
     methods = [{"name": "K=1", "length": 1}, {"name": "K=3", "length": 3, "over": "K=1"}]
     spec = {"timed": True, "scores": ["rougeL"], "methods": methods}
@@ -219,11 +218,9 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["block", "--quick", "--prompts", "2", "--out", str(tmp_path / "page")]
-    given += ["--output", str(tmp_path), "--toy", "null", "--draft", "null", "--head", "null"]
-    given += ["--models.target", str(trained_pair / "target")]
-    given += ["--models.draft", str(trained_pair / "draft")]
+    given += measured_only(trained_pair, tmp_path)
     given += ["--eval.sets", "[{name: instruct, count: 2}, {name: maths, count: 2}]"]
-    given += ["--eval.methods", "[{name: plain, decoder: plain}]", "--eval.max_new_tokens", "12"]
+    given += ["--eval.max_new_tokens", "12"]
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     page, stored = tmp_path / "page/README.md", tmp_path / "page/results.json"
     first, measured = said(page), tmp_path / "papers/block-quick/measured/decoding"
@@ -261,15 +258,13 @@ def test_the_gemma_protocol_runs_on_gemma_2_and_has_the_papers_figures_beside_ou
         "target": Gemma2ForCausalLM(Gemma2Config(**sizes, num_hidden_layers=2, sliding_window=8)),
         "draft": GemmaForCausalLM(GemmaConfig(**sizes, num_hidden_layers=1)),
     }
-    given = ["specdecpp-gemma", "--quick", "--output", str(tmp_path), "--toy", "null"]
+    given = ["specdecpp-gemma", "--quick", *measured_only(tmp_path, tmp_path)]
     for role, model in models.items():
         save_model(model, tmp_path / role)
         save_tokenizer(tokenizer, tmp_path / role)
-        given += [f"--models.{role}", str(tmp_path / role)]
     sets = ", ".join(f"{{name: maths, split: {split}, count: 4}}" for split in ("train", "dev"))
-    given += ["--draft", "null", "--head", "null", "--rollouts.max_new_tokens", "24"]
-    given += ["--rollouts.sets", f"[{sets}]", "--eval.sets", "[{name: maths, count: 2}]"]
-    given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
+    given += ["--rollouts.sets", f"[{sets}]", "--rollouts.max_new_tokens", "24"]
+    given += ["--eval.sets", "[{name: maths, count: 2}]"]
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     home = tmp_path / "papers/specdecpp-gemma-quick"
     page = (home / "README.md").read_text()
@@ -283,11 +278,9 @@ def test_the_gemma_protocol_runs_on_gemma_2_and_has_the_papers_figures_beside_ou
 def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
     paper: str, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [paper, "--quick", "--prompts", "1", "--output", str(tmp_path), "--toy", "null"]
-    given += ["--draft", "null", "--head", "null", "--models.target", str(trained_pair / "target")]
-    given += ["--models.draft", str(trained_pair / "draft"), "--eval.max_new_tokens", "6"]
+    given = [paper, "--quick", "--prompts", "1", *measured_only(trained_pair, tmp_path)]
     given += ["--eval.sets", "[{name: instruct, count: 1}, {name: maths, count: 1}]"]
-    given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
+    given += ["--eval.max_new_tokens", "6"]
     if paper == "mcsd":
         given += ["--drafts", str(trained_pair / "draft")]
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err

@@ -95,22 +95,7 @@ def test_two_runs_in_one_folder_do_not_meet(tmp_path: Path) -> None:
     assert run_stage(Work(at(tmp_path), second)) == {"rows": 1}
 
 
-def test_a_process_that_waits_gives_up_when_no_main_process_is_at_work(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match="no main process has been at work"):
-        wait_for(tmp_path / "work", patience=0.1)
-
-    def still_working() -> dict[str, Any]:
-        waiting = threading.Thread(target=wait_for, args=(tmp_path / "work", 0.1))
-        waiting.start()
-        waiting.join(1.5)
-        assert waiting.is_alive(), "the main process holds the lock"
-        return {"rows": 1}
-
-    run_stage(Work(at(tmp_path), still_working))
-    wait_for(tmp_path / "work", patience=0.1)
-
-
-def test_a_process_that_waits_says_what_for(
+def test_a_process_that_waits_says_what_for_and_gives_up_when_no_main_process_is_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("recipes.run.REMINDER", 0.1)
@@ -128,6 +113,7 @@ def test_a_process_that_waits_says_what_for(
         assert capsys.readouterr().err.count("which is at work in") == 1, "that may take hours"
         (tmp_path / "run.json").write_text(json.dumps(dict.fromkeys(KEYS, True)))
         waiting.join()
+    wait_for(tmp_path, patience=0.1)
 
 
 def test_a_process_works_only_after_the_main_process_of_this_run_has_begun(

@@ -19,6 +19,7 @@ from recipes.command import run_tool
 from recipes.config import TOY
 from specdata.errors import ConfigError
 from specdata.models import load_model
+from tests.random_pair import measured_only
 from tests.test_vllm import Handler, serving
 
 COUNTS = ("tokens", "rounds", "n_draft", "n_discarded", "accepted", "accepted_by_position")
@@ -70,9 +71,8 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
     tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, draft = (load_model(str(tiny_pair / role)) for role in ("target", "draft"))
-    given = ["--config", str(TOY), "--toy", "null", "--draft", "null", "--head", "null"]
-    given += ["--models.target", str(tiny_pair / "target"), "--output", str(tmp_path)]
-    given += ["--models.draft", str(tiny_pair / "draft"), "--sampling.temperature", "0"]
+    given = ["--config", str(TOY), *measured_only(tiny_pair, tmp_path)]
+    given += ["--sampling.temperature", "0"]
     given += ["--eval.sets", "[{name: maths, count: 3}]", "--eval.max_new_tokens", "24"]
     given += ["--eval.methods", "[{name: plain, decoder: plain}, {name: K=3, length: 3}]"]
     given += ["--model", "served", "--method", "K=3"]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from eval.measuring.results import read_results
 from eval.measuring.sharing import is_measuring, who_measures
 from recipes.run_eval import RECIPE
-from tests.random_pair import random_pair
+from tests.random_pair import measured_only
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = 32
-PLAIN = {"name": "plain", "decoder": "plain"}
 METHODS = [
-    PLAIN,
+    {"name": "plain", "decoder": "plain"},
     {"name": "logit", "stop": "logit", "threshold": 0.5},
     {"name": "tree", "verifier": "traversal", "drafter": "tree", "widths": [2, 2]},
 ]
@@ -44,29 +43,6 @@ def test_times_are_measured_by_one_process_a_device_of_one_machine_and_counts_by
     assert ("each on a GPU of its own" if devices else "they share the CPU") in said
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a pair and its configuration."""
-    folder = tmp_path_factory.mktemp("pair")
-    random_pair(folder)
-    sets = [{"name": name, "split": "test", "count": PROMPTS // 2} for name in ("maths", "code")]
-    config = {
-        "output": "out",
-        "models": {"target": str(folder / "target"), "draft": str(folder / "draft")},
-        "toy": None,
-        "draft": None,
-        "head": None,
-        "rollouts": {"sets": [{"name": "maths", "split": "train", "count": 4}]},
-        "eval": {
-            "sets": sets,
-            "methods": METHODS,
-            "max_new_tokens": 24,
-        },
-    }
-    (folder / "pair.yaml").write_text(yaml.safe_dump(config))
-    return folder
-
-
 def records(folder: Path) -> dict[str, bytes]:
     """The stored prompts of an evaluation, and the texts of some."""
     here = folder / "out" / "eval"
@@ -74,8 +50,11 @@ def records(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.exhaustive
-def test_several_processes_store_the_bytes_of_one(pair: Path, tmp_path: Path) -> None:
-    given = ["--config", str(pair / "pair.yaml"), "--eval.batch", "2", "--output"]
+def test_several_processes_store_the_bytes_of_one(tiny_pair: Path, tmp_path: Path) -> None:
+    given = [*measured_only(tiny_pair, tmp_path), "--eval.methods", json.dumps(METHODS)]
+    sets = [{"name": name, "split": "test", "count": PROMPTS // 2} for name in ("maths", "code")]
+    given += ["--eval.sets", json.dumps(sets), "--eval.max_new_tokens", "24"]
+    given += ["--eval.engine", "eager", "--eval.batch", "2", "--output"]
     assert RECIPE.run([*given, str(tmp_path / "alone" / "out")]) == 0
     launcher = [sys.executable, "-m", "recipes.command", "launch", "cpu-2", "run-eval"]
     done = subprocess.run(

@@ -152,14 +152,18 @@ def test_a_plan_names_what_is_read_and_written_and_writes_nothing(
 def test_what_is_made_is_not_made_again_and_other_settings_or_inputs_are_refused(
     kind: type[Stage], copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = made(kind, configuration())
+    """In a folder that was moved, and is written otherwise."""
+    Path("out").rename("run 2")
+    here = ["--output", str(copy / "run 2"), "--models.target", "./run 2/pair/target"]
+    here += ["--models.draft", "run 2/../run 2/pair/draft"]
+    stage = made(kind, configuration(*here))
     assert result(stage) or stage.name == "eval"
     before = {path: path.stat().st_mtime_ns for path in stage.folder.rglob("*") if path.is_file()}
     run_stage(stage)
     assert f"{stage.name}: already done" in capsys.readouterr().out
     after = {path: path.stat().st_mtime_ns for path in stage.folder.rglob("*") if path.is_file()}
     assert after == before
-    others = configuration(*OTHER)
+    others = configuration(*here, *OTHER)
     with pytest.raises(OtherSettingsError, match="-> "):
         made(kind, others).check_settings()
     own = next((Path(source) for source in stage.inputs.values() if Path(source).exists()), None)
@@ -282,7 +286,7 @@ def test_another_head_is_one_flag_and_leaves_the_first_with_its_evaluation(
 
 
 class Killed(BaseException):
-    """A patch that ends a stage at one of its files, as a signal would."""
+    """Ends a stage at one of its files, as a signal would."""
 
 
 @pytest.mark.slow
@@ -303,8 +307,7 @@ def test_a_stage_that_ended_at_any_of_its_files_goes_on_to_the_same_result(
 
     shutil.rmtree(stage.folder)
     for number in (2, 3, 5, 8):  # counted anew each time; the first file is run.json
-        last = number
-        count = 0
+        last, count = number, 0
         with monkeypatch.context() as patch:
             patch.setattr(files.Path, "replace", replaced)
             try:
