@@ -1,9 +1,4 @@
-"""A check that a head belongs to a draft and sampler: what it records, and the checks of both.
-
-A head reads hidden states of one draft. Another draft of equal width would be taken without an
-error, and its predictions would mean nothing. So a head's config.json holds a probe: some values of
-the states that its draft has after a few fixed tokens.
-"""
+"""A check that a head belongs to a draft and sampler: what it records (`specdata.probe`)."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ import torch
 from specdata.depths import depths_of
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
+from specdata.probe import BOUND, probe_error, probe_ids, probe_values
 from specdata.sampling import SamplingConfig
 from specdata.states_draft import reads_states
 
@@ -23,17 +19,8 @@ if TYPE_CHECKING:
 
     from heads.model import BaseHead
 
-TOKENS = 8
-# A vocabulary that was padded to a multiple, which is no other draft, has the same ids.
-STEP = 127
-# States of the last positions, where attention has something to read, and values of each.
 STATES, VALUES = 4, 16
-# Relative error |other - recorded| / |recorded| up to which states are of the same draft. Measured
-# on the demo drafts, one block of width 128: float16 .0008, bfloat16 .007, weights rounded to 8
-# bits .01 to .014 and to 4 bits .13 to .15; on ten families of tiny random models, bfloat16 .005 to
-# .025. Different drafts: the demo's before and after distillation .49 to .53, other seeds 1.2 to
-# 1.5.
-BOUND = 0.25
+"""States of the last positions, where attention has something to read, and values of each."""
 
 
 class OtherSamplingWarning(UserWarning):
@@ -43,18 +30,14 @@ class OtherSamplingWarning(UserWarning):
 def probe_of(draft: PreTrainedModel) -> list[float]:
     """The record in a head of its draft: values of its last hidden states after fixed tokens.
 
-    One forward of eight tokens, in evaluation mode. Values are rounded to five digits, less than
-    half precision changes.
+    One forward, in evaluation mode.
 
     Args:
         draft: the draft.
     """
-    size = draft.config.get_text_config().vocab_size
-    ids = (1 + STEP * torch.arange(TOKENS, device=draft.device) % (size - 1)).unsqueeze(0)
+    ids = probe_ids(draft)
     # A mask, because transformers warns of padding if an id happens to be that of padding.
-    states = hidden_states(draft, ids, torch.ones_like(ids))[0, -STATES:]
-    spread = torch.linspace(0, states.shape[-1] - 1, VALUES, device=states.device).long()
-    return [float(f"{value:.5g}") for value in states[:, spread].flatten().tolist()]
+    return probe_values(hidden_states(draft, ids, torch.ones_like(ids))[0, -STATES:], VALUES)
 
 
 def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
@@ -79,13 +62,13 @@ def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
         )
     if head.probe is None:
         return
-    recorded, values = torch.tensor(head.probe), torch.tensor(probe_of(draft))
-    if recorded.shape != values.shape:
+    values = probe_of(draft)
+    if len(head.probe) != len(values):
         raise ConfigError(
             f"the head's config.json must hold a probe of {len(values)} numbers, it holds "
-            f"{len(recorded)}: restore it"
+            f"{len(head.probe)}: restore it"
         )
-    error = float((values - recorded).norm() / recorded.norm())
+    error = probe_error(values, head.probe)
     if not error <= BOUND:
         raise ConfigError(
             f"the head was trained for another draft ({head.draft or 'its name is not recorded'}): "

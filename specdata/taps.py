@@ -16,16 +16,15 @@ from torch import Tensor, nn
 
 from specdata.config import check_taps
 from specdata.errors import ConfigError
+from specdata.probe import BOUND, probe_error, probe_ids, probe_values
 from specdata.state_store import StateStore
 from specdata.states_draft import KEY, StatesInput, TargetStates, states_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKENS, STEP, VALUES = 8, 127, 32
-"""The probe of a target: some values of its taps after a few fixed tokens."""
-BOUND = 0.25
-"""Relative error up to which a probe is of the same target, as of heads (`heads.probe`)."""
+VALUES = 32
+"""Of a target's taps after the last token of a probe."""
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -144,9 +143,8 @@ def attach(
     taps = record.taps
     if max(taps) <= target.config.get_text_config().num_hidden_layers:
         probe, width = _probe_of(target, taps)
-        values, recorded = torch.tensor(probe), torch.tensor(record.probe)
-        alike = width == record.width and values.shape == recorded.shape
-        if alike and (values - recorded).norm() <= BOUND * recorded.norm():
+        alike = width == record.width and len(probe) == len(record.probe)
+        if alike and probe_error(probe, record.probe) <= BOUND:
             reads.read_target = _Reader(target, taps, store or StateStore())
             return taps
     raise ConfigError(
@@ -178,8 +176,5 @@ class _Reader:
 
 def _probe_of(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], int]:
     """Some values of a target's taps, rounded to five digits, and the width of all taps."""
-    size = target.config.get_text_config().vocab_size
-    ids = (1 + STEP * torch.arange(TOKENS, device=target.device) % (size - 1)).unsqueeze(0)
-    state = read_taps(target, taps, ids)[0, -1]
-    spread = torch.linspace(0, len(state) - 1, VALUES, device=state.device).long()
-    return [float(f"{value:.5g}") for value in state[spread].tolist()], len(state)
+    state = read_taps(target, taps, probe_ids(target))[0, -1]
+    return probe_values(state[None], VALUES), len(state)

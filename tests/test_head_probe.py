@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead, BaseHead
-from heads.probe import BOUND, OtherSamplingWarning, check_head, probe_of
+from heads.probe import OtherSamplingWarning, check_head, probe_of
 from specdata.errors import ConfigError
+from specdata.probe import BOUND
 from specdata.sampling import SamplingConfig
 from tests.drive_head import synthetic_rows, tiny_draft
 from tests.families import FAMILIES, tiny

@@ -51,7 +51,8 @@ BELOW = {
         "states_draft": "config errors",
         "depths": "config errors states_draft",
         "state_store": "",
-        "taps": "config errors state_store states_draft",
+        "probe": "",
+        "taps": "config errors probe state_store states_draft",
         "eagle": "cache draft_vocabulary states_draft",
         "loading": "config errors processes sources",
         "models": "draft_vocabulary eagle errors loading processes sources states_draft "
