@@ -2,46 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import (
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+import transformers
+from transformers import PreTrainedModel
 
 from tests.tiny import END
 
@@ -66,47 +31,38 @@ OPT = {
     "init_std": 0.4,
 } | SPECIAL
 
-Family = tuple[type[PreTrainedModel], Callable[..., PretrainedConfig], dict[str, Any]]
+Family = tuple[type[PreTrainedModel], dict[str, Any]]
 
 FAMILIES: dict[str, Family] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, ROPED),
-    "llama, grouped queries": (LlamaForCausalLM, LlamaConfig, ROPED | {"num_key_value_heads": 2}),
-    "llama, tied": (LlamaForCausalLM, LlamaConfig, ROPED | {"tie_word_embeddings": True}),
-    "opt": (OPTForCausalLM, OPTConfig, OPT),
+    "llama": (transformers.LlamaForCausalLM, ROPED),
+    "llama, grouped queries": (transformers.LlamaForCausalLM, ROPED | {"num_key_value_heads": 2}),
+    "llama, tied": (transformers.LlamaForCausalLM, ROPED | {"tie_word_embeddings": True}),
+    "opt": (transformers.OPTForCausalLM, OPT),
     # As opt-350m: embeddings of another width than the layers, norms after the blocks.
     "opt, projected": (
-        OPTForCausalLM,
-        OPTConfig,
+        transformers.OPTForCausalLM,
         OPT | {"word_embed_proj_dim": 8, "do_layer_norm_before": False},
     ),
     "gpt_neox": (
-        GPTNeoXForCausalLM,
-        GPTNeoXConfig,
+        transformers.GPTNeoXForCausalLM,
         {key: value for key, value in ROPED.items() if key != "num_key_value_heads"}
         # As Pythia: parallel residual, and a quarter of each head turned.
         | {"num_attention_heads": 2, "rotary_pct": 0.25, "use_parallel_residual": True},
     ),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, ROPED | {"num_key_value_heads": 2}),
-    "qwen3": (
-        Qwen3ForCausalLM,
-        Qwen3Config,
-        ROPED | {"num_key_value_heads": 2, "head_dim": 8},
-    ),
+    "qwen2": (transformers.Qwen2ForCausalLM, ROPED | {"num_key_value_heads": 2}),
+    "qwen3": (transformers.Qwen3ForCausalLM, ROPED | {"num_key_value_heads": 2, "head_dim": 8}),
     "gemma": (
-        GemmaForCausalLM,
-        GemmaConfig,
+        transformers.GemmaForCausalLM,
         ROPED | {"num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
     ),
     "gpt2": (
-        GPT2LMHeadModel,
-        GPT2Config,
+        transformers.GPT2LMHeadModel,
         {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "initializer_range": 1.0}
         | SPECIAL,
     ),
     # Logits, residuals, embeddings and attention are scaled by constants.
     "granite": (
-        GraniteForCausalLM,
-        GraniteConfig,
+        transformers.GraniteForCausalLM,
         ROPED
         | {
             "logits_scaling": 0.5,
@@ -118,10 +74,9 @@ FAMILIES: dict[str, Family] = {
 }
 # Windows in every layer, in some, chunks, an indexer, and windows in the attention's own code.
 WINDOWED: dict[str, Family] = {
-    "mistral": (MistralForCausalLM, MistralConfig, ROPED | {"sliding_window": 5}),
+    "mistral": (transformers.MistralForCausalLM, ROPED | {"sliding_window": 5}),
     "gemma3": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
         ROPED
         | {
             "num_key_value_heads": 1,
@@ -131,8 +86,7 @@ WINDOWED: dict[str, Family] = {
         },
     ),
     "llama4": (
-        Llama4ForCausalLM,
-        Llama4TextConfig,
+        transformers.Llama4ForCausalLM,
         ROPED
         | {
             "head_dim": 4,
@@ -143,8 +97,7 @@ WINDOWED: dict[str, Family] = {
         },
     ),
     "deepseek_v32": (
-        DeepseekV32ForCausalLM,
-        DeepseekV32Config,
+        transformers.DeepseekV32ForCausalLM,
         ROPED
         | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
         | {"v_head_dim": 8, "index_n_heads": 16, "index_head_dim": 8, "index_topk": 6}
@@ -154,8 +107,7 @@ WINDOWED: dict[str, Family] = {
         | {"pad_token_id": None},
     ),
     "gpt_neo": (
-        GPTNeoForCausalLM,
-        GPTNeoConfig,
+        transformers.GPTNeoForCausalLM,
         {
             "hidden_size": 16,
             "num_layers": 2,
@@ -171,8 +123,7 @@ WINDOWED: dict[str, Family] = {
 # Recurrent layers read chains alone.
 RECURRENT: dict[str, Family] = {
     "qwen3_next": (
-        Qwen3NextForCausalLM,
-        Qwen3NextConfig,
+        transformers.Qwen3NextForCausalLM,
         ROPED
         | {
             "head_dim": 8,
@@ -188,15 +139,13 @@ RECURRENT: dict[str, Family] = {
         },
     ),
     "falcon_h1": (
-        FalconH1ForCausalLM,
-        FalconH1Config,
+        transformers.FalconH1ForCausalLM,
         ROPED
         | {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 8}
         | {"mamba_n_groups": 1, "mamba_chunk_size": 4},
     ),
     "mamba": (
-        MambaForCausalLM,
-        MambaConfig,
+        transformers.MambaForCausalLM,
         {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.7}
         | SPECIAL,
     ),
@@ -213,9 +162,9 @@ def tiny(
     **changes: Any,
 ) -> Any:
     """A random model of a family, by default in float64 so that rounding decides nothing."""
-    build, config, sizes = (FAMILIES | WINDOWED | RECURRENT)[family]
+    build, sizes = (FAMILIES | WINDOWED | RECURRENT)[family]
     torch.manual_seed(seed)
-    made = config(vocab_size=vocab, **(sizes | changes))
+    made = build.config_class(vocab_size=vocab, **(sizes | changes))
     made._attn_implementation = attention if build._supports_sdpa else "eager"
     made._experts_implementation = "eager"  # others have no kernels in float64
     model = build(made)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from eval.decode_config import Method
@@ -12,7 +11,6 @@ from eval.measuring.assisted import assisted_generate
 from eval.measuring.methods import EvalConfig, check_methods
 from eval.rounds import Generation
 from specdata.config import read_config
-from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
 from tests.tiny import tiny_llama
@@ -98,18 +96,3 @@ def test_a_threshold_means_the_rule_of_confidence_and_transformers_own_limit() -
         sets=[PromptSet("maths", "test", 1)], methods=[plain, made, method(length=8, name="b")]
     )
     check_methods(both, SAMPLING, head=False)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"threshold": 0.4, "length": 8}, "stop confidence does not use length"),
-        ({"threshold": 1.4}, "threshold: must be less than or equal to 1"),
-        ({"stop": "fixed", "threshold": 0.45}, "stop fixed does not use threshold"),
-    ],
-)
-def test_what_transformers_has_no_name_for_is_refused(
-    given: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        method(**given)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from transformers import NemotronConfig, NemotronForCausalLM
 
-from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder, make_drafter
+from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward
 from specdata.probability import SamplingConfig
@@ -64,50 +62,24 @@ def test_each_sequence_of_a_batch_is_what_decoding_it_alone_gives(name: str) -> 
     assert done == [1] * len(PROMPTS)
 
 
-class Counted(CachedModel):
-    """A model that counts the sequences that each of its forwards served."""
-
-    served: list[int]
-
-    def run_all(self, forwards: list[Forward]) -> list[torch.Tensor]:  # type: ignore[override]
-        self.served.append(len(forwards))
-        return super().run_all(forwards)
-
-
-def test_sequences_that_need_the_same_model_share_its_forwards() -> None:
+def test_sequences_that_need_the_same_model_share_its_forwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, draft = tiny_llama(2, vocab=40), tiny_llama(2, vocab=40)
-    config = DecodeConfig(length=3)
-    models = [Counted(target, 40), Counted(draft, 40)]
-    for model in models:
-        model.served = []
-    decoder = SpeculativeDecoder(
-        models[0],
-        config.sampling,
-        partial(make_drafter, config, models[1:], None, frozenset()),
-        config.make_verifier(),
-        frozenset(),
-        drafts=models[1:],
-    )
+    target.config.eos_token_id = target.generation_config.eos_token_id = None
+    served: set[tuple[bool, int]] = set()
+    run_all = CachedModel.run_all
+
+    def counted(model: CachedModel, forwards: list[Forward]) -> list[torch.Tensor]:
+        served.add((model.model is target, len(forwards)))
+        return run_all(model, forwards)
+
+    monkeypatch.setattr(CachedModel, "run_all", counted)
+    decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(length=3))
     # The draft equals the target, so every round of every sequence has the same length.
     prompts = [torch.tensor([3, 4]), torch.tensor([5])]
-    seeds = [torch.Generator().manual_seed(index) for index in range(2)]
-    decoder.generate_batch(prompts, max_new_tokens=16, generators=seeds, size=2)
-    assert set(models[0].served) == {2}
-    assert set(models[1].served) == {2}
-
-
-def test_a_batch_of_nothing_is_nothing_and_wrong_generators_are_refused() -> None:
-    decoder = SpeculativeDecoder.from_config(tiny_llama(0), None, DecodeConfig())
-    assert decoder.generate_batch([], max_new_tokens=4, generators=[]) == []
-    prompts = [torch.tensor([2]), torch.tensor([3])]
-    shared = torch.Generator()
-    for bad in ([shared], [shared, shared]):
-        with pytest.raises(ValueError, match="generator of its own"):
-            decoder.generate_batch(prompts, max_new_tokens=4, generators=bad)
-    with pytest.raises(ValueError, match="size"):
-        decoder.generate_batch(
-            prompts, max_new_tokens=4, generators=[shared, torch.Generator()], size=0
-        )
+    decoder.generate_batch(prompts, max_new_tokens=16, generators=generators()[:2], size=2)
+    assert served == {(True, 2), (False, 2)}
 
 
 def test_an_error_in_one_sequence_leaves_the_decoder_usable() -> None:

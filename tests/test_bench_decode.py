@@ -47,5 +47,7 @@ def test_a_tiny_pair_is_measured_against_transformers_and_the_limit(tmp_path: Pa
         row = report["limit"]["lengths"][f"K={length}"]
         forwards = length * row["draft_step_ms"] + row["target_ms"]
         assert row["round_ms"] == pytest.approx(forwards)
-        assert row["share"] > 0
-        assert 1 < report["speeds"][f"K={length}"]["tokens_per_round"] <= length + 1
+        speed = report["speeds"][f"K={length}"]
+        assert 1 < speed["tokens_per_round"] <= length + 1
+        limit = 1e3 * speed["tokens_per_round"] / row["round_ms"]
+        assert row["share"] == pytest.approx(speed["tokens_per_second"]["value"] / limit)

@@ -119,11 +119,10 @@ def test_from_a_pair_to_figures_in_one_command(tmp_path: Path) -> None:
 
     first = report("objectives", "size")
     assert len(first["objectives"]["rows"]) == 2 * 2
+    check(*first["objectives"]["rows"].values(), *first["size"]["rows"].values())
     for row in first["objectives"]["rows"].values():
-        check(row)
         assert row["made"]["cpu_seconds"] > 0
     for row in first["size"]["rows"].values():
-        check(row)
         assert row["cost"] == pytest.approx(0.182 * row["relative"])
     drafts = {path: path.stat().st_mtime_ns for path in (tmp_path / "run/drafts").rglob("*")}
     second = report("data")
@@ -133,12 +132,16 @@ def test_from_a_pair_to_figures_in_one_command(tmp_path: Path) -> None:
     assert (tmp_path / "out/distill.png").read_bytes().startswith(b"\x89PNG")
 
 
-def check(row: dict[str, Any]) -> None:
-    """Figures lie in their ranges and intervals."""
-    for found in row["domains"].values():
-        assert 0.0 <= found["acceptance"]["low"] <= found["acceptance"]["high"] <= 1.0
-        rounds = found["tokens_per_round"]
-        for k in ("4", "8"):
-            for verifier in VERIFIERS:
-                assert 1.0 <= rounds[verifier][k]["value"] <= int(k) + 1
-    assert row["speedup"]["block"]["low"] <= row["speedup"]["block"]["value"]
+def check(*rows: dict[str, Any]) -> None:
+    """Gains are over one base, means are of the seeds, and token verification emits no more."""
+    for domain in DOMAINS:
+        found = [row["domains"][domain] for row in rows]
+        bases = [each["acceptance"]["value"] - each["gain"]["value"] for each in found]
+        assert bases == pytest.approx([bases[0]] * len(bases))
+        for row, each in zip(rows, found, strict=True):
+            of_seeds = row["acceptance_of_seeds"][domain]
+            assert each["acceptance"]["value"] == pytest.approx(np.mean(of_seeds))
+            for k in ("4", "8"):
+                token, block = (each["tokens_per_round"][name][k]["value"] for name in VERIFIERS)
+                assert 1.0 <= token <= block + 1e-9
+                assert block <= int(k) + 1

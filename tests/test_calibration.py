@@ -51,19 +51,6 @@ def test_labels_or_distributions_that_are_all_alike_give_finite_coefficients(
     assert abs(calibration.accept(q_max) - accept) < 0.1
 
 
-def test_nothing_to_fit_takes_max_q_itself() -> None:
-    assert fit_calibration(np.zeros(0), np.zeros(0)) == Calibration()
-
-
-def test_what_are_no_probabilities_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must both be \(n,\)"):
-        fit_calibration(np.ones(2), np.ones(3))
-    with pytest.raises(ValueError, match="accept must hold probabilities"):
-        fit_calibration(np.array([1.5]), np.array([0.5]))
-    with pytest.raises(ValueError, match="q_max must hold probabilities"):
-        fit_calibration(np.array([0.5]), np.array([float("nan")]))
-
-
 def rows_of(split: str, seed: int) -> dict[str, object]:
     """A made-up row of a labels table."""
     rng = np.random.default_rng(seed)

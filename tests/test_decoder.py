@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead
-from specdata.errors import ConfigError
 from tests.tiny import END, tiny_llama
 
 PROMPT = [2, 3]
@@ -77,32 +76,3 @@ def test_a_draft_with_adapters_drafts_from_the_distribution_of_its_merged_weight
         return [(record.drafted, record.accepted) for record in out.rounds]
 
     assert decode(draft) == decode(merged) != decode(tiny_llama(1, vocab=40))
-
-
-def test_impossible_configurations_are_refused_before_any_model_is_needed() -> None:
-    with pytest.raises(ConfigError, match="unknown verifier 'tokn'"):
-        DecodeConfig(verifier="tokn")
-    with pytest.raises(ConfigError, match="unknown stop"):
-        DecodeConfig(stop="never")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"length: must be greater than or equal to 1 \(got 0\)"):
-        DecodeConfig(length=0)
-    with pytest.raises(ConfigError, match=r"top_p must lie in \(0, 1\], got 2"):
-        DecodeConfig(top_p=2.0)
-    with pytest.raises(ConfigError, match="temperature must be 0 or larger, got -1"):
-        DecodeConfig("rrs", drafter="paths", paths=2, path_temperatures=(1.0, -1.0))
-    with pytest.raises(ConfigError, match="needs an acceptance head"):
-        SpeculativeDecoder.from_config(tiny_llama(0), tiny_llama(1), DecodeConfig(stop="head"))
-
-
-def test_a_head_of_another_draft_is_refused_before_decoding() -> None:
-    with pytest.raises(ConfigError, match="width 32, and this draft has 16"):
-        SpeculativeDecoder.from_config(
-            tiny_llama(0), tiny_llama(1), DecodeConfig(stop="head"), head(32)
-        )
-
-
-def test_an_empty_prompt_or_budget_is_refused() -> None:
-    decoder = SpeculativeDecoder.from_config(tiny_llama(0), None, DecodeConfig())
-    for prompt, budget in ((torch.tensor([], dtype=torch.long), 4), (torch.tensor([2]), 0)):
-        with pytest.raises(ValueError, match="T >= 1"):
-            decoder.generate(prompt, max_new_tokens=budget, generator=torch.Generator())

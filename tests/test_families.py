@@ -334,10 +334,10 @@ QUICK = (
     "qwen3_5_text",
     "bloom",
 )
-FAMILIES = [
-    pytest.param(name, marks=pytest.mark.smoke if name in QUICK else pytest.mark.exhaustive)
-    for name in classes()
-]
+TIERS = dict.fromkeys(QUICK, pytest.mark.smoke) | dict.fromkeys(
+    ("falcon_h1", "mamba", "qwen3_next"), pytest.mark.slow
+)
+FAMILIES = [pytest.param(name, marks=TIERS.get(name, pytest.mark.exhaustive)) for name in classes()]
 NO_TREES = {"recurrent": RECURRENT, "by place in the cache": PLACED}
 # Every other family decodes chains and batches, and trees unless its kind of cache forbids them.
 REFUSED = {

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafter
+from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
 from eval.verifiers.rule import Drawn, Verifier
 from specdata.probability import SamplingConfig
 from tests.families import tiny
-from tests.tiny import END
 
 HALF = [torch.bfloat16, torch.float16]
 CASES = {
@@ -30,39 +27,6 @@ CASES = {
 PROMPTS = [torch.tensor([2, 3, 7]), torch.tensor([5])]
 
 
-class Recording:
-    """A verifier that records what it is given and does what another does."""
-
-    def __init__(self, inner: Verifier, given: list[tuple[DraftTree, torch.Tensor]]) -> None:
-        self.inner, self.given = inner, given
-
-    def draw(
-        self, draft: DraftTree, distributions: torch.Tensor, generator: torch.Generator
-    ) -> Drawn:
-        self.given.append((draft, distributions))
-        return replace(self.inner.draw(draft, distributions, generator), verifier=self)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
-def recording_decoder(
-    target: Any, draft: Any, config: DecodeConfig, engine: Any = "eager"
-) -> tuple[SpeculativeDecoder, list[tuple[DraftTree, torch.Tensor]]]:
-    given: list[tuple[DraftTree, torch.Tensor]] = []
-    models = [CachedModel(model, 40, engine=engine) for model in (target, draft)]
-    decoder = SpeculativeDecoder(
-        models[0],
-        config.sampling,
-        partial(make_drafter, config, models[1:], None, frozenset({END})),
-        Recording(config.make_verifier(), given),  # type: ignore[arg-type]
-        frozenset({END}),
-        drafts=models[1:],
-        tree_attention=config.tree_attention,
-    )
-    return decoder, given
-
-
 @pytest.mark.parametrize(
     ("family", "name", "dtype"),
     [
@@ -73,10 +37,18 @@ def recording_decoder(
     ],
 )
 def test_verifiers_get_float32_distributions_without_nan(
-    family: str, name: str, dtype: torch.dtype
+    family: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = tiny(family, 2, dtype=dtype), tiny(family, 3, dtype=dtype)
-    decoder, given = recording_decoder(target, draft, CASES[name])
+    given: list[tuple[DraftTree, torch.Tensor]] = []
+    draw = Verifier.draw
+
+    def recorded(verifier: Verifier, drafted: DraftTree, rows: torch.Tensor, seed: Any) -> Drawn:
+        given.append((drafted, rows))
+        return draw(verifier, drafted, rows, seed)
+
+    monkeypatch.setattr(Verifier, "draw", recorded)
+    decoder = SpeculativeDecoder.from_config(target, draft, CASES[name])
     for seed, prompt in enumerate(PROMPTS):
         generator = torch.Generator().manual_seed(seed)
         out = decoder.generate(prompt, max_new_tokens=16, generator=generator)

@@ -230,13 +230,3 @@ def test_multipath_block_of_one_path_is_block_verification() -> None:
         verdict = VERIFIERS["multipath_block"].make()(paths, target)
         torch.testing.assert_close(verdict.stop, expected.stop)
         torch.testing.assert_close(verdict.bonus, expected.bonus)
-
-
-# --- edges ---
-
-
-def test_the_full_program_refuses_a_large_vocabulary() -> None:
-    q = torch.full((1000,), 1e-3, dtype=torch.float64)
-    verifier = VERIFIERS["importance"].make(solver="lp")
-    with pytest.raises(ValueError, match="use solver='truncated'"):
-        verifier(DraftTree.siblings(torch.tensor([1, 2]), q), q.expand(3, -1))

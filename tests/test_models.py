@@ -178,8 +178,6 @@ def test_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:
         load_model(str(tmp_path))
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         load_tokenizer("nobody/nothing")
-    with pytest.raises(ConfigError, match="dtype must be one of float32"):
-        load_model(str(tmp_path), dtype="int8")
 
 
 def test_a_hub_id_may_carry_a_revision_and_a_folder_any_name(tmp_path: Path) -> None:
@@ -188,8 +186,6 @@ def test_a_hub_id_may_carry_a_revision_and_a_folder_any_name(tmp_path: Path) -> 
     folder = tmp_path / "run@night"
     folder.mkdir()
     assert hub_source(str(folder)) == (str(folder), None)
-    with pytest.raises(ConfigError, match="must hold no password"):
-        hub_source("https://user:hunter2@host/name")
 
 
 def test_sequences_beyond_the_models_positions_are_refused() -> None:

@@ -138,17 +138,6 @@ def test_edges() -> None:
     assert optimal_acceptance(P3, Q3, 7, "distinct") == pytest.approx(1.0, abs=1e-12)
 
 
-def test_refuses_what_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match="'iid' or 'distinct'"):
-        optimal_acceptance(P3, Q3, 2, "greedy")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="1 or larger"):
-        optimal_acceptance(P3, Q3, 0)
-    with pytest.raises(ValueError, match="one shape"):
-        optimal_acceptance(P3, Q3[:2], 2)
-    with pytest.raises(ValueError, match="one shape"):
-        optimal_acceptance_independent(P3, [])
-
-
 def test_distinct_drafts_with_tiny_probabilities_are_still_all_drawn() -> None:
     tiny = torch.tensor([1.0, 1e-300], dtype=torch.float64)
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)

@@ -96,16 +96,12 @@ def test_more_tokens_of_the_same_prompts_do_not_narrow_an_interval() -> None:
     assert (same.kl.low, same.kl.high) == pytest.approx((once.kl.low, once.kl.high))
 
 
-def test_what_cannot_be_judged_is_undefined_or_refused() -> None:
+def test_what_cannot_be_judged_is_undefined() -> None:
     all_accepted = scores(np.ones(4), np.full(4, 0.9), np.arange(4))
     assert all_accepted.auroc is None
     assert np.isfinite([all_accepted.kl.value, all_accepted.kl.high]).all()
     sure_and_wrong = scores(np.zeros(4), np.ones(4), np.arange(4))
     assert np.isfinite(sure_and_wrong.kl.value)
-    with pytest.raises(ValueError, match="n >= 1"):
-        scores(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
-    with pytest.raises(ValueError, match="must all be"):
-        scores(np.zeros(3), np.zeros(3), np.zeros(2, dtype=np.int64))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Verifiers of one path: formulas, goldens, several rounds, adaptive length, and wrong variants."""
+"""Verifiers of one path: formulas, several rounds, adaptive length."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS
 from eval.verifiers.persistent_residual import PersistentResidual
-from eval.verifiers.rule import Outcome, Rng, Verifier
+from eval.verifiers.rule import Verifier
 from recipes.papers import theory
 from specdata.probability import residual
 from tests.oracles import (
     Prefix,
     TabularModel,
     WeightedDrafts,
-    chain_draft,
     chain_drafts,
     conditioned,
     constant_model,
@@ -73,14 +71,6 @@ def stopped_chains(
 # --- one block ---
 
 
-def test_block_is_token_verification_for_one_token() -> None:
-    p, q = random_model(4, 1, 1, 0.3), random_model(4, 1, 2, 0.3)
-    for _, tree in chain_drafts(q, 1):
-        token, block = (made(name)(tree, target_rows(tree, p)) for name in ("token", "block"))
-        torch.testing.assert_close(token.stop, block.stop)
-        torch.testing.assert_close(token.bonus, block.bonus)
-
-
 def test_block_accepts_a_prefix_with_its_capped_ratio() -> None:
     """P(tau >= i | x^i) = r_i = R_i / max(1, max_j<=i R_j), R the joint ratio without a cap."""
     p, q = random_model(3, 3, 5, 0.3), random_model(3, 3, 6, 0.3)
@@ -97,24 +87,6 @@ def test_block_accepts_a_prefix_with_its_capped_ratio() -> None:
             joint *= float(p[prefix[:depth]][token] / q[prefix[:depth]][token])
             highest = max(highest, joint)
         assert mass / drafted == pytest.approx(joint / highest, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "stop", "residuals"),
-    [
-        ((0, 1, 0), (0.79545455, 0.07954545, 0.0, 0.125), {0: (0, 1), 1: (1, 0)}),
-        ((1, 1, 0), (0.0, 0.0, 0.6, 0.4), {2: (0, 1)}),
-    ],
-)
-def test_block_goldens(
-    tokens: Prefix, stop: tuple[float, ...], residuals: dict[int, tuple[int, int]]
-) -> None:
-    p, q = MARKOV
-    tree = chain_draft(tokens, q)
-    verdict = made("block")(tree, target_rows(tree, p))
-    assert verdict.stop.tolist() == pytest.approx(stop, abs=1e-7)
-    for node, distribution in residuals.items():
-        assert verdict.bonus[node].tolist() == pytest.approx(distribution, abs=1e-7)
 
 
 def test_batch_follows_the_accepted_rollout_only() -> None:
@@ -261,48 +233,3 @@ def test_an_end_token_cuts_a_draft_short_but_not_the_persistent_residual(
     joint, _ = rounds_distribution(made("greedy_block"), p, 4, draft)
     bias = total_variation(joint, joint_distribution(p, (), 4))
     assert bias <= 1e-12 if lossless else bias > 1e-3
-
-
-# --- wrong variants fail ---
-
-
-def variant(tree: DraftTree, target: Tensor, rng: Rng, wrong: str) -> Outcome:
-    """Block verification with one thing wrong; right for an unknown name."""
-    length, ratios, joint = len(tree), [1.0], 1.0
-    for depth, x in enumerate(tree.token_list):
-        ratio = float(target[depth, x]) / float(tree.distributions[depth, x])
-        ratios.append(min(1.0, ratios[-1] * ratio))
-        joint *= ratio
-    if wrong == "uncapped last test":
-        ratios[-1] = min(1.0, joint)
-
-    def passes(tau: int) -> bool:
-        if tau == length or ratios[tau] >= 1.0:
-            return rng.bernoulli(ratios[tau])
-        mass = float((ratios[tau] * target[tau] - tree.distributions[tau]).clamp(min=0).sum())
-        return rng.bernoulli(mass / (mass + 1 - ratios[tau]))
-
-    if wrong == "first failure":
-        tau = next((i for i in range(length) if not passes(i + 1)), length)
-    else:
-        tau = next((i for i in range(length, 0, -1) if passes(i)), 0)
-    if tau == length:
-        return Outcome(tau, target[tau])
-    scale = 1.0 if wrong == "plain residual" else ratios[tau]
-    return Outcome(tau, residual(scale * target[tau], tree.distributions[tau]))
-
-
-def bias_of(rule: Callable[[DraftTree, Tensor, Rng], Outcome]) -> float:
-    p, q = random_model(3, 3, 61), random_model(3, 3, 62)
-    verifier = Verifier("variant", rule, ("chain",))
-    emitted = output_distribution(verifier, chain_drafts(q, 3), p, 4, q)
-    return total_variation(emitted, joint_distribution(p, (), 4))
-
-
-def test_the_right_form_of_block_verification_passes() -> None:
-    assert bias_of(lambda tree, target, rng: variant(tree, target, rng, "none")) <= 1e-12
-
-
-@pytest.mark.parametrize("wrong", ["first failure", "uncapped last test", "plain residual"])
-def test_a_wrong_block_verification_fails(wrong: str) -> None:
-    assert bias_of(lambda tree, target, rng: variant(tree, target, rng, wrong)) > 1e-3

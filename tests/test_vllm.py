@@ -230,28 +230,15 @@ def test_another_model_a_wrong_address_and_a_dead_server_are_told_apart() -> Non
         backend.client.check("served")
 
 
-def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
-    for choice in answer["choices"]:
-        del choice["token_ids"], choice["prompt_token_ids"]
-    return answer
+def changed(**fields: Any) -> Edit:
+    """Each choice with other fields, without those that are None."""
 
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        choices = [{**choice, **fields} for choice in answer["choices"]]
+        kept = [{k: v for k, v in each.items() if v is not None} for each in choices]
+        return {"choices": kept}
 
-def truncated(answer: dict[str, Any]) -> dict[str, Any]:
-    for choice in answer["choices"]:
-        choice["prompt_token_ids"] = choice["prompt_token_ids"][1:]
-    return answer
-
-
-def cut_short(answer: dict[str, Any]) -> dict[str, Any]:
-    for choice in answer["choices"]:
-        choice["token_ids"] = [5, 6]
-    return answer
-
-
-def with_ids(ids: Any) -> Edit:
-    return lambda answer: {
-        "choices": [{**choice, "token_ids": ids} for choice in answer["choices"]]
-    }
+    return edit
 
 
 @pytest.mark.parametrize(
@@ -260,16 +247,22 @@ def with_ids(ids: Any) -> Edit:
         (lambda answer: {}, "does not speak the API of this server: choices: Field required"),
         (lambda answer: {"choices": []}, "choices: List should have at least 1 item"),
         (lambda answer: {"choices": {"0": 1}}, "choices: Input should be a valid array"),
-        (with_ids([1.5] * 20), "choices.0.token_ids.0: Input should be a valid integer"),
-        (with_ids([True] * 20), "choices.0.token_ids.0: Input should be a valid integer"),
-        (with_ids("5"), "choices.0.token_ids: Input should be a valid array"),
-        (with_ids([-1] * 20), "returned token -1, and the vocabulary"),
-        (with_ids([5] * 19 + [VOCABULARY]), f"returned token {VOCABULARY}, and the vocabulary"),
-        (with_ids([5] * 20 + [END]), "ended a completion after 21 tokens"),
-        (with_ids([5, END] * 10), "ended a completion after 20 tokens"),
-        (without_ids, "returned no token ids: it must know return_token_ids"),
-        (truncated, "read another prompt"),
-        (cut_short, "ended a completion after 2 tokens"),
+        (changed(token_ids=[1.5] * 20), "choices.0.token_ids.0: Input should be a valid integer"),
+        (changed(token_ids=[True] * 20), "choices.0.token_ids.0: Input should be a valid integer"),
+        (changed(token_ids="5"), "choices.0.token_ids: Input should be a valid array"),
+        (changed(token_ids=[-1] * 20), "returned token -1, and the vocabulary"),
+        (
+            changed(token_ids=[5] * 19 + [VOCABULARY]),
+            f"returned token {VOCABULARY}, and the vocabulary",
+        ),
+        (changed(token_ids=[5] * 20 + [END]), "ended a completion after 21 tokens"),
+        (changed(token_ids=[5, END] * 10), "ended a completion after 20 tokens"),
+        (
+            changed(token_ids=None, prompt_token_ids=None),
+            "returned no token ids: it must know return_token_ids",
+        ),
+        (changed(prompt_token_ids=[]), "read another prompt"),
+        (changed(token_ids=[5, 6]), "ended a completion after 2 tokens"),
     ],
 )
 def test_an_answer_that_cannot_be_stored_as_ids_is_refused(edit: Edit, message: str) -> None:

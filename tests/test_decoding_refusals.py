@@ -1,0 +1,217 @@
+"""What decoding and its figures cannot do is refused in words, before any work: (call, words)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from eval.analysis.expectation import Traces, expected_counts
+from eval.analysis.prediction import scores
+from eval.decode_config import Method
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.stopping.logistic import fit_calibration
+from eval.drafting.stopping.recorded import RecordedTokens
+from eval.drafts import DraftTree
+from eval.measuring.methods import PLAIN
+from eval.measuring.metrics import compute_metrics
+from eval.measuring.records import check_identity, record_prompt
+from eval.measuring.results import build_results
+from eval.runtime.transformers_models import cached_layers
+from eval.verifiers import VERIFIERS
+from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
+from specdata.config import read_config
+from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.models import load_model
+from specdata.probability import SamplingConfig
+from specdata.sources import hub_source
+from tests.families import SPECIAL
+from tests.synthetic_results import ENVIRONMENT, setup
+from tests.test_decoder import head
+from tests.test_metrics import by_hand, one_round
+from tests.tiny import tiny_llama
+
+P, Q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"verifier": "tokn"}, "unknown verifier 'tokn'"),
+    ({"stop": "heads"}, "unknown stop 'heads'; choose from fixed"),
+    ({"stop": "head", "treshold": 0.5}, "unknown key: did you mean 'threshold'"),
+    ({"length": 0}, r"length: must be greater than or equal to 1 \(got 0\)"),
+    ({"top_p": 2.0}, r"top_p must lie in \(0, 1\], got 2"),
+    (
+        {"verifier": "rrs", "drafter": "paths", "paths": 2, "path_temperatures": (1.0, -1.0)},
+        "temperature must be 0 or larger, got -1",
+    ),
+    ({"stop": "cost", "calibration": (0.0, float("nan"))}, "calibration.*finite number"),
+    ({"stop": "cost", "calibration": (1.0,)}, "calibration.*missing"),
+    ({"stop": "cost", "draft_seconds": -1.0}, "draft_seconds: must be greater than or equal to 0"),
+    ({"stop": "cost", "token_seconds": float("inf")}, "token_seconds: must be a finite number"),
+    ({"stop": "cost", "mean_acceptance": 0.0}, "mean_acceptance: must be greater than 0"),
+    ({"stop": "cost", "verifier": "greedy_block"}, "must not depend on drafted tokens"),
+    (
+        {"stop": "cost", "verifier": "traversal", "drafter": "tree", "widths": (2, 2)},
+        "ends chains",
+    ),
+]
+# What transformers has no name for.
+ASSISTED: list[tuple[dict[str, Any], str]] = [
+    ({"threshold": 0.4, "length": 8}, "stop confidence does not use length"),
+    ({"threshold": 1.4}, "threshold: must be less than or equal to 1"),
+    ({"stop": "fixed", "threshold": 0.45}, "stop fixed does not use threshold"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), SETTINGS, ids=str)
+def test_impossible_settings_are_refused_before_any_model_is_needed(
+    given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        DecodeConfig(**given)
+
+
+@pytest.mark.parametrize(("given", "words"), ASSISTED, ids=str)
+def test_settings_that_transformers_lacks_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_config(Method, {"name": "theirs", "decoder": "assisted", **given})
+
+
+def decoder(config: DecodeConfig | None = None, its_head: Any = None) -> SpeculativeDecoder:
+    return SpeculativeDecoder.from_config(
+        tiny_llama(0), tiny_llama(1), config or DecodeConfig(), its_head
+    )
+
+
+def batch(*seeds: torch.Generator, size: int = 1) -> object:
+    prompts = [torch.tensor([2]), torch.tensor([3])]
+    return decoder().generate_batch(prompts, max_new_tokens=4, generators=[*seeds], size=size)
+
+
+def one(prompt: list[int], budget: int) -> object:
+    ids = torch.tensor(prompt, dtype=torch.long)
+    return decoder().generate(ids, max_new_tokens=budget, generator=torch.Generator())
+
+
+def with_alibi() -> object:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2}
+    config = transformers.FalconConfig(**sizes, **SPECIAL, alibi=True)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    return SpeculativeDecoder.from_config(model, None, DecodeConfig())
+
+
+def over_a_thousand_tokens() -> object:
+    q = torch.full((1000,), 1e-3, dtype=torch.float64)
+    draft = DraftTree.siblings(torch.tensor([1, 2]), q)
+    return VERIFIERS["importance"].make(solver="lp")(draft, q.expand(3, -1))
+
+
+def drafted_to_the_end() -> object:
+    ones = np.ones((1, 2))
+    tokens = RecordedTokens(lengths=np.array([2]), q=ones, q_max=ones)
+    return expected_counts(Traces(tokens, ones), np.array([[1, 1]]))
+
+
+SHARED, OTHER = torch.Generator(), torch.Generator()
+ANOTHER_PROMPT = [record_prompt("z", [one_round(0, 0)], seconds=1.0, finish="eos")]
+CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no head": (lambda: decoder(DecodeConfig(stop="head")), ConfigError, "needs an acceptance"),
+    "head of another draft": (
+        lambda: decoder(DecodeConfig(stop="head"), head(32)),
+        ConfigError,
+        "width 32, and this draft has 16",
+    ),
+    "empty prompt": (lambda: one([], 4), ValueError, "T >= 1"),
+    "no budget": (lambda: one([2], 0), ValueError, "T >= 1"),
+    "too few generators": (lambda: batch(SHARED), ValueError, "generator of its own"),
+    "one generator twice": (lambda: batch(SHARED, SHARED), ValueError, "generator of its own"),
+    "batches of none": (lambda: batch(SHARED, OTHER, size=0), ValueError, "size"),
+    "cache of an unknown kind": (
+        lambda: cached_layers(transformers.DeepseekV4Config()),
+        CacheNotRewindableError,
+        "^deepseek_v4 keeps a cache of a kind",
+    ),
+    "positions of padding": (with_alibi, ConfigError, "^falcon derives positions from what is not"),
+    "whole program": (over_a_thousand_tokens, ValueError, "use solver='truncated'"),
+    "optimum of greedy": (
+        lambda: optimal_acceptance(P, Q, 2, "greedy"),  # type: ignore[arg-type]
+        ValueError,
+        "'iid' or 'distinct'",
+    ),
+    "optimum of none": (lambda: optimal_acceptance(P, Q, 0), ValueError, "1 or larger"),
+    "optimum of two sizes": (lambda: optimal_acceptance(P, Q[:2], 2), ValueError, "one shape"),
+    "optimum without drafts": (
+        lambda: optimal_acceptance_independent(P, []),
+        ValueError,
+        "one shape",
+    ),
+    "fit of two lengths": (
+        lambda: fit_calibration(np.ones(2), np.ones(3)),
+        ValueError,
+        r"must both be \(n,\)",
+    ),
+    "fit of no probabilities": (
+        lambda: fit_calibration(np.array([1.5]), np.array([0.5])),
+        ValueError,
+        "accept must hold probabilities",
+    ),
+    "fit to no probabilities": (
+        lambda: fit_calibration(np.array([0.5]), np.array([float("nan")])),
+        ValueError,
+        "q_max must hold probabilities",
+    ),
+    "scores of nothing": (
+        lambda: scores(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64)),
+        ValueError,
+        "n >= 1",
+    ),
+    "scores of two lengths": (
+        lambda: scores(np.zeros(3), np.zeros(3), np.zeros(2, dtype=np.int64)),
+        ValueError,
+        "must all be",
+    ),
+    "drafting a text's last token": (
+        drafted_to_the_end,
+        ValueError,
+        "the target gives the last token",
+    ),
+    "speed-up over other prompts": (
+        lambda: compute_metrics(by_hand(), ANOTHER_PROMPT),
+        ValueError,
+        "same prompts",
+    ),
+    "counts that do not add up": (
+        lambda: check_identity(replace(by_hand()[0], n_discarded=1)),
+        ValueError,
+        "n_draft",
+    ),
+    "two methods of one name": (
+        lambda: build_results(ENVIRONMENT, [(setup("d", name="x"), by_hand())] * 2),
+        ValueError,
+        "unique",
+    ),
+    "plain with a draft": (
+        lambda: build_results(ENVIRONMENT, [(setup("d", name=PLAIN), by_hand())]),
+        ValueError,
+        PLAIN,
+    ),
+    "temperature": (lambda: SamplingConfig(temperature=-1.0), ValueError, "temperature"),
+    "top_k": (lambda: SamplingConfig(top_k=-1), ValueError, "top_k"),
+    "top_p": (lambda: SamplingConfig(top_p=0.0), ValueError, "top_p"),
+    "dtype": (lambda: load_model("any", dtype="int8"), ConfigError, "dtype must be one of float32"),
+    "password in an address": (
+        lambda: hub_source("https://user:hunter2@host/name"),
+        ConfigError,
+        "must hold no password",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_cannot_be_done_is_refused_in_words(name: str) -> None:
+    call, error, words = CALLS[name]
+    with pytest.raises(error, match=words):
+        call()
