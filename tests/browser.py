@@ -39,16 +39,9 @@ class Browser:
         self._answering, answer = os.pipe()
         # Chromium reads commands from descriptor 3 and writes answers to descriptor 4.
         shell = f'exec "$0" "$@" 3<&{asked} 4>&{answer}'
+        own = ["--remote-debugging-pipe", f"--user-data-dir={folder}/profile"]
         self._process = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                shell,
-                CHROMIUM,
-                *FLAGS,
-                "--remote-debugging-pipe",
-                f"--user-data-dir={folder}/profile",
-            ],
+            ["bash", "-c", shell, CHROMIUM, *FLAGS, *own],
             pass_fds=(asked, answer),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -96,11 +89,6 @@ class Browser:
         answer = self._send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
-
-    def picture(self) -> bytes:
-        """The whole page as a PNG file."""
-        made = self._send("Page.captureScreenshot", captureBeyondViewport=True)
-        return base64.b64decode(made["data"])
 
     def pdf(self) -> bytes:
         """The page printed on A4."""

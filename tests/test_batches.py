@@ -82,10 +82,11 @@ def test_sequences_that_need_the_same_model_share_its_forwards(
     assert served == {(True, 2), (False, 2)}
 
 
-def test_an_error_in_one_sequence_leaves_the_decoder_usable() -> None:
+def test_no_sequence_and_an_error_in_one_leave_the_decoder_usable() -> None:
     decoder = SpeculativeDecoder.from_config(
         tiny_llama(0, vocab=40), tiny_llama(1, vocab=40), DecodeConfig(length=3)
     )
+    assert decoder.generate_batch([], max_new_tokens=4, generators=[]) == []
     good, bad = torch.tensor([2, 3]), torch.tensor([], dtype=torch.long)
     seeds = [torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)]
     with pytest.raises(ValueError, match="T >= 1"):

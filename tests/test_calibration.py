@@ -51,6 +51,10 @@ def test_labels_or_distributions_that_are_all_alike_give_finite_coefficients(
     assert abs(calibration.accept(q_max) - accept) < 0.1
 
 
+def test_nothing_to_fit_takes_max_q_itself() -> None:
+    assert fit_calibration(np.zeros(0), np.zeros(0)) == Calibration()
+
+
 def rows_of(split: str, seed: int) -> dict[str, object]:
     """A made-up row of a labels table."""
     rng = np.random.default_rng(seed)

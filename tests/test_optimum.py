@@ -86,25 +86,6 @@ def test_equal_distributions_agree_between_both_functions() -> None:
             assert independent == pytest.approx(optimal_acceptance(p, q, k), abs=1e-10)
 
 
-def test_two_drafts_follow_theorems_2_and_3_of_khisti_et_al() -> None:
-    """alpha* = 1 exactly if P(S) >= Q(S)^2 for all S; else min over S of the four-term form."""
-    certain = 0
-    for seed in range(60):
-        p, q = distributions(seed, 2)
-        if seed % 2:  # a target close to the draft, so that both cases occur
-            p = 0.2 * p + 0.8 * q
-        masks = torch.tensor(list(product((0.0, 1.0), repeat=len(p))), dtype=torch.float64)
-        inside, draft = masks @ p, masks @ q
-        value = optimal_acceptance(p, q, 2)
-        reachable = bool((inside >= draft**2 - 1e-12).all())
-        certain += reachable
-        assert (value > 1 - 1e-12) == reachable
-        outside = 1 - draft
-        form = float((inside + outside**2 + 2 * draft * outside).min())
-        assert value == pytest.approx(form, abs=1e-12)
-    assert 5 < certain < 55
-
-
 @pytest.mark.parametrize("k", [2, 3])
 def test_no_rule_accepts_more_than_the_optimum(k: int) -> None:
     hows: dict[str, Literal["iid", "distinct"]] = {

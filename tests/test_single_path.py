@@ -194,15 +194,6 @@ def test_rounds_to_emit_six_tokens(
 # --- adaptive length ---
 
 
-@pytest.mark.parametrize("name", ["token", "block"])
-def test_a_draft_that_stops_on_its_own_tokens_keeps_the_joint_distribution(name: str) -> None:
-    for seed, zeros in ((51, 0.0), (53, 0.35)):
-        p, q = random_model(2, 7, seed, zeros), random_model(2, 7, seed + 1, zeros)
-        drafter = stopped_chains(q, 3, lambda sequence: sequence[-1] == 0 or len(sequence) == 2)
-        joint, _ = rounds_distribution(made(name), p, 4, drafter)
-        assert total_variation(joint, joint_distribution(p, (), 4)) <= 1e-12
-
-
 def test_greedy_block_is_biased_where_the_draft_stops_on_its_tokens() -> None:
     """`Verifier.residual_persists` therefore demands a planned length."""
     p, q = random_model(2, 7, 5), random_model(2, 7, 6)

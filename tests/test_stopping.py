@@ -19,20 +19,13 @@ from eval.drafting.stopping.cost import Cost, CostEstimates, gain
 from eval.drafting.stopping.logistic import Logit
 from eval.measuring.records import check_identity, record_prompt
 from eval.rounds import Round
-from heads import AcceptanceHead
 from specdata.config import read_config
 from tests import optimal_stopping
 from tests.optimal_stopping import AcceptanceChain, Costs
+from tests.test_decoder import head
 from tests.tiny import tiny_llama
 
 COSTS = {"draft_seconds": 0.3, "token_seconds": 1.0}
-
-
-def head(weight: float = 6.0) -> AcceptanceHead:
-    torch.manual_seed(5)
-    made = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=weight).eval()
-    torch.nn.init.normal_(made.output.weight, std=2.0)
-    return made
 
 
 @pytest.mark.parametrize("stop", STOPPING_RULES)

@@ -75,13 +75,6 @@ def test_theorems_1_and_3_count_the_rejections_of_token_and_batch_verification(
     assert float(exact.sum()) == pytest.approx(counted, abs=1e-12)
 
 
-def test_theorem_3_goldens() -> None:
-    p, q = (constant_model(distribution, 4).__getitem__ for distribution in (P, Q))
-    for responses, golden in [(1, 1.2), (2, 1.09149216), (3, 1.0119608233), (None, 0.747)]:
-        exact = theory.expected_rejections(p, q, 4, responses)
-        assert float(exact.sum()) == pytest.approx(golden, abs=1e-7)
-
-
 @pytest.mark.parametrize("q", [Q, (0.0, 0.4, 0.6), (0.9, 0.1, 0.0), (1.0, 0.0, 0.0)])
 def test_limit_of_many_responses(q: Prefix) -> None:
     """It is reached from above, and is not zero: later positions still reject."""
@@ -91,14 +84,6 @@ def test_limit_of_many_responses(q: Prefix) -> None:
     assert float((limit - many).abs().max()) < 1e-9
     assert float((few - limit).sum()) >= -1e-12
     assert float(limit.sum()) > 0.1
-
-
-def test_limit_of_many_responses_where_a_token_is_never_drafted() -> None:
-    p, q = torch.tensor([0.5, 0.5]).double(), torch.tensor([0.0, 1.0]).double()
-    missed, distribution = theory.first_token_missed(p, q, None)
-    assert missed == 0.5
-    assert distribution.tolist() == [1.0, 0.0]
-    assert theory.first_token_missed(p, q, 50)[0] == 0.5
 
 
 def test_merging_contexts_of_a_markov_chain_changes_nothing() -> None:
