@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from eval.analysis.expectation import Traces, expected_counts
 from eval.analysis.prediction import scores
+from eval.analysis.traces import Traces
 from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping.logistic import fit_calibration
@@ -25,6 +25,7 @@ from eval.measuring.results import build_results
 from eval.runtime.transformers_models import cached_layers
 from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
+from recipes.papers.replay import expected_counts
 from specdata.config import read_config
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import load_model
