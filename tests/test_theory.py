@@ -86,6 +86,14 @@ def test_limit_of_many_responses(q: Prefix) -> None:
     assert float(limit.sum()) > 0.1
 
 
+def test_limit_of_many_responses_where_a_token_is_never_drafted() -> None:
+    p, q = torch.tensor([0.5, 0.5]).double(), torch.tensor([0.0, 1.0]).double()
+    missed, distribution = theory.first_token_missed(p, q, None)
+    assert missed == 0.5
+    assert distribution.tolist() == [1.0, 0.0]
+    assert theory.first_token_missed(p, q, 50)[0] == 0.5
+
+
 def test_merging_contexts_of_a_markov_chain_changes_nothing() -> None:
     rows = [[0.7, 0.3], [0.2, 0.8]], [[0.4, 0.6], [0.5, 0.5]]
     p, q = markov_model((0.5, 0.5), rows[0], 7), markov_model((0.8, 0.2), rows[1], 7)
