@@ -33,6 +33,7 @@ from tests.trainings import QUICK, changed, distilled
 ROOT = Path(__file__).parent.parent
 H, INNER, HEADS, KEPT = 16, 24, 2, 40
 TAPS = [1, 2, 3]
+AUX = "eagle_aux_hidden_state_layer_ids"
 LAYER = {
     "model_type": "llama",
     "hidden_size": H,
@@ -87,7 +88,7 @@ def published(
         made["embed_tokens.weight"] = torch.randn(vocabulary, H)
     folder.mkdir()
     save_file(made, folder / "model.safetensors")
-    taps = {"eagle_aux_hidden_state_layer_ids": TAPS}
+    taps = {AUX: TAPS}
     shared = {"draft_vocab_size": KEPT, **dict.fromkeys(flags, True), **changes}
     config: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, **shared}
     config |= {"vocab_size": vocabulary, "eagle_config": taps}
@@ -344,61 +345,22 @@ def test_gradients_of_the_norm_are_those_of_all_logits(target: Path, tmp_path: P
         torch.testing.assert_close(narrow, whole)
 
 
-def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
-    model = load_model(str(target))
-    vocabulary = model.config.vocab_size
-    whole = published(tmp_path / "whole", vocabulary, "eagle")
-
-    def changed(name: str, **changes: Tensor | None) -> Path:
-        folder = tmp_path / name
-        published(folder, vocabulary, "eagle")
-        tensors = {**load_file(folder / "model.safetensors"), **changes}
-        kept = {key: each for key, each in tensors.items() if each is not None}
-        save_file(kept, folder / "model.safetensors")
-        return folder
-
-    for folder, message in (
-        (changed("no-fc", **{"fc.weight": None}), "has no tensor fc"),
-        (changed("part", **{"midlayer.mlp.up_proj.weight": None}), "1 tensors .* are missing"),
-        (changed("more", **{"fc_norm.0.weight": torch.ones(H)}), "are not known .*norm flags"),
-        (changed("taps", **{"fc.weight": torch.ones(H, 2 * H)}), "have another shape"),
-        (changed("map", d2t=-whole["d2t"] - 1), "d2t .* must give ids below"),
-        (changed("no-map", d2t=None), "has no d2t: .* the 40 rows"),
-        (changed("short", d2t=whole["d2t"][1:]), "d2t .* a number for each of the 40 rows"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            read_eagle3(folder, model)
-    for taps, message in (([1, 2, 9], "from 0 .* to 4 .*got 9"), ([1, 3, 2], "in order")):
-        published(tmp_path / message[:4], vocabulary, "eagle")
-        config = json.loads((tmp_path / message[:4] / "config.json").read_text())
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": taps}
-        (tmp_path / message[:4] / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ConfigError, match=message):
-            read_eagle3(tmp_path / message[:4], model)
-    config = json.loads((tmp_path / "whole" / "config.json").read_text())
-    ids = "eagle_aux_hidden_state_layer_ids"
-    for said, message in (
-        ("{", r"config\.json is damaged"),
-        ("[]", "damaged .*must hold a JSON object"),
-    ):
-        (tmp_path / "whole" / "config.json").write_text(said)
-        with pytest.raises(ConfigError, match=f"(?s){message}"):
-            read_eagle3(tmp_path / "whole", model)
-    default = settings_of({}, model)
-    assert settings_of({**config, "eagle_config": {ids: None}}, model) == default, "not said"
-    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
-    weights = (tmp_path / "whole" / "model.safetensors").read_bytes()
-    (tmp_path / "whole" / "model.safetensors").write_bytes(weights[:-9])
-    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
-        read_eagle3(tmp_path / "whole", model)
-    (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "whole" / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"safetensors, .*convert a \.bin"):
-        read_eagle3(tmp_path / "whole", model)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("fc.weight", None, "has no tensor fc"),
+        ("fc.weight", torch.ones(H, 2 * H), "have another shape"),
+        ("midlayer.mlp.up_proj.weight", None, "1 tensors .* are missing"),
+        ("fc_norm.0.weight", torch.ones(H), "are not known .*norm flags"),
+        ("d2t", torch.full((KEPT,), -1), "d2t .* must give ids below"),
+        ("d2t", None, "has no d2t: .* the 40 rows"),
+        ("d2t", torch.zeros(KEPT - 1, dtype=int), "d2t .* a number for each of the 40 rows"),
+        ("eagle_config", {AUX: [1, 2, 9]}, "from 0 .* to 4 .*got 9"),
+        ("eagle_config", {AUX: [1, 3, 2]}, "in order"),
+        ("config.json", b"{", r"config\.json is damaged"),
+        ("config.json", b"[]", "(?s)damaged .*must hold a JSON object"),
+        ("model.safetensors", b"cut off", r"model\.safetensors is damaged"),
+        ("model.safetensors", None, r"safetensors, .*convert a \.bin"),
         ("hidden_size", None, "hidden_size: must be a valid integer .got None"),
         ("hidden_size", [16], "hidden_size: must be a valid integer"),
         ("intermediate_size", -3, "must be greater than 0 .got -3"),
@@ -413,8 +375,8 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
         ("rope_theta", 0, "must be greater than 0"),
         ("norm_output", "perhaps", "norm_output: must be a valid boolean"),
         ("eagle_config", None, "must be a section"),
-        ("eagle_config", {"eagle_aux_hidden_state_layer_ids": "abc"}, "must be a valid list"),
-        ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [-1]}, "or equal to 0"),
+        ("eagle_config", {AUX: "abc"}, "must be a valid list"),
+        ("eagle_config", {AUX: [-1]}, "or equal to 0"),
         ("transformer_layer_config", {}, "hidden_size: is missing"),
         ("transformer_layer_config", None, "must be a section"),
         ("d2t", torch.ones(KEPT), "d2t .* must have rows of integers, it is float32"),
@@ -422,18 +384,29 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
         ("norm.weight", torch.ones(H, dtype=torch.int8), "must have rows of floats, it is int8"),
     ],
 )
-def test_a_published_draft_says_sizes_flags_and_taps_or_is_refused(
+def test_a_folder_that_is_no_published_draft_is_refused_with_what_is_wrong(
     target: Path, tmp_path: Path, key: str, value: Any, message: str
 ) -> None:
-    model = load_model(str(target))
-    tensors = published(tmp_path / "ill", model.config.vocab_size, "eagle")
-    path = tmp_path / "ill" / "config.json"
-    if isinstance(value, Tensor):
-        save_file({**tensors, key: value}, tmp_path / "ill" / "model.safetensors")
+    model, folder = load_model(str(target)), tmp_path / "ill"
+    tensors = published(folder, model.config.vocab_size, "eagle")
+    path = folder / "config.json"
+    if isinstance(value, bytes):
+        (folder / key).write_bytes(value)
+    elif key == "model.safetensors":
+        (folder / key).rename(folder / "pytorch_model.bin")
+    elif isinstance(value, Tensor) or key in tensors:
+        changed_tensors = {**tensors, key: value}
+        kept = {name: each for name, each in changed_tensors.items() if each is not None}
+        save_file(kept, folder / "model.safetensors")
     else:
         path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     with pytest.raises(ConfigError, match=message):
-        read_eagle3(tmp_path / "ill", model)
+        read_eagle3(folder, model)
+
+
+def test_taps_that_are_not_said_are_the_default(target: Path) -> None:
+    model = load_model(str(target))
+    assert settings_of({**LAYER, "eagle_config": {AUX: None}}, model) == settings_of(LAYER, model)
 
 
 def test_a_draft_without_weights_is_not_released(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from heads.inputs import (
     under_way,
 )
 from heads.judge import TorchJudge, judge_of
+from specdata.cache import cache_argument
 from specdata.lm_head import hidden_states
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig
@@ -54,7 +54,9 @@ def drawn_tokens(draft: PreTrainedModel, count: int) -> list[Drawn]:
 
     def read(ids: list[int]) -> Tensor:
         state: Tensor = draft.base_model(
-            input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True
+            input_ids=torch.tensor([ids]),
+            use_cache=True,
+            **{cache_argument(draft.base_model): cache},
         )[0][0, -1]
         return state
 
@@ -248,48 +250,41 @@ def test_another_width_is_refused_with_both() -> None:
 
 # --- kept and loaded
 
-
-def test_a_saved_head_loads_with_equal_outputs_and_settings_by_any_class(tmp_path: Path) -> None:
-    sampling = {"temperature": 0.7, "top_k": 50, "top_p": 1.0}
-    head = make_head(draft="org/draft", sampling=sampling, probe=[0.5, -1.25], depth=1)
-    head.save_pretrained(tmp_path / "a")
-    assert json.loads((tmp_path / "a/config.json").read_text())["kind"] == "immediate"
-    for loader in (BaseHead, ImmediateHead, AcceptanceHead):
-        loaded = loader.from_pretrained(tmp_path / "a")
-        assert type(loaded) is ImmediateHead
-        assert not loaded.training
-        assert torch.equal(loaded.logits(batch(6)), head.logits(batch(6)))
-        for name in ("reads", "width", "depth", "draft", "sampling", "scales"):
-            assert getattr(loaded, name) == getattr(head, name)
-        assert [*loaded.probe] == [0.5, -1.25]
-    loaded.save_pretrained(tmp_path / "b")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_the_kind_in_the_configuration_decides(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    AcceptanceHead(hidden_size=HIDDEN, depth=1).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    written = json.loads(path.read_text())
-    assert written["kind"] == "specdec++"
-    for loader in (BaseHead, ImmediateHead):
-        assert type(loader.from_pretrained(tmp_path)) is AcceptanceHead
-    for kind in ("oracle", None, ["immediate"]):
-        path.write_text(json.dumps({**written, "kind": kind}))
-        with pytest.raises(ValueError, match=r"must be one of specdec\+\+, immediate"):
-            BaseHead.from_pretrained(tmp_path)
-
-
-# --- one token at a time
-
-
 READS = {
     "all": [*FEATURES],
     "default": [*DEFAULT_FEATURES],
     "numbers": ["log_q", "log_q_max", "margin", "entropy", "log_mass_above"],
     "vectors": ["hidden_before", "embedding"],
 }
+
+
+@pytest.mark.parametrize("kind", [AcceptanceHead, ImmediateHead])
+def test_a_saved_head_loads_offline_with_its_weights_and_settings_by_any_class(
+    kind: type[BaseHead], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = {"temperature": 0.7, "top_k": 50, "top_p": 1.0}
+    given: dict[str, Any] = {"hidden_size": HIDDEN, "depth": 2, "draft": "org/draft"}
+    given |= {"sampling": sampling, "probe": [0.5, -1.25]}
+    given |= {"rejection_weight": 3.0} if kind is AcceptanceHead else {"reads": [*READS["vectors"]]}
+    head = kind(**given) if kind is AcceptanceHead else make_head(**given)
+    head.save_pretrained(tmp_path / "a")
+    for loader in (BaseHead, ImmediateHead, AcceptanceHead):
+        loaded = loader.from_pretrained(tmp_path / "a")
+        assert type(loaded) is kind
+        assert not loaded.training
+        weights = loaded.state_dict()
+        assert all(weights[name].equal(value) for name, value in head.state_dict().items())
+        assert [*loaded.probe] == given.pop("probe", [0.5, -1.25])
+        assert all(getattr(loaded, name) == getattr(head, name) for name in given)
+    loaded.save_pretrained(tmp_path / "b")
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert {"modeling_heads.py", "custom_generate", "vllm_proposer.py"} < names
+    for name in names - {"custom_generate"}:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert capsys.readouterr() == ("", "")
+
+
+# --- one token at a time
 
 
 @pytest.mark.parametrize(

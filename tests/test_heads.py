@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from heads import AcceptanceHead
 from heads.inputs import DraftedTokens
@@ -23,7 +25,7 @@ from heads.loss import (
     soft_auroc,
     weighted_bce,
 )
-from heads.rows import LabelRow, labels_of, micro_batches, mixed_row
+from heads.rows import LabelRow, drawn_row, labels_of, micro_batches, mixed_row
 from specdata.texts import text_length
 
 HIDDEN = 8
@@ -78,32 +80,6 @@ def test_probability_undoes_the_bias_of_the_weighted_loss() -> None:
         assert float(head.probability(drafted).detach()) == pytest.approx(accept, abs=1e-6)
 
 
-def test_a_saved_head_loads_offline_with_equal_outputs_and_all_its_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sampling = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-    head = make_head(depth=2, rejection_weight=3.0, draft="org/draft", sampling=sampling)
-    head.save_pretrained(tmp_path)
-    loaded = AcceptanceHead.from_pretrained(tmp_path)
-    hidden = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(loaded(hidden), head(hidden))
-    assert (loaded.hidden_size, loaded.depth, loaded.rejection_weight) == (HIDDEN, 2, 3.0)
-    assert (loaded.draft, loaded.sampling) == ("org/draft", sampling)
-    assert not loaded.training
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "README.md",
-        "config.json",
-        "custom_generate",
-        "model.safetensors",
-        "modeling_heads.py",
-        "vllm_proposer.py",
-    }
-    assert capsys.readouterr() == ("", "")
-    loaded.save_pretrained(tmp_path / "again")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-
-
 def test_impossible_settings_and_another_hidden_size_are_refused() -> None:
     for wrong in ({"hidden_size": 0}, {"depth": -1}, {"rejection_weight": 0.0}):
         with pytest.raises(ValueError, match=r"needs hidden_size|must be positive"):
@@ -112,36 +88,39 @@ def test_impossible_settings_and_another_hidden_size_are_refused() -> None:
         make_head(draft="org/d")(torch.zeros(1, HIDDEN + 1))
 
 
-def test_loading_what_is_no_head_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no acceptance head at"):
-        AcceptanceHead.from_pretrained(tmp_path / "missing")
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        AcceptanceHead.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "model_type": "llama"}))
-    with pytest.raises(ValueError, match="is not an acceptance head"):
-        AcceptanceHead.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"kind": "specdec++", "hidden_size": 8, "depth": 1})
-    )
-    with pytest.raises(ValueError, match="no acceptance head at"):
-        AcceptanceHead.from_pretrained(tmp_path)  # the weights are missing
-    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="do not fit"):
-        AcceptanceHead.from_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(ValueError, match="do not fit"):
-        AcceptanceHead.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "null", '{"kind": "specdec++", "hidden_size": "x", "depth": 1}']
+    ("config", "weights", "message"),
+    [
+        (None, None, r"no config\.json"),
+        ({"hidden_size": 8, "model_type": "llama"}, None, "is not an acceptance head"),
+        ({}, None, "no acceptance head at"),
+        ({}, save({"lm_head.weight": torch.zeros(2)}), "do not fit"),
+        ({}, b"cut off", "do not fit"),
+        ({"kind": "oracle"}, None, r"must be one of specdec\+\+, immediate"),
+        ({"kind": None}, None, r"must be one of specdec\+\+, immediate"),
+        ({"kind": ["immediate"]}, None, r"must be one of specdec\+\+, immediate"),
+        ({"hidden_size": "x"}, None, r"config\.json"),
+        ("{", None, r"config\.json"),
+        ("[]", None, r"config\.json"),
+        ("null", None, r"config\.json"),
+    ],
 )
-def test_a_damaged_configuration_of_a_head_is_named(text: str, tmp_path: Path) -> None:
-    make_head().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json") as refused:
+def test_loading_what_is_no_head_says_so(
+    config: Any, weights: bytes | None, message: str, tmp_path: Path
+) -> None:
+    if isinstance(config, dict) and "model_type" not in config:
+        config = {"kind": "specdec++", "hidden_size": 8, "depth": 1} | config
+    if config is not None:
+        (tmp_path / "config.json").write_text(
+            config if isinstance(config, str) else json.dumps(config)
+        )
+    if weights is not None:
+        (tmp_path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match=message) as refused:
         AcceptanceHead.from_pretrained(tmp_path)
     assert str(tmp_path) in str(refused.value)
+    with pytest.raises(ValueError, match="no acceptance head at"):
+        AcceptanceHead.from_pretrained(tmp_path / "missing")
 
 
 # --- fingerprint of the draft
@@ -183,19 +162,32 @@ def test_mixing_depends_on_key_and_example_only() -> None:
     assert text_length(cut.text) == 50 + 1  # and a last one that nobody reads
 
 
+TWO = {
+    **{"completion_ids": [1, 2], "draft_ids": [1, 2], "accept_prob": [0.5, 0.5]},
+    **{"more_draft_ids": [1, 2, 3, 4], "more_accept_prob": [0.5] * 4},
+}
+MIXED, DRAWN = {"rate": 0.1, "key": ()}, {"draws": (0,)}
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("read", "how", "change", "message"),
     [
-        ({"draft_ids": [1]}, "must be equally long, got 400, 1 and 400"),
-        ({"accept_prob": [1.5] * 400}, r"must lie in \[0, 1\]"),
-        ({"accept_prob": [math.nan] * 400}, r"must lie in \[0, 1\]"),
+        (mixed_row, MIXED, {"draft_ids": [1]}, "must be equally long, got 2, 1 and 2"),
+        (mixed_row, MIXED, {"accept_prob": [1.5] * 2}, r"must lie in \[0, 1\]"),
+        (mixed_row, MIXED, {"accept_prob": [math.nan] * 2}, r"must lie in \[0, 1\]"),
+        (drawn_row, DRAWN, {"prompt_ids": []}, "prompt_ids must hold a token"),
+        (drawn_row, DRAWN, {"more_draft_ids": [1] * 5}, r"for 2 draft_ids.*got 5 and 4"),
+        (
+            *(drawn_row, DRAWN),
+            *({"more_draft_ids": [1] * 3, "more_accept_prob": [0.5] * 3}, "got 3 and 3"),
+        ),
     ],
 )
 def test_a_row_whose_columns_do_not_fit_is_refused(
-    change: dict[str, list[float]], message: str
+    read: Callable[..., object], how: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        mixed_row(LabelRow(**{**make_row(), **change}), rate=0.1, max_length=9, key=())  # type: ignore[typeddict-item]
+        read({**make_row(), **TWO, **change}, max_length=9, **how)
 
 
 @settings(deadline=None, max_examples=60)

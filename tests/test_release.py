@@ -303,43 +303,45 @@ def test_engines_that_want_equal_output_sizes_are_left_out_for_others(tmp_path: 
     assert "padding" in card.text
 
 
-def test_the_head_card_loads_and_decodes(pair: Pair, head: Path) -> None:
-    _, code = code_blocks(ModelCard.load(head / "README.md"), "python")
-    tree = ast.parse(code)
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    (made,) = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "DecodeConfig"]
-    config = DecodeConfig(**{k.arg: ast.literal_eval(k.value) for k in made.keywords})  # type: ignore[misc]
-    assert config.stop == head_run(pair.results).method.stop
-    decoder = SpeculativeDecoder.from_config(
-        AutoModelForCausalLM.from_pretrained(pair.target).eval(),
-        AutoModelForCausalLM.from_pretrained(pair.draft).eval(),
-        config,
-        AcceptanceHead.from_pretrained(head),
-    )
-    out = decoder.generate(
-        torch.tensor([5, 6, 7]), max_new_tokens=4, generator=torch.Generator().manual_seed(0)
-    )
-    assert 1 <= len(out.tokens) <= 4
-
-
-def test_a_head_that_the_cost_rule_alone_asks_is_published_without_a_threshold(
-    pair: Pair, tmp_path: Path
+@pytest.mark.parametrize("stop", ["head", "cost"])
+def test_the_example_of_a_heads_card_decodes_by_its_own_rule_as_where_it_was_measured(
+    pair: Pair, tmp_path: Path, stop: str
 ) -> None:
+    """A head that the cost rule alone asks is published without a threshold."""
     runs = [
-        run.model_copy(update={"method": run.method.replace(stop="cost")}) if run.head else run
+        run.model_copy(update={"method": run.method.replace(stop=stop)}) if run.head else run
         for run in pair.results.runs
     ]
     results = pair.results.model_copy(update={"runs": runs})
     card = ModelCard.load(release_head(pair.head, tmp_path / "out", results) / "README.md")
-    (code,) = code_blocks(card, "python")
-    shown: dict[str, Any] = {}
+    code = code_blocks(card, "python")[-1]
     names = {loadable(str(path)): str(path) for path in (pair.target, pair.draft)}
     for name, path in (names | {loadable("out"): str(tmp_path / "out")}).items():
         code = code.replace(json.dumps(name), json.dumps(path))
+    shown: dict[str, Any] = {}
     exec(code, shown)
     assert shown["config"].stop == head_run(results).method.stop
-    assert "threshold" not in code
-    assert len(shown["out"].tokens)
+    assert ("threshold" in code) == (stop == "head")
+    rounds = shown["out"].rounds
+    if stop == "cost":  # whose lengths follow the clock
+        assert 0 < max(each.drafted for each in rounds) <= shown["config"].stop.limit
+        assert len(shown["out"].tokens) == sum(each.emitted for each in rounds)
+        return
+    models = (AutoModelForCausalLM.from_pretrained(each) for each in (pair.target, pair.draft))
+    head = AcceptanceHead.from_pretrained(pair.head)
+    decoder = SpeculativeDecoder.from_config(*models, shown["config"], head)
+    same_rounds(shown, decoder)
+
+
+def same_rounds(shown: dict[str, Any], decoder: SpeculativeDecoder) -> None:
+    """What an example of a card decoded is what a decoder does of the same prompt and seed."""
+    prompt, generator = shown["inputs"]["input_ids"][0], torch.Generator().manual_seed(0)
+    expected = decoder.generate(prompt, max_new_tokens=128, generator=generator)
+    assert torch.equal(shown["out"].tokens, expected.tokens)
+    found, wanted = (
+        [(each.drafted, each.accepted) for each in out.rounds] for out in (shown["out"], expected)
+    )
+    assert found == wanted
 
 
 def test_the_head_card_says_whether_it_pays_and_how_well_it_predicts(
@@ -507,17 +509,7 @@ def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_m
             exec(code.replace(json.dumps(loadable(target)), json.dumps(target)), shown)
             asked = shown["config"], shown.get("head")
             decoder = SpeculativeDecoder.from_config(shown["target"], load_model(str(made)), *asked)
-            expected = decoder.generate(
-                shown["inputs"]["input_ids"][0],
-                max_new_tokens=128,
-                generator=torch.Generator().manual_seed(0),
-            )
-            assert torch.equal(shown["out"].tokens, expected.tokens)
-            accepted, same = (
-                [(each.drafted, each.accepted) for each in out.rounds]
-                for out in (shown["out"], expected)
-            )
-            assert accepted == same
+            same_rounds(shown, decoder)
     for card in cards:
         assert str(tmp_path) not in card
     assert ("export" in cards[0]) == (layout is not None)
@@ -577,34 +569,27 @@ def test_a_card_leaves_out_methods_that_drafted_with_other_models_too(
     assert len(read_results(out / "results.json").runs) == len(pair.results.runs)
 
 
-def test_results_of_another_draft_are_refused(pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="they measure"):
-        release_draft(pair.target, tmp_path / "out", pair.results)
-    with pytest.raises(ManifestError, match="they measure"):
-        release_head(pair.draft, tmp_path / "out", pair.results)
-
-
-def test_figures_that_were_changed_by_hand_are_refused(pair: Pair, tmp_path: Path) -> None:
-    first, *rest = pair.results.runs
-    better = first.model_copy(update={"tokens_per_second": 1e6})
-    forged = pair.results.model_copy(update={"runs": [better, *rest]})
-    with pytest.raises(ManifestError, match="tokens_per_second"):
-        release_draft(pair.draft, tmp_path / "out", forged)
-
-
-def test_a_draft_needs_a_measured_length(pair: Pair, tmp_path: Path) -> None:
-    runs = [r for r in pair.results.runs if not r.method.fixed_length]
-    without = pair.results.model_copy(update={"runs": runs})
-    with pytest.raises(ManifestError, match="fixed length"):
-        release_draft(pair.draft, tmp_path / "out", without)
-
-
-def test_another_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
+def test_a_release_that_its_results_do_not_carry_is_refused(pair: Pair, tmp_path: Path) -> None:
     other = train_tokenizer(["zyxw vuts rqpo nmlk zyxw"] * 4, 264)
     save_llama(tmp_path / "other", other, seed=2)
-    runs = [r.model_copy(update={"target": str(tmp_path / "other")}) for r in pair.results.runs]
-    with pytest.raises(VocabularyMismatchError):
-        release_draft(pair.draft, tmp_path / "out", pair.results.model_copy(update={"runs": runs}))
+
+    def with_runs(runs: list[Any]) -> Results:
+        return pair.results.model_copy(update={"runs": runs})
+
+    first, *rest = pair.results.runs
+    forged = first.model_copy(update={"tokens_per_second": 1e6})
+    named = [r.model_copy(update={"target": str(tmp_path / "other")}) for r in pair.results.runs]
+    free = [r for r in pair.results.runs if not r.method.fixed_length]
+    for publish, folder, runs, error, message in (
+        (release_draft, pair.target, [first, *rest], ManifestError, "they measure"),
+        (release_head, pair.draft, [first, *rest], ManifestError, "they measure"),
+        (release_draft, pair.draft, [forged, *rest], ManifestError, "tokens_per_second"),
+        (release_draft, pair.draft, free, ManifestError, "fixed length"),
+        (release_draft, pair.draft, named, VocabularyMismatchError, "tokenizer|vocabular"),
+    ):
+        with pytest.raises(error, match=message):
+            publish(folder, tmp_path / "out", with_runs(runs))
+        assert not (tmp_path / "out").exists()
 
 
 def test_names_are_escaped_in_markdown() -> None:

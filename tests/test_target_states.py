@@ -1,7 +1,13 @@
-"""The target's states that rollouts keep are those of its forward, and stand in for it."""
+"""What rollouts keep of the target stands in for it: labels, training, measurements are the same.
+
+Its last states, its top logits, and states inside it, for drafts that read them.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +17,14 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.batches import Numbered, collate, fitted
-from distill.config import DistilConfig
 from distill.initial import align_output, cut
 from distill.states import fit_inputs, silence
-from distill.teacher import Part, Teacher
-from distill.trainer import draft_trainer
 from distill.watch import HeldOut
+from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.labels.labeller import Labeller
 from specdata.lm_head import find_lm_head, hidden_states
+from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
@@ -29,14 +34,18 @@ from specdata.rollouts.make import make_rollouts
 from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
+from specdata.storage.schema import LOGITS
 from specdata.taps import install
 from specdata.target_states import COLUMN, TAPPED, reading_stored, stored_states, to_bytes
-from specdata.texts import ModelSource
+from specdata.texts import ModelSource, TopLogitSource
+from specdata.top_logits import TopLogits
 from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama
+from tests.trainings import QUICK, batch_gradients, changed, trainer_of
 
+V, N = 23, 12
 SAMPLING = SamplingConfig(0.8, 0, 0.9)
-TARGET, DRAFT = tiny_llama(0, vocab=23).float(), tiny_llama(1, vocab=23).float()
+TARGET, DRAFT = tiny_llama(0, vocab=V).float(), tiny_llama(1, vocab=V).float()
 TARGET.generation_config.eos_token_id = [5, 12, 17, 21]
 CONFIG = RolloutConfig(
     sets=[PromptSet(name="instruct", split="dev", count=1)], max_new_tokens=9, store_states=True
@@ -115,51 +124,78 @@ def test_keeping_states_changes_no_token() -> None:
     ]
 
 
-def labels(rows: datasets.Dataset) -> list[dict[str, Any]]:
-    label = Labeller(ModelSource(P, SAMPLING), find_lm_head(DRAFT), SAMPLING, 0, 64)
-    return [dict(row) for row in label(rows.to_list())]  # type: ignore[arg-type]
-
-
 P = find_lm_head(TARGET)
+PLAIN = SamplingConfig()
+SAMPLERS = {
+    "plain": PLAIN,
+    "warmer": SamplingConfig(0.8),
+    "truncated": SamplingConfig(0.6, 5, 0.8),
+    "top-k": SamplingConfig(top_k=N),
+    "nucleus": SamplingConfig(top_p=0.3),
+    "greedy": SamplingConfig(0.0),
+}
 
 
-def test_labels_of_stored_states_are_those_of_a_forward_and_need_none(
-    rollouts: datasets.Dataset, request: pytest.FixtureRequest
+def said(
+    draft: PreTrainedModel,
+    rows: datasets.Dataset,
+    folder: Path,
+    sampling: SamplingConfig,
+    warps: Sequence[str],
+    top: TopLogits | None = None,
+    begin: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Labels of three draws, figures of a measurement, a training step's loss and gradients."""
+    source = TopLogitSource(top.distributions(sampling)) if top else ModelSource(P, sampling)
+    label = Labeller(source, find_lm_head(draft), sampling, 0, 64, draws=3)
+    held_out = HeldOut(top.distributions(sampling) if top else TARGET, rows, sampling, watched=5)
+    trainers = []
+    for warp in warps:
+        compared = sampling if warp == "sampler" else PLAIN
+        teacher = top.distributions(compared) if top else TARGET
+        config = changed(QUICK, epochs=1, batch_size=4, warp=warp, objective="lk_hybrid")
+        trainers.append(trainer_of(teacher, draft, rows, folder, config, sampling))
+    begin()
+    found: list[dict[str, Any]] = [{**row} for row in label(rows.to_list())]  # type: ignore[arg-type]
+    for only in (True, False):
+        figures = held_out.measure(draft, watched_only=only).overall
+        found.append({"acceptance": figures.acceptance, "kl": figures.kl} | figures.expected_tokens)
+    for loss, gradients in map(batch_gradients, trainers):
+        assert float(loss) > 1e-3
+        found += [{"loss": float(loss)}, *({"gradient": x.flatten().tolist()} for x in gradients)]
+    return found
+
+
+@pytest.mark.parametrize("kept", [None, range(3, 20, 2)], ids=["whole", "reduced"])
+@pytest.mark.parametrize("which", SAMPLERS)
+@pytest.mark.parametrize("source", ["states", "top logits", "all logits"])
+def test_labels_measurements_and_training_are_those_of_the_target_run_here(
+    source: str,
+    which: str,
+    kept: range | None,
+    rollouts: datasets.Dataset,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    expected = labels(rollouts.remove_columns(COLUMN))
-    request.getfixturevalue("unread")
-    for ours, theirs in zip(labels(rollouts), expected, strict=True):
-        assert ours["draft_ids"] == theirs["draft_ids"]
-        assert ours["accept_prob"] == pytest.approx(theirs["accept_prob"], abs=1e-4)
-        assert ours["overlap"] == pytest.approx(theirs["overlap"], abs=1e-4)
-
-
-@pytest.mark.parametrize("part", [None, Part(torch.arange(3, 20, 2), 0.8)])
-def test_a_teacher_says_the_same_of_stored_states_and_reads_nothing(
-    rollouts: datasets.Dataset, part: Part | None, request: pytest.FixtureRequest
-) -> None:
-    numbered = Numbered(rollouts)
-    assert COLUMN not in numbered[0]
-    batches = [collate(0)([numbered[n] for n in group]) for group in ((0, 3, 1), (2, 7), (3, 0))]
-    live = Teacher(TARGET, part=part)
-    expected = [live.states(batch) for batch in batches]
-    teacher = Teacher(TARGET, rollouts, part)
-    request.getfixturevalue("unread")
-    for batch, wanted in zip(batches, expected, strict=True):
-        torch.testing.assert_close(teacher.states(batch), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_draft_is_measured_on_stored_states_as_on_a_forwards(
-    rollouts: datasets.Dataset, request: pytest.FixtureRequest
-) -> None:
-    bare = HeldOut(TARGET, rollouts.remove_columns(COLUMN), SAMPLING, watched=5)
-    held_out = HeldOut(TARGET, rollouts, SAMPLING, watched=5)
-    expected = [bare.measure(DRAFT, watched_only=only) for only in (True, False)]
-    request.getfixturevalue("unread")
-    for only, wanted in zip((True, False), expected, strict=True):
-        found = held_out.measure(DRAFT, watched_only=only)
-        assert found.overall.acceptance == pytest.approx(wanted.overall.acceptance, abs=1e-5)
-        assert found.overall.expected_tokens == pytest.approx(wanted.overall.expected_tokens)
+    """Whatever tells p: a draft with a reduced vocabulary is told a part of it where it can be."""
+    if source == "top logits" and which in ("plain", "warmer"):
+        pytest.skip("twelve logits do not decide these")
+    draft, sampling = copy.deepcopy(DRAFT), SAMPLERS[which]
+    if kept is not None:
+        reduce_vocabulary(draft, kept)
+    warps = ["sampler"] if source == "top logits" else ["sampler", "raw"]
+    bare, top = rollouts.remove_columns(COLUMN), None
+    expected = said(draft, bare, tmp_path, sampling, warps)
+    if source != "states":
+        top = TopLogits(N if source == "top logits" else V, V)
+        rollouts = datasets.Dataset.from_list(ModelLogits(P, top.count)(bare.to_list()))
+    begin = partial(request.getfixturevalue, "unread")  # what is made above may probe the target
+    found = said(draft, rollouts, tmp_path, sampling, warps, top, begin)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() | ours.keys() & {COLUMN, *LOGITS.names}
+        for name, value in theirs.items():
+            close = value if isinstance(value, str) else pytest.approx(value, rel=1e-4, abs=1e-4)
+            assert ours[name] == close, name
 
 
 def test_an_output_matrix_is_aligned_with_stored_states(rollouts: datasets.Dataset) -> None:
@@ -232,8 +268,8 @@ def figures(draft: PreTrainedModel, rows: datasets.Dataset) -> list[float]:
     measured = HeldOut(TARGET, rows, SAMPLING).measure(draft).overall.acceptance
     label = Labeller(ModelSource(P, SAMPLING), find_lm_head(draft), SAMPLING, 0, 64)
     labelled = [x for row in label(rows.to_list()) for x in row["overlap"]]
-    config = DistilConfig(epochs=1, batch_size=4, report_to=[])
-    trainer = draft_trainer(TARGET, draft, rows, Path("unused"), config, SAMPLING, 0)
+    config = changed(QUICK, epochs=1, batch_size=4)
+    trainer = trainer_of(TARGET, draft, rows, Path("unused"), config, SAMPLING)
     batch = collate(0)([Numbered(rows)[index] for index in range(4)])
     loss = trainer.compute_loss(draft, batch).detach()
     return [measured, sum(labelled) / len(labelled), float(loss)]

@@ -25,16 +25,10 @@ from specdata.probability import SamplingConfig
 from specdata.top_logits import TopLogits
 from tests.random_pair import texts_of
 from tests.test_losses import gradient, random_logits
-from tests.trainings import PLAIN, QUICK, batch_gradients, changed, distilled, trainer_of
+from tests.trainings import PLAIN, QUICK, changed, distilled, trainer_of
 
 NAMES = sorted(LOSSES)
 ALL = 400  # the pair's vocabulary
-SAMPLERS = {
-    "plain": PLAIN,
-    "top-k": SamplingConfig(temperature=0.7, top_k=5),
-    "top-p": SamplingConfig(top_p=0.1),
-    "greedy": SamplingConfig(temperature=0.0),
-}
 
 
 def columns_of(logits: Tensor, count: int) -> dict[str, Tensor]:
@@ -122,46 +116,7 @@ def models(pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     return load_model(str(pair / "target")), load_model(str(pair / "draft"))
 
 
-@pytest.mark.parametrize("warp", ["sampler", "raw"])
-@pytest.mark.parametrize("which", SAMPLERS)
-def test_the_trainers_loss_from_top_logits_is_the_targets_wherever_p_is_known(
-    pair: Path, tmp_path: Path, which: str, warp: str
-) -> None:
-    target, student = load_model(str(pair / "target")), load_model(str(pair / "draft"))
-    sampling, rows = SAMPLERS[which], texts_of(pair, 5, seed=3)
-    compared = sampling if warp == "sampler" else PLAIN
-    # Truncated ones need few logits, the others all.
-    count = 60 if warp == "sampler" and which != "plain" else ALL
-    kept = kept_of(target, rows, count)
-    known = TopLogits(count, ALL).distributions(compared, bound=True)
-    assert known.is_exact
-    for objective in ("forward_kl", "lk_hybrid"):
-        config = changed(QUICK, epochs=1, batch_size=5, warp=warp, objective=objective)
-        (expected, of_target), (found, gradients) = (
-            batch_gradients(trainer_of(teacher, student, each, tmp_path, config, sampling))
-            for teacher, each in ((target, rows), (known, kept))
-        )
-        assert float(expected.abs()) > 1e-3
-        for ours, theirs in zip([found, *gradients], [expected, *of_target], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 # --- measurements
-
-
-def test_measured_from_all_logits_the_figures_are_the_targets(
-    models: tuple[PreTrainedModel, PreTrainedModel], pair: Path
-) -> None:
-    target, draft = models
-    rows = texts_of(pair, 6, seed=2)
-    for sampling in SAMPLERS.values():
-        kept = kept_of(target, rows, ALL if sampling == PLAIN else 60)
-        known = TopLogits(ALL if sampling == PLAIN else 60, ALL).distributions(sampling)
-        found = HeldOut(known, kept, sampling).measure(draft).overall
-        expected = HeldOut(target, rows, sampling).measure(draft).overall
-        assert found.acceptance == pytest.approx(expected.acceptance, abs=1e-5)
-        assert found.kl == pytest.approx(expected.kl, abs=1e-4)
-        assert found.expected_tokens == pytest.approx(expected.expected_tokens, abs=1e-4)
 
 
 def test_measured_with_one_bucket_acceptance_and_kl_are_bounds_and_expected_tokens_exact(
