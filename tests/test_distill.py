@@ -163,7 +163,8 @@ def test_a_killed_distillation_goes_on_in_another_number_of_processes(
     result = json.loads((out / "result.json").read_text())
     assert result["steps"] == alone.steps
     assert result["acceptance_after"] == pytest.approx(alone.acceptance_after, abs=1e-5)
-    assert_trained_alike(out, tmp_path / "alone", pair / "draft")
+    most = config.learning_rate / 50
+    assert_trained_alike(out, tmp_path / "alone", pair / "draft", most=most)
 
 
 # --- divergence
