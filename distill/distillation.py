@@ -113,11 +113,6 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         teacher_load: how the frozen target is loaded: in the precision that it is served in.
         top_logits: what `train` and `dev` keep of the target's logits (columns of `TOP_LOGITS`), if
             the draft learns from them; then the weights of the target are not read.
-
-    Raises:
-        TrainingDivergedError: if a loss, gradient or weight is not finite.
-        VocabularyMismatchError: if the models do not share a vocabulary.
-        ValueError: if a data set is empty, or without a completion.
     """
     for name, rollouts in (("train", train), ("dev", dev)):
         if len(rollouts) == 0:

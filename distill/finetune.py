@@ -262,10 +262,6 @@ def finetune(
         What was done, as JSON values: `PackedRows.account`, `steps`, and the mean loss
         (nats a token of the assistant's) over the first and over the last logged steps,
         `loss_first` and `loss_last`.
-
-    Raises:
-        TrainingDivergedError: if a loss, gradient or weight is not finite.
-        VocabularyMismatchError: if the models do not share a vocabulary.
     """
     folder = ModelFolder(out)
     if stored := folder.result():

@@ -102,9 +102,6 @@ class ModelFolder:
     """The folder of a model that is made once: it appears when it is complete.
 
     It is of one training: the stage's run.json says of which, and refuses another.
-
-    Attributes:
-        path: where.
     """
 
     path: Path

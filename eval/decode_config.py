@@ -405,10 +405,6 @@ class DecodeConfig(Method):
     Fields are keyword arguments, those of the stopping rule too:
     `DecodeConfig(verifier="block", stop="confidence", threshold=0.2)`, or the rule as a value:
     `DecodeConfig(verifier="block", stop=Confidence(threshold=0.2))`.
-
-    Raises:
-        ConfigError: for unknown names, for values out of range and for combinations that cannot
-            work.
     """
 
     strict_parameters: ClassVar[bool] = False

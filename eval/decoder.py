@@ -44,11 +44,9 @@ class SpeculativeDecoder:
     """Decodes with a target, an optional drafter and a verifier. Not for concurrent use.
 
     Args:
-        target: the target.
         sampling: the target distribution: how the target's logits become distributions.
         make_drafter: makes the drafter of a slot of a batch (0 for a single sequence); None is
             plain decoding.
-        verifier: the acceptance rule.
         end_tokens: token ids that end a sequence.
         drafts: the models behind the drafters.
         tree_attention: score branching drafts in one forward of one row; if not, as a batch of
@@ -204,13 +202,6 @@ class SpeculativeDecoder:
             generators: one for each prompt, used for no other.
             size: sequences decoded at the same time.
             report: called with 1 when a prompt is done.
-
-        Returns:
-            A generation for each prompt, in their order.
-
-        Raises:
-            ValueError: as `generate`, or if there is not one generator for each prompt.
-            ConfigError: as `generate`.
         """
         if len(generators) != len(prompts) or len({*map(id, generators)}) < len(generators):
             raise ValueError(

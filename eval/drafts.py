@@ -116,10 +116,6 @@ class DraftTree:
 
         On paths these are the children with the accepted token; elsewhere it is the child itself
         (siblings with the same token keep their own subtrees, as in MCSD and SpecTr).
-
-        Args:
-            children: nodes that compete for one position.
-            chosen: index in `children` of the accepted one.
         """
         if self.shape != "paths":
             return [children[chosen]]
@@ -191,9 +187,6 @@ class DraftTree:
             tokens: (L,).
             q: (L, V) the distribution that each token was drawn from.
             tail: (V,) the distribution after the last token, if known.
-
-        Raises:
-            ValueError: if shapes, ids or distributions are not as described.
         """
         _require(tokens.ndim == 1 and q.ndim == 2, "a chain needs tokens (L,) and q (L, V)", q)
         length = tokens.shape[0]
@@ -208,9 +201,6 @@ class DraftTree:
         Args:
             tokens: (K, L).
             q: (K, L, V) the distribution that each token was drawn from; it may differ by path.
-
-        Raises:
-            ValueError: if shapes, ids or distributions are not as described.
         """
         _require(tokens.ndim == 2 and q.ndim == 3, "paths need tokens (K, L) and q (K, L, V)", q)
         count, length = tokens.shape
@@ -233,9 +223,6 @@ class DraftTree:
             q: (V,) the distribution that all were drawn from, or (K, V) one for each if
                 how="iid".
             how: how they were drawn.
-
-        Raises:
-            ValueError: if shapes, ids or distributions are not as described.
         """
         _require(tokens.ndim == 1 and q.ndim in (1, 2), "siblings need tokens (K,), q (V,)", q)
         count = tokens.shape[0]
@@ -258,9 +245,6 @@ class DraftTree:
             tokens: (N,), N the sum of the cumulative products of `widths`.
             q: (nodes with children, V), row i the draft's distribution after node i.
             how: how siblings were drawn.
-
-        Raises:
-            ValueError: if shapes, ids or distributions are not as described.
         """
         _require(len(widths) > 0 and min(widths) > 0, f"widths must be positive: {widths}", q)
         level, parents, next_node = [0], [], 1
@@ -333,12 +317,7 @@ class DraftTree:
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """Nodes from the root's child down to a node; empty for node 0.
-
-    Args:
-        parents: the node that each of nodes 1, 2, ... follows.
-        node: the last node of the path.
-    """
+    """Nodes from the root's child down to a node; empty for node 0."""
     path = []
     while node:
         path.append(node)

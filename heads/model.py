@@ -194,9 +194,6 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
         rejection_weight: weight w of rejections in the training loss. It biases the raw output to
             a/(a + w(1 - a)); `probability` undoes that. 1 means no bias.
         draft: as `BaseHead`, and so are sampling and probe.
-
-    Raises:
-        ValueError: if a size is out of range.
     """
 
     kind: ClassVar[str] = "specdec++"
@@ -258,9 +255,6 @@ class ImmediateHead(BaseHead):
         scales: number feature -> (mean, standard deviation) by which it is standardised; vector ->
             (0, root mean square of its values); (0, 1) for those that are missing.
         draft: as `BaseHead`, and so are sampling and probe.
-
-    Raises:
-        ValueError: if a size is out of range, or a name is unknown.
     """
 
     kind: ClassVar[str] = "immediate"

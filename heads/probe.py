@@ -31,9 +31,6 @@ def probe_of(draft: PreTrainedModel) -> list[float]:
     """The record in a head of its draft: values of its last hidden states after fixed tokens.
 
     One forward, in evaluation mode.
-
-    Args:
-        draft: the draft.
     """
     ids = probe_ids(draft)
     # A mask, because transformers warns of padding if an id happens to be that of padding.
@@ -44,10 +41,6 @@ def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
     """Refuse a head that was not trained for a draft.
 
     A head without a probe is judged by its width and its kind alone.
-
-    Args:
-        draft: the draft, in any precision and on any device.
-        head: the head.
     """
     if head.lag and not reads_states(draft.config) and depths_of(draft) > 1:
         raise ConfigError(
@@ -82,10 +75,7 @@ def warn_of_other_sampling(head: BaseHead, sampling: SamplingConfig) -> None:
     """Warn if a head is used under another sampler than the one its labels were made with.
 
     Its probabilities are then of other distributions. Decoding stays lossless, so it is no error.
-
-    Args:
-        head: the head; nothing is known of one that records no sampler.
-        sampling: the sampler that it is used with.
+    Nothing is known of one that records none.
     """
     if head.sampling is None or head.sampling_config == sampling:
         return

@@ -104,17 +104,6 @@ def train_head(
         config: settings.
         seed: of initial weights, order and mixing. How dev rows are read never changes.
         sampling: the distribution under which the labels were made; recorded with the head.
-
-    Returns:
-        What was measured.
-
-    Raises:
-        ValueError: if rows or draft cannot be used.
-        ManifestError: if its checkpoints are damaged.
-        TrainingDivergedError: on every process, if a loss, weight or metric is not finite, or the
-            trained head predicts worse than the untrained one and than chance.
-        Interrupted: on every process, if one was asked to stop, after a checkpoint.
-        RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
     longest, is_ours = positions(draft.config), config.kind == "immediate"
     train_rows = LabelRows.read("train", train, longest, with_draws=is_ours)

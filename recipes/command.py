@@ -55,11 +55,7 @@ def launch_command(
 ) -> list[str]:
     """The command line that starts a recipe under a launch profile, from any folder.
 
-    Args:
-        profile: a name in `PROFILES`.
-        options: of `accelerate launch`; they win over the profile.
-        recipe: a name in `RECIPES`.
-        arguments: of the recipe.
+    `options` are of `accelerate launch` and win over the profile.
     """
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(LAUNCH / f"{profile}.yaml")]

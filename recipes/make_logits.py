@@ -127,12 +127,7 @@ def _source(
 
 
 def made_of(config: PipelineConfig, tokenizer: str) -> dict[str, Any]:
-    """The settings that labels and top logits are made of, beside the draft.
-
-    Args:
-        config: the run's.
-        tokenizer: the fingerprint of the target's.
-    """
+    """The settings that labels and top logits are made of, beside the draft."""
     return {
         "target": identity(config.models.target),
         "tokenizer": tokenizer,
@@ -153,12 +148,7 @@ def rows_with_logits(
 ) -> Dataset:
     """The rows of a dataset with top logits that belong to some of this run's rollouts.
 
-    Args:
-        config: the run's.
-        logits: the dataset's folder.
-        key: the setting that names it, for messages.
-        source: what it must have been made of (`made_of`).
-        rollouts: rollouts of this run.
+    `key` is the setting that names it, `source` what it must have been made of (`made_of`).
     """
     from specdata.storage.dataset import load_stored, read_manifest
     from specdata.top_logits import TopLogits

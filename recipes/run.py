@@ -63,7 +63,6 @@ class Stage(ABC):
     `recipes.layout.RECIPE_OF` and `recipes.pipeline.STAGES`.
 
     Attributes:
-        config: the whole run's.
         name: what it is called in messages; its folder in the run's output.
         sections: keys of the configuration that it reads, its own first.
         is_alone: whether the main process does it, and the others go on.
@@ -318,9 +317,6 @@ def wait_for(folder: Path, patience: float, done: Callable[[Path], bool] = finis
         folder: of the stage.
         patience: seconds that the lock may be free before the stage is finished.
         done: whether it is, or has come as far as is waited for.
-
-    Raises:
-        TimeoutError: if the main process is gone.
     """
     free_since = said = time.monotonic()
     is_new = True

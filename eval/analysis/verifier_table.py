@@ -308,14 +308,10 @@ class Measured:
     """What a table is of.
 
     Attributes:
-        target: the target.
-        draft: the draft.
         prompts: the name of its prompt set and the tokens (T,) of each.
-        sampling: of both models.
         times: what speeds are predicted from, by whether a draft branches; empty: none are.
         decoded: methods that were decoded, by name.
         seed: of everything drawn.
-        max_new_tokens: of each text.
     """
 
     target: PreTrainedModel

@@ -57,9 +57,6 @@ class Artefacts:
     """The evaluated models, loaded, and how the report calls them.
 
     Args:
-        target: the target.
-        draft: the run's draft.
-        head: the acceptance head, if any.
         names: what the report calls "target", "draft" and "head".
         path_drafts: the further drafts that `Method.path_drafts` names.
     """
@@ -76,13 +73,9 @@ class Experiment:
     """Methods that are measured on the same prompts, by this process and others.
 
     Args:
-        models: what is measured.
-        prompts: of all data sets.
         folder: raw records go to `folder/prompts/`, one file a prompt.
-        config: methods and sizes.
         sampling: the distribution of both models.
         seed: each prompt's draws depend on it and on the prompt, not on the method.
-        environment: where this process runs.
         scorer: scores each text; None if no scores are asked for.
     """
 
@@ -213,14 +206,7 @@ class Experiment:
 
 
 class _Share:
-    """What one process does of an experiment: groups of prompts, decoded and stored as wholes.
-
-    Args:
-        experiment: what is measured.
-        store: of the records.
-        report: called with the number of generations done.
-        closing: closes the connections to servers.
-    """
+    """What one process does of an experiment: groups of prompts, decoded and stored as wholes."""
 
     def __init__(
         self, experiment: Experiment, store: RecordStore, report: Progress, closing: ExitStack

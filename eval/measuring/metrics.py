@@ -88,12 +88,7 @@ _counts_of = attrgetter(*COUNTS)
 def compute_metrics(
     records: Sequence[PromptRecord], plain: Sequence[PromptRecord] | None = None
 ) -> Metrics:
-    """Every metric of one method on one dataset; `plain` is plain decoding in the same run.
-
-    Raises:
-        ValueError: if there are no generations or no tokens, if counts contradict each other, or if
-            `plain` covers other prompts, or if only some of the generations were timed.
-    """
+    """Every metric of one method on one dataset; `plain` is plain decoding in the same run."""
     for record in records:
         check_identity(record)
     both = [*records, *(plain or ())]

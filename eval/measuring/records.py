@@ -138,7 +138,6 @@ class RecordStore:
     """The records of finished prompts on disk, one JSON file a prompt.
 
     Args:
-        folder: where the files are.
         methods: names of the methods that every prompt has a record of.
         settings: where they are made; stored in every file, and compared when it is read.
     """

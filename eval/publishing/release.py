@@ -79,12 +79,6 @@ def release_draft(
     states, which transformers refuses, comes without code, as it was measured, and names its
     target. The folder appears when all of it, the upload included, is done; nothing is uploaded
     unless `push_to` names a repository, which is made private unless told otherwise.
-
-    Raises:
-        ManifestError: if the results do not measure this draft at a fixed length, were changed by
-            hand, or the weights do not fit the configuration.
-        VocabularyMismatchError: if the target's tokenizer differs from the draft's.
-        FileExistsError: if `out` exists.
     """
     about, name = about or About(), push_to or out.name
     check_repository(push_to)

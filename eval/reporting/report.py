@@ -88,13 +88,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The parts of a report beside the results, all optional.
-
-    Args:
-        predictions: how well the head predicts acceptance.
-        command: the command line that measured this.
-        samples: the texts of a few prompts.
-    """
+    """The parts of a report beside the results, all optional."""
 
     predictions: Predictions | None = None
     command: str = ""

@@ -163,9 +163,6 @@ class ForwardGraphs:
         Returns:
             Logits (1, logits_to_keep or more, V'), what the lm_head read (1, as many, H), and taps
             (1, n, F) if there are any.
-
-        Raises:
-            CaptureError: if the forward cannot be captured.
         """
         count = ids.shape[1]
         # Forwards with an empty cache would be compiled for separately.

@@ -58,7 +58,6 @@ class Forward:
     """Tokens for a model to read after what it has read of a sequence.
 
     Args:
-        sequence: whose tokens they are.
         tokens: n tokens; the last `len(parents)` of them are nodes of a draft tree.
         logits_to_keep: logits are needed after this many of the last tokens.
         parents: the node that each node follows; 0 is the last committed token.

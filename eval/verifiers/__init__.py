@@ -81,11 +81,7 @@ class VerifierSpec:
             )
 
     def make(self, **parameters: object) -> Verifier:
-        """Build the verifier.
-
-        Raises:
-            ValueError: for a parameter that it does not have, lacks, or cannot use.
-        """
+        """Build the verifier."""
         self.check_names(parameters)
         from eval.verifiers.rule import Verifier, walk
 

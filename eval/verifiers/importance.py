@@ -40,9 +40,6 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
         alphabet: select among the drafts that are one of this many most likely tokens of p (the
             paper uses 40). The paper's acceptance test ignores drafts outside; here the selected
             token is tested against the whole of p, which never accepts less.
-
-    Raises:
-        ValueError: for an unknown solver, s < 1 or alphabet < 1.
     """
     select = selector(solver, s)
     if alphabet is not None and not (isinstance(alphabet, int) and alphabet >= 1):

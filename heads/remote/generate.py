@@ -82,9 +82,6 @@ def generate(
 
     Returns:
         (1, T + n) token ids, the prompt included.
-
-    Raises:
-        ValueError: for what is not supported.
     """
     if "assistant_model" not in arguments:
         # A draft that was loaded with trust_remote_code=True has this function as its `generate`,
@@ -155,14 +152,11 @@ class _Decoder:
     """A decoder of one sequence.
 
     Attributes:
-        target: the target.
-        draft: the draft.
         distributions: logits (..., V) -> probabilities (..., V), the same for p and q.
         prefix_acceptance: what an acceptance head says of a draft, if there is one.
         threshold: of the head's stopping rule.
         longest: most tokens of a draft.
         ends: token ids after which nothing is drafted.
-        generator: source of random numbers.
     """
 
     target: _CachedModel
@@ -218,10 +212,6 @@ class _PrefixAcceptance:
     SpecDec++'s head, whose `lag` is 1, judges a token from the draft's state after it, which exists
     once the next token can be drawn; until then the newest token counts as accepted. Heads of kind
     immediate judge a token when it is drawn.
-
-    Args:
-        head: the acceptance head, which is moved to the draft's device.
-        draft: the draft.
     """
 
     def __init__(self, head: Any, draft: Any) -> None:
@@ -252,11 +242,6 @@ class _PrefixAcceptance:
 
 class _CachedModel:
     """A model and its cache of one sequence, from which rejected tokens can be removed.
-
-    Args:
-        model: a causal language model.
-        vocabulary: V.
-        with_state: keep `state`.
 
     Attributes:
         length: tokens in the cache.

@@ -31,7 +31,6 @@ class AcceptanceHeadConfig(PretrainedConfig):  # type: ignore[misc]
             a/(a + w(1 - a)) where a is the probability of acceptance; sigmoid(logit + log w) is a.
         draft: name of the draft whose hidden states the head reads.
         sampling: temperature, top_k and top_p under which its labels were made.
-        **kwargs: what every configuration has.
     """
 
     model_type = "acceptance_head"
@@ -89,9 +88,6 @@ class AcceptanceHeadModel(PreTrainedModel):  # type: ignore[misc]
 
         Returns:
             (...) logits in the precision of the parameters.
-
-        Raises:
-            ValueError: if the last dimension is not H.
         """
         _check_width("hidden states", hidden, self.config.hidden_size, self.config.draft)
         # Autocast would quietly run the layers in half precision.
@@ -115,7 +111,6 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         scales: feature -> (mean, standard deviation) by which it is standardised.
         draft: name of the draft whose hidden states the head reads.
         sampling: temperature, top_k and top_p under which its labels were made.
-        **kwargs: what every configuration has.
     """
 
     model_type = "immediate_acceptance_head"
@@ -189,9 +184,6 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
 
         Returns:
             (...) logits.
-
-        Raises:
-            ValueError: for a vector of another width.
         """
         given = {"hidden_before": hidden_before, "embedding": embedding}
         scales = self.config.scales or {}

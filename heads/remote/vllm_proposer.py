@@ -38,11 +38,7 @@ from transformers import (
 
 
 class HeadProposer:
-    """Drafts for each request until the head gives a rejection in it more than THRESHOLD.
-
-    Args:
-        vllm_config: of the engine.
-    """
+    """Drafts for each request until the head gives a rejection in it more than THRESHOLD."""
 
     def __init__(self, vllm_config: Any) -> None:
         where, threshold = os.environ.get("DRAFT", ""), os.environ.get("THRESHOLD", "0.7")

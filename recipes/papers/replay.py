@@ -135,11 +135,6 @@ def replayed(rule: StoppingRule, traces: Traces, times: Times) -> Counts | None:
 
     A rule that measures costs is given those that it would come to know: lambda is the time per
     token that it achieves itself. What it learns besides is not replayed, nor what asking it takes.
-
-    Args:
-        rule: at its setting.
-        traces: of at least one rollout.
-        times: t_d and t_t.
     """
     mean = traces.mean_accept()
 
@@ -174,9 +169,6 @@ def saving(
         times: t_d and t_t.
         prompts: (R,) which prompt each rollout is of; those of one are resampled together. Each of
             its own by default.
-
-    Raises:
-        ValueError: if the counts are not of the same rollouts.
     """
     if not np.array_equal(rule.tokens, rival.tokens):
         raise ValueError("rules are compared on the same rollouts, and these emit other tokens")

@@ -48,9 +48,6 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     From top logits, which the rollouts must be stored with (columns of `LOGITS`), the target is not
     run (`TopLogitDistributions` says what is exact then). A rollout with positions that they do not
     decide is stored in parts, without them.
-
-    Returns:
-        Number of rows.
     """
     q = find_lm_head(draft)
     source: Source

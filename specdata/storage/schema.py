@@ -21,7 +21,6 @@ class Rollout(TypedDict):
         sample: which of the prompt's completions, from 0.
         turn: which turn of a conversation, from 0; the prompt of a later one holds the earlier
             ones with their answers.
-        prompt_ids: token ids of the prompt.
         completion_ids: token ids of the completion, at least one.
         finish: "eos" (the last completion id is an end token) or "length".
         target_states: where they were asked for, the target's last hidden states that the
