@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from eval.drafting.drafters import ChainDrafter
 from eval.drafting.stopping import ActiveRule, DraftedToken, StoppingRule
-from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.thresholds import Fixed
+from eval.drafting.stopping.thresholds import Fixed, Head
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive

@@ -30,7 +30,7 @@ from embedded import BATCH, DEMO, NEW_TOKENS, PLAIN, pair, requests, rolled_out,
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eval.measuring.environment import describe_environment
-from specdata.labels.labeller import Labeller
+from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.models import DTYPES, device, load_model

@@ -26,8 +26,7 @@ from transformers import (
 from distill.batches import check_context
 from distill.config import ARCHITECTURES, InitConfig
 from distill.eagle import first_eagle, first_eagle3
-from distill.llama_layers import llama_draft
-from distill.states import can_be_silenced, fit_inputs, fit_rows, silence
+from distill.states import can_be_silenced, fit_inputs, fit_rows, llama_draft, silence
 from distill.toy import language_model
 from distill.training import (
     RESULT_FILE,

@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.decode_config import DecodeConfig
-from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath
+from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath, drawn_chain
 from eval.drafting.dynamic_tree import DynamicTreeDrafter
-from eval.drafting.tree_builder import drawn_chain
 from eval.rounds import Generation, Round
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel

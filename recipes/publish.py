@@ -208,7 +208,7 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
 
     Nothing if the models' output sizes are known and differ, because vLLM refuses such a pair.
     """
-    from eval.publishing.serving import serving_lines
+    from eval.publishing.release import serving_lines
 
     target = config.models.target
     released = described(str(folder(config, "release") / "draft"))

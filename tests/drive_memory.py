@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.config import DistilConfig
 from distill.trainer import draft_trainer
-from specdata.labels.labeller import Labeller
+from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head
 from specdata.sampling import SamplingConfig
 from specdata.storage.schema import Rollout

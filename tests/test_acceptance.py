@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from specdata import texts
 from specdata.errors import ConfigError, ManifestError
 from specdata.labels.config import LabelsConfig
-from specdata.labels.labeller import Labeller
-from specdata.labels.make import load_labels, make_labels
+from specdata.labels.make import Labeller, load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored

@@ -20,7 +20,7 @@ from distill.config import InitConfig
 from distill.eagle import read_eagle3, settings_of
 from distill.initial import make_initial
 from distill.rounds import readings
-from eval.analysis.tree_states import tree_states
+from eval.analysis.traces import tree_states
 from recipes.command import run_tool
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states

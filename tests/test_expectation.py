@@ -16,14 +16,13 @@ from eval.analysis.traces import Traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
-from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.recorded import (
     Lengths,
     RecordedHead,
     RecordedTokens,
     pad,
 )
-from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed
+from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed, Head
 from recipes.papers.replay import Counts, Times, dinkelbach, expected_counts, oracle_counts
 from tests.tiny import tiny_llama
 

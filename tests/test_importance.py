@@ -19,12 +19,13 @@ from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_indepe
 from eval.verifiers.rule import Verifier
 from eval.verifiers.selection import luce as luce_module
 from eval.verifiers.selection import solvers
-from eval.verifiers.selection.linear_program import solve_linear_program, solve_max_flow
 from eval.verifiers.selection.luce import fit_pair, fit_race
 from eval.verifiers.selection.pairs import PairRule, pair_masses
 from eval.verifiers.selection.solvers import (
     Selection,
     selector,
+    solve_linear_program,
+    solve_max_flow,
     truncated,
     truncated_nosort,
 )

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.config import InitConfig
 from distill.initial import make_initial
-from distill.llama_layers import llama_draft
 from distill.rounds import readings
+from distill.states import llama_draft
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata.errors import ConfigError

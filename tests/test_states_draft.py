@@ -32,7 +32,7 @@ from distill.rounds import along_rounds, check_masks, of_round, weights_of, with
 from distill.states import ridge, silence
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
-from eval.analysis.tree_states import check_tree_states, tree_states
+from eval.analysis.traces import check_tree_states, tree_states
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting import drafters
 from eval.drafts import DraftTree

@@ -22,7 +22,7 @@ from distill.states import fit_inputs, silence
 from distill.watch import HeldOut
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
-from specdata.labels.labeller import Labeller
+from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig

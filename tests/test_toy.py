@@ -76,7 +76,7 @@ def test_tokenizer_is_deterministic_and_loses_nothing() -> None:
 
 def test_asking_for_more_prompts_than_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from specdata.toy import corpus as toy
-    from specdata.toy.grammar import Example
+    from specdata.toy.corpus import Example
 
     few = {"maths": lambda writer: Example(f"Question {writer.rng.randrange(20)}", "")}
     monkeypatch.setattr(toy, "WRITERS", few)

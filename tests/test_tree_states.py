@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from eval.analysis.tree_states import check_tree_states, tree_states
+from eval.analysis.traces import check_tree_states, tree_states
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from tests.drive_head import tiny_draft

@@ -14,9 +14,8 @@ from torch import Tensor
 from eval.analysis.traces import Traces, acceptance_traces, record_head
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule, fit_rules
 from eval.drafting.stopping.cost import Cost
-from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.recorded import Reals, RecordedHead
-from eval.drafting.stopping.thresholds import Fixed
+from eval.drafting.stopping.thresholds import Fixed, Head
 from eval.measuring.intervals import Interval, resamples
 from heads import BaseHead
 from heads.loss import soft_auroc

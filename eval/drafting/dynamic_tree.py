@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from eval.drafting.drafters import CachedDraft, Drafter
-from eval.drafting.tree_builder import drawn_chain
+from eval.drafting.drafters import CachedDraft, Drafter, drawn_chain
 from eval.drafts import DraftTree
 from eval.runtime.sequence import CachedSequence, ForwardCoroutine
 from specdata.errors import NotFiniteError

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import datasets
 import pyarrow as pa
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdata.errors import ManifestError
+from specdata.errors import ManifestError, NotFiniteError
 from specdata.labels.config import LabelsConfig
-from specdata.labels.labeller import Labeller
-from specdata.lm_head import find_lm_head
+from specdata.lm_head import LMHead, find_lm_head
 from specdata.prepack import prepacked
-from specdata.probability import SamplingConfig
+from specdata.probability import (
+    SamplingConfig,
+    accept_probability,
+    entropy,
+    inverse_cdfs,
+    overlap,
+    probabilities,
+    to_vocabulary,
+)
+from specdata.sampling import generator_for
 from specdata.storage.dataset import fill_dataset, load_stored, read_manifest
 from specdata.storage.resume import Settings, differences
-from specdata.storage.schema import LABELS, MORE_DRAWS, Label
-from specdata.texts import ModelSource, Source, TopLogitSource, tokens_at_once
+from specdata.storage.schema import LABELS, MORE_DRAWS, Label, Rollout
+from specdata.texts import ModelSource, Source, TextBatch, TopLogitSource, along, tokens_at_once
 from specdata.top_logits import TopLogits, check_decided
 
 
@@ -119,3 +130,118 @@ def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:
         sums[name] = sums.get(name, 0.0) + sum(row["overlap"])
         counts[name] = counts.get(name, 0) + len(row["overlap"])
     return {name: total / max(1, counts[name]) for name, total in sums.items()}
+
+
+DECIDED = "decided"
+
+
+@dataclass(frozen=True, slots=True)
+class Labeller:
+    """Labels rows: Y_i ~ q(. | prompt, X_<i) and min(1, p(Y_i)/q(Y_i)) at each position i.
+
+    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. The models cost most, so several Y a
+    position (`draws`), independent of each other, are cheap where they are learned from: in rows of
+    split "train"; others have one. With `greedy`, Y is the likeliest token instead, which is
+    accepted with probability p(Y). A row longer than `tokens_at_once` goes by itself.
+    """
+
+    source: Source
+    draft: LMHead
+    sampling: SamplingConfig
+    seed: int
+    tokens_at_once: int
+    draws: int = 1
+    greedy: bool = False
+
+    def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
+        """Label the rows; one with undecided positions in parts, without these."""
+
+        def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
+            p_at, states = self.source.at(batch, rows), batch.states(self.draft, rows)
+            uniforms = torch.cat(
+                [_uniforms(rows[example], self.seed, self.draws) for example in batch.examples]
+            ).to(states.device)
+
+            def at(chunk: slice) -> dict[str, Tensor]:
+                logits = to_vocabulary(self.draft.logits(states[chunk]), self.source.vocabulary)
+                q = probabilities(logits, self.sampling)
+                p, _, decided = p_at(chunk, q)
+                return {**_compare(p, q, uniforms[chunk], greedy=self.greedy), DECIDED: decided}
+
+            return at
+
+        columns_of = along(
+            rows,
+            read,
+            vocabulary=self.source.vocabulary,
+            tokens_at_once=self.tokens_at_once,
+            device=self.draft.model.device,
+        )
+        labels = []
+        for row, columns in zip(rows, columns_of, strict=True):
+            if bool(columns["overlap"].isnan().any()):
+                by_draft = bool(columns["log_q"].isnan().any())
+                name = self.draft.model.config.name_or_path
+                raise NotFiniteError(name if by_draft else "the target of these rollouts")
+            if self.draws > 1 and row["split"] != "train":
+                columns |= {name: torch.empty(0) for name in MORE_DRAWS.names}
+            labels += _decided_parts(row, columns)
+        return labels
+
+
+def _decided_parts(row: Rollout, columns: dict[str, Tensor]) -> list[Label]:
+    """A row with its (C, ...) columns; where positions are left out, what lies between them.
+
+    The text before a part goes to its prompt, so its labels stand where they stood.
+    """
+    ids, size = row["completion_ids"], len(row["completion_ids"])
+    ends = [*(~columns.pop(DECIDED)).nonzero().flatten().tolist(), size]
+    parts = []
+    for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
+        if begin == end:
+            continue
+        text = {
+            "prompt_ids": row["prompt_ids"] + ids[:begin],
+            "completion_ids": ids[begin:end],
+            "finish": row["finish"] if end == size else "length",
+        }
+        part = {name: values[begin:end].flatten().tolist() for name, values in columns.items()}
+        parts.append(cast(Label, {**row, **text, **part}))
+    return parts
+
+
+def _compare(p: Tensor, q: Tensor, uniforms: Tensor, *, greedy: bool) -> dict[str, Tensor]:
+    """Columns to store of p and q, (C, V), for the tokens that the uniforms (C, S) draw from q."""
+    drafted = inverse_cdfs(q, uniforms).clamp(min=0)  # where there is none, log q is NaN
+    if greedy:
+        drafted = q.argmax(dim=-1, keepdim=True)
+    p_at, q_at = p.gather(-1, drafted), q.gather(-1, drafted)
+    accept = p_at.clamp(max=1.0) if greedy else accept_probability(p_at, q_at)
+    more = (
+        {"more_draft_ids": drafted[:, 1:], "more_accept_prob": accept[:, 1:]}
+        if uniforms.shape[-1] > 1
+        else {}
+    )
+    return {
+        "draft_ids": drafted[:, 0],
+        "accept_prob": accept[:, 0],
+        # A drafted token that the target gives 0 has log p = -inf; parquet stores it as such.
+        "log_p": p_at[:, 0].log(),
+        "log_q": q_at[:, 0].log(),
+        "log_q_max": q.amax(dim=-1).log(),
+        "entropy": entropy(q),
+        "overlap": overlap(p, q),
+        **more,
+    }
+
+
+def _uniforms(row: Rollout, seed: int, draws: int) -> Tensor:
+    """(C, S) uniforms of a row. Each draw has its own generator, so S does not change any."""
+    key = (row["example_id"], row["sample"])
+    if turn := row.get("turn", 0):
+        key = (*key, turn)  # type: ignore[assignment]
+    names = ["label", *(f"label draw {draw}" for draw in range(1, draws))]
+    generators = [generator_for(seed, name, *key) for name in names]
+    length = len(row["completion_ids"])
+    uniforms = [torch.rand(length, generator=one, dtype=torch.float64) for one in generators]
+    return torch.stack(uniforms, dim=-1)

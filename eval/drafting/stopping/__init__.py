@@ -19,7 +19,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.drafted import DraftedToken
-from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.logistic import Logit
 from eval.drafting.stopping.recorded import (
     Lengths,
@@ -29,7 +28,7 @@ from eval.drafting.stopping.recorded import (
     RecordedTokens,
 )
 from eval.drafting.stopping.rule import ActiveRule, StoppingRule
-from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
+from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed, Head
 from specdata.config import nearest
 
 __all__ = [
