@@ -38,9 +38,9 @@ from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
 from eval.measuring.intervals import bootstrap_weights, interval
 from eval.runtime.engines import ENGINES, Engine
+from specdata.config import PromptSet
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
 from specdata.sampling import generator_for, seed_for
 from specdata.storage.files import write_json

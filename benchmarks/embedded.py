@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from specdata.config import PromptSet
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.storage.schema import Rollout

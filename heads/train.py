@@ -31,8 +31,7 @@ from heads.prepared import (
     start_accelerator,
 )
 from heads.probe import probe_of
-from heads.rows import HeadRow, LabelRows, labels_of, micro_batches
-from heads.training_inputs import TrainingInputs, feature_scales
+from heads.rows import HeadRow, LabelRows, TrainingInputs, feature_scales, labels_of, micro_batches
 from specdata.errors import TrainingDivergedError
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
 from specdata.lm_head import check_hidden_states

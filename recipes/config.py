@@ -26,13 +26,20 @@ from eval.drafting.stopping import STOPPING_RULES
 from eval.measuring.methods import PLAIN, EvalConfig
 from eval.verifiers import VERIFIERS
 from heads.config import HeadConfig
-from specdata.config import Config, fields_of, mistakes, nearest, read_config, section_type
+from specdata.config import (
+    Config,
+    LabelsConfig,
+    LogitsConfig,
+    PromptSet,
+    RolloutConfig,
+    fields_of,
+    mistakes,
+    nearest,
+    read_config,
+    section_type,
+)
 from specdata.errors import ConfigError
-from specdata.labels.config import LabelsConfig
 from specdata.loading import Dtype, Loading, PairLoading, Role
-from specdata.logits.config import LogitsConfig
-from specdata.prompts.config import PromptSet
-from specdata.rollouts.config import RolloutConfig
 from specdata.sampling import SamplingConfig
 
 TOY = Path(__file__).parent / "configs" / "toy.yaml"

@@ -33,8 +33,8 @@ from recipes.recipe import Recipe
 from recipes.run import Stage, remove_caches, say, stage_record
 from recipes.sizes import described, draft_size, in_bytes, reads_states, source_model
 from recipes.steps import HUB_ID, CommandLine, Step, load_draft, load_head
+from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError
-from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
 from specdata.storage.files import PROGRESS, fingerprint, read_object
 from specdata.storage.resume import read_record

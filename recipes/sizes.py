@@ -10,8 +10,8 @@ from typing import Any
 from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
 from recipes.layout import absolute, is_within, makes_initial_draft
+from specdata.config import PromptSet
 from specdata.prompts.catalogue import EMBEDDED
-from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import is_remote, raw_prompts
 from specdata.sources import base_of_adapters, hub_source
 from specdata.storage.files import read_object

@@ -1,4 +1,4 @@
-"""The base of every configuration class, and the report of a mistake in one.
+"""The base of every configuration class, the report of a mistake in one, and the data stages' classes.
 
 A configuration class lists its fields with their ranges and descriptions; pydantic refuses unknown
 keys, wrong types and values out of range. This module adds what pydantic does not do: the nearest
@@ -11,8 +11,9 @@ import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_type_hints
 from unicodedata import category
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -22,8 +23,9 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
-from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from specdata.errors import ConfigError, without_passwords
@@ -196,3 +198,170 @@ def _class_at(kind: type, path: tuple[int | str, ...]) -> type | None:
             info = fields_of(config_class).get(key)
             config_class = section_type(info.annotation) if info else None
     return config_class
+
+
+class ServerConfig(Config):
+    """Where the server is, and how it is asked."""
+
+    url: str = Field(
+        default="http://localhost:8000",
+        description="address of the server, such as http://localhost:8000, without a password",
+    )
+    model: str | None = Field(
+        default=None, description="name it is served under (default: models.target)"
+    )
+    concurrency: Few = Field(default=64, ge=1, description="requests under way at once")
+    key_variable: str | None = Field(
+        default=None,
+        description="environment variable that holds the server's API key (or all that its "
+        "Authorization header must say, such as `Basic ...`)",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_public(cls, url: str) -> str:
+        """Refuse an address that may hold a secret, without repeating it: run.json stores it."""
+        if re.search(r"[@?#\s]", url):
+            raise ValueError(
+                "must be an address alone, such as http://localhost:8000: it is stored and shown, "
+                "so it must hold no name, password or query (no @, ?, # or space). Put the key "
+                "into an environment variable and name that in key_variable, beside url"
+            )
+        parts = urlsplit(url)  # ValueError for an IPv6 address or a port that is none
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError(f"must begin with http:// or https:// and a host (got {url!r})")
+        return url
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class PromptSet:
+    """Some prompts of one data set, constructed by position: `PromptSet("maths", "test", 100)`."""
+
+    name: str = Field(
+        description="embedded (natural, for chat models: chat-assistant, chat-maths, chat-code, "
+        "chat-letters; long, lists of such texts; for the embedded pair: instruct, maths, code), "
+        "catalogued (alpaca, gsm8k, ...), a JSONL, JSON or parquet file, a folder, or a Hub id "
+        "OWNER/NAME[@REVISION]"
+    )
+    split: str = Field(default="test", description="train, dev or test; stored with each row")
+    count: Count = Field(
+        default=100, ge=0, description="how many prompts are read, from the first; 0 for all"
+    )
+    source: str | None = Field(
+        default=None, description="read a catalogued set from this file, folder or Hub id"
+    )
+    subset: str | None = Field(default=None, description="configuration of a Hub data set")
+    source_split: str | None = Field(
+        default=None, description="the Hub split that is read (default: the one of `split`)"
+    )
+    template: str | None = Field(
+        default=None, description="the prompt's text, with {column} for what a row holds"
+    )
+    reference: str | None = Field(
+        default=None,
+        description="the text that an answer is scored against (eval.scores), with {column} for "
+        "what a row holds (default: as catalogued, or the column `reference`)",
+    )
+    chat: bool | None = Field(
+        default=None,
+        description="use the chat template (default: as the set is meant; `prompt`: no)",
+    )
+    turns: Literal["all", "first", "last"] = Field(
+        default="all", description="which of a user's turns in conversations are prompts"
+    )
+
+
+class LabelsConfig(Config):
+    """The labelling of rollouts with the draft's acceptance."""
+
+    shard_size: Count = Field(default=64, ge=1, description="rollouts of one shard")
+    draws: Few = Field(
+        default=1,
+        ge=1,
+        description="draft tokens labelled a position of the training rollouts, from one pass of "
+        "each model; with greedy and at temperature 0 all are equal, and there is one",
+    )
+    greedy: bool = Field(
+        default=False,
+        description="label the draft's likeliest token, which is accepted with p: what an engine "
+        "drafts that does not ask for the draft's distribution (vLLM's custom_class)",
+    )
+    logits: str | None = Field(
+        default=None,
+        description="dataset of stage logits to make these from, without the target",
+    )
+    bound: bool = Field(
+        default=False, description="with logits: upper bounds will do where not exact"
+    )
+
+
+class LogitsConfig(Config):
+    """The logits that are stored of the target along the rollouts, and what computes them."""
+
+    top_logits: Count = Field(
+        default=64, ge=1, description="largest target top logits stored a position (N)"
+    )
+    shard_size: Count = Field(default=64, ge=1, description="rollouts of one shard")
+    backend: Literal["transformers", "vllm"] = Field(
+        default="transformers",
+        description="transformers (the target in this process), or vllm (a server in its own, "
+        "which computes log probabilities of given texts)",
+    )
+    server: ServerConfig = Field(default=ServerConfig(), description="the server of backend vllm")
+
+    def stored_settings(self) -> dict[str, Any]:
+        """The settings that the rows depend on, as JSON values.
+
+        The server's address and the like are left out, because they may change on resume.
+        """
+        return self.model_dump(mode="json", exclude={"server"})
+
+
+class RolloutConfig(Config):
+    """Which prompts are completed, how far, and by what."""
+
+    sets: list[PromptSet] = Field(description="prompt sets to complete")
+    max_new_tokens: Count = Field(default=128, ge=1, description="longest completion, in tokens")
+    samples: Few = Field(default=1, ge=1, description="completions of each prompt")
+    shard_size: Count = Field(
+        default=64, ge=1, description="prompts of one shard, which is made or lost as a whole"
+    )
+    batch_size: Count = Field(default=64, ge=1, description="completions decoded together")
+    store_states: bool = Field(
+        default=False,
+        description="store the target's last hidden states with the completions (hidden size x "
+        "bytes of a number, a token), so that neither distillation nor labels run the target again",
+    )
+    store_taps: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="store these states inside the target at every token, prompts included (2 x "
+        "hidden size bytes each), for a draft of init.kind states with the same taps: then no "
+        "training runs the target again; 0 enters the first layer",
+    )
+    backend: Literal["transformers", "vllm"] = Field(
+        default="transformers",
+        description="transformers (in this process) or vllm (a server in its own)",
+    )
+    vllm: ServerConfig = Field(default=ServerConfig(), description="the server of backend vllm")
+
+    @model_validator(mode="after")
+    def _states_are_known(self) -> Self:
+        if self.store_taps is not None and self.store_taps != sorted(set(self.store_taps)):
+            raise ValueError(f"store_taps must be in order, each once, got {self.store_taps}")
+        if (self.store_states or self.store_taps) and self.backend != "transformers":
+            raise ValueError(
+                "store_states and store_taps need backend transformers, got "
+                f"{self.backend}: a server does not give its hidden states"
+            )
+        return self
+
+    def stored_settings(self) -> dict[str, Any]:
+        """The settings that the rows depend on, as JSON values.
+
+        The server's address and the like are left out, because they may change on resume.
+        """
+        settings = self.model_dump(mode="json", exclude={"vllm"})
+        if self.backend == "vllm":
+            del settings["batch_size"]
+        return settings

@@ -7,8 +7,8 @@ from functools import cache
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from distill.toy import train_tokenizer
 from specdata.toy.corpus import corpus
-from specdata.toy.tokenizer import train_tokenizer
 
 CHATML = (
     "{%- if messages[0]['role'] == 'system' %}"

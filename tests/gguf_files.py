@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from specdata.toy.tokenizer import train_tokenizer
+from distill.toy import train_tokenizer
 from tests.chats import CHATML
 
 TEXT = "She bought 12 apples at 3 each; def add(a, b): return a + b. What did she pay?"

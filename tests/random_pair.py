@@ -7,11 +7,10 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from distill.toy import language_model
+from distill.toy import language_model, save_tokenizer, train_tokenizer
 from distill.training import save_model
 from specdata.models import load_tokenizer
 from specdata.toy.corpus import corpus, examples
-from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 
 VOCABULARY = 320
 

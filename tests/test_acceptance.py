@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from specdata import texts
+from specdata.config import LabelsConfig
 from specdata.errors import ConfigError, ManifestError
-from specdata.labels.config import LabelsConfig
 from specdata.labels.make import Labeller, load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig, probabilities

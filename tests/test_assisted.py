@@ -10,9 +10,8 @@ from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.methods import EvalConfig, check_methods
 from eval.rounds import Generation
-from specdata.config import read_config
+from specdata.config import PromptSet, read_config
 from specdata.probability import SamplingConfig
-from specdata.prompts.config import PromptSet
 from tests.tiny import tiny_llama
 
 SAMPLING = SamplingConfig()

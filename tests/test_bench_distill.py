@@ -18,10 +18,9 @@ from benchmarks.distill_figures.judge import (
     expected_rounds,
     prefix_acceptance,
 )
-from distill.toy import language_model
+from distill.toy import language_model, save_tokenizer, train_tokenizer
 from eval.verifiers import VERIFIERS as RULES_OF_DECODING
 from specdata.toy.corpus import corpus
-from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 from tests.oracles import (
     TabularModel,
     chain_drafts,

@@ -14,9 +14,8 @@ import pytest
 from benchmarks.head_figures.__main__ import RIVALS
 from benchmarks.head_figures.data import DOMAINS
 from benchmarks.head_figures.variants import ABLATION, ALONE, SHIPPED
-from distill.toy import language_model
+from distill.toy import language_model, save_tokenizer, train_tokenizer
 from specdata.toy.corpus import corpus
-from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.exhaustive  # the laboratory

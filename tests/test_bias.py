@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
-from eval.measuring.bias import measure_bias
+from eval.measuring.experiment import measure_bias
 from eval.verifiers import VERIFIERS, VerifierSpec
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig

@@ -32,7 +32,7 @@ from recipes.command import run_tool
 from recipes.config import build
 from recipes.layout import CERTIFICATE
 from recipes.run_eval import RECIPE
-from specdata.prompts.config import PromptSet
+from specdata.config import PromptSet
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig
 from tests.synthetic_results import ENVIRONMENT

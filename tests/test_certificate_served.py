@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from distill.states import silence
+from distill.toy import save_tokenizer
 from distill.training import save_model
 from eval.analysis.served import certify_server
 from recipes.command import run_tool
 from specdata.models import load_tokenizer
 from specdata.probability import SamplingConfig, probabilities
 from specdata.rollouts.backend import Request
-from specdata.toy.tokenizer import save_tokenizer
 from tests.test_vllm import Handler, serving
 from tests.tiny import END, tiny_llama
 

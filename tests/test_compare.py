@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distill.toy import save_tokenizer
 from distill.training import save_model
 from eval.analysis.ties import (
     NOISE_FACTOR,
@@ -23,7 +24,6 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafter
 from eval.runtime.model import CachedModel
 from recipes.command import run_tool
 from specdata.models import load_tokenizer
-from specdata.toy.tokenizer import save_tokenizer
 from tests.families import tiny
 
 BUDGET = 24

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from distill import initial
 from distill.config import DistilConfig
 from distill.initial import align_output, cut
-from distill.muon import MuonWithAdamW, muon_optimizer
+from distill.trainer import MuonWithAdamW, muon_optimizer
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states

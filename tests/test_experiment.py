@@ -16,10 +16,9 @@ from eval.measuring.pooled import pool
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
 from eval.reporting.recommendation import answer, best_of
 from eval.reporting.report import environment_rows
-from specdata.config import read_config
+from specdata.config import PromptSet, read_config
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_decoder import head

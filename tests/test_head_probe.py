@@ -15,8 +15,8 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead, BaseHead
 from heads.probe import OtherSamplingWarning, check_head, probe_of
 from specdata.errors import ConfigError
-from specdata.probe import BOUND
 from specdata.sampling import SamplingConfig
+from specdata.taps import BOUND
 from tests.drive_head import synthetic_rows, tiny_draft
 from tests.families import FAMILIES, tiny
 

@@ -20,15 +20,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import is_tensorboard_available
 from safetensors.torch import load_file
 
-import heads.training_inputs
+import heads.rows
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens, logits_of_states
 from heads.loss import soft_auroc
 from heads.probe import probe_of
-from heads.rows import HeadRow, labels_of
+from heads.rows import HeadRow, TrainingInputs, labels_of
 from heads.train import HeadResult, learning_rate, train_head
-from heads.training_inputs import TrainingInputs
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.lm_head import hidden_states
@@ -310,7 +309,7 @@ def test_what_is_kept_of_the_draft_changes_nothing_but_how_often_it_runs(
     tmp_path: Path, references: dict[str, TrainedHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With memory for all rows, as in the reference, for some of them, and for none."""
-    monkeypatch.setattr(heads.training_inputs, "ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(heads.rows, "ROWS_AT_ONCE", 16)
     reads: list[int] = []
     read = TrainingInputs.read
 
@@ -321,7 +320,7 @@ def test_what_is_kept_of_the_draft_changes_nothing_but_how_often_it_runs(
     monkeypatch.setattr(TrainingInputs, "read", counted)
     runs = {}
     for name, room in {"all": 1 << 20, "some": 60_000, "none": 0}.items():
-        monkeypatch.setattr(heads.training_inputs, "STATES_BYTES", room)
+        monkeypatch.setattr(heads.rows, "STATES_BYTES", room)
         reads.clear()
         drive(tmp_path / name, IMMEDIATE, draws=2)
         runs[name] = sum(reads)

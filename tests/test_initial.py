@@ -20,6 +20,7 @@ from distill.initial import (
     frequent_tokens,
     make_initial,
 )
+from distill.toy import save_tokenizer, train_tokenizer
 from recipes.config import parse
 from recipes.make_rollouts import Rollouts
 from recipes.train_draft import Draft
@@ -28,7 +29,6 @@ from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
 from specdata.taps import decoder_layers
-from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 from tests.families import FAMILIES, tiny
 
 IDS = torch.arange(1, 13).unsqueeze(0)

@@ -12,8 +12,8 @@ import datasets
 import pytest
 import torch
 
+from specdata.config import LabelsConfig
 from specdata.errors import ConfigError
-from specdata.labels.config import LabelsConfig
 from specdata.labels.make import are_greedy, make_labels
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored, of_split, read_manifest

@@ -170,9 +170,7 @@ def test_distributions_and_verifiers_need_nothing_but_torch_and_each_other(path:
     "module",
     [
         "specdata.prompts.reading",
-        "specdata.rollouts.config",
-        "specdata.labels.config",
-        "specdata.logits.config",
+        "specdata.config",
         "specdata.sampling",
         "specdata.storage.resume",
     ],

@@ -15,10 +15,9 @@ from recipes import run_eval
 from recipes.config import parse
 from recipes.publish import Release
 from recipes.run_eval import Eval
-from specdata.config import read_config
+from specdata.config import PromptSet, read_config
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.prompts.config import PromptSet
 
 
 def chosen(*arguments: str) -> list[str]:

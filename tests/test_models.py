@@ -20,6 +20,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from distill.toy import END_TOKEN, save_tokenizer, train_tokenizer
 from specdata.cache import cache_argument
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import (
@@ -34,7 +35,6 @@ from specdata.models import (
 )
 from specdata.saving import add_former_names, copy_tokenizer
 from specdata.sources import hub_source
-from specdata.toy.tokenizer import END_TOKEN, save_tokenizer, train_tokenizer
 from tests.tiny import tiny_llama
 
 COMMIT = "c" * 40

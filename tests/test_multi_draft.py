@@ -14,8 +14,8 @@ from eval.drafts import DraftTree, How
 from eval.verifiers import VERIFIERS
 from eval.verifiers.kseq import discount
 from eval.verifiers.optimum import optimal_acceptance
-from recipes.papers import acceptance as formulas
-from recipes.papers.acceptance import RULES, two_drafts
+from recipes.papers import examples as formulas
+from recipes.papers.examples import RULES, two_drafts
 from tests.oracles import constant_model, expected_accepted, random_distribution, sibling_drafts
 
 P3 = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

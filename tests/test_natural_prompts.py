@@ -7,11 +7,10 @@ import hashlib
 
 import pytest
 
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
-from specdata.prompts.catalogue import EMBEDDED
-from specdata.prompts.config import PromptSet
+from specdata.prompts.catalogue import EMBEDDED, LONG, NATURAL, natural_prompts
 from specdata.prompts.loading import load_prompts
-from specdata.prompts.natural import LONG, NATURAL, natural_prompts
 from tests.chats import chat_tokenizer
 
 SPLITS = {"train": 600, "dev": 5000, "test": 4000}

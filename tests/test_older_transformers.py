@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from distill.toy import save_tokenizer, train_tokenizer
 from eval.publishing.release import About, release_draft
 from specdata.models import load_tokenizer
 from specdata.storage.files import locked
-from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 from tests.synthetic_results import synthetic_results
 from tests.test_models import LLAMA3
 from tests.test_published_code import Folders, check_logits, check_tokens

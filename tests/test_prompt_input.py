@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from distill.toy import train_tokenizer
+from specdata.config import PromptSet
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, vocabulary_fingerprint
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import check_sets, dropped, load_prompts
-from specdata.toy.tokenizer import train_tokenizer
 from tests.chats import chat_tokenizer
 from tests.hub import Server
 from tests.prompt_files import PLAIN, datasets_cache, jsonl, parquet, texts

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import chat_ids
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import dropped, load_prompts
 from specdata.prompts.reading import prompt_inputs
 from tests.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts

@@ -32,14 +32,13 @@ from eval.measuring.served import ServedEngine
 from eval.rounds import Round
 from recipes.command import run_tool
 from recipes.config import TOY
+from specdata.config import PromptSet, ServerConfig
 from specdata.models import end_ids, load_model, load_tokenizer
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request
 from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig
 from specdata.server.client import ServerClient
-from specdata.server.config import ServerConfig
 from specdata.storage.dataset import load_stored, of_split
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,6 +25,7 @@ from transformers import (
 
 from distill.config import InitConfig
 from distill.initial import make_initial
+from distill.toy import train_tokenizer
 from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
@@ -38,7 +39,6 @@ from eval.reporting.table import shown_methods
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.models import load_model
-from specdata.toy.tokenizer import train_tokenizer
 from tests.drive_published_code import drive
 from tests.hub import Server
 from tests.synthetic_results import synthetic_predictions, synthetic_results

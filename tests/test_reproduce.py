@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
+from distill.toy import save_tokenizer
 from distill.training import save_model
 from recipes.command import run_tool
 from recipes.config import TOY, parse
@@ -37,7 +38,6 @@ from recipes.papers.tables import (
     write_figure,
 )
 from specdata.models import load_tokenizer
-from specdata.toy.tokenizer import save_tokenizer
 from tests.random_pair import measured_only
 from tests.synthetic_results import simulate
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specdata.config import PromptSet, RolloutConfig
 from specdata.probability import SamplingConfig
 from specdata.prompts.chat_templates import chat_ids
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Backend, TransformersBackend, sample_batch
-from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
 from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.resume import Settings

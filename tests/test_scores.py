@@ -17,9 +17,9 @@ from eval.measuring.scores import PACKAGES, check_scores, text_score
 from eval.reporting.report import Context, render_page
 from recipes.config import build
 from recipes.run_eval import RECIPE
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.models import load_tokenizer
-from specdata.prompts.config import PromptSet
 from specdata.prompts.forms import form_of, prompts_in
 from tests.synthetic_results import synthetic_results
 

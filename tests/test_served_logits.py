@@ -17,17 +17,16 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from recipes import make_logits, make_rollouts, train_draft, train_head
+from specdata.config import LogitsConfig, ServerConfig
 from specdata.errors import ConfigError
 from specdata.labels.make import load_labels
 from specdata.lm_head import find_lm_head
-from specdata.logits.config import LogitsConfig
 from specdata.logits.make import ModelLogits
 from specdata.logits.make import make_logits as make_dataset
 from specdata.logits.served import ServedLogits, check_lengths
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from specdata.server.client import ServerClient
-from specdata.server.config import ServerConfig
 from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import TOP_LOGITS, Logits, Rollout

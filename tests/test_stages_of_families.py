@@ -15,15 +15,13 @@ from distill.initial import make_initial
 from distill.training import save_model
 from heads.config import HeadConfig, Kind
 from heads.train import train_head
-from specdata.labels.config import LabelsConfig
+from specdata.config import LabelsConfig, PromptSet, RolloutConfig
 from specdata.labels.make import load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import TransformersBackend, sample_batch
-from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import make_rollouts
 from specdata.saving import copy_tokenizer
 from specdata.storage.dataset import load_stored

@@ -15,6 +15,7 @@ from distill.config import InitConfig
 from distill.initial import make_initial
 from distill.rounds import readings
 from distill.states import llama_draft
+from distill.toy import save_tokenizer, train_tokenizer
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata.errors import ConfigError
@@ -23,7 +24,6 @@ from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from specdata.states_draft import states_input, unit
 from specdata.taps import decoder_layers, read_taps
-from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 from tests.test_initial import ROWS, stored
 
 SIZES: dict[str, Any] = {

@@ -20,16 +20,15 @@ from distill.batches import Numbered, collate, fitted
 from distill.initial import align_output, cut
 from distill.states import fit_inputs, silence
 from distill.watch import HeldOut
+from specdata.config import PromptSet, RolloutConfig
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Request, TransformersBackend
-from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import make_rollouts
 from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored

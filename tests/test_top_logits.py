@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
+from specdata.config import LabelsConfig
 from specdata.errors import ConfigError
-from specdata.labels.config import LabelsConfig
 from specdata.labels.make import make_labels
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits

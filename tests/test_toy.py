@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
+from distill.toy import train_tokenizer
 from specdata.toy.corpus import FAMILIES, SPLITS, corpus, examples, prompts, split_of
-from specdata.toy.tokenizer import train_tokenizer
 
 SMALL = {"examples_per_family": 40, "library_characters": 8_000}
 

@@ -34,8 +34,8 @@ from eval.reporting.recommendation import of_all, verifier_sentence
 from eval.reporting.verifiers import section
 from eval.verifiers import VERIFIERS
 from recipes.command import run_tool
+from specdata.config import PromptSet
 from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
-from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
 from specdata.sampling import SamplingConfig, generator_for
 from tests.synthetic_results import synthetic_results

@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from recipes.make_rollouts import RECIPE
+from specdata.config import PromptSet, RolloutConfig, ServerConfig
 from specdata.errors import ConfigError, without_passwords
 from specdata.probability import SamplingConfig
-from specdata.prompts.config import PromptSet
 from specdata.rollouts.backend import Request, TransformersBackend
-from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.vllm import VllmBackend
 from specdata.server.client import ServerClient
-from specdata.server.config import ServerConfig
 from tests.tiny import END, tiny_llama
 
 VOCABULARY = 40

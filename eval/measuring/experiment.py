@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.decode_config import THEIRS, Method
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
-from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
 from eval.measuring.methods import EvalConfig
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
@@ -34,15 +34,16 @@ from eval.rounds import Generation
 from eval.runtime.engines import engine_on
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
+from specdata.config import ServerConfig
 from specdata.interruption import stop_if_asked
 from specdata.models import end_ids
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient
-from specdata.server.config import ServerConfig
 from specdata.storage.files import PROGRESS, locked, share_out
 from specdata.storage.resume import Settings
+from specdata.texts import along_pair
 
 Progress = Callable[[int], object]
 """Called with the number of generations that are done since the last call."""
@@ -317,3 +318,29 @@ class _Share:
             size=config.batch,
             report=self.report,
         )
+
+
+def measure_bias(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    bias_at: Callable[[Tensor, Tensor], float],
+    sampling: SamplingConfig,
+    prompt_ids: Sequence[int],
+    out: Generation,
+) -> float:
+    """Total variation at the positions of one generation of chains, summed over its tokens.
+
+    `bias_at` is that of the verifier that decoded it, of p and q (V,) at a drafted position. Over a
+    sequence these distances add up at most. The finished sequence is scored once more by both
+    models, untimed.
+    """
+
+    def variations(p: Tensor, q: Tensor, *_: object) -> dict[str, Tensor]:
+        values = [bias_at(p_row, q_row) for p_row, q_row in zip(p, q, strict=True)]
+        return {"variation": torch.tensor(values, dtype=torch.float64)}
+
+    # The token after a whole accepted chain stood at no drafted position: it is the target's own.
+    drafted = [place < each.drafted for each in out.rounds for place in range(each.emitted)]
+    text = {"prompt_ids": prompt_ids, "completion_ids": out.tokens.tolist()}
+    (columns,) = along_pair((target, draft), [text], sampling, variations)
+    return float(columns["variation"] @ torch.tensor(drafted).double())

@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 from eval.decode_config import THEIRS, Method
 from eval.measuring.scores import ScoreName, check_scores
 from eval.runtime.engines import Engine
-from specdata.config import Config, Count
+from specdata.config import Config, Count, PromptSet
 from specdata.errors import ConfigError
-from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
 
 PLAIN = "plain"

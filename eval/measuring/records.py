@@ -49,7 +49,7 @@ class PromptRecord:
         target_seconds: the target's share.
         overhead_seconds: verification and bookkeeping between them.
         variation: for a biased verifier, the summed total variation between the distributions of
-            emitted tokens and the target's (`eval.measuring.bias`).
+            emitted tokens and the target's (`eval.measuring.experiment`).
         variation_tokens: how many emitted tokens that sum is over; 0 if it was not measured.
         scores: name -> score of the text (`eval.measuring.scores`), those that were asked for.
     """

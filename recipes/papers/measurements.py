@@ -575,7 +575,7 @@ def _columns(
     spec: Mapping[str, Any],
 ) -> Iterator[tuple[list[Record], Callable[[Tensor, Tensor], float | list[float]]]]:
     """The keys of some figures, and the function of p and q whose means they are."""
-    from recipes.papers.acceptance import BUCKETS, RULES, effective_alphabet
+    from recipes.papers.examples import BUCKETS, RULES, effective_alphabet
 
     for rule in expanded(spec["rules"]):
         if rule["rule"] == "alphabet":

@@ -34,10 +34,9 @@ from eval.runtime.engines import ENGINES
 from recipes.config import build, load_yaml
 from recipes.layout import CERTIFICATE, OUTPUT, RESULTS, portable
 from recipes.run import prepare_libraries, say, stage_record
+from specdata.config import PromptSet, ServerConfig
 from specdata.errors import ConfigError
-from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
-from specdata.server.config import ServerConfig
 from specdata.storage.files import fingerprint, write_json
 from specdata.storage.resume import Settings
 from specdata.terminal import progress, whole_number

@@ -25,9 +25,9 @@ from recipes.config import parse
 from recipes.layout import RESULTS, eval_folder
 from recipes.run import say
 from recipes.run_eval import RECIPE
+from specdata.config import ServerConfig
 from specdata.errors import ConfigError
 from specdata.server.client import ServerClient
-from specdata.server.config import ServerConfig
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from eval.runtime.engines import ENGINES
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import EMBEDDED
-from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json, write_text
 from specdata.terminal import positive_number, whole_number

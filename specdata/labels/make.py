@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdata.config import LabelsConfig
 from specdata.errors import ManifestError, NotFiniteError
-from specdata.labels.config import LabelsConfig
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.prepack import prepacked
 from specdata.probability import (

@@ -15,8 +15,8 @@ from typing import cast
 import datasets
 from torch import Tensor
 
+from specdata.config import LogitsConfig
 from specdata.lm_head import LMHead
-from specdata.logits.config import LogitsConfig
 from specdata.logits.served import ServedLogits
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
 from specdata.prompts.chat_templates import Message
-from specdata.prompts.config import PromptSet
 from specdata.prompts.forms import MESSAGES, is_unicode, messages_of, recorded_form
 from specdata.prompts.reading import (
     check_names,

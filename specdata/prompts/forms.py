@@ -11,11 +11,10 @@ from functools import cache
 from string import Formatter
 from typing import Any, NamedTuple
 
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
-from specdata.prompts.catalogue import CATALOGUE, Form
+from specdata.prompts.catalogue import CATALOGUE, NATURAL, Form
 from specdata.prompts.chat_templates import Message
-from specdata.prompts.config import PromptSet
-from specdata.prompts.natural import NATURAL
 
 MESSAGES = Form(
     messages="messages", roles={"system": "system", "user": "user", "assistant": "assistant"}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import (
@@ -16,7 +17,6 @@ from specdata.prompts.chat_templates import (
     chat_ids,
     require_template,
 )
-from specdata.prompts.config import PromptSet
 from specdata.prompts.forms import RawPrompt, Unusable, is_unicode
 from specdata.prompts.reading import (
     check_names,

@@ -18,10 +18,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdata.config import nearest
+from specdata.config import PromptSet, nearest
 from specdata.errors import ConfigError, trouble_outside
-from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
-from specdata.prompts.config import PromptSet
+from specdata.prompts.catalogue import (
+    CATALOGUE,
+    EMBEDDED,
+    LONG,
+    NATURAL,
+    CataloguedSet,
+    Form,
+    Part,
+    natural_prompts,
+)
 from specdata.prompts.forms import (
     RawPrompt,
     Unusable,
@@ -31,7 +39,6 @@ from specdata.prompts.forms import (
     require_columns,
     uses_chat,
 )
-from specdata.prompts.natural import LONG, NATURAL, natural_prompts
 from specdata.sampling import generator_for
 from specdata.sources import hub_source
 from specdata.storage.files import as_pattern

@@ -13,10 +13,10 @@ from pathlib import Path
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from specdata.config import RolloutConfig
 from specdata.prompts.chat_templates import Message, chat_ids
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Backend, Completion, Request
-from specdata.rollouts.config import RolloutConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, TARGET_STATES, TARGET_TAPS, Rollout

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar
 import httpx2
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from specdata.config import ServerConfig
 from specdata.errors import ConfigError
-from specdata.server.config import ServerConfig
 
 # Tries of a request, 1, 2, 4 ... s apart, and seconds that a server may be silent in each.
 TRIES, TIMEOUT = 6, 600.0
