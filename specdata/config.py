@@ -1,4 +1,4 @@
-"""The base of every configuration class, the report of a mistake in one, and the data stages' classes.
+"""The base of every configuration class, the report of a mistake in one, and the data stages' own.
 
 A configuration class lists its fields with their ranges and descriptions; pydantic refuses unknown
 keys, wrong types and values out of range. This module adds what pydantic does not do: the nearest
