@@ -151,6 +151,7 @@ def test_a_planted_fault_is_found(name: str) -> None:
     assert not certificate.is_exact, certificate
 
 
+@pytest.mark.exhaustive
 def test_sound_engines_raise_no_alarm_in_a_hundred_runs() -> None:
     for seed in range(100):
         certificate = found(Fault(), (FULL, WARPED)[seed % 2], seed, knows_draft=seed % 4 < 2)
