@@ -154,9 +154,8 @@ class Eval(Stage):
     def run(self) -> dict[str, Any]:
         """Measure with every process that can, and report in the main one."""
         config = self.config
-        from eval.measuring.environment import using_threads
+        from eval.measuring.environment import measured_on, using_threads
         from eval.measuring.scores import Scorer
-        from eval.measuring.sharing import measured_on
         from specdata.models import load_tokenizer
         from specdata.prompts.loading import dropped
 
@@ -337,7 +336,7 @@ def _is_measuring(config: PipelineConfig) -> bool:
     """True if this process measures; said, in the main one, if there are others."""
     import torch
 
-    from eval.measuring.sharing import is_measuring, who_measures
+    from eval.measuring.environment import is_measuring, who_measures
 
     timed, devices = config.eval.batch == 1, torch.cuda.device_count()
     if process_count() > 1:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from distill.states import silence
 from distill.toy import save_tokenizer
 from distill.training import save_model
-from eval.analysis.served import certify_server
+from eval.analysis.certificate import certify_server
 from recipes.command import run_tool
 from specdata.models import load_tokenizer
 from specdata.probability import SamplingConfig, probabilities

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from eval.measuring.environment import is_measuring, who_measures
 from eval.measuring.results import read_results
-from eval.measuring.sharing import is_measuring, who_measures
 from recipes.run_eval import RECIPE
 from tests.random_pair import measured_only
 

@@ -3,7 +3,7 @@
 Methods take turns on each prompt, so a machine that slows down slows them all. Finished prompts
 are stored one by one: an interrupted evaluation continues with the next prompt. Where only counts
 are wanted, prompts are decoded in batches (`EvalConfig.batch`) and stored group by group. Several
-processes share prompts, or groups, out among themselves (`eval.measuring.sharing`).
+processes share prompts, or groups, out among themselves (`eval.measuring.environment`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from transformers import PreTrainedModel
 from eval.decode_config import THEIRS, Method
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
-from eval.measuring.environment import Environment
+from eval.measuring.environment import Environment, sign
 from eval.measuring.methods import EvalConfig
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Results, Setup, build_results
 from eval.measuring.samples import shown_prompts
 from eval.measuring.scores import Scorer
 from eval.measuring.served import ServedEngine
-from eval.measuring.sharing import sign
 from eval.rounds import Generation
 from eval.runtime.engines import engine_on
 from eval.verifiers import VERIFIERS

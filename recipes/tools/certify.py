@@ -229,7 +229,7 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
         raise ConfigError(str(error)) from error
     import torch
 
-    from eval.analysis.served import certify_server
+    from eval.analysis.certificate import certify_server
     from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
     from specdata.prompts.loading import load_prompts
     from specdata.rollouts.vllm import VllmBackend
