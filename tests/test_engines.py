@@ -21,6 +21,7 @@ from eval.runtime.prepack import (
 )
 from specdata.errors import ConfigError
 from specdata.prepack import multiplies
+from tests.families import tiny
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
 
@@ -192,15 +193,7 @@ def test_graphs_do_not_keep_a_model_alive() -> None:
 def test_models_that_cannot_be_captured_are_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match="unknown engine 'fast'"):
         SpeculativeDecoder.from_config(tiny_llama(0), None, DecodeConfig(), engine="fast")  # type: ignore[arg-type]
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-    )
-    model = LlamaForCausalLM(config).eval()
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny("llama", 0, dtype=torch.float32, rope_parameters=rope)
     with pytest.raises(ConfigError, match="engine 'eager'"):
         SpeculativeDecoder.from_config(model, None, DecodeConfig(), engine="captured")

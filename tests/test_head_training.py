@@ -35,6 +35,7 @@ from specdata.probability import SamplingConfig, probabilities
 from specdata.processes import join_processes
 from specdata.storage.checkpoints import step_of
 from tests.drive_head import LEVELS, drive, synthetic_rows, tiny_draft
+from tests.trainings import changed
 from tests.two_processes import ZERO_3, finish, start_two
 
 
@@ -42,11 +43,6 @@ class Sections(Config):
     """A file with a head section, as recipes read it."""
 
     head: HeadConfig
-
-
-def changed(config: HeadConfig, **changes: object) -> HeadConfig:
-    """The configuration with some settings changed, checked again."""
-    return HeadConfig.model_validate({**config.model_dump(), **changes})
 
 
 # Rows in threes are not a divisor of the batch of 16: rows must be filled up.

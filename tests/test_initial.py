@@ -23,6 +23,7 @@ from distill.initial import (
 from distill.toy import save_tokenizer, train_tokenizer
 from recipes.config import parse
 from recipes.make_rollouts import Rollouts
+from recipes.run import Stage
 from recipes.train_draft import Draft
 from specdata.cache import cache_argument
 from specdata.errors import ConfigError, VocabularyMismatchError
@@ -57,15 +58,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stored(tmp_path_factory.mktemp("target") / "model", num_hidden_layers=4)
 
 
-def make(target: Path, out: Path, *, draft: Path | None = None, **config: Any) -> dict[str, Any]:
-    return make_initial(
-        target=target,
-        draft=draft,
-        rollouts=ROWS,
-        out=out,
-        config=InitConfig(**config),
-        seed=3,
-    )
+def make(
+    target: Path, out: Path, rows: Dataset = ROWS, *, draft: Path | None = None, **config: Any
+) -> dict[str, Any]:
+    """Make a draft of a target, by default on three short rollouts."""
+    own = {"target": target, "draft": draft, "config": InitConfig(**config), "seed": 3}
+    return make_initial(rollouts=rows, out=out, **own)
 
 
 def passing_on(layer: nn.Module) -> Any:
@@ -196,15 +194,9 @@ def test_a_made_draft_is_kept(target: Path, tmp_path: Path) -> None:
 def test_rollouts_without_a_completion_are_refused(
     rows: list[Any], target: Path, tmp_path: Path
 ) -> None:
+    given = Dataset.from_list(rows)
     with pytest.raises(ValueError, match="at least one completion token"):
-        make_initial(
-            target=target,
-            draft=None,
-            rollouts=Dataset.from_list(rows),
-            out=tmp_path / "draft",
-            config=InitConfig(kind="target", vocabulary=8),
-            seed=3,
-        )
+        make(target, tmp_path / "draft", given, kind="target", vocabulary=8)
     assert not list(tmp_path.iterdir())
 
 
@@ -242,31 +234,23 @@ def arguments(target: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("stage", "init", "stored_taps", "said"),
     [
-        (["--draft.init", "{kind: target, layers: 5}"], "must be 1 to 4"),
-        (["--draft.init", "{kind: target, layers: [1, 4]}"], "must be 0 to 3"),
-        (["--draft.init", "{kind: target, vocabulary: 4000}"], "must be at most"),
-        (["--draft.init", "{kind: states, layers: 1, taps: [2, 5]}"], "init: taps must be .* to 4"),
-        (
-            ["--draft.init", "{kind: states, taps: [1]}", "--rollouts.store_taps", "[2]"],
-            "store all that the draft reads",
-        ),
-        (
-            [
-                "--draft.init={kind: states, layout: eagle, layers: 1}",
-                "--rollouts.store_taps=[3]",
-            ],
-            r"the draft reads \[4\]",
-        ),
+        (Draft, "kind: target, layers: 5", "null", "must be 1 to 4"),
+        (Draft, "kind: target, layers: [1, 4]", "null", "must be 0 to 3"),
+        (Draft, "kind: target, vocabulary: 4000", "null", "must be at most"),
+        (Draft, "kind: states, layers: 1, taps: [2, 5]", "null", "init: taps must be .* to 4"),
+        (Draft, "kind: states, taps: [1]", "[2]", "store all that the draft reads"),
+        (Draft, "kind: states, layout: eagle, layers: 1", "[3]", r"the draft reads \[4\]"),
+        (Rollouts, "kind: states", "[2, 5]", "store_taps: taps must be from 0 .* to 4"),
     ],
 )
 def test_what_the_target_lacks_is_refused_before_anything_runs(
-    more: list[str], said: str, target: Path
+    stage: type[Stage], init: str, stored_taps: str, said: str, target: Path
 ) -> None:
-    config = parse(arguments(target, *more)).config
+    more = [f"--draft.init={{{init}}}", f"--rollouts.store_taps={stored_taps}"]
     with pytest.raises(ConfigError, match=said):
-        Draft(config).check()
+        stage(parse(arguments(target, *more)).config).check()
 
 
 def test_a_layout_is_refused_for_targets_that_it_cannot_begin_with(tmp_path: Path) -> None:
@@ -276,13 +260,6 @@ def test_a_layout_is_refused_for_targets_that_it_cannot_begin_with(tmp_path: Pat
     layout = "--draft.init={kind: states, layout: eagle3, layers: 1}"
     with pytest.raises(ConfigError, match=r"eagle3 needs a target of llama.* is gemma2"):
         Draft(parse(arguments(tmp_path / "gemma", layout)).config).check()
-
-
-def test_taps_that_the_target_lacks_are_not_stored(target: Path) -> None:
-    made = ["--draft.init.kind", "states", "--rollouts.store_taps", "[2, 5]"]
-    config = parse(arguments(target, *made)).config
-    with pytest.raises(ConfigError, match=r"store_taps: taps must be from 0 .* to 4"):
-        Rollouts(config).check()
 
 
 def test_a_given_draft_must_have_room_for_the_rollouts(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from specdata.storage.files import locked
 from tests.synthetic_results import synthetic_results
 from tests.test_models import LLAMA3
 from tests.test_published_code import Folders, check_logits, check_tokens
-from tests.test_release import with_transformers
+from tests.test_release import measured_of, with_transformers
 
 pytestmark = pytest.mark.exhaustive
 PACKAGES = ("transformers==4.57.6", "gguf==0.19.0")
@@ -80,13 +80,9 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(root / name)
         save_tokenizer(tokenizer, root / name)
     results = with_transformers(synthetic_results(datasets=("alpaca",)))
-    names = {"target": str(root / "target"), "head": None}
-    runs = [
-        run.model_copy(update=names | {"draft": run.draft and str(root / "draft")})
-        for run in results.runs
-        if run.head is None
-    ]
+    runs = [run for run in results.runs if run.head is None]
     results = results.model_copy(update={"runs": runs})
+    results = measured_of(results, target=root / "target", draft=root / "draft")
     return release_draft(root / "draft", root / "release", results, About())
 
 

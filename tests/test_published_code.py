@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.drafts import DraftTree
@@ -29,7 +23,7 @@ from heads.remote import write_custom_generate
 from heads.remote.generate import draw, verify
 from specdata.probability import draw_one
 from tests.drive_published_code import drive
-from tests.families import FAMILIES, SPECIAL, tiny
+from tests.families import FAMILIES, tiny
 
 VOCABULARY, HIDDEN = 40, 16
 HEAD_VALUES = torch.randn(5, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -52,23 +46,6 @@ def resized(model: PreTrainedModel, vocabulary: int) -> PreTrainedModel:
     return other
 
 
-def windowed(window: int | None) -> PreTrainedModel:
-    """A target whose attention sees a few tokens."""
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=window,
-        initializer_range=0.4,
-        **SPECIAL,
-    )
-    return MistralForCausalLM(config).double()
-
-
 def make_models() -> dict[str, PreTrainedModel]:
     models = {}
     for family in FAMILIES:
@@ -86,10 +63,9 @@ def make_models() -> dict[str, PreTrainedModel]:
         max_position_embeddings=16,
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     )
-    models["mamba"] = MambaForCausalLM(
-        MambaConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=1, state_size=4)
-    )
-    models["mistral"], models["mistral: no window"] = windowed(4), windowed(None)
+    models["mamba"] = tiny("mamba", 0, vocab=VOCABULARY)
+    for name, window in (("mistral", 4), ("mistral: no window", None)):
+        models[name] = tiny("mistral", 0, vocab=VOCABULARY, sliding_window=window)
     models["mistral: draft"] = noisy(models["mistral"])
     return {name: model.eval() for name, model in models.items()}
 

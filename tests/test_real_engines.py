@@ -22,10 +22,8 @@ import pytest
 import torch
 
 from benchmarks.engines import started, vllm
-from distill.config import DistilConfig, InitConfig
-from distill.distillation import distil
+from distill.config import DistilConfig
 from distill.eagle import write_eagle
-from distill.initial import make_initial
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.served import ServedEngine
@@ -40,6 +38,8 @@ from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig
 from specdata.server.client import ServerClient
 from specdata.storage.dataset import load_stored, of_split
+from tests.test_initial import make
+from tests.trainings import distilled
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "runs/toy"
@@ -119,23 +119,13 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
         "eagle3 of 200 tokens": {"layout": "eagle3", "vocabulary": 200},
     }.items():
         ours, theirs = folder / name, folder / f"{name} exported"
-        config = InitConfig(kind="states", layers=1, **settings)
-        make_initial(
-            target=str(TARGET), draft=None, rollouts=rollouts, out=ours, config=config, seed=0
-        )
+        make(TARGET, ours, rollouts, kind="states", layers=1, **settings)
         write_eagle(ours, theirs, "eagle")
         made[name] = (ours, theirs)
     dev = of_split(load_stored(DEMO / "rollouts"), "dev", DEMO / "rollouts").select(range(8))
-    distil(
-        target=str(TARGET),
-        draft=DEMO / "draft/model",
-        train=rollouts,
-        dev=dev,
-        out=folder / "masks",
-        config=DistilConfig(depths=4, epochs=0.2, keep="last", report_to=[]),
-        sampling=SamplingConfig(),
-        seed=0,
-    )
+    config = DistilConfig(depths=4, epochs=0.2, keep="last", report_to=[])
+    own = {"train": rollouts, "dev": dev, "draft": DEMO / "draft/model"}
+    distilled(DEMO / "pair", folder / "masks", config, **own)
     made["masks"] = (folder / "masks", folder / "masks")
     run = folder / "run"  # of 200 tokens, with a head for what vLLM drafts
     given = ["--config", str(TOY), "--toy", "null", "--labels.greedy", "true", "--output", str(run)]

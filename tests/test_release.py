@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedTokenizerFast,
@@ -25,7 +24,7 @@ from transformers import (
 
 from distill.config import InitConfig
 from distill.initial import make_initial
-from distill.toy import train_tokenizer
+from distill.toy import language_model, train_tokenizer
 from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
@@ -50,20 +49,22 @@ HIDDEN = 16
 def save_llama(
     folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int, pad: int = 0
 ) -> None:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer) + pad,
-        hidden_size=HIDDEN,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    size = len(tokenizer) + pad
+    language_model(
+        tokenizer, layers=1, width=HIDDEN, seed=seed, vocabulary=size, positions=128
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def measured_of(results: Results, **folders: Path) -> Results:
+    """The same results, of another target, draft or head; methods without one stay without."""
+    runs = [
+        run.model_copy(
+            update={role: getattr(run, role) and str(path) for role, path in folders.items()}
+        )
+        for run in results.runs
+    ]
+    return results.model_copy(update={"runs": runs})
 
 
 def with_transformers(results: Results, lengths: tuple[int, ...] = (4, 6)) -> Results:
@@ -93,20 +94,12 @@ class Pair:
         AcceptanceHead(
             hidden_size=HIDDEN, depth=1, rejection_weight=6, draft=str(self.draft)
         ).save_pretrained(self.head)
-        self.results = self.renamed(
-            with_transformers(synthetic_results(datasets=("alpaca", "gsm8k")))
+        self.results = measured_of(
+            with_transformers(synthetic_results(datasets=("alpaca", "gsm8k"))),
+            target=self.target,
+            draft=self.draft,
+            head=self.head,
         )
-
-    def renamed(self, results: Results) -> Results:
-        names = {"target": str(self.target)}
-        runs = [
-            run.model_copy(
-                update=names
-                | {"draft": run.draft and str(self.draft), "head": run.head and str(self.head)}
-            )
-            for run in results.runs
-        ]
-        return results.model_copy(update={"runs": runs})
 
 
 @pytest.fixture(scope="module")
@@ -371,14 +364,7 @@ def test_the_card_of_a_head_without_lag_says_what_it_reads_and_when(
     torch.manual_seed(0)
     ours = ImmediateHead(hidden_size=HIDDEN, width=8, depth=1, draft=str(pair.draft))
     ours.save_pretrained(tmp_path / "head")
-    results = pair.results.model_copy(
-        update={
-            "runs": [
-                run.model_copy(update={"head": run.head and str(tmp_path / "head")})
-                for run in pair.results.runs
-            ]
-        }
-    )
+    results = measured_of(pair.results, head=tmp_path / "head")
     out = release_head(
         tmp_path / "head", tmp_path / "out", results, predictions=synthetic_predictions()
     )
@@ -484,12 +470,8 @@ def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_m
     init = InitConfig(kind="states", layers=1, vocabulary=40, layout=layout)
     made, target = tmp_path / "made", str(pair.target)
     make_initial(target=target, draft=None, rollouts=ROWS, out=made, config=init, seed=0)
-    runs = [
-        run.model_copy(update={"draft": run.draft and str(made)})
-        for run in pair.results.runs
-        if run.method.decoder != "assisted"
-    ]
-    results = pair.results.model_copy(update={"runs": runs})
+    runs = [run for run in pair.results.runs if run.method.decoder != "assisted"]
+    results = measured_of(pair.results.model_copy(update={"runs": runs}), draft=made)
     root, names = tmp_path / "hub", ("acme/draft", "acme/head")
     with Server(root) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
@@ -538,16 +520,12 @@ def test_repositories_on_the_hub_decode_with_transformers_alone_as_we_do(
 
 
 def test_a_failed_release_leaves_nothing_behind(pair: Pair, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for path in pair.draft.iterdir():
-        (broken / path.name).write_bytes(path.read_bytes())
+    broken = shutil.copytree(pair.draft, tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     prefixed = {f"module.{name}": value for name, value in weights.items()}
     save_file(prefixed, broken / "model.safetensors", metadata={"format": "pt"})
-    runs = [r.model_copy(update={"draft": r.draft and str(broken)}) for r in pair.results.runs]
     with pytest.raises(ManifestError, match="do not fit"):
-        release_draft(broken, tmp_path / "out", pair.results.model_copy(update={"runs": runs}))
+        release_draft(broken, tmp_path / "out", measured_of(pair.results, draft=broken))
     assert not (tmp_path / "out").exists()
 
 
@@ -578,7 +556,7 @@ def test_a_release_that_its_results_do_not_carry_is_refused(pair: Pair, tmp_path
 
     first, *rest = pair.results.runs
     forged = first.model_copy(update={"tokens_per_second": 1e6})
-    named = [r.model_copy(update={"target": str(tmp_path / "other")}) for r in pair.results.runs]
+    named = measured_of(pair.results, target=tmp_path / "other").runs
     free = [r for r in pair.results.runs if not r.method.fixed_length]
     for publish, folder, runs, error, message in (
         (release_draft, pair.target, [first, *rest], ManifestError, "they measure"),

@@ -100,22 +100,21 @@ def test_the_command_writes_a_head_and_says_so(
 
 
 def test_what_is_no_released_head_is_refused_with_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        from_released(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"hidden_size": "12"}))
-    with pytest.raises(ValueError, match="hidden_size >= 1 and num_layers >= 0"):
-        from_released(tmp_path)
-    config.write_text(json.dumps({"hidden_size": HIDDEN, "num_layers": 2}))
-    with pytest.raises(ValueError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
-        from_released(tmp_path)
-    released(tmp_path, 1)
-    config.write_text(json.dumps({"hidden_size": HIDDEN, "num_layers": 2}))
-    with pytest.raises(ValueError, match="does not hold the 2 blocks of width 12"):
-        from_released(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
-        from_released(tmp_path)
+    two_blocks = json.dumps({"hidden_size": HIDDEN, "num_layers": 2}).encode()
+    released(tmp_path / "one", 1)
+    weights = (tmp_path / "one/model.safetensors").read_bytes()
+    for config, model, message in (
+        (None, None, r"no config\.json"),
+        (b'{"hidden_size": "12"}', None, "hidden_size >= 1 and num_layers >= 0"),
+        (two_blocks, None, r"neither model\.safetensors nor pytorch_model\.bin"),
+        (two_blocks, weights, "does not hold the 2 blocks of width 12"),
+        (two_blocks, b"cut off", r"model\.safetensors cannot be read"),
+    ):
+        for name, data in (("config.json", config), ("model.safetensors", model)):
+            if data is not None:
+                (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            from_released(tmp_path)
 
 
 class Harmful:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,14 +27,13 @@ from transformers import (
 from distill import rounds
 from distill import states as distill_states
 from distill.config import DistilConfig, InitConfig
-from distill.distillation import distil
-from distill.initial import cut, make_initial
+from distill.initial import cut
 from distill.rounds import along_rounds, check_masks, of_round, weights_of, with_masks
 from distill.states import ridge, silence
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from eval.analysis.traces import check_tree_states, tree_states
-from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.drafting import drafters
 from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
@@ -55,8 +55,9 @@ from specdata.target_states import reading_stored, target_taps
 from tests.random_pair import texts_of
 from tests.test_branching import CASES
 from tests.test_decoder import PROMPT
-from tests.test_initial import ROWS, stored
+from tests.test_initial import ROWS, make, stored
 from tests.tiny import joint_distribution, tiny_llama
+from tests.trainings import QUICK, changed, distilled
 
 TAPS = [0, 1, 3]
 
@@ -275,25 +276,19 @@ def test_batches_and_engines_decode_as_one_sequence_does(name: str, engine: Any,
     target, draft = pair(40, kind)
     prompts = [torch.tensor([2, 5, 9 + n, 3][: 1 + n]) for n in range(4)]
 
-    def made(engine: Any) -> SpeculativeDecoder:
-        return SpeculativeDecoder.from_config(target, draft, DRAFTED[name], engine=engine)
+    def decoded(engine: Any, size: int | None = None) -> list[list[int]]:
+        decoder = SpeculativeDecoder.from_config(target, draft, DRAFTED[name], engine=engine)
+        draws = [torch.Generator().manual_seed(n) for n in range(4)]
+        if size is None:
+            made: Iterable[Generation] = (
+                decoder.generate(prompt, max_new_tokens=16, generator=draw)
+                for prompt, draw in zip(prompts, draws, strict=True)
+            )
+        else:
+            made = decoder.generate_batch(prompts, max_new_tokens=16, generators=draws, size=size)
+        return [out.tokens.tolist() for out in made]
 
-    def generators() -> list[torch.Generator]:
-        return [torch.Generator().manual_seed(n) for n in range(4)]
-
-    alone = [
-        made("eager").generate(prompt, max_new_tokens=16, generator=generator)
-        for prompt, generator in zip(prompts, generators(), strict=True)
-    ]
-    together = made(engine).generate_batch(
-        prompts, max_new_tokens=16, generators=generators(), size=3
-    )
-    single = [
-        made(engine).generate(prompt, max_new_tokens=16, generator=generator)
-        for prompt, generator in zip(prompts, generators(), strict=True)
-    ]
-    for one, two, three in zip(alone, together, single, strict=True):
-        assert one.tokens.tolist() == two.tokens.tolist() == three.tokens.tolist()
+    assert decoded("eager") == decoded(engine) == decoded(engine, size=3)
 
 
 @kinds
@@ -453,15 +448,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stored(tmp_path_factory.mktemp("target") / "model", num_hidden_layers=4)
 
 
-def made(target: Path, out: Path, **config: Any) -> dict[str, Any]:
-    return make_initial(
-        target=target,
-        draft=None,
-        rollouts=ROWS,
-        out=out,
-        config=InitConfig(kind="states", layers=1, **config),
-        seed=3,
-    )
+made = partial(make, kind="states", layers=1)
 
 
 @pytest.mark.parametrize("vocabulary", [None, 40])
@@ -568,16 +555,13 @@ def test_rollouts_of_other_tokens_or_without_their_taps_are_refused_or_read_agai
         ("beyond", [[100_000]], "from 0 to .* to 100000"),
     ):
         rows = Dataset.from_dict({"prompt_ids": ids, "completion_ids": ids})
-        config = InitConfig(kind="states", layers=1)
-        ask: dict[str, Any] = {"target": target, "draft": None, "config": config, "seed": 3}
         with pytest.raises(ValueError, match=message):
-            make_initial(rollouts=rows, out=tmp_path / name, **ask)
+            made(target, tmp_path / name, rows)
     theirs = load_model(str(target))
     with pytest.raises(ConfigError, match=r"from 0 to .* to 100000"):
         HeldOut(theirs, rows, SamplingConfig()).measure(theirs)
-    draft_at = tmp_path / "draft"
-    make_initial(rollouts=ROWS, out=draft_at, **ask)
-    draft = load_model(str(draft_at), target=str(target))
+    made(target, tmp_path / "draft")
+    draft = load_model(str(tmp_path / "draft"), target=str(target))
     row = {"prompt_ids": [5], "completion_ids": [6, 7], "target_taps": b"abc"}
     for more in ({}, {"taps": None}):
         with reading_stored(draft, [{**row, **more}], 2):  # without their taps: read of the target
@@ -673,20 +657,10 @@ def test_a_plain_draft_learns_what_its_mask_stands_for(tiny_pair: Path, tmp_path
     held_out = HeldOut(target, dev, sampling)
 
     def trained(depths: int) -> PreTrainedModel:
-        config = DistilConfig(
-            depths=depths, epochs=12, learning_rate=1e-2, keep="last", report_to=[]
-        )
-        distil(
-            target=tiny_pair / "target",
-            draft=tiny_pair / "draft",
-            train=train,
-            dev=dev,
-            out=tmp_path / str(depths),
-            config=config,
-            sampling=sampling,
-            seed=0,
-        )
-        return load_model(str(tmp_path / str(depths)))
+        out = tmp_path / str(depths)
+        config = changed(QUICK, depths=depths, epochs=12, learning_rate=1e-2, keep="last")
+        distilled(tiny_pair, out, config, sampling, train=train, dev=dev)
+        return load_model(str(out))
 
     learnt, other = trained(3), trained(1)
     assert learnt.config.depths == 3

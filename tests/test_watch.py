@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from distill import callbacks
 from distill.callbacks import best_step, store_best
 from distill.config import DistilConfig
-from distill.distillation import DistilResult, distil
+from distill.distillation import DistilResult
 from distill.watch import Figures, HeldOut, Measurement
 from specdata import texts
 from specdata.config import read_config
@@ -79,16 +80,24 @@ class Reporter(TrainerCallback):
             self.seen.setdefault(name, []).append(state.global_step)
 
 
+def logits_of(
+    models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset
+) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+    """Each row with (T, V) of target and draft, where they say the completion's tokens."""
+    for row in dev:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        here = slice(len(row["prompt_ids"]) - 1, ids.shape[1] - 1)
+        with torch.no_grad():
+            target, draft = (model(ids).logits[0, here] for model in models)
+        yield row, target, draft
+
+
 def by_hand(
     models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset, sampling: SamplingConfig
 ) -> list[dict[str, Any]]:
     """The figures of every position, row by row, with all of p and q in memory."""
     found = []
-    for row in dev:
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        here = slice(len(row["prompt_ids"]) - 1, ids.shape[1] - 1)
-        with torch.no_grad():
-            p_logits, q_logits = (model(ids).logits[0, here] for model in models)
+    for row, p_logits, q_logits in logits_of(models, dev):
         q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
         p, q = probabilities(p_logits, sampling), probabilities(q_logits, sampling)
         text = torch.tensor(row["completion_ids"]).unsqueeze(-1)
@@ -150,11 +159,8 @@ def test_kl_is_the_divergence_of_the_models_and_0_of_equal_ones(
     target, draft = models
     measured = HeldOut(target, dev, SamplingConfig(temperature=0.5)).measure(draft)
     terms = []
-    for row in dev:
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        here = slice(len(row["prompt_ids"]) - 1, ids.shape[1] - 1)
-        with torch.no_grad():
-            log_p, log_q = ((m(ids).logits[0, here] / 0.5).log_softmax(-1) for m in models)
+    for _, *logits in logits_of(models, dev):
+        log_p, log_q = ((each / 0.5).log_softmax(-1) for each in logits)
         terms += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
     assert measured.overall.kl == pytest.approx(mean(terms), rel=1e-4)
     same = HeldOut(target, dev, SamplingConfig()).measure(target).overall
@@ -292,16 +298,8 @@ def test_no_epochs_keep_the_draft_as_it_starts_and_measure_it(pair: Path, tmp_pa
 
 
 def trained(pair: Path, dev: Dataset, out: Path, config: DistilConfig = WATCHED) -> DistilResult:
-    return distil(
-        target=pair / "target",
-        draft=pair / "draft",
-        train=texts_of(pair, 48, seed=1),
-        dev=dev,
-        out=out,
-        config=changed(config, eval_rollouts=4),
-        sampling=SamplingConfig(),
-        seed=0,
-    )
+    train = texts_of(pair, 48, seed=1)
+    return distilled(pair, out, changed(config, eval_rollouts=4), train=train, dev=dev)
 
 
 def kept(folder: Path) -> dict[str, Any]:
