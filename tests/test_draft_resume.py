@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -85,6 +85,13 @@ CASES: dict[str, tuple[Train, dict[str, Any]]] = {
 COMBINED = {**LORA, "epochs": 3, "on_policy": 0.5, "eval_steps": 3}
 
 
+def exhaustive_but(slow: str, cases: Iterable[str]) -> pytest.MarkDecorator:
+    """A test of cases, of which one is slow and the others are exhaustive."""
+    marks = [pytest.mark.slow if case == slow else pytest.mark.exhaustive for case in cases]
+    given = [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    return pytest.mark.parametrize("case", given)
+
+
 def assert_same_draft(ours: Path, theirs: Path) -> None:
     """The same weights, and the same results beside them but for times."""
     assert_same_weights(ours, theirs)
@@ -93,13 +100,7 @@ def assert_same_draft(ours: Path, theirs: Path) -> None:
             assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(c, marks=pytest.mark.slow if c == "adapters" else pytest.mark.exhaustive)
-        for c in CASES
-    ],
-)
+@exhaustive_but("adapters", CASES)
 def test_a_killed_training_ends_in_the_same_weights(
     pair: Path, tmp_path: Path, server: ForkServerContext, case: str
 ) -> None:
@@ -168,13 +169,7 @@ CASES_OF_TWO = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(c, marks=pytest.mark.slow if c == "states, ZeRO-3" else pytest.mark.exhaustive)
-        for c in CASES_OF_TWO
-    ],
-)
+@exhaustive_but("states, ZeRO-3", CASES_OF_TWO)
 def test_two_processes_end_in_the_weights_of_one(
     pair: Path, tmp_path: Path, server: ForkServerContext, case: str
 ) -> None:

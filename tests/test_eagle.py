@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from distill.chunked import chunked_loss
-from distill.config import InitConfig
 from distill.eagle import read_eagle3, settings_of
-from distill.initial import make_initial
 from distill.rounds import readings
 from eval.analysis.traces import tree_states
 from recipes.command import run_tool
@@ -26,7 +24,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
 from specdata.taps import read_taps
-from tests.test_initial import ROWS, stored
+from tests.test_initial import ROWS, make, stored
 from tests.test_states_draft import DRAFTED, decoded_as_defined
 from tests.trainings import QUICK, changed, distilled
 
@@ -193,20 +191,23 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     decoded_as_defined(model, draft, DRAFTED[name], [5, 9, 31], 1e-4)
 
 
+def learnt(target: Path, folder: Path, **init: Any) -> dict[str, Any]:
+    """What was made as `folder/new`, from which `folder/draft` learnt, as is made sure of."""
+    init |= {"kind": "states", "layers": 1}
+    made = make(target, folder / "new", **init)
+    settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw", "keep": "last"}
+    config = changed(QUICK, init=init, optimizer="muon", **settings)
+    rows = {"target": target, "draft": folder / "new", "train": ROWS, "dev": ROWS}
+    found = distilled(folder, folder / "draft", config, **rows)
+    assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
+    return made
+
+
 @pytest.mark.parametrize("layout", ["eagle", "speculators"])
 def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     target: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    init = InitConfig(kind="states", layout="eagle3", layers=1, vocabulary=KEPT)
-    made = make_initial(
-        target=target, draft=None, rollouts=ROWS, out=tmp_path / "new", config=init, seed=0
-    )
-    assert made["taps"] == [1, 2]
-    settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw", "keep": "last"}
-    config = changed(QUICK, init=init, optimizer="muon", **settings)
-    rows = {"target": target, "draft": tmp_path / "new", "train": ROWS, "dev": ROWS}
-    found = distilled(tmp_path, tmp_path / "draft", config, **rows)
-    assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
+    assert learnt(target, tmp_path, layout="eagle3", vocabulary=KEPT)["taps"] == [1, 2]
     paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--layout", layout]
     assert run_tool("export", paths) == 0
     assert "40 tokens, taps [1, 2]" in capsys.readouterr().out
@@ -230,14 +231,8 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
 def test_a_draft_of_eagle_1_learns_and_what_is_released_of_it_drafts_as_engines_define_it(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    init = InitConfig(kind="states", layout="eagle", layers=1)
-    new, made = tmp_path / "new", tmp_path / "draft"
-    make_initial(target=target, draft=None, rollouts=ROWS, out=new, config=init, seed=0)
-    settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw", "keep": "last"}
-    config = changed(QUICK, init=init, optimizer="muon", **settings)
-    rows = {"target": target, "draft": new, "train": ROWS, "dev": ROWS}
-    found = distilled(tmp_path, made, config, **rows)
-    assert found.after.overall.acceptance > found.before.overall.acceptance + 0.002
+    learnt(target, tmp_path, layout="eagle")
+    made = tmp_path / "draft"
     assert run_tool("export", [str(made), "--out", str(tmp_path / "out")]) == 0
     assert (
         run_tool("export", [str(made), "--out", str(tmp_path / "no"), "--layout", "speculators"])

@@ -123,9 +123,6 @@ def test_loading_what_is_no_head_says_so(
         AcceptanceHead.from_pretrained(tmp_path / "missing")
 
 
-# --- fingerprint of the draft
-
-
 # --- mixing
 
 

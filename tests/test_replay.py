@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from eval.analysis.traces import Traces, acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
@@ -20,6 +20,7 @@ from heads import AcceptanceHead, BaseHead, ImmediateHead
 from recipes.papers.replay import Counts, Times, oracle_counts, replayed
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
+from tests.families import tiny
 from tests.test_acceptance import labeller
 from tests.tiny import END, tiny_llama
 
@@ -173,17 +174,8 @@ def test_a_late_head_is_recorded_with_one_forward_of_a_draft_with_windows_or_wit
     window: int | None,
 ) -> None:
     """Rows of unequal lengths, so that some are padded."""
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    config = MistralConfig(
-        vocab_size=12, num_hidden_layers=2, sliding_window=window, initializer_range=0.4, **sizes
-    )
-    draft, head = MistralForCausalLM(config).eval(), made_head()
+    draft = tiny("mistral", 0, vocab=12, dtype=torch.float32, sliding_window=window)
+    head = made_head()
     rows = [
         {"prompt_ids": [2] * prompt, "completion_ids": [5, 3, 8, 4, 9, 7, 2][:rest]}
         for prompt, rest in ((3, 7), (1, 4), (6, 6))

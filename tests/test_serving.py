@@ -30,25 +30,17 @@ SGLANG_OPTIONS = {
 LLAMA_OPTIONS = {"--model", "--spec-draft-model", "--spec-type", "--spec-draft-n-max"}
 
 
-def words_of(line: str) -> list[str]:
-    """The words of a command line as a shell has them, to which a continued line is one line."""
-    return shlex.split(line.replace("\\\n", ""))
-
-
-def options(words: list[str]) -> dict[str, str]:
-    """--name value ... as a mapping; every option here has one value."""
-    names, values = words[::2], words[1::2]
-    assert len(names) == len(values)
-    assert all(name.startswith("--") for name in names)
-    return dict(zip(names, values, strict=True))
+def options(engine: str, program: str, target: str = "acme/target", **asked: int) -> dict[str, str]:
+    """Of an engine's line as a shell reads it: --name value ..., after the program's words."""
+    line = serving_lines("acme/draft", target, **asked)[engine]  # a continued line is one
+    words, begin = shlex.split(line.replace("\\\n", "")), shlex.split(program)
+    assert words[: len(begin)] == begin
+    return dict(zip(words[len(begin) :: 2], words[len(begin) + 1 :: 2], strict=True))
 
 
 def test_vllm_reads_its_lines() -> None:
-    lines = serving_lines("acme/draft", "acme/big model")
-    for line in (lines["vLLM"], lines["vLLM, sampled"]):
-        program, serve, target, *rest = words_of(line)
-        assert (program, serve, target) == ("vllm", "serve", "acme/big model")
-        given = options(rest)
+    for engine in ("vLLM", "vLLM, sampled"):
+        given = options(engine, "vllm serve 'acme/big model'", "acme/big model")
         assert set(given) <= VLLM_OPTIONS
         settings = json.loads(given["--speculative-config"])
         for key, value in settings.items():
@@ -57,7 +49,7 @@ def test_vllm_reads_its_lines() -> None:
         assert settings["model"] == "acme/draft"
         assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
     assert settings["rejection_sample_method"] == "block"
-    masked = words_of(serving_lines("acme/draft", "acme/target", depths=3)["vLLM"])[-1]
+    masked = options("vLLM", "vllm serve acme/target", depths=3)["--speculative-config"]
     assert served_lengths(depths=3)["vLLM"][0] == 3  # as the card says
     assert json.loads(masked) == {
         "method": "draft_model",
@@ -68,10 +60,7 @@ def test_vllm_reads_its_lines() -> None:
 
 
 def test_sglang_reads_its_line() -> None:
-    line = serving_lines("acme/draft", "acme/target")["SGLang"]
-    program, serve, *rest = words_of(line)
-    assert (program, serve) == ("sglang", "serve")
-    given = options(rest)
+    given = options("SGLang", "sglang serve")
     assert set(given) == SGLANG_OPTIONS
     assert given["--speculative-algorithm"] == "STANDALONE"
     # With one candidate a step, SGLang wants one more token: that of the target.
@@ -79,9 +68,6 @@ def test_sglang_reads_its_line() -> None:
 
 
 def test_llama_cpp_reads_its_line() -> None:
-    line = serving_lines("acme/draft", "acme/target")["llama.cpp"]
-    program, *rest = words_of(line)
-    assert program == "llama-server"
-    given = options(rest)
+    given = options("llama.cpp", "llama-server")
     assert set(given) == LLAMA_OPTIONS
     assert given["--spec-type"] == "draft-simple"
