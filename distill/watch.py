@@ -58,7 +58,6 @@ class Figures:
     """Means over completion positions of held-out rollouts.
 
     Attributes:
-        positions: how many.
         acceptance: of sum_x min(p, q), the probability that a drafted token is accepted.
         kl: of KL(p || q) in nats, over the tokens that the draft can propose.
         expected_tokens: of a round that starts there, by verification and tokens drafted, such as
@@ -77,8 +76,6 @@ class Measurement:
 
     Attributes:
         step: optimizer steps taken before.
-        rollouts: how many were read.
-        overall: over all positions.
         sets: the same of each prompt set, by name; none where rollouts do not name theirs.
     """
 

@@ -46,8 +46,6 @@ class SpeculativeDecoder:
         sampling: the target distribution: how the target's logits become distributions.
         make_drafter: makes the drafter of a slot of a batch (0 for a single sequence); None is
             plain decoding.
-        end_tokens: token ids that end a sequence.
-        drafts: the models behind the drafters.
         tree_attention: score branching drafts in one forward of one row; if not, as a batch of
             paths, which gives the same distributions (an ablation).
     """

@@ -42,9 +42,7 @@ class Generation:
 
     Args:
         tokens: (n,) new tokens; n <= max_new_tokens; the last is an end token if finish == "eos".
-        rounds: one record for each forward of the target.
         finish: why it ended: by an end token, or at max_new_tokens.
-        seconds: wall time of the call.
     """
 
     tokens: Tensor

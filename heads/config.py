@@ -40,9 +40,6 @@ class TrainingDefaults:
         steps: without `head.epochs` as many passes as make so many steps,
         passes: but at least and at most so many. An immediate head learns few rows by heart: after
             107 passes over 162 rows it was worse than chance.
-        weight_decay: AdamW's.
-        warmup_ratio: share of the steps in which the rate rises.
-        defaults: name -> value.
         unread: settings that do nothing.
     """
 

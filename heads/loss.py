@@ -41,7 +41,6 @@ class HeadMetrics:
     Probabilities are the calibrated ones, w phat/(1 - phat + w phat), unless said otherwise.
 
     Attributes:
-        tokens: drafted tokens counted.
         kl: mean binary KL(label || prediction) in nats; a perfect predictor scores 0.
         kl_raw: the same for the raw output of the weighted loss, as in the paper's Table 3.
         kl_constant: the same for the best constant, the mean label; a useful head is below it.
@@ -50,8 +49,6 @@ class HeadMetrics:
         ece: expected calibration error, 15 bins of equal width.
         brier: mean squared difference between prediction and label, so without the noise
             a(1 - a) of acceptance itself; a perfect predictor scores 0.
-        mean_accept: mean label.
-        mean_predicted: mean prediction.
     """
 
     tokens: int

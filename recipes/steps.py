@@ -32,7 +32,6 @@ class CommandLine:
     """The call of this recipe, so that the next one can be called alike.
 
     Attributes:
-        arguments: of the recipe.
         program: "draftsmith RECIPE", or None for a script or a launched recipe.
     """
 

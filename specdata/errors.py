@@ -63,8 +63,6 @@ class TrainingDivergedError(ConfigError):
 
     Attributes:
         found: which training, and what is not finite in which steps.
-        last_good: the last good checkpoint, if one was written.
-        learning_rate: the largest of this training.
         remedy: what to do about the folder once the learning rate is lower, an imperative without a
             full stop; a stage, whose record holds the learning rate, names its own.
         by_heart: what to change if the training set was learned and nothing else, an imperative

@@ -122,11 +122,9 @@ class LMHead:
     """The way from a model's states to its logits; made by `find_lm_head`.
 
     Attributes:
-        model: the language model.
         embedding: its output embedding, or None: then the states are the logits themselves, and
             memory grows with the length times V.
         logit_transform: what the model does to the embedding's output.
-        vocabulary: V, the number of logits.
     """
 
     model: PreTrainedModel

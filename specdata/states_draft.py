@@ -82,8 +82,6 @@ class StatesInput(nn.Module):
     Args:
         tokens: (V, E) the target's input embedding.
         width: H of the draft.
-        taps: how many.
-        size: width of each.
 
     Attributes:
         reads_first: whether the first token of a text, which nothing precedes, is read by others.

@@ -66,11 +66,7 @@ class Certified(Strict):
     """What was found of one way of decoding.
 
     Attributes:
-        method: its name in the evaluation.
-        verifier: its acceptance rule.
         drafts: form of the drafts, `DraftTree.kind`.
-        lossless: whether the verifier is said to be.
-        positions: how many positions it was enumerated at.
         total_variation: between the next `DEPTH` + 1 tokens and the target's, at the worst one.
         statistic: chi-square of decoded against plain texts (`two_sample_test`).
         samples: pairs of tokens in it, decoded and plain.

@@ -42,13 +42,10 @@ class Scores(Strict):
     """Quality of the predictions of some tokens' acceptance.
 
     Attributes:
-        tokens: number of tokens.
         kl: mean binary KL(label || prediction) in nats; a perfect predictor scores 0.
         auroc: chance that an accepted token outscores a rejected one; None if one kind is absent.
         ece: expected calibration error. Resampling adds noise to every bin, so the interval of a
             well calibrated predictor lies too high.
-        mean_accept: mean label.
-        mean_predicted: mean prediction.
     """
 
     tokens: int
@@ -78,7 +75,6 @@ class Predictions(Strict):
     """The predictors of acceptance that were judged.
 
     Attributes:
-        reason: why none was; else empty.
         judged_on: the split that figures are of: test, or dev where labels have no test rollouts,
             so that rivals look better than they are.
         rollouts: split -> how many were read.

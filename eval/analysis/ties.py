@@ -31,10 +31,8 @@ class Choice:
 
     Args:
         position: new tokens before it.
-        token: the token.
         logit: its logit, in one forward over all tokens before it.
         best: the token of the largest logit in that forward.
-        best_logit: its logit.
         noise: rounding: the largest difference of any token's logit among ways of running the
             model over the same tokens.
     """

@@ -89,8 +89,6 @@ class Scored:
         token: the token after the last accepted node.
         node: the last accepted node.
         paths: the drafted tokens down to each node: N+1.
-        forwards: forwards of the draft.
-        text: the number of its prompt.
         before: the round that ended where this one starts; None for the first of a text.
     """
 
@@ -310,8 +308,6 @@ class Measured:
     Attributes:
         prompts: the name of its prompt set and the tokens (T,) of each.
         times: what speeds are predicted from, by whether a draft branches; empty: none are.
-        decoded: methods that were decoded, by name.
-        seed: of everything drawn.
     """
 
     target: PreTrainedModel

@@ -198,8 +198,6 @@ class BranchingDrafter(Drafter):
     Args:
         paths: for a tree one; for paths one for each, or one that all share.
         widths: children of every node at depth 0, 1, ...; for paths (K, 1, 1, ...).
-        how: how siblings are drawn.
-        end_tokens: token ids after which nothing is drafted.
         shape: "paths" for independent rollouts, else "tree".
     """
 

@@ -32,11 +32,8 @@ class Environment(Strict):
         hardware: cpu, cores this process may use, threads of torch, memory_gib, gpu and cuda.
         software: versions of Python and of the packages that matter.
         git_commit: of this code; None for an installed copy.
-        git_dirty: whether files were changed since that commit.
         date: of the measurement, ISO 8601.
         device: of the models, such as "cpu" or "cuda:0".
-        dtype: of the models.
-        batch_size: prompts decoded together.
         devices: of each process that measured, once that is known.
     """
 

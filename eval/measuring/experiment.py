@@ -74,7 +74,6 @@ class Experiment:
 
     Args:
         folder: raw records go to `folder/prompts/`, one file a prompt.
-        sampling: the distribution of both models.
         seed: each prompt's draws depend on it and on the prompt, not on the method.
         scorer: scores each text; None if no scores are asked for.
     """

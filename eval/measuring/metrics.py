@@ -27,13 +27,11 @@ class Metrics(Strict):
     compare with, no bias measured) and has no interval. N is the number of emitted tokens.
 
     Attributes:
-        prompts: distinct prompts.
         tokens: emitted tokens, N.
         rounds: forwards of the target, each with the draft before it.
         n_target: N_target, the same number in the paper's letters.
         n_draft: N_draft, drafted nodes.
         n_discarded: N_discarded, drafted nodes that were not accepted.
-        draft_forwards: forwards of the draft.
         block_efficiency: emitted tokens a round, the bonus token included.
         acceptance_rate: accepted over drafted tokens, by depth.
         acceptance_by_position: marginal: among the rounds that drafted position i + 1, the share
@@ -47,7 +45,6 @@ class Metrics(Strict):
         scores: means of the texts' scores by name, and `win_rate`: the share of prompts whose text
             has a higher reward than plain decoding's, equal ones counting half; empty if nothing
             was scored.
-        intervals: 95 % intervals of the rates and scores by name.
         seconds: summed times: "total", and in it "draft", "target" and "overhead".
     """
 

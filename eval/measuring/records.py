@@ -43,10 +43,7 @@ class PromptRecord:
         depth: sum over rounds of the deepest drafted position; equals n_draft for chains.
         drafted_by_position: rounds that drafted at least i + 1 deep, for i = 0, 1, ...
         accepted_by_position: rounds that accepted at least i + 1 tokens.
-        draft_forwards: forwards of the draft.
         seconds: wall time of the whole call, prefill included; 0 if it was not measured.
-        draft_seconds: the draft's share.
-        target_seconds: the target's share.
         overhead_seconds: verification and bookkeeping between them.
         variation: for a biased verifier, the summed total variation between the distributions of
             emitted tokens and the target's (`eval.measuring.experiment`).

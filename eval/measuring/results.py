@@ -39,10 +39,8 @@ class Setup(Strict):
     """What is behind a row of a report: a method on a dataset.
 
     Attributes:
-        dataset: name of the prompt set.
         method: how it was decoded; its name is unique within the dataset, and `PLAIN` for the
             target alone. Written out it is flat (`Method.columns`).
-        target: folder or Hub id of the target.
         draft: folder or Hub id of the draft, None for plain decoding.
         head: folder or Hub id of the acceptance head, if the stopping rule reads one.
         sampling: temperature, top_k, top_p, and what else fixes the output (max_new_tokens, seed).
@@ -116,14 +114,11 @@ class VerifierRow(Strict):
 
     Attributes:
         dataset: name of the prompt set, or `eval.measuring.pooled.ALL_SETS`.
-        verifier: its name in `VERIFIERS`.
-        parameters: its parameters.
         draft_kind: such as "chain of 4", a key of `eval.analysis.draft_kinds.KINDS`.
         lossless: whether the output distribution is exactly the target's.
         expected_tokens: that a call of the target emits.
         gain: expected tokens over those of the kind's first verifier in the table, minus 1, at the
             places that both were enumerated at; None for that one itself.
-        positions: places at which it was enumerated.
         ceiling: expected tokens of the best rule: for siblings any lossless rule's optimum, for
             chains those of block verification; None where none is known.
         share_of_ceiling: of the acceptance that the ceiling has (siblings), or of its tokens

@@ -38,7 +38,6 @@ class Answer:
         finding: what is fastest and by how much, with intervals.
         head: whether the head pays; empty where no method asks one.
         exactness: whether its text is the target's; empty where there is nothing to say.
-        basis: what was measured, and where.
         cautions: why not to trust it too far; none if prompts and intervals are as they should be.
     """
 
@@ -197,7 +196,6 @@ class Rival:
     Args:
         kind: its stopping rule ("fixed", ...), "tree" for drafts that branch, or "assisted",
             transformers' own loop, whatever it stops by.
-        method: its name.
         saved: the share of its time that the head's method saves over all prompt sets, paired by
             prompt; negative where that takes longer.
     """
@@ -219,7 +217,6 @@ class HeadVerdict:
         method: the fastest of those that ask it.
         candidates: how many those are.
         rivals: the fixed length first, then from the hardest to beat.
-        reason: why it was not judged; else empty.
     """
 
     method: str

@@ -27,9 +27,7 @@ class Bar:
     """A row of a picture.
 
     Args:
-        name: of the row.
         value: its length, with the interval that is its whisker.
-        text: the value in words.
         mark: where a line crosses it, such as the target alone, or a ceiling; None draws none.
         look: "best" in the accent colour, for what surely wins; "first" dark, "biased" hollow.
         group: bars of one group stand together under its name.
@@ -51,7 +49,6 @@ class Table:
         columns: heading and how to read it, of every column after the name; the deciding one
             first, which a phone shows. None: the rows are facts, names and words.
         rows: name and cells; of a cell such as "2.55x [2.28, 2.91]" a page sets the brackets small.
-        first: heading of the names.
         note: conditions and marks, below the table.
         wins: names of the rows that are green: lossless, and better by an interval above zero.
     """
@@ -76,8 +73,6 @@ class Section:
     """A section of the page, folded.
 
     Args:
-        title: its heading.
-        sentence: one sentence on what it shows.
         table: what is folded.
         bars: a picture above the fold.
     """

@@ -94,10 +94,8 @@ class _GraphKind(NamedTuple):
     """Which forwards a graph serves.
 
     Args:
-        single: one token; else several.
         masks: 0 without one, 1 with one, 2 with those of a `Sight`.
         last: logits after the last token only; else after all.
-        compiled: run through `torch.compile`.
     """
 
     single: bool

@@ -230,13 +230,7 @@ class RecurrentAttentionLayer(StateLayer, CacheLayer):
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What a layer of a model keeps of the tokens that it has read.
-
-    Args:
-        attends: keys and values of each.
-        indexed: keys of an indexer, too.
-        states: how many recurrent states.
-    """
+    """What a layer of a model keeps of the tokens that it has read."""
 
     attends: bool = True
     indexed: bool = False

@@ -80,7 +80,6 @@ class CachedModel:
     Args:
         model: a transformers causal LM, in eval mode.
         vocabulary: V of the logits: the target's.
-        engine: how forwards run; see `eval.runtime.graphs`.
         capture_hidden: also keep, in `CachedSequence.hidden`, what the lm_head reads (after the
             final norm) at the last token of each forward, for acceptance heads, and give the
             input embeddings of tokens. Always of a draft that reads its target's states.

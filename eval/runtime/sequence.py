@@ -159,8 +159,6 @@ class CachedSequence:
     a draft was verified, and `reset`.
 
     Args:
-        model: what runs its forwards.
-        slot: its row in the model's cache.
         sampling: how logits become distributions, the same for target and draft.
 
     Attributes:

@@ -154,9 +154,7 @@ class _Decoder:
     Attributes:
         distributions: logits (..., V) -> probabilities (..., V), the same for p and q.
         prefix_acceptance: what an acceptance head says of a draft, if there is one.
-        threshold: of the head's stopping rule.
         longest: most tokens of a draft.
-        ends: token ids after which nothing is drafted.
     """
 
     target: _CachedModel

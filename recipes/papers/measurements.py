@@ -59,13 +59,10 @@ class ModelPair:
     """The pair that a protocol is run on; its models are loaded when a measurement asks.
 
     Attributes:
-        config: the run's.
         given: its values before defaults.
-        folder: of all measurements.
         prompts: of each set; None as the protocol or else the configuration says.
         further: name -> further drafts, where the protocol has any.
         measured: the draft that is measured; "" is the one in use.
-        loaded: the models that were.
     """
 
     config: PipelineConfig

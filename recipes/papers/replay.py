@@ -36,14 +36,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Expected counts of each of R rollouts; every field is (R,).
-
-    Attributes:
-        tokens: emitted (N).
-        n_target: rounds, each one forward of the target.
-        n_draft: drafted tokens.
-        n_discarded: drafted tokens that were not accepted.
-    """
+    """Expected counts of each of R rollouts; every field is (R,)."""
 
     tokens: Reals
     n_target: Reals

@@ -112,11 +112,7 @@ class CataloguedSet:
 
     Args:
         hub: id on the Hub, or the URL of a file to download where the set is not there.
-        licence: as its page states it.
         splits: our splits in terms of the source's.
-        form: how a row becomes a prompt.
-        subset: the source's configuration.
-        revision: branch or commit.
         files: which files hold a split, where the repository holds more.
     """
 

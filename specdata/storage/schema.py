@@ -16,8 +16,6 @@ class Rollout(TypedDict):
 
     Attributes:
         example_id: a hash of the prompt.
-        dataset: the prompt set it comes from.
-        split: "train", "dev" or "test".
         sample: which of the prompt's completions, from 0.
         turn: which turn of a conversation, from 0; the prompt of a later one holds the earlier
             ones with their answers.

@@ -70,13 +70,7 @@ class PrefixAcceptance:
         newest: float = 1.0,
         answers: Sequence[float] | None = None,
     ) -> float:
-        """That all tokens drafted so far are accepted, once another one is drawn.
-
-        Args:
-            drafted: the token, in order.
-            newest: the probability that it is accepted, if the head cannot judge it yet.
-            answers: the logits that `reads` gave, if they were read with the token.
-        """
+        """That all tokens drafted so far are accepted, once another one is drawn."""
         self._drafted += 1
         if self._drafted > self._lag:
             raw = self._judge.logit(drafted) if answers is None else answers[0]
