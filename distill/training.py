@@ -66,11 +66,9 @@ class Schedule:
     """Length and speed of a language model's training.
 
     Attributes:
-        steps: optimizer steps in all.
         batch_size: rows of one forward in one process.
         learning_rate: the largest, reached after the warm-up; a cosine takes it to 0.
         warmup_ratio: share of the steps over which it rises from 0.
-        save_steps: optimizer steps between checkpoints.
         accumulation: forwards added up before an optimizer step.
     """
 

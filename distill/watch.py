@@ -75,7 +75,6 @@ class Measurement:
     """A draft on held-out rollouts.
 
     Attributes:
-        step: optimizer steps taken before.
         sets: the same of each prompt set, by name; none where rollouts do not name theirs.
     """
 

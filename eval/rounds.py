@@ -20,9 +20,6 @@ class Round:
         accepted: drafted tokens that were accepted.
         emitted: tokens added to the sequence: accepted + 1, the bonus token included, or accepted
             if the last accepted token ended the sequence.
-        draft_forwards: forwards of the draft.
-        draft_seconds: time in the draft, its stopping rule included.
-        target_seconds: time in the target.
         overhead_seconds: time in verification, cache work and bookkeeping.
     """
 

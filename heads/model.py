@@ -39,8 +39,6 @@ class BaseHead(
         kind: what configuration and `config.json` call this kind of head.
         lag: tokens that must be drawn after a token before the head can judge it.
         reads: names of what it reads of a token.
-        hidden_size: H, the width of the draft's hidden state.
-        depth: number of residual blocks.
         rejection_weight: weight of rejections in the training loss; 1 means no bias.
         draft: name or path of the draft whose hidden states the head reads; None if not recorded.
         sampling: temperature, top_k and top_p under which its labels were made.
@@ -122,9 +120,6 @@ class BaseHead(
             **hub: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download` as
                 everywhere in the Hub library.
 
-        Returns:
-            A head of the kind that its `config.json` names.
-
         Raises:
             ValueError: if there is no head there, or what is there is something else.
         """
@@ -193,7 +188,6 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
         depth: number of residual blocks before the linear layer; 0 is a linear head.
         rejection_weight: weight w of rejections in the training loss. It biases the raw output to
             a/(a + w(1 - a)); `probability` undoes that. 1 means no bias.
-        draft: as `BaseHead`, and so are sampling and probe.
     """
 
     kind: ClassVar[str] = "specdec++"
@@ -250,11 +244,8 @@ class ImmediateHead(BaseHead):
         hidden_size: H, the width of the draft's hidden state.
         embedding_size: E, the width of the draft's input embedding; 0 means H.
         reads: names of features in `heads.inputs.FEATURES`.
-        width: W of the network.
-        depth: number of layers between the sum and the output.
         scales: number feature -> (mean, standard deviation) by which it is standardised; vector ->
             (0, root mean square of its values); (0, 1) for those that are missing.
-        draft: as `BaseHead`, and so are sampling and probe.
     """
 
     kind: ClassVar[str] = "immediate"

@@ -179,9 +179,6 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     """Do a stage once: say so if it is done, continue it if it was interrupted.
 
     With several processes all of them work, and the main one keeps run.json.
-
-    Returns:
-        The stage's results, from run.json if it was already done.
     """
     if stage.is_alone and not is_main():
         return {}

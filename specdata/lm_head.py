@@ -124,7 +124,6 @@ class LMHead:
     Attributes:
         embedding: its output embedding, or None: then the states are the logits themselves, and
             memory grows with the length times V.
-        logit_transform: what the model does to the embedding's output.
     """
 
     model: PreTrainedModel

@@ -73,8 +73,6 @@ class Certified(Strict):
         p_value: chance of a statistic as large if both follow one distribution.
         visible_bias: total variation of the cells that would have been seen with power `POWER`.
         texts: greedy texts; those that are neither tied nor bugs are `generate`'s.
-        ties: of them those that differ by rounding.
-        bugs: those that differ otherwise.
         differences: where they differ, and why it is one or the other.
     """
 

@@ -32,7 +32,6 @@ class Choice:
     Args:
         position: new tokens before it.
         logit: its logit, in one forward over all tokens before it.
-        best: the token of the largest logit in that forward.
         noise: rounding: the largest difference of any token's logit among ways of running the
             model over the same tokens.
     """

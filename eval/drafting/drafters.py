@@ -153,9 +153,6 @@ class CachedDraft:
 
     Only nodes that get children are run, and only by the model that drafts their path. So a node
     has one number in the draft and another in a cache; node 0 is 0 in both.
-
-    Attributes:
-        cached_number: of each node of the draft that is in the cache.
     """
 
     def __init__(self, sequence: CachedSequence) -> None:

@@ -84,8 +84,6 @@ class _Seen:
     """All nodes that one draft has looked at; node 0 is the last committed token.
 
     Attributes:
-        tokens: the token of node i + 1.
-        parents: the node that node i + 1 follows.
         values: probability of the path down to each node, node 0 first.
         best: the `count` most valuable nodes, in the order in which they were seen.
         newest: those of them that the last `extend` added.

@@ -134,12 +134,6 @@ def is_measuring(*, timed: bool, rank: int, local_rank: int, devices: int) -> bo
     Counts and texts do not depend on who decodes: every process works. Times do: two processes on
     one device would spoil each other's clock, so prompts are timed by one process a device, and by
     those of one machine, because times of two machines must not end up in one table.
-
-    Args:
-        timed: whether times are measured, not counts alone.
-        rank: of the process, among all.
-        local_rank: among those of its machine; it has the device of this number, if there is one.
-        devices: GPUs of its machine; 0 where the models are on the CPU, which all share.
     """
     is_on_first_machine = rank == local_rank
     return not timed or (is_on_first_machine and local_rank < max(1, devices))

@@ -39,12 +39,10 @@ class PromptRecord:
         rounds: forwards of the target (N_target).
         n_draft: drafted nodes (N_draft).
         n_discarded: drafted nodes that were not accepted (N_discarded).
-        accepted: accepted drafted tokens.
         depth: sum over rounds of the deepest drafted position; equals n_draft for chains.
         drafted_by_position: rounds that drafted at least i + 1 deep, for i = 0, 1, ...
         accepted_by_position: rounds that accepted at least i + 1 tokens.
         seconds: wall time of the whole call, prefill included; 0 if it was not measured.
-        overhead_seconds: verification and bookkeeping between them.
         variation: for a biased verifier, the summed total variation between the distributions of
             emitted tokens and the target's (`eval.measuring.experiment`).
         variation_tokens: how many emitted tokens that sum is over; 0 if it was not measured.

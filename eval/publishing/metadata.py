@@ -33,7 +33,6 @@ class About:
     Args:
         base_model: what it was made from: the draft before training, or the draft that a head
             reads. Like the target, it is left out of the metadata if it is no Hub id.
-        license: Hub name of the license; left out if not given.
         language: codes of the languages of the training prompts; left out if not given.
         datasets: data sets that it was trained on; those that are no Hub id are left out.
         measures: figures of the training stage, such as a head's calibration error.

@@ -214,8 +214,6 @@ class HeadVerdict:
     and there are more rivals than heads: "does not pay" is said a little too readily.
 
     Args:
-        method: the fastest of those that ask it.
-        candidates: how many those are.
         rivals: the fixed length first, then from the hardest to beat.
     """
 

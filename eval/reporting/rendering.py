@@ -30,7 +30,6 @@ class Bar:
         value: its length, with the interval that is its whisker.
         mark: where a line crosses it, such as the target alone, or a ceiling; None draws none.
         look: "best" in the accent colour, for what surely wins; "first" dark, "biased" hollow.
-        group: bars of one group stand together under its name.
     """
 
     name: str
@@ -70,12 +69,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of the page, folded.
-
-    Args:
-        table: what is folded.
-        bars: a picture above the fold.
-    """
+    """A section of the page, folded."""
 
     title: str
     sentence: str

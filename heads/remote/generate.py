@@ -242,8 +242,6 @@ class _CachedModel:
     """A model and its cache of one sequence, from which rejected tokens can be removed.
 
     Attributes:
-        length: tokens in the cache.
-        positions: most tokens that the model can read.
         state: (H,) what the output embedding read at the last token.
     """
 

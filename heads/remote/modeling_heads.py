@@ -139,11 +139,7 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
-    """A small network on the draft's state, the token's embedding and numbers of the draft.
-
-    Attributes:
-        lag: tokens that must be drawn after a token before the head judges it.
-    """
+    """A small network on the draft's state, the token's embedding and numbers of the draft."""
 
     config_class = ImmediateHeadConfig
     lag = 0

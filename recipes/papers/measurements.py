@@ -59,7 +59,6 @@ class ModelPair:
     """The pair that a protocol is run on; its models are loaded when a measurement asks.
 
     Attributes:
-        given: its values before defaults.
         prompts: of each set; None as the protocol or else the configuration says.
         further: name -> further drafts, where the protocol has any.
         measured: the draft that is measured; "" is the one in use.

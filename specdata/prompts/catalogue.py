@@ -87,10 +87,8 @@ class Form:
     Args:
         ask: the user's message where the target has a chat template: the first of these texts
             whose columns are all filled.
-        plain: the text for a target without one, chosen alike.
         questions: column with the user's turns, whose later ones depend on the model's answers.
         messages: column with a recorded conversation.
-        roles: what the recorded roles are called here.
         keys: names of a message's role and of its content.
         keep: share of the words that is the prompt; the rest is what a model would write.
         reference: the text that an answer is scored against, if rows have one.

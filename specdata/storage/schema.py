@@ -15,11 +15,9 @@ class Rollout(TypedDict):
     """One completion sampled from the target.
 
     Attributes:
-        example_id: a hash of the prompt.
         sample: which of the prompt's completions, from 0.
         turn: which turn of a conversation, from 0; the prompt of a later one holds the earlier
             ones with their answers.
-        completion_ids: token ids of the completion, at least one.
         finish: "eos" (the last completion id is an end token) or "length".
         target_states: where they were asked for, the target's last hidden states that the
             completion's tokens were drawn from, (C, H), as `specdata.target_states` writes them.

@@ -37,7 +37,6 @@ class RecordedHead:
     Attributes:
         logits: raw logits (R, N) of the token at each position.
         lag: tokens that must be drafted after a token before the head judges it.
-        rejection_weight: w of the loss that the head was trained with.
     """
 
     logits: Reals
@@ -59,7 +58,6 @@ class RecordedTokens:
 
     Attributes:
         lengths: (R,) positions of each rollout, at least 1.
-        q: the draft's probability of its token.
         q_max: the largest probability of the distribution that the token was drawn from.
         entropy: of that distribution, in nats; None if it was not recorded.
         head: what an acceptance head says; None without a head.

@@ -56,7 +56,6 @@ class StoppingRule(Config):
     """The parameters of a rule, checked and frozen; `start` puts it to work.
 
     Attributes:
-        name: what configuration and results call it.
         varies: the parameter whose best value is looked for on held-out rollouts; "" for none.
         grid: its values that are tried there, in its own unit.
         symbol: what stands before the value where a setting is named, as in "K=4".
