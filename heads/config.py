@@ -40,7 +40,6 @@ class TrainingDefaults:
         steps: without `head.epochs` as many passes as make so many steps,
         passes: but at least and at most so many. An immediate head learns few rows by heart: after
             107 passes over 162 rows it was worse than chance.
-        unread: settings that do nothing.
     """
 
     steps: int

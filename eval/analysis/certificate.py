@@ -66,7 +66,6 @@ class Certified(Strict):
     """What was found of one way of decoding.
 
     Attributes:
-        drafts: form of the drafts, `DraftTree.kind`.
         total_variation: between the next `DEPTH` + 1 tokens and the target's, at the worst one.
         statistic: chi-square of decoded against plain texts (`two_sample_test`).
         samples: pairs of tokens in it, decoded and plain.

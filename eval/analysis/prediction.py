@@ -78,7 +78,6 @@ class Predictions(Strict):
         judged_on: the split that figures are of: test, or dev where labels have no test rollouts,
             so that rivals look better than they are.
         rollouts: split -> how many were read.
-        predictors: the head first.
     """
 
     reason: str = ""

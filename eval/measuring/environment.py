@@ -32,7 +32,6 @@ class Environment(Strict):
         hardware: cpu, cores this process may use, threads of torch, memory_gib, gpu and cuda.
         software: versions of Python and of the packages that matter.
         git_commit: of this code; None for an installed copy.
-        date: of the measurement, ISO 8601.
         device: of the models, such as "cpu" or "cuda:0".
         devices: of each process that measured, once that is known.
     """

@@ -48,7 +48,6 @@ class Table:
         columns: heading and how to read it, of every column after the name; the deciding one
             first, which a phone shows. None: the rows are facts, names and words.
         rows: name and cells; of a cell such as "2.55x [2.28, 2.91]" a page sets the brackets small.
-        note: conditions and marks, below the table.
         wins: names of the rows that are green: lossless, and better by an interval above zero.
     """
 

@@ -39,7 +39,6 @@ class Prompt:
 
     Attributes:
         example_id: a hash of its text, or of its messages and follow-ups.
-        dataset: name of its prompt set, as reports show it.
         messages: the conversation that a chat template rendered; empty for plain text.
         follow_ups: the user's later turns, which depend on the model's answers.
         reference: the text that an answer is scored against, if its row has one.

@@ -71,7 +71,6 @@ class Logits(Rollout):
 
     Attributes:
         top_ids: ids of the N largest, in falling order, equal ones by id.
-        top_logits: their logits.
         rest_logit: log of the sum of exp over all other tokens; -inf if there are none.
         next_logit: the largest of the others; -inf if there are none.
         text_logit: of the completion's own token.

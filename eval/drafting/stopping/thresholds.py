@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from eval.drafting.stopping.drafted import DraftedToken, chance, nats
+from eval.drafting.stopping.drafted import DraftedToken, Numbers, chance, nats
 from eval.drafting.stopping.logistic import THRESHOLDS
 from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, StoppingRule
 from specdata.config import Few
@@ -67,16 +68,16 @@ class Confidence(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare each token's own probability."""
-        return _Improbable(self.limit, self.threshold)
+        return _Compared(self.limit, chance, lambda value: value < self.threshold)
 
 
-class _Improbable(ActiveRule):
-    def __init__(self, longest: int, threshold: float) -> None:
-        super().__init__(longest, chance)
-        self.threshold = threshold
+class _Compared(ActiveRule):
+    def __init__(self, longest: int, numbers: Numbers, ends: Callable[[float], bool]) -> None:
+        super().__init__(longest, numbers)
+        self.numbers, self.ends = numbers, ends
 
     def should_stop(self, drafted: DraftedToken) -> bool:
-        return drafted.read(chance)[0] < self.threshold
+        return self.ends(drafted.read(self.numbers)[0])
 
 
 class Entropy(AdaptiveRule):
@@ -101,16 +102,7 @@ class Entropy(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare the entropy of each token's distribution."""
-        return _Uncertain(self.limit, self.threshold)
-
-
-class _Uncertain(ActiveRule):
-    def __init__(self, longest: int, threshold: float) -> None:
-        super().__init__(longest, nats)
-        self.threshold = threshold
-
-    def should_stop(self, drafted: DraftedToken) -> bool:
-        return drafted.read(nats)[0] > self.threshold
+        return _Compared(self.limit, nats, lambda value: value > self.threshold)
 
 
 class Cumulative(AdaptiveRule):
