@@ -30,14 +30,14 @@ from distill.initial import make_initial
 from distill.training import save_model
 from distill.watch import HeldOut
 from eval.measuring.environment import describe_environment
+from specdata.draft_models.states_draft import states_input
+from specdata.draft_models.taps import decoder_layers
 from specdata.loading import Loading
 from specdata.models import load_configs, load_model
 from specdata.sampling import SamplingConfig
 from specdata.saving import copy_tokenizer
-from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored, of_split, read_manifest
 from specdata.storage.files import write_json
-from specdata.taps import decoder_layers
 
 PLAIN = {"kind": "target", "layers": 2, "align": True}
 STATES = {"kind": "states", "layers": 1}

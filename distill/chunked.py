@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from specdata.draft_vocabulary import ReducedOutput
+from specdata.draft_models.draft_vocabulary import ReducedOutput
 from specdata.lm_head import LMHead
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def chunked_loss(
         loss: gives the sum over a chunk; positions must not depend on each other.
         at_once: positions of a chunk (default: as many as fit into `CHUNK_BYTES`).
         is_narrow: the loss takes the logits of the tokens of a reduced vocabulary alone, and
-            `head.embedding` is its `specdata.draft_vocabulary.ReducedOutput`.
+            `head.embedding` is its `draft_models.draft_vocabulary.ReducedOutput`.
     """
     linear = head.embedding
     if is_narrow:

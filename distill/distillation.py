@@ -35,6 +35,9 @@ from distill.training import (
     train_resumably,
 )
 from distill.watch import HeldOut, Measurement
+from specdata.draft_models.state_store import StateStore
+from specdata.draft_models.states_draft import reads_states
+from specdata.draft_models.taps import attach
 from specdata.errors import TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
@@ -45,10 +48,7 @@ from specdata.models import (
 )
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
-from specdata.state_store import StateStore
-from specdata.states_draft import reads_states
 from specdata.storage.checkpoints import newest_complete
-from specdata.taps import attach
 from specdata.top_logits import TopLogitDistributions, TopLogits, check_decided
 
 

@@ -19,13 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distill.eagle import RENAMED, built, config_of, ids_of, settings_of, stored, tensors_of
 from distill.watch import Figures, HeldOut
 from specdata.config import PromptSet
+from specdata.draft_models.states_draft import Norms, states_input
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, longest_prompt
 from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.sampling import SamplingConfig
-from specdata.states_draft import Norms, states_input
 
 BETTER = 0.02
 """By so much of the tokens of a round another setting must be better to be named."""

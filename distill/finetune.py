@@ -38,7 +38,7 @@ from distill.training import (
     training_arguments,
     whole_batches,
 )
-from specdata.draft_vocabulary import draft_vocabulary_ids
+from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
 from specdata.models import (
     check_shared_vocabulary,

@@ -35,7 +35,8 @@ from distill.training import (
     special_ids,
     take_special_ids,
 )
-from specdata.draft_vocabulary import reduce_vocabulary, replace_output
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary, replace_output
+from specdata.draft_models.taps import decoder_layers, install
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.loading import ONE_DEVICE, Loading
@@ -50,7 +51,6 @@ from specdata.models import (
 from specdata.processes import broadcast_by_main, join_processes
 from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder, write_json
-from specdata.taps import decoder_layers, install
 from specdata.target_states import stored_states
 
 # Added to the diagonal of the least squares, as a share of its mean.

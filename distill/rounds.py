@@ -8,9 +8,9 @@ kind of draft (`Place`):
 - a draft on its target's states reads it once for each place, first after the target's states, then
   after its own of the time before, as while decoding (training-time test: Li et al. 2025, EAGLE-3,
   arXiv:2503.01840);
-- a draft with masks (`specdata.depths`) reads it once, and behind it the masks of the rounds that
-  begin in it, each of which sees the text up to its round and the masks before it. Training keeps
-  them of fewer rounds the deeper they stand (PARD, arXiv:2504.18583, section 3), so that of four
+- a draft with masks (`draft_models.depths`) reads it once, and behind it the masks of the rounds
+  that begin in it, each of which sees the text up to its round and the masks before it. Training
+  keeps them of fewer rounds the deeper they stand (PARD, arXiv:2504.18583, section 3), so that of four
   depths the layers read 2.5 tokens for each of a text.
 """
 
@@ -27,11 +27,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from distill.batches import tokens_of
 from specdata.cache import cache_argument
-from specdata.depths import MASK, add_masks, depths_of
+from specdata.draft_models.depths import MASK, add_masks, depths_of
+from specdata.draft_models.states_draft import before, states_input, without_first
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, body_of
 from specdata.models import positions
-from specdata.states_draft import before, states_input, without_first
 
 DECAY = 0.8
 """Weight of each place of a round over the one before it (EAGLE-3's)."""

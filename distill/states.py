@@ -19,11 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_see
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from distill.training import take_special_ids
-from specdata.draft_vocabulary import replace_output
+from specdata.draft_models.draft_vocabulary import replace_output
+from specdata.draft_models.states_draft import states_input, unit
+from specdata.draft_models.taps import decoder_layers, read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
-from specdata.states_draft import states_input, unit
-from specdata.taps import decoder_layers, read_taps
 from specdata.target_states import target_taps
 from specdata.terminal import progress
 

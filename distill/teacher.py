@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from distill.batches import text_batch
 from distill.chunked import chunks, positions_at_once
 from distill.losses import bucketed
+from specdata.draft_models.state_store import StateStore
 from specdata.lm_head import find_lm_head
 from specdata.probability import probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
-from specdata.state_store import StateStore
 from specdata.target_states import has_states, stored_states
 from specdata.texts import TextBatch, TopLogitSource, by_length, text_length, tokens_at_once
 from specdata.top_logits import TopLogitDistributions, logits_of

@@ -26,16 +26,16 @@ from distill.on_policy import DraftTexts, copy_to_write, whole_draft
 from distill.rounds import along_rounds, of_round, weights_of
 from distill.teacher import Part, Teacher, TopLogitsTeacher
 from distill.training import Schedule, training_arguments, whole_batches
-from specdata.depths import depths_of
-from specdata.draft_vocabulary import draft_vocabulary_ids
+from specdata.draft_models.depths import depths_of
+from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
+from specdata.draft_models.state_store import StateStore
+from specdata.draft_models.states_draft import TargetStates, reads_states, states_input
+from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
-from specdata.state_store import StateStore
-from specdata.states_draft import TargetStates, reads_states, states_input
-from specdata.taps import decoder_layers
 from specdata.target_states import TAPS, has_states, has_taps, target_taps
 from specdata.texts import IGNORED
 from specdata.top_logits import TopLogitDistributions

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 
 from distill.batches import tokens_of
 from distill.rounds import along_rounds
-from specdata.depths import depths_of
-from specdata.draft_vocabulary import draft_vocabulary_ids
+from specdata.draft_models.depths import depths_of
+from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
+from specdata.draft_models.state_store import StateStore
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_ids, check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import broadcast_by_main, join_processes
 from specdata.sampling import SamplingConfig
-from specdata.state_store import StateStore
 from specdata.target_states import has_states, has_taps, target_taps
 from specdata.texts import (
     TOKENS_AT_ONCE,

@@ -30,11 +30,11 @@ from eval.runtime.transformers_models import check_rope, check_trees
 from eval.verifiers.rule import Drawn, Verifier
 from heads import BaseHead
 from heads.probe import check_head, warn_of_other_sampling
+from specdata.draft_models.states_draft import reads_states
+from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, NotFiniteError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, draw_one
-from specdata.states_draft import reads_states
-from specdata.taps import attach
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
 

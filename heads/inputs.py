@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
+from specdata.draft_models.states_draft import token_embedding
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import known_ids
 from specdata.probability import entropy
-from specdata.states_draft import token_embedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

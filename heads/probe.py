@@ -1,4 +1,4 @@
-"""A check that a head belongs to a draft and sampler: what it records (`specdata.taps`)."""
+"""A check that a head belongs to a draft and sampler: what it records (`draft_models.taps`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdata.depths import depths_of
+from specdata.draft_models.depths import depths_of
+from specdata.draft_models.states_draft import reads_states
+from specdata.draft_models.taps import BOUND, probe_error, probe_ids, probe_values
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.sampling import SamplingConfig
-from specdata.states_draft import reads_states
-from specdata.taps import BOUND, probe_error, probe_ids, probe_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

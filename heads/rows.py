@@ -23,12 +23,12 @@ from torch import Tensor
 
 from heads.config import HeadConfig
 from heads.inputs import FEATURES, DraftedTokens, logits_of_states, token_embeddings
+from specdata.draft_models.state_store import STATES_BYTES
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.processes import is_main
 from specdata.sampling import numpy_generator_for
-from specdata.state_store import STATES_BYTES
 from specdata.storage.schema import MORE_DRAWS
 from specdata.terminal import progress
 from specdata.texts import TOKENS_AT_ONCE, TextBatch, along, text_length

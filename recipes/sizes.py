@@ -92,7 +92,7 @@ def source_model(config: PipelineConfig) -> str:
 
 
 def reads_states(config: PipelineConfig) -> bool:
-    """True if the draft reads its target's hidden states (`specdata.states_draft`)."""
+    """True if the draft reads its target's hidden states (`draft_models.states_draft`)."""
     if config.draft and config.draft.init.kind != "model":
         return config.draft.init.kind == "states"
     return config.models.draft is not None and "target_states" in described(config.models.draft)

@@ -27,13 +27,9 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
-from specdata.eagle import eagle3_class, eagle_class
-from specdata.errors import ConfigError, trouble_outside
-from specdata.loading import ONE_DEVICE, Loading, check_vocabularies
-from specdata.processes import join_processes, process_count
-from specdata.sources import base_of_adapters, hub_source, merge_adapters
-from specdata.states_draft import (
+from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
+from specdata.draft_models.eagle import eagle3_class, eagle_class
+from specdata.draft_models.states_draft import (
     KEY,
     MODEL_TYPE,
     TargetStates,
@@ -41,8 +37,12 @@ from specdata.states_draft import (
     states_class,
     states_input,
 )
+from specdata.draft_models.taps import attach
+from specdata.errors import ConfigError, trouble_outside
+from specdata.loading import ONE_DEVICE, Loading, check_vocabularies
+from specdata.processes import join_processes, process_count
+from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint
-from specdata.taps import attach
 
 T = TypeVar("T")
 MOST = {"num_hidden_layers": 4096, "vocab_size": 2**31, "max_position_embeddings": 2**31}
@@ -61,7 +61,7 @@ def load_model(
     """Load a causal LM from a folder or the Hub, in eval mode.
 
     Code that comes with a model is never run: see `from_hub`. A draft with a reduced vocabulary
-    (`specdata.draft_vocabulary`) gets logits as wide as its vocabulary all the same. The `device`
+    (`draft_models.draft_vocabulary`) gets logits as wide as its vocabulary all the same. `device`
     of a model that is spread over several places is the one that token ids go to.
 
     Args:

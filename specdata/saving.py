@@ -11,10 +11,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import CONFIG_NAME
 from huggingface_hub.errors import HfHubHTTPError
 
+from specdata.draft_models.states_draft import KEY, MODEL_TYPE
 from specdata.errors import ConfigError
 from specdata.models import load_tokenizer
 from specdata.sources import hub_source
-from specdata.states_draft import KEY, MODEL_TYPE
 from specdata.storage.files import write_json
 
 # Files that transformers and the engines read tokenizers of: their settings, chat templates, and

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specdata.draft_models.state_store import StateStore
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_ids, check_length
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
-from specdata.state_store import StateStore
 from specdata.target_states import reading_stored, stored_states
 from specdata.top_logits import TopLogitDistributions, log_total, top_logit_columns
 

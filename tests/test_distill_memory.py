@@ -18,11 +18,11 @@ from distill.batches import Numbered, check_context, collate, fitted
 from distill.losses import LOSSES
 from distill.teacher import Part, Teacher
 from distill.trainer import learnt_part
-from specdata.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.state_store import StateStore
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
-from specdata.state_store import StateStore
 from tests.random_pair import texts_of
 from tests.tiny import tiny_llama
 from tests.trainings import QUICK, batch_gradients, changed, distilled, trainer_of

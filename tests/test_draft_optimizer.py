@@ -15,11 +15,11 @@ from distill import initial
 from distill.config import DistilConfig
 from distill.initial import align_output, cut
 from distill.trainer import MuonWithAdamW, muon_optimizer
-from specdata.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.models import load_model
-from specdata.taps import decoder_layers
 from tests.families import tiny
 from tests.random_pair import texts_of
 from tests.trainings import QUICK, changed, trainer_of

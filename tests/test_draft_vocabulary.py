@@ -20,7 +20,7 @@ from eval.publishing.release import REDUCED, release_draft
 from eval.runtime.graphs import shared_graphs
 from eval.runtime.model import CachedModel
 from heads.inputs import FEATURES, DraftedTokens
-from specdata.draft_vocabulary import (
+from specdata.draft_models.draft_vocabulary import (
     draft_vocabulary_ids,
     reduce_vocabulary,
     restore_vocabulary,

@@ -20,10 +20,10 @@ from distill.eagle import read_eagle3, settings_of
 from distill.rounds import readings
 from eval.analysis.traces import tree_states
 from recipes.command import run_tool
+from specdata.draft_models.taps import read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
-from specdata.taps import read_taps
 from tests.test_initial import ROWS, make, stored
 from tests.test_states_draft import DRAFTED, decoded_as_defined
 from tests.trainings import QUICK, changed, distilled

@@ -30,7 +30,7 @@ from recipes import train_draft
 from recipes.config import parse
 from recipes.run import run_stage
 from recipes.train_draft import Finetuned
-from specdata.draft_vocabulary import draft_vocabulary_ids, reduce_vocabulary
+from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids, reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids

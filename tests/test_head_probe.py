@@ -14,9 +14,9 @@ from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead, BaseHead
 from heads.probe import OtherSamplingWarning, check_head, probe_of
+from specdata.draft_models.taps import BOUND
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
-from specdata.taps import BOUND
 from tests.drive_head import synthetic_rows, tiny_draft
 from tests.families import FAMILIES, tiny
 

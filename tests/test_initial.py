@@ -26,10 +26,10 @@ from recipes.make_rollouts import Rollouts
 from recipes.run import Stage
 from recipes.train_draft import Draft
 from specdata.cache import cache_argument
+from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
-from specdata.taps import decoder_layers
 from tests.families import FAMILIES, tiny
 
 IDS = torch.arange(1, 13).unsqueeze(0)

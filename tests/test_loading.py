@@ -20,6 +20,7 @@ from recipes.run import Stage
 from recipes.run_eval import Eval
 from recipes.train_draft import Draft
 from recipes.train_head import Head, Labels
+from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.labels.make import load_labels
 from specdata.lm_head import find_lm_head
@@ -29,7 +30,6 @@ from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
-from specdata.taps import attach
 from tests.drive_tensor_parallel import IDS, main, seen
 from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama

@@ -24,7 +24,7 @@ from transformers import (
 from distill.batches import collate
 from distill.config import DistilConfig
 from distill.on_policy import DraftTexts, TextRow, rows_of
-from specdata.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
 from specdata.texts import IGNORED

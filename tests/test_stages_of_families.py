@@ -16,6 +16,7 @@ from distill.training import save_model
 from heads.config import HeadConfig, Kind
 from heads.train import train_head
 from specdata.config import LabelsConfig, PromptSet, RolloutConfig
+from specdata.draft_models.taps import read_taps
 from specdata.labels.make import load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model
@@ -26,7 +27,6 @@ from specdata.rollouts.make import make_rollouts
 from specdata.saving import copy_tokenizer
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
-from specdata.taps import read_taps
 from tests.test_families import build
 
 WARP = SamplingConfig(0.8, 0, 0.9)

@@ -18,12 +18,12 @@ from distill.states import llama_draft
 from distill.toy import save_tokenizer, train_tokenizer
 from distill.watch import HeldOut
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from specdata.draft_models.states_draft import states_input, unit
+from specdata.draft_models.taps import decoder_layers, read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
-from specdata.states_draft import states_input, unit
-from specdata.taps import decoder_layers, read_taps
 from tests.test_initial import ROWS, stored
 
 SIZES: dict[str, Any] = {

@@ -43,14 +43,14 @@ from eval.verifiers.rule import Drawn, Rng, Verifier, outcomes
 from heads import AcceptanceHead, ImmediateHead
 from heads.probe import check_head
 from specdata import probability
-from specdata.depths import add_masks, depths_of
-from specdata.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.depths import add_masks, depths_of
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.states_draft import states_input, token_embedding, unit
+from specdata.draft_models.taps import attach, install, read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, draw_one
-from specdata.states_draft import states_input, token_embedding, unit
-from specdata.taps import attach, install, read_taps
 from specdata.target_states import reading_stored, target_taps
 from tests.random_pair import texts_of
 from tests.test_branching import CASES

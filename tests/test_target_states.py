@@ -21,7 +21,9 @@ from distill.initial import align_output, cut
 from distill.states import fit_inputs, silence
 from distill.watch import HeldOut
 from specdata.config import PromptSet, RolloutConfig
-from specdata.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.states_draft import states_input
+from specdata.draft_models.taps import install
 from specdata.errors import ConfigError
 from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head, hidden_states
@@ -30,11 +32,9 @@ from specdata.probability import SamplingConfig
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.rollouts.make import make_rollouts
-from specdata.states_draft import states_input
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LOGITS
-from specdata.taps import install
 from specdata.target_states import COLUMN, TAPPED, reading_stored, stored_states, to_bytes
 from specdata.texts import ModelSource, TopLogitSource
 from specdata.top_logits import TopLogits

@@ -21,6 +21,7 @@ from distill.distillation import DistilResult
 from distill.watch import Figures, HeldOut, Measurement
 from specdata import texts
 from specdata.config import read_config
+from specdata.draft_models.state_store import StateStore
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.expected_tokens import expected_tokens, log_ratios
 from specdata.lm_head import find_lm_head
@@ -28,7 +29,6 @@ from specdata.logits.make import ModelLogits
 from specdata.models import load_model
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
-from specdata.state_store import StateStore
 from specdata.top_logits import TopLogits
 from tests.random_pair import texts_of
 from tests.test_distill import pair

@@ -20,11 +20,11 @@ from eval.runtime.transformers_models import has_rules
 from heads import BaseHead
 from heads.inputs import DraftedTokens, logits_of_states, token_embeddings
 from heads.probe import check_head, warn_of_other_sampling
+from specdata.draft_models.states_draft import states_input
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
-from specdata.states_draft import states_input
 from specdata.terminal import progress
 from specdata.texts import TextBatch, along, text_length, tokens_at_once
 

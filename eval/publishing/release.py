@@ -36,8 +36,13 @@ from eval.reporting.report import acceptance_by_position
 from eval.reporting.table import readme_table
 from heads import BaseHead
 from heads.remote import write_custom_generate
-from specdata.depths import DEPTHS, depths_of
-from specdata.draft_vocabulary import draft_vocabulary_ids, restore_vocabulary, substitute_row
+from specdata.draft_models.depths import DEPTHS, depths_of
+from specdata.draft_models.draft_vocabulary import (
+    draft_vocabulary_ids,
+    restore_vocabulary,
+    substitute_row,
+)
+from specdata.draft_models.states_draft import KEY, TargetStates, reads_states
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
 from specdata.models import (
@@ -50,7 +55,6 @@ from specdata.models import (
 )
 from specdata.probability import SamplingConfig, draw, probabilities
 from specdata.saving import add_former_names, copy_tokenizer
-from specdata.states_draft import KEY, TargetStates, reads_states
 from specdata.storage.files import atomic_folder, write_json, write_text
 
 CARD = "README.md"

@@ -39,11 +39,11 @@ from eval.runtime.transformers_models import (
     weight_versions,
 )
 from specdata.cache import cache_argument
-from specdata.draft_vocabulary import narrow_logits
+from specdata.draft_models.draft_vocabulary import narrow_logits
+from specdata.draft_models.taps import capturing_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.prepack import multiplies
-from specdata.taps import capturing_taps
 
 # Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
 # candidates enough to be unlike every other size of a model.
@@ -108,7 +108,7 @@ class ForwardGraphs:
     """The graphs of one model, one for each `_GraphKind`, made when they are first needed.
 
     They are valid for these `versions` of its weights only; the model is not kept alive. `taps` are
-    states inside the model that they give (`specdata.taps`). Raises ConfigError if the model's
+    states inside the model that they give (`draft_models.taps`). Raises ConfigError if the model's
     forward depends on the length of the sequence, or is spread over devices.
     """
 

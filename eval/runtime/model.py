@@ -43,14 +43,14 @@ from eval.runtime.transformers_models import (
     uses_sdpa,
 )
 from specdata.cache import cache_argument
-from specdata.depths import depths_of
-from specdata.draft_vocabulary import draft_vocabulary_ids, narrow_logits
+from specdata.draft_models.depths import depths_of
+from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids, narrow_logits
+from specdata.draft_models.states_draft import states_input, token_embedding
+from specdata.draft_models.taps import capturing_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids, positions
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
-from specdata.states_draft import states_input, token_embedding
-from specdata.taps import capturing_taps
 
 # Forwards of more tokens are prompts, for which a mask would cost more than a graph saves.
 LONGEST_GRAPH_FORWARD = 256
@@ -62,7 +62,7 @@ class Outputs(NamedTuple):
     Args:
         logits: (B, logits_to_keep or more, V') after the last of them.
         hidden: (B, as many, H) what the lm_head read there, if it was captured.
-        taps: (B, n, F) at all of them, if they were captured; see `specdata.taps`.
+        taps: (B, n, F) at all of them, if they were captured; see `draft_models.taps`.
     """
 
     logits: Tensor
@@ -85,7 +85,7 @@ class CachedModel:
             input embeddings of tokens. Always of a draft that reads its target's states.
         taps: keep these states in `CachedSequence.taps`, for such a draft.
         deepest: the most tokens of a path that it drafts, by default any number. No more masks are
-            read than that takes (`specdata.depths`); with 1 none, as by a target.
+            read than that takes (`draft_models.depths`); with 1 none, as by a target.
 
     Raises:
         CacheNotRewindableError: if tokens cannot be dropped from the model's cache.

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
-from specdata.depths import MASK
+from specdata.draft_models.depths import MASK
+from specdata.draft_models.states_draft import states_input, without_first
 from specdata.probability import SamplingConfig
-from specdata.states_draft import states_input, without_first
 
 T = TypeVar("T")
 
@@ -367,7 +367,7 @@ class RereadSequence(CachedSequence):
 
 
 class StatesSequence(RereadSequence):
-    """A sequence of a draft that reads its target's states (`specdata.states_draft`).
+    """A sequence of a draft that reads its target's states (`draft_models.states_draft`).
 
     A token is read with the target's states at the token before it, or, where the target has not
     read that one yet, with the draft's own; without a target, as in a warm-up, its states count as
@@ -444,7 +444,7 @@ class StatesSequence(RereadSequence):
 
 
 class MaskedSequence(RereadSequence):
-    """A sequence of a draft that proposes several tokens after one forward (`specdata.depths`).
+    """A sequence of a draft that proposes several tokens after one forward (`draft_models.depths`).
 
     It reads committed tokens, and masks behind them. Drafted ones are not read, in chains and in
     trees: their cache positions hold nothing. Deeper than the masks, the last one is repeated.

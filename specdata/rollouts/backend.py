@@ -19,13 +19,13 @@ from transformers.cache_utils import DynamicLayer
 
 from specdata.cache import cache_argument, counts_tokens
 from specdata.config import check_taps
+from specdata.draft_models.taps import capturing_taps, decoder_layers
 from specdata.errors import NotFiniteError
 from specdata.lm_head import capturing_hidden
 from specdata.models import end_ids, known_ids
 from specdata.prepack import prepacked
 from specdata.probability import NO_TOKEN, SamplingConfig, drawn_tokens, to_vocabulary
 from specdata.sampling import generator_for
-from specdata.taps import capturing_taps, decoder_layers
 from specdata.target_states import check_keepable
 
 # The cache is copied when it is full, and when this share of a batch's rows has ended.
@@ -81,7 +81,7 @@ class TransformersBackend:
     """Batches of similar length on the model's device.
 
     Raises ConfigError with `store_states` for a model whose states do not make its logits, and for
-    taps (`specdata.taps`) that it does not have.
+    taps (`draft_models.taps`) that it does not have.
     """
 
     model: PreTrainedModel
@@ -162,7 +162,7 @@ def sample_batch(
         vocabulary: ids from here on are never drawn (default: the model's own vocabulary).
         states: B lists, to which the (H,) last hidden state that each token was drawn from is
             added, on the CPU (default: they are not looked at).
-        taps: which taps (`specdata.taps`), and B lists, to which those of the prompt (P, F) and of
+        taps: which (`draft_models.taps`), and B lists, to which those of the prompt (P, F) and of
             each token that is read after it (1, F) are added, on the CPU.
     """
     limits = [len(row) for row in uniforms]

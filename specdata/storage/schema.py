@@ -21,7 +21,7 @@ class Rollout(TypedDict):
         finish: "eos" (the last completion id is an end token) or "length".
         target_states: where they were asked for, the target's last hidden states that the
             completion's tokens were drawn from, (C, H), as `specdata.target_states` writes them.
-        taps: where they were asked for, numbers of states inside the target (`specdata.taps`).
+        taps: where they were asked for, numbers of states inside the target (`draft_models.taps`).
         target_taps: these, at every token that the target read, (P + C - 1, F), as it writes them.
     """
 

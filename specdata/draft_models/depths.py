@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from specdata.config import MOST_TIMES
+from specdata.draft_models.states_draft import states_input
 from specdata.errors import ConfigError
-from specdata.states_draft import states_input
 
 MASK = "pard_token"
 DEPTHS = "depths"

@@ -1,9 +1,9 @@
 """Drafts that read their target's hidden states (Li et al. 2024, EAGLE, arXiv:2401.15077).
 
 A token's input is a linear map of its embedding and of the target's states at the token before it
-(`specdata.taps`). Where the target has not been yet, while drafting, another map of the embedding
-and of the draft's own last state there stands in. What follows is an ordinary decoder of one or two
-layers, so in memory it is the transformers model of its architecture with another input embedding:
+(`draft_models.taps`). Where the target has not been yet, while drafting, another map of the
+embedding and of the draft's own last state there stands in. What follows is an ordinary decoder
+of one or two layers, so in memory it is the transformers model of its architecture with another input embedding:
 all other code sees an ordinary draft. Along a text that is known, as in training and labels, the
 input embedding has the target read the text and answers with its states at every position, which is
 how the first token of each round is drafted.
@@ -54,7 +54,7 @@ class Norms:
 
 
 class TargetStates(Config):
-    """What config.json says of the target whose states a draft reads (`specdata.taps.record_of`).
+    """What config.json says of the target whose states a draft reads (`taps.record_of`).
 
     `layout` is EAGLE-1's, or the norms of EAGLE-3's; `model_type` that of the layers, where the
     file's own is `MODEL_TYPE`; `output_bias` is true where their architecture has no bias of the
@@ -181,7 +181,7 @@ def reads_states(config: PreTrainedConfig) -> bool:
 def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A class of models to load such drafts with, as `save_pretrained` wrote them.
 
-    As `specdata.draft_vocabulary.reduced_class`, whose classes it takes, too.
+    As `draft_models.draft_vocabulary.reduced_class`, whose classes it takes, too.
     """
 
     class ReadsStates(architecture):  # type: ignore[misc]

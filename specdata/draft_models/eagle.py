@@ -5,7 +5,7 @@ target's last normed one where the target has been, else the draft's own, which 
 output matrix reads. Of EAGLE-3 the layer reads the embedding and a state beside each other: three
 states of the target, through a matrix (`fc`), or the draft's own. In memory both are transformers'
 Llama with another first layer, input and output embedding, so that they decode as every draft on
-its target's states does (`specdata.states_draft`). `distill.eagle` makes, reads and writes them.
+its target's states does (`draft_models.states_draft`). `distill.eagle` makes and reads them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from specdata.cache import cache_argument
-from specdata.draft_vocabulary import ReducedOutput, install_output
-from specdata.states_draft import Norms, StatesInput, TargetStates, without_first
+from specdata.draft_models.draft_vocabulary import ReducedOutput, install_output
+from specdata.draft_models.states_draft import Norms, StatesInput, TargetStates, without_first
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -147,7 +147,7 @@ class Eagle3Output(ReducedOutput):
 
 
 def eagle_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class of models to make and load drafts of EAGLE-1 with; see `specdata.states_draft`."""
+    """A class of models to make and load drafts of EAGLE-1 with, as `states_class` is."""
 
     class Eagle(architecture):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:
@@ -161,7 +161,7 @@ def eagle_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class of models to make and load such drafts with; see `specdata.states_draft`."""
+    """A class of models to make and load such drafts with; see `draft_models.states_draft`."""
 
     class Eagle3(architecture):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:

@@ -1,4 +1,4 @@
-"""Hidden states inside a target, for drafts that read them (`specdata.states_draft`).
+"""Hidden states inside a target, for drafts that read them (`draft_models.states_draft`).
 
 Tap i of a model of n layers is the hidden state that enters layer i, and tap n the one that leaves
 the last layer, before the final norm. vLLM counts so; SGLang's explicit ids are one less.
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from specdata.config import check_taps
+from specdata.draft_models.state_store import StateStore
+from specdata.draft_models.states_draft import KEY, StatesInput, TargetStates, states_input
 from specdata.errors import ConfigError
-from specdata.state_store import StateStore
-from specdata.states_draft import KEY, StatesInput, TargetStates, states_input
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

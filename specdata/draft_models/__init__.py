@@ -1,0 +1,1 @@
+"""What drafts read and propose beside transformers' own models: states, layouts, vocabularies."""
