@@ -10,8 +10,8 @@ kind of draft (`Place`):
   arXiv:2503.01840);
 - a draft with masks (`draft_models.depths`) reads it once, and behind it the masks of the rounds
   that begin in it, each of which sees the text up to its round and the masks before it. Training
-  keeps them of fewer rounds the deeper they stand (PARD, arXiv:2504.18583, section 3), so that of four
-  depths the layers read 2.5 tokens for each of a text.
+  keeps them of fewer rounds the deeper they stand (PARD, arXiv:2504.18583, section 3), so
+  that of four depths the layers read 2.5 tokens for each of a text.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A token's input is a linear map of its embedding and of the target's states at the token before it
 (`draft_models.taps`). Where the target has not been yet, while drafting, another map of the
 embedding and of the draft's own last state there stands in. What follows is an ordinary decoder
-of one or two layers, so in memory it is the transformers model of its architecture with another input embedding:
-all other code sees an ordinary draft. Along a text that is known, as in training and labels, the
-input embedding has the target read the text and answers with its states at every position, which is
-how the first token of each round is drafted.
+of one or two layers, so in memory it is the transformers model of its architecture with another
+input embedding: all other code sees an ordinary draft. Along a text that is known, as in training
+and labels, that embedding has the target read the text and answers with its states everywhere,
+which is how the first token of each round is drafted.
 
 Its config.json says `target_states`: the taps, the target's name, and a probe of its states.
 """
