@@ -418,7 +418,7 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
         if name.lower().endswith(".gguf"):
             raise ConfigError(
                 f"{name} is a GGUF file: read it once with transformers' from_pretrained(FOLDER, "
-                "gguf_file=...), save model and tokenizer as recipes/tools/real_target.py does, "
+                "gguf_file=...), save model and tokenizer as benchmarks/real_target.py does, "
                 "and give that folder"
             ) from error
         # Every from_pretrained here passes trust_remote_code=False. Without it transformers asks on
