@@ -19,6 +19,7 @@ from typing import Any
 from distill.config import DistilConfig
 from eval.analysis.prediction import Predictions
 from eval.measuring.results import Results, check_metrics, read_results
+from eval.publishing.serving import serving_lines
 from recipes.config import PipelineConfig
 from recipes.layout import (
     CERTIFICATE,
@@ -208,8 +209,6 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
 
     Nothing if the models' output sizes are known and differ, because vLLM refuses such a pair.
     """
-    from eval.publishing.release import serving_lines
-
     target = config.models.target
     released = described(str(folder(config, "release") / "draft"))
     if len({each.get("vocab_size") for each in (described(target), released)} - {None}) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from eval.publishing.release import DEFAULT_LENGTHS, served_lengths, serving_lines
+from eval.publishing.serving import DEFAULT_LENGTHS, served_lengths, serving_lines
 
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
 VLLM_KEYS = {
