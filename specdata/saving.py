@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.constants import CONFIG_NAME
+from huggingface_hub.constants import CONFIG_NAME, HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError
 
 from specdata.draft_models.states_draft import KEY, MODEL_TYPE
@@ -48,10 +48,16 @@ def copy_tokenizer(name: str, folder: Path) -> None:
     place = Path(source)
     if not place.is_dir():  # its snapshot in the Hub's cache
         try:
-            patterns = [*TOKENIZER_FILES]
-            place = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+            # huggingface_hub 1.33 asks for a commit's list of files offline, too.
+            cached = snapshot_download(
+                source,
+                revision=revision,
+                allow_patterns=[*TOKENIZER_FILES],
+                local_files_only=HF_HUB_OFFLINE,
+            )
         except (OSError, ValueError, HfHubHTTPError) as error:
             raise ConfigError(f"cannot load the tokenizer files of {name!r}: {error}") from error
+        place = Path(cached)
     for file in sorted(path for pattern in TOKENIZER_FILES for path in place.glob(pattern)):
         copied = folder / file.relative_to(place)
         copied.parent.mkdir(exist_ok=True)

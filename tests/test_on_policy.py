@@ -24,6 +24,7 @@ from transformers import (
 from distill.batches import collate
 from distill.config import DistilConfig
 from distill.on_policy import DraftTexts, TextRow, rows_of
+from distill.training import CHECKPOINTING
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
@@ -265,7 +266,7 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
 ) -> None:
     settings = config(on_policy=1.0)
     one = trainer(tmp_path, settings, rollouts(8))
-    one.model.activation_checkpointing_enable()
+    getattr(one.model, f"{CHECKPOINTING}_enable")()
     loader = iter(one.get_train_dataloader())
     for training in (True, False):
         one.model.train(training)
@@ -274,7 +275,7 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
         (batch,), _ = one.get_batch_samples(iter(batches), 1, torch.device("cpu"))
         assert torch.equal(torch.get_rng_state(), state)
         assert one.model.training == training
-        assert one.model.is_activation_checkpointing
+        assert getattr(one.model, f"is_{CHECKPOINTING}")
         assert all(parameter.grad is None for parameter in one.model.parameters())
         assert not any(value.is_inference() for value in batch.values())
     with_dropout = tiny_gpt2(64)
@@ -310,7 +311,7 @@ def test_a_step_on_the_drafts_text_has_the_gradients_of_a_step_of_gkd(tmp_path: 
         report_to="none",
         use_cpu=True,
         bf16=False,
-        activation_checkpointing=False,
+        **{CHECKPOINTING: False},
     )
     theirs = GKDTrainer(
         model=tiny_llama(9, vocab=V),
