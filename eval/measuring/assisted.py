@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from eval.rounds import Generation, Round
 from eval.runtime.transformers_models import check_assisted
-from specdata.cache import cache_argument, counts_tokens
+from specdata.cache import NAMES, counts_tokens
 from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig
@@ -22,9 +22,8 @@ from specdata.probability import SamplingConfig
 class _Observer:
     """Hooks that note, at each forward of the target, the committed length and what was drafted."""
 
-    def __init__(self, prompt: int, cache_argument: str) -> None:
+    def __init__(self, prompt: int) -> None:
         self.prompt = prompt
-        self.cache_argument = cache_argument
         self.count = 0
         self.committed: list[int] = []
         self.drafted: list[int] = []
@@ -34,7 +33,7 @@ class _Observer:
     def on_target(self, _module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         # All but the last committed token are in the cache, except before the first forward. One
         # of recurrent states alone does not say how many, and drops none.
-        cache: Any = kwargs.get(self.cache_argument)
+        cache: Any = next((kwargs[name] for name in NAMES if name in kwargs), None)
         counted = cache is None or not counts_tokens(cache)
         cached = self.count if counted else int(cache.get_seq_length())
         self.read: Tensor = kwargs["input_ids"]
@@ -95,7 +94,7 @@ def assisted_generate(
             "transformers' assisted generation needs equal vocabulary sizes, target and draft have "
             f"{sizes[0]} and {sizes[1]} (padding): leave methods with decoder assisted out"
         )
-    observer = _Observer(len(prompt_ids), cache_argument(target))
+    observer = _Observer(len(prompt_ids))
     # A configuration of our own: the model's may hold penalties that no other method applies.
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
