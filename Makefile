@@ -136,7 +136,7 @@ fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Not head_figures and distill_figures: they train dozens of heads and drafts, for one or two hours each.
+# Not head_figures: it trains dozens of heads, for one or two hours.
 bench: $(INSTALLED)
 	@for name in decode head_call rollouts verify; do $(RUN) $(BIN)/python benchmarks/$$name.py || exit 1; done
 
