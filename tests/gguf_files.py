@@ -17,19 +17,6 @@ from tests.chats import CHATML
 
 TEXT = "She bought 12 apples at 3 each; def add(a, b): return a + b. What did she pay?"
 QUANTISED = {"Q4_1": Kind.Q4_1, "Q8_0": Kind.Q8_0}
-# transformers' names of a layer's weights -> llama.cpp's.
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def chat_tokenizer() -> PreTrainedTokenizerBase:
@@ -38,21 +25,21 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def small_llama(seed: int = 0, *, layers: int = 2, tied: bool = True) -> LlamaForCausalLM:
+def small_llama() -> LlamaForCausalLM:
     """Llama of width 64 for `chat_tokenizer`, two query heads to a key head."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=288,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=layers,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=512,
             rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
             rms_norm_eps=1e-5,
-            tie_word_embeddings=tied,
+            tie_word_embeddings=True,
             bos_token_id=0,
             eos_token_id=0,
             pad_token_id=1,
@@ -61,27 +48,12 @@ def small_llama(seed: int = 0, *, layers: int = 2, tied: bool = True) -> LlamaFo
     ).eval()
 
 
-def names(layers: int, *, tied: bool) -> dict[str, str]:
-    """transformers' names of a Llama's weights -> llama.cpp's."""
-    found = {ours: theirs for ours, theirs in OUTER.items() if not (tied and ours == "lm_head")}
-    for layer in range(layers):
-        for ours, theirs in LAYER.items():
-            found[f"model.layers.{layer}.{ours}"] = f"blk.{layer}.{theirs}"
-    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in found.items()}
-
-
 def write_gguf(
-    path: Path,
-    model: LlamaForCausalLM,
-    *,
-    quantised: str | None = None,
+    path: Path, model: LlamaForCausalLM, *, quantised: str | None = None
 ) -> dict[str, torch.Tensor]:
     """Write a model with `chat_tokenizer`; return the weights that the file holds.
 
-    Args:
-        path: the file.
-        model: the Llama.
-        quantised: how matrices are stored; None is F32.
+    Its matrices are in F32, or quantised.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -97,18 +69,21 @@ def write_gguf(
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     held = {}
-    for ours, theirs in names(config.num_hidden_layers, tied=config.tie_word_embeddings).items():
-        weight = model.state_dict()[ours].float().numpy()
-        heads = {"attn_q.weight": config.num_attention_heads}
-        heads["attn_k.weight"] = config.num_key_value_heads
-        count = heads.get(theirs.split(".", 2)[-1])
-        stored = weight if count is None else _interleaved(weight, count)
-        kind = QUANTISED[quantised] if quantised and weight.ndim == 2 else Kind.F32
-        data = gguf.quants.quantize(stored, kind)
-        writer.add_tensor(theirs, data, raw_dtype=kind)
-        back = gguf.quants.dequantize(data, kind).reshape(weight.shape)
-        held[ours] = torch.from_numpy(back if count is None else _in_halves(back, count))
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":  # tied
+            continue
+        weight, kind = tensor.float().numpy(), Kind.F32
+        if quantised and weight.ndim == 2:
+            kind = QUANTISED[quantised]
+        held[name] = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
+        held[name] = torch.from_numpy(held[name].reshape(weight.shape))
+        if count := heads.get(name.split(".")[-2]):
+            weight = _interleaved(weight, count)
+        stored = gguf.quants.quantize(weight, kind)
+        writer.add_tensor(names.get_name(name, [".weight"]), stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -135,10 +110,3 @@ def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, An
     rows, width = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, width)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, width))
-
-
-def _in_halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """The inverse of `_interleaved`."""
-    rows, width = weight.shape
-    pairs = weight.reshape(heads, rows // heads // 2, 2, width)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, width))

@@ -322,31 +322,8 @@ def joint_distribution(p: TabularModel, prefix: Prefix, length: int) -> Tensor:
     """(V,) * length: the joint distribution of the tokens that follow a prefix."""
     if length == 0:
         return torch.ones((), dtype=torch.float64)
-    distribution = p[prefix]
-    rest = [
-        joint_distribution(p, (*prefix, token), length - 1)
-        for token in range(distribution.shape[0])
-    ]
-    return torch.stack(
-        [distribution[token] * rest[token] for token in range(distribution.shape[0])]
-    )
-
-
-def completed_by_target(
-    p: TabularModel, prefix: Prefix, distribution: Tensor, length: int
-) -> Tensor:
-    """Joint distribution of a prefix, one token from `distribution`, and the rest from p.
-
-    Returns:
-        (V,) * length.
-    """
-    vocabulary = distribution.shape[0]
-    joint = torch.zeros((vocabulary,) * length, dtype=torch.float64)
-    rest = length - len(prefix) - 1
-    for token in distribution.nonzero().flatten().tolist():
-        following = joint_distribution(p, (*prefix, token), rest)
-        joint[(*prefix, token)] = float(distribution[token]) * following
-    return joint
+    first = enumerate(p[prefix])
+    return torch.stack([x * joint_distribution(p, (*prefix, y), length - 1) for y, x in first])
 
 
 def output_distribution(
@@ -357,43 +334,21 @@ def output_distribution(
     Plain decoding draws from p, or from the target as modified by the residuals that the verifier
     has; these refer to q, the draft's model.
     """
+    if verifier.residual_persists:
+
+        def then_empty(sequence: Prefix, _: Verifier) -> WeightedDrafts:
+            empty = chain_draft((), conditioned(q, sequence, 0), tail=True)
+            return iter([(1.0, empty)]) if sequence else drafts
+
+        return rounds_distribution(verifier, p, length, then_empty)[0]
     joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
     for weight, tree in drafts:
-        target = target_rows(tree, p)
-        prefixes = node_prefixes(tree)
-        if verifier.residual_persists:
-            for chance, end in verifier.outcomes(tree, target):
-                for mass, token in support(end.distribution):
-                    sequence = (*prefixes[end.node], token)
-                    after = verifier.after(tree, target, end, token)
-                    joint += (
-                        weight * chance * mass * plain_distribution(after, sequence, p, q, length)
-                    )
-            continue
-        verdict = verifier(tree, target)
+        verdict, prefixes = verifier(tree, target_rows(tree, p)), node_prefixes(tree)
         for node, stop in enumerate(verdict.stop.tolist()):
-            if stop > 0:
-                joint += (
-                    weight
-                    * stop
-                    * completed_by_target(p, prefixes[node], verdict.bonus[node], length)
-                )
-    return joint
-
-
-def plain_distribution(
-    verifier: Verifier, sequence: Prefix, p: TabularModel, q: TabularModel, length: int
-) -> Tensor:
-    """(V,) * length: a fixed sequence, and what rounds of empty drafts add to it."""
-    joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
-    if len(sequence) >= length:
-        joint[sequence[:length]] = 1.0
-        return joint
-    tree, target = chain_draft((), conditioned(q, sequence, 0), tail=True), p[sequence].unsqueeze(0)
-    for chance, end in verifier.outcomes(tree, target):
-        for mass, token in support(end.distribution):
-            after = verifier.after(tree, target, end, token)
-            joint += chance * mass * plain_distribution(after, (*sequence, token), p, q, length)
+            for mass, token in support(verdict.bonus[node]) if stop > 0 else ():
+                sequence = (*prefixes[node], token)
+                rest = joint_distribution(p, sequence, length - len(sequence))
+                joint[sequence] += weight * stop * mass * rest
     return joint
 
 
@@ -420,14 +375,8 @@ def rounds_distribution(
 ) -> tuple[Tensor, float]:
     """The first `length` tokens of a decoder that runs as many rounds as it takes.
 
-    Args:
-        verifier: as it is before the first round.
-        p: the target, known for `length` tokens plus a draft.
-        length: tokens to emit; what a round emits beyond them is cut off.
-        draft: all drafts after a committed prefix.
-
-    Returns:
-        Their joint distribution, (V,) * length, and the expected number of rounds.
+    `draft` gives all drafts after a committed prefix. What a round emits beyond `length` is cut
+    off. Returns the joint distribution, (V,) * length, and the expected number of rounds.
     """
     joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
     waiting: dict[tuple[Prefix, Verifier], float] = {((), verifier): 1.0}

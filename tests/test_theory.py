@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ from eval.verifiers import VERIFIERS
 from eval.verifiers.biased import opt_loss, uno_loss
 from eval.verifiers.rule import Verifier
 from recipes.papers import theory
-from tests import optimal_stopping
-from tests.optimal_stopping import AcceptanceChain, Costs
+from tests.optimal_stopping import AcceptanceChain, optimum
 from tests.oracles import (
     Prefix,
     TabularModel,
@@ -174,29 +174,22 @@ def test_opt_lies_on_the_line_and_uno_above_it(seed: int, epsilon: float) -> Non
 
 def test_optimal_rule_beats_every_rule_by_brute_force() -> None:
     """Two states, at most three tokens: all 2^7 rules that look at the states seen so far."""
-    chain = AcceptanceChain((0.9, 0.3), (0.6, 0.4), ((0.8, 0.2), (0.3, 0.7)))
-    costs = Costs(0.15, 1.0, 3)
+    chain = AcceptanceChain((0.9, 0.3), (0.6, 0.4), ((0.8, 0.2), (0.3, 0.7)), 0.15, limit=3)
     histories = [h for n in range(3) for h in itertools.product(range(2), repeat=n)]
 
-    def price(goes_on: dict[Prefix, bool]) -> float:
-        def ahead(history: Prefix) -> tuple[float, float]:
-            if len(history) == costs.limit or not goes_on[history]:
-                return 0.0, 0.0
-            distribution = chain.transition[history[-1]] if history else chain.initial
-            drafted, accepted = 1.0, 0.0
-            for state, weight in enumerate(distribution):
-                later = ahead((*history, state))
-                alive = float(np.prod([chain.accept[s] for s in (*history, state)]))
-                drafted += weight * later[0]
-                accepted += weight * (alive + later[1])
-            return drafted, accepted
-
-        drafted, accepted = ahead(())
-        return (costs.draft_seconds * drafted + costs.target_seconds) / (accepted + 1)
+    def seconds_per_token(goes_on: set[Prefix]) -> float:
+        drafted = accepted = 0.0
+        for states in itertools.product(range(2), repeat=3):
+            weight = chain.initial[states[0]]
+            weight *= math.prod(chain.transition[a][b] for a, b in itertools.pairwise(states))
+            length = next((n for n in range(3) if states[:n] not in goes_on), 3)
+            drafted += weight * length
+            for n in range(1, length + 1):
+                accepted += weight * math.prod(chain.accept[state] for state in states[:n])
+        return (chain.draft_seconds * drafted + 1.0) / (accepted + 1.0)
 
     best = min(
-        price(dict(zip(histories, choice, strict=True)))
+        seconds_per_token({h for h, chosen in zip(histories, choice, strict=True) if chosen})
         for choice in itertools.product([False, True], repeat=len(histories))
     )
-    exact = optimal_stopping.optimal(chain, costs)
-    assert exact.seconds_per_token == pytest.approx(best, abs=1e-12)
+    assert optimum(chain) == pytest.approx(best, abs=1e-12)
