@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from specdata.config import MOST_TIMES, Config, Count, Few
+from specdata.errors import ConfigError
 
 Kind = Literal["specdec++", "immediate"]
 Tracker = Literal["none", "tensorboard", "wandb"]
@@ -63,6 +64,15 @@ TRAINING: dict[Kind, TrainingDefaults] = {
         ("mixing", "rejection_weight"),
     ),
 }
+
+
+def check_depths(kind: Kind, depths: int) -> None:
+    """Refuse a head of states that a plain draft with masks does not have. Raises ConfigError."""
+    if kind == "specdec++" and depths != 1:
+        raise ConfigError(
+            "head.kind specdec++ judges a token by the draft's state after it, and after masks "
+            f"(depths {depths}) there is none: train one of kind immediate"
+        )
 
 
 class HeadConfig(Config):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from heads.config import DEFAULT_FEATURES
+from heads.config import DEFAULT_FEATURES, Kind
 from heads.inputs import FEATURES, DraftedTokens
 from heads.remote import auto_config, write_custom_generate, write_modeling
 from specdata.sampling import SamplingConfig
@@ -46,7 +46,7 @@ class BaseHead(
             (`heads.probe`); None if not recorded.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[Kind]
     lag: ClassVar[int]
     reads: tuple[str, ...]
     rejection_weight: float
@@ -190,7 +190,7 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
             a/(a + w(1 - a)); `probability` undoes that. 1 means no bias.
     """
 
-    kind: ClassVar[str] = "specdec++"
+    kind: ClassVar[Kind] = "specdec++"
     lag: ClassVar[int] = 1
     reads = ("hidden",)
 
@@ -248,7 +248,7 @@ class ImmediateHead(BaseHead):
             (0, root mean square of its values); (0, 1) for those that are missing.
     """
 
-    kind: ClassVar[str] = "immediate"
+    kind: ClassVar[Kind] = "immediate"
     lag: ClassVar[int] = 0
     rejection_weight = 1.0
     number_means: Tensor

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from heads.config import check_depths
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.states_draft import reads_states
 from specdata.draft_models.taps import BOUND, probe_error, probe_ids, probe_values
@@ -42,11 +43,8 @@ def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
 
     A head without a probe is judged by its width and its kind alone.
     """
-    if head.lag and not reads_states(draft.config) and depths_of(draft) > 1:
-        raise ConfigError(
-            "a plain draft with masks (depths) has no state after a token that it drafted, which "
-            "this head judges it by: train one of kind immediate"
-        )
+    if not reads_states(draft.config):
+        check_depths(head.kind, depths_of(draft))
     size = int(draft.get_output_embeddings().weight.shape[-1])
     if head.hidden_size != size:
         raise ConfigError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from eval.measuring.methods import path_drafts
+from heads.config import check_depths
 from recipes.config import PipelineConfig
 from recipes.layout import absolute, is_within
 from recipes.run import Stage
@@ -86,15 +87,12 @@ def check_training_splits(config: PipelineConfig) -> None:
 
 def check_states(config: PipelineConfig) -> None:
     """Refuse a head of states that a plain draft with masks does not have. Raises ConfigError."""
-    head, draft, given = config.head, config.draft, config.models.draft
+    draft, given = config.draft, config.models.draft
     depths = draft.depths if draft else 1
     if depths == 1 and given:  # as many as it has learnt to
         depths = described(given).get("depths", 1)
-    if head and head.kind == "specdec++" and depths != 1:
-        raise ConfigError(
-            "head.kind specdec++ judges a token by the draft's state after it, and after masks "
-            f"(depths {depths}) there is none: choose immediate"
-        )
+    if config.head:
+        check_depths(config.head.kind, depths)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class Recipe:
     def main(self, config: PipelineConfig) -> None:
         """Do every stage, after a look at all of them."""
         begun, stages = time.perf_counter(), self.asked(config)
-        is_made = self.check(stages)
+        is_made = check_stages(stages)
         is_whole = len({stage.recipe for stage in stages}) > 1
         if is_whole and not is_made:
             check_whole_run(config)
@@ -80,17 +80,6 @@ class Recipe:
             say(f"\nmade {'before' if is_made else took}, in {config.output}: {names}")
         for stage, results in answers if is_main() else ():
             stage.show(results)
-
-    def check(self, stages: Sequence[Stage]) -> bool:
-        """Refuse what cannot be made, for a plan and a run alike; True if all is made already."""
-        for stage in stages:
-            stage.check_folder()
-        is_made = all(stage.is_made for stage in stages)
-        if not is_made:
-            for stage in stages:
-                stage.check()
-            check_paths(stages)
-        return is_made
 
     def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
         """Run the recipe from a command line, by default this process's.
@@ -121,7 +110,7 @@ class Recipe:
             config = command.config
             if command.plan:
                 stages = self.asked(config)
-                self.check(stages)
+                check_stages(stages)
                 read = {key: each for key, each in command.given.items() if key in self.sections}
                 show_plan(read, stages)
             else:
@@ -135,6 +124,18 @@ class Recipe:
                 return _interrupted(number)  # another process of this run stopped first
             return tell(error)
         return 0
+
+
+def check_stages(stages: Sequence[Stage]) -> bool:
+    """Refuse what cannot be made, for a plan and a run alike; True if all is made already."""
+    for stage in stages:
+        stage.check_folder()
+    is_made = all(stage.is_made for stage in stages)
+    if not is_made:
+        for stage in stages:
+            stage.check()
+        check_paths(stages)
+    return is_made
 
 
 def _interrupted(number: int) -> int:

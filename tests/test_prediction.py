@@ -9,7 +9,6 @@ from datasets import Dataset
 from scipy.special import logit
 
 from eval.analysis.prediction import (
-    BINS,
     GROUPS,
     Ids,
     Predictions,
@@ -23,7 +22,7 @@ from eval.drafting.stopping.logistic import fit_calibration
 from eval.measuring.intervals import bootstrap_weights, interval
 from eval.reporting.recommendation import head_predictors
 from heads import AcceptanceHead
-from heads.loss import CALIBRATION_BINS, binary_kl, head_metrics, soft_auroc
+from heads.loss import binary_kl, head_metrics, soft_auroc
 from specdata.probability import SamplingConfig
 from tests.test_acceptance import labeller
 from tests.tiny import tiny_llama
@@ -49,7 +48,6 @@ def test_figures_are_those_of_head_training() -> None:
     found = scores(accept, predicted, prompt)
     odds = torch.logit(torch.from_numpy(predicted))
     known = head_metrics(odds, torch.from_numpy(accept), rejection_weight=1.0)
-    assert BINS == CALIBRATION_BINS
     assert found.tokens == known.tokens
     assert found.kl.value == pytest.approx(known.kl)
     assert found.auroc is not None

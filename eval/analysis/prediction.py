@@ -30,8 +30,6 @@ Ids = NDArray[np.int64]
 GROUPS = 256
 """Into so many groups scores are told apart in resamples, where ranking all tokens each time is
 slow; the AUROC itself tells all of them apart."""
-BINS = 15
-"""Of equal width: those of the expected calibration error (`heads.loss.CALIBRATION_BINS`)."""
 EDGE = 1e-6
 """Predictions are kept this far from 0 and 1, whose KL from another label is infinite."""
 ROLLOUTS = 256
@@ -138,7 +136,7 @@ def scores(accept: Reals, predicted: Reals, prompt: Ids) -> Scores:
     """
     import torch
 
-    from heads.loss import binary_kl
+    from heads.loss import CALIBRATION_BINS, auroc_of_groups, binary_kl, soft_auroc
 
     if accept.ndim != 1 or not accept.shape == prompt.shape == predicted.shape or not accept.size:
         raise ValueError(
@@ -156,28 +154,19 @@ def scores(accept: Reals, predicted: Reals, prompt: Ids) -> Scores:
     count = sums(np.ones_like(accept))[:, 0]
     odds = torch.logit(torch.from_numpy(predicted), eps=EDGE)
     kl = sums(binary_kl(odds, torch.from_numpy(accept)).numpy())[:, 0]
-    bins = (predicted * BINS).astype(np.int64).clip(0, BINS - 1)
-    gaps = np.abs(sums(predicted - accept, bins, BINS)).sum(axis=1)
-    labels = accept, 1.0 - accept
+    bins = (predicted * CALIBRATION_BINS).astype(np.int64).clip(0, CALIBRATION_BINS - 1)
+    gaps = np.abs(sums(predicted - accept, bins, CALIBRATION_BINS)).sum(axis=1)
+    exact = soft_auroc(torch.from_numpy(predicted), torch.from_numpy(accept))
     _, rank = np.unique(predicted, return_inverse=True)
-    exact = _auroc(*(np.bincount(rank, label).astype(np.float64) for label in labels))
     group = rank * GROUPS // (int(rank.max()) + 1)  # ties stay together
-    grouped = _auroc(*(sums(label, group, GROUPS) for label in labels))
+    masses = (torch.from_numpy(sums(label, group, GROUPS)) for label in (accept, 1.0 - accept))
+    grouped = auroc_of_groups(*masses).numpy()
     return Scores(
         tokens=len(accept),
         kl=Interval.of(kl / count),
         # What ties within a group cost the whole, they cost the resamples, too.
-        auroc=None if np.isnan(exact) else Interval.of(grouped + (exact - grouped[0])),
+        auroc=None if exact is None else Interval.of(grouped + (exact - grouped[0])),
         ece=Interval.of(gaps / count),
         mean_accept=float(accept.mean()),
         mean_predicted=float(predicted.mean()),
     )
-
-
-def _auroc(accepted: Reals, rejected: Reals) -> Reals:
-    """Soft AUROC of masses (..., G) in groups by increasing score: (...); NaN if undefined."""
-    below = rejected.cumsum(axis=-1) - rejected
-    pairs = accepted.sum(axis=-1) * rejected.sum(axis=-1)
-    won = (accepted * (below + 0.5 * rejected)).sum(axis=-1)
-    undefined = np.full_like(won, np.nan)
-    return np.asarray(np.divide(won, pairs, out=undefined, where=pairs > 0.0))

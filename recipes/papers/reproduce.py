@@ -22,6 +22,7 @@ from recipes.layout import initial_draft
 from recipes.papers.measurements import KINDS, ModelPair, evaluated
 from recipes.papers.tables import WORDS, page, write_figure
 from recipes.pipeline import TRAINING
+from recipes.recipe import check_stages
 from recipes.run import prepare_libraries, run_stage, say
 from specdata.config import nearest
 from specdata.errors import ConfigError
@@ -54,9 +55,7 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
     names = [stage.name for stage in stages]
     last = names.index("draft" if config.draft else "pair")  # a draft may be given as it is
     asked = [stage for stage in stages[: last + 1] if stage.is_asked]
-    if not all(stage.is_made for stage in asked):
-        for stage in asked:
-            stage.check()
+    if asked and not check_stages(asked):
         check_whole_run(config)
     for stage in asked:
         run_stage(stage)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from recipes.config import parse
 from recipes.pipeline import RECIPE
+from recipes.recipe import check_stages
 from specdata.errors import ConfigError
 
 MINIMAL = """\
@@ -73,7 +74,7 @@ def main(given: argparse.Namespace) -> int:
         shown = {name: json.dumps(str(value), ensure_ascii=False) for name, value in values.items()}
         given.out.write_text(MINIMAL.format(**shown, dtype=dtype), encoding="utf-8")
         # What a plan would refuse is refused here, and leaves nothing.
-        RECIPE.check(RECIPE.asked(parse(["--config", str(given.out)]).config))
+        check_stages(RECIPE.asked(parse(["--config", str(given.out)]).config))
     except Exception as error:
         for path in written:
             path.unlink(missing_ok=True)
