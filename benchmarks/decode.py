@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from shaped_pair import AGREEMENT, SHAPES, limits, prompts_of, shaped_pair
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
@@ -39,6 +39,7 @@ from eval.measuring.environment import describe_environment
 from eval.measuring.intervals import bootstrap_weights, interval
 from eval.runtime.engines import ENGINES, Engine
 from specdata.config import PromptSet
+from specdata.generation import plain_generation
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
 from specdata.prompts.loading import load_prompts
@@ -182,18 +183,12 @@ def _plain(target: PreTrainedModel, seed: int) -> Decode:
     """Transformers' `generate` without a draft."""
 
     def decode(prompt: Tensor, budget: int, name: str) -> Generation:
-        config = GenerationConfig(
-            max_new_tokens=budget,
-            do_sample=True,
-            top_k=0,
-            eos_token_id=target.generation_config.eos_token_id,
-            pad_token_id=target.generation_config.pad_token_id,
-        )
         ids = prompt.unsqueeze(0).to(target.device)
         torch.manual_seed(seed_for(seed, name))
         begun = time.perf_counter()
         mask = torch.ones_like(ids)
-        sequence = target.generate(ids, attention_mask=mask, generation_config=config)
+        with plain_generation(target, SamplingConfig(), max_new_tokens=budget) as config:
+            sequence = target.generate(ids, attention_mask=mask, generation_config=config)
         tokens = sequence[0, len(prompt) :].cpu()
         return Generation(tokens, (), "length", time.perf_counter() - begun)
 

@@ -30,6 +30,7 @@ from embedded import BATCH, DEMO, NEW_TOKENS, PLAIN, pair, requests, rolled_out,
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eval.measuring.environment import describe_environment
+from specdata.generation import plain_generation
 from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
@@ -58,13 +59,9 @@ def one_at_a_time(target: PreTrainedModel, asked: list[Request]) -> int:
     count = 0
     for request in asked:
         ids = torch.tensor([request.ids], device=target.device)
-        generated = target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=NEW_TOKENS,
-        )
+        mask = torch.ones_like(ids)
+        with plain_generation(target, SamplingConfig(), max_new_tokens=NEW_TOKENS) as config:
+            generated = target.generate(ids, attention_mask=mask, generation_config=config)
         count += generated.shape[1] - ids.shape[1]
     return count
 

@@ -21,13 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from distill.config import check_layout
 from distill.states import fit_inputs, fit_rows, ridge, silence
-from distill.training import special_ids
 from specdata.config import Config, read_stored
 from specdata.draft_models.draft_vocabulary import SIZE
 from specdata.draft_models.eagle import EagleInput, eagle3_class, eagle_class
 from specdata.draft_models.states_draft import KEY, Norms, TargetStates, states_input, unit
 from specdata.draft_models.taps import attach, decoder_layers, read_taps, record_of
 from specdata.errors import ConfigError
+from specdata.generation import special_ids
 from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder, read_object, write_json
 

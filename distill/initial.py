@@ -28,16 +28,11 @@ from distill.config import ARCHITECTURES, InitConfig
 from distill.eagle import first_eagle, first_eagle3
 from distill.states import can_be_silenced, fit_inputs, fit_rows, llama_draft, silence
 from distill.toy import language_model
-from distill.training import (
-    RESULT_FILE,
-    ModelFolder,
-    save_model,
-    special_ids,
-    take_special_ids,
-)
+from distill.training import RESULT_FILE, ModelFolder, save_model, take_special_ids
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary, replace_output
 from specdata.draft_models.taps import decoder_layers, install
 from specdata.errors import ConfigError
+from specdata.generation import special_ids
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (

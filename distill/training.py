@@ -37,6 +37,7 @@ from transformers.utils import logging
 
 from distill.config import DistilConfig, FinetuneConfig
 from specdata.errors import TrainingDivergedError
+from specdata.generation import special_ids
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
 from specdata.processes import broadcast_by_main, join_processes
 from specdata.saving import add_former_names, copy_tokenizer
@@ -245,15 +246,6 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     with _no_shard_bars():
         model.save_pretrained(folder)
     add_former_names(folder)
-
-
-def special_ids(generation: GenerationConfig) -> GenerationConfig:
-    """The special ids of a generation configuration, without what it says of sampling."""
-    return GenerationConfig(
-        bos_token_id=generation.bos_token_id,
-        eos_token_id=generation.eos_token_id,
-        pad_token_id=generation.pad_token_id,
-    )
 
 
 def take_special_ids(model: Any, generation: GenerationConfig) -> None:

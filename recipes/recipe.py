@@ -17,7 +17,7 @@ from recipes.checks import check_paths, check_whole_run
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import is_within
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
-from recipes.sizes import is_without_weights
+from recipes.sizes import generation_of, is_without_weights
 from recipes.steps import CommandLine
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
 from specdata.interruption import Interrupted, stop_signal, stopping_on_signals
@@ -29,6 +29,7 @@ from specdata.processes import (
     process_count,
     rank,
 )
+from specdata.sampling import unapplied_words
 from specdata.terminal import accept_any_text, tell
 
 INTERRUPTED = (129, 130, 143)  # exit statuses after SIGHUP, SIGINT (Ctrl-C) and SIGTERM
@@ -150,6 +151,8 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
         return
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
+    if words := unapplied_words(generation_of(stages[0].config)):
+        console.print(f"# {words}", markup=False)
     is_new = False
     for stage in stages:
         state = _state(stage)

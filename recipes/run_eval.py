@@ -41,11 +41,12 @@ from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
 from recipes.recipe import Recipe
 from recipes.run import RUN, Stage, console, say, stage_record
-from recipes.sizes import prompt_count, reads_states
+from recipes.sizes import generation_of, prompt_count, reads_states
 from recipes.steps import CommandLine, Step
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
 from specdata.prompts.reading import is_file, prompt_inputs
+from specdata.sampling import unapplied_words
 from specdata.storage.files import PROGRESS, locked, write_json
 from specdata.storage.resume import read_record
 from specdata.terminal import progress
@@ -394,7 +395,8 @@ def _context(config: PipelineConfig, predicted: Predictions | None) -> Context:
     if (output / RUN).is_file():
         program, *given = map(without_passwords, stage_record(output)["arguments"])
         command = shlex.join([Path(program).name, *given])
-    return Context(predicted, command, read_samples(output / SAMPLES))
+    samples, left_out = read_samples(output / SAMPLES), unapplied_words(generation_of(config))
+    return Context(predicted, command, samples, left_out)
 
 
 RECIPE = Recipe("Decode prompts with every method, and report.", (Eval,))

@@ -69,6 +69,16 @@ def described(model: str) -> Mapping[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def generation_of(config: PipelineConfig) -> Mapping[str, Any]:
+    """The target's generation_config.json; empty if it is not on this machine."""
+    name = config.models.target
+    folder = on_this_machine(base_of_adapters(name) or name)
+    try:
+        return read_object(folder / "generation_config.json") if folder else {}
+    except (OSError, ValueError):
+        return {}
+
+
 def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
     """The config.json of a model, as it is or as this run will make it; empty if unknown."""
     if config.toy is None or not is_made_here(config, model):

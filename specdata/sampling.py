@@ -7,14 +7,30 @@ resume cannot change what is drawn.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+UNAPPLIED: dict[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), 1.0),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("force_words_ids", "constraints", "sequence_bias", "watermarking_config")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "stop_strings", "max_time")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "min_new_tokens", "guidance_scale")),
+    **dict.fromkeys(("top_h", "penalty_alpha", "dola_layers")),
+    "num_beams": 1,
+    "token_healing": False,
+}
+"""What changes the texts of `generate` and is no part of `SamplingConfig`: its neutral values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,28 @@ class SamplingConfig:
             raise ValueError(f"top_k must be 0 (off) or larger, below 2**31, got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+def unapplied(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a model's generation configuration that changes texts and is not applied here."""
+    return {
+        name: generation[name]
+        for name, neutral in UNAPPLIED.items()
+        if generation.get(name) not in (None, neutral)
+    }
+
+
+def unapplied_words(generation: Mapping[str, Any]) -> str:
+    """What `unapplied` finds, in a sentence; "" if it finds nothing."""
+    asked = unapplied(generation).items()
+    shown = [f"{name} {x}" if isinstance(x, int | float | str) else name for name, x in asked]
+    if not shown:
+        return ""
+    return (
+        f"The target's generation_config.json asks for {', '.join(shown)}, which nothing here "
+        "applies: all texts and figures are without. A server applies it unless told otherwise "
+        "(vLLM: --generation-config vllm)."
+    )
 
 
 def seed_for(seed: int, *key: str | int) -> int:

@@ -47,8 +47,11 @@ def test_models_without_weights_are_planned_with_and_refused_before_the_first_st
 ) -> None:
     flags = own(tmp_path / "out", {"vocab_size": 8}, {"vocab_size": 8})
     flags += ["--config", str(ROOT / "recipes" / "configs" / "toy.yaml")]
+    asked = {"repetition_penalty": 1.1, "min_length": 0, "bad_words_ids": [[3]], "top_p": 0.8}
+    write_json(tmp_path / "target" / "generation_config.json", asked)
     assert RECIPES["pipeline"].run([*flags, "--plan"]) == 0
     shown = capsys.readouterr().out
+    assert shown.count("json asks for repetition_penalty 1.1, bad_words_ids, which") == 1
     assert f"reads target: {tmp_path / 'target'} (its config.json, no weights)" in shown
     assert RECIPES["pipeline"].run(flags) == 2
     said = capsys.readouterr().err

@@ -37,6 +37,7 @@ BELOW = {
     "specdata": {
         "errors": "",
         "sampling": "",
+        "generation": "sampling",
         "terminal": "errors",
         "processes": "errors",
         "interruption": "processes",

@@ -38,6 +38,7 @@ from eval.reporting.table import shown_methods
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.models import load_model
+from specdata.storage.files import write_json
 from tests.drive_published_code import drive
 from tests.hub import Server
 from tests.synthetic_results import synthetic_predictions, synthetic_results
@@ -90,6 +91,8 @@ class Pair:
         self.target, self.draft, self.head = root / "target", root / "draft", root / "head"
         tokenizer = train_tokenizer(["a short text about nothing at all, 0123456789"] * 4, 280)
         save_llama(self.target, tokenizer, seed=0, pad=pad)
+        asked = self.target / "generation_config.json"
+        write_json(asked, {**json.loads(asked.read_text()), "repetition_penalty": 1.1})
         save_llama(self.draft, tokenizer, seed=1)
         AcceptanceHead(
             hidden_size=HIDDEN, depth=1, rejection_weight=6, draft=str(self.draft)
@@ -250,6 +253,9 @@ def test_the_draft_card_generates_under_the_measured_sampling(pair: Pair, draft:
         given = {k.arg: ast.literal_eval(k.value) for k in constants}
         for name in ("temperature", "top_k", "top_p"):
             assert given[name] == pair.results.runs[0].sampling[name]
+        assert given["repetition_penalty"] == 1.0
+    said = card.text.replace("\\", "")
+    assert "generation_config.json asks for repetition_penalty 1.1" in said
     assert "custom_generate" in given
 
 
@@ -438,6 +444,7 @@ def stranger(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         cards = [
             ModelCard.load(root / "acme" / name / "README.md") for name in ("draft-160m", "head")
         ]
+        asked = {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "repetition_penalty": 1.0}
         (of_draft,), (of_head, _) = (code_blocks(card, "python") for card in cards)
         examples = [of_draft, uncommented(of_draft), of_head]
         named = json.dumps(loadable(str(pair.target)))
@@ -453,7 +460,7 @@ def stranger(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
                     "head": True,
                     "seed": 3,
                     "prompt": [[5, 6, 7]],
-                    "arguments": {"max_new_tokens": 20, "do_sample": True, "top_k": 0},
+                    "arguments": asked,
                 }
             ],
             "examples": [code.replace(named, json.dumps(str(pair.target))) for code in examples],

@@ -15,11 +15,12 @@ VLLM_KEYS = {
     "draft_sample_method": {"greedy", "probabilistic"},
     "rejection_sample_method": {"standard", "block"},
 }
-VLLM_OPTIONS = {"--speculative-config"}
+VLLM_OPTIONS = {"--speculative-config", "--generation-config"}
 # python/sglang/srt/arg_groups/fields/spec.py (7e997c6) and fields/model.py.
 # speculative_hook.py (004c82e) refuses --speculative-use-rejection-sampling with STANDALONE.
 SGLANG_OPTIONS = {
     "--model-path",
+    "--sampling-defaults",
     "--speculative-algorithm",
     "--speculative-draft-model-path",
     "--speculative-num-steps",
@@ -42,6 +43,7 @@ def test_vllm_reads_its_lines() -> None:
     for engine in ("vLLM", "vLLM, sampled"):
         given = options(engine, "vllm serve 'acme/big model'", "acme/big model")
         assert set(given) <= VLLM_OPTIONS
+        assert given["--generation-config"] == "vllm"  # else it applies the target's penalties
         settings = json.loads(given["--speculative-config"])
         for key, value in settings.items():
             known = VLLM_KEYS[key]

@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 from specdata.cache import cache_argument
+from specdata.generation import plain_generation
 from specdata.models import end_ids
+from specdata.sampling import SamplingConfig
 
 # The gap between two logits that each change by the noise changes by twice that; twice again
 # because only a few ways of running the model are tried.
@@ -120,14 +122,8 @@ def greedy_differences(
 def greedy_reference(model: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
     """New tokens (n,) of transformers' `generate(do_sample=False)` on a prompt (T,); no penalty."""
     ids = prompt.unsqueeze(0).to(model.device)
-    config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=model.generation_config.eos_token_id,
-        pad_token_id=model.generation_config.pad_token_id,
-        bos_token_id=model.generation_config.bos_token_id,
-    )
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    with plain_generation(model, SamplingConfig(0.0), max_new_tokens=max_new_tokens) as config:
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     new: Tensor = output[0, len(prompt) :].cpu()
     return new
 

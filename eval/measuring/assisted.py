@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from eval.rounds import Generation, Round
 from eval.runtime.transformers_models import check_assisted
 from specdata.cache import NAMES, counts_tokens
 from specdata.errors import ConfigError
+from specdata.generation import plain_generation
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig
 
@@ -79,8 +80,8 @@ def assisted_generate(
 ) -> Generation:
     """`generate(assistant_model=...)` with a constant limit, `length`, on drafted tokens.
 
-    Without a draft the target decodes alone. The draft's generation configuration, and torch's
-    global generator, which `generate` draws from, are restored afterwards. A draft ends with the
+    Without a draft the target decodes alone. Both generation configurations, and torch's global
+    generator, which `generate` draws from, are restored afterwards. A draft ends with the
     first token to which it gave less probability than the threshold
     (`assistant_confidence_threshold`); 0 always drafts `length` tokens. Where scikit-learn is
     installed, transformers itself moves the threshold during a call.
@@ -95,46 +96,37 @@ def assisted_generate(
             f"{sizes[0]} and {sizes[1]} (padding): leave methods with decoder assisted out"
         )
     observer = _Observer(len(prompt_ids))
-    # A configuration of our own: the model's may hold penalties that no other method applies.
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=target.generation_config.eos_token_id,
-        pad_token_id=target.generation_config.pad_token_id,
-        bos_token_id=target.generation_config.bos_token_id,
-        do_sample=sampling.temperature > 0.0,
-        **(asdict(sampling) if sampling.temperature > 0.0 else {}),
-    )
     ids = prompt_ids.unsqueeze(0).to(target.device)
     devices = [target.device] if target.device.type == "cuda" else []
-    hooks = [target.register_forward_pre_hook(observer.on_target, with_kwargs=True)]
-    if draft is not None:
-        # The draft's own generation configuration decides how it drafts.
-        before = draft.generation_config
-        draft.generation_config = GenerationConfig(**before.to_diff_dict())
-        draft.generation_config.update(
-            num_assistant_tokens=length,
-            num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=threshold,
-        )
-        hooks.append(draft.register_forward_pre_hook(observer.on_draft, with_kwargs=True))
-    try:
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            begun = time.perf_counter()
-            sequence = target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                assistant_model=draft,
-                generation_config=config,
-            )[0]
-            if sequence.device.type == "cuda":
-                torch.cuda.synchronize(sequence.device)
-            seconds = time.perf_counter() - begun
-    finally:
+    with ExitStack() as closing:
+        asked = plain_generation(target, sampling, max_new_tokens=max_new_tokens)
+        config = closing.enter_context(asked)
+        hooks = [target.register_forward_pre_hook(observer.on_target, with_kwargs=True)]
         if draft is not None:
-            draft.generation_config = before
+            # The draft's own generation configuration decides how it drafts.
+            drafts = plain_generation(
+                draft,
+                sampling,
+                num_assistant_tokens=length,
+                num_assistant_tokens_schedule="constant",
+                assistant_confidence_threshold=threshold,
+            )
+            closing.enter_context(drafts)
+            hooks.append(draft.register_forward_pre_hook(observer.on_draft, with_kwargs=True))
         for hook in hooks:
-            hook.remove()
+            closing.callback(hook.remove)
+        closing.enter_context(torch.random.fork_rng(devices))
+        torch.manual_seed(seed)
+        begun = time.perf_counter()
+        sequence = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=draft,
+            generation_config=config,
+        )[0]
+        if sequence.device.type == "cuda":
+            torch.cuda.synchronize(sequence.device)
+        seconds = time.perf_counter() - begun
     tokens = sequence[len(prompt_ids) :].cpu()
     ended = int(tokens[-1]) in end_ids(target.generation_config)
     rounds = observer.rounds(sequence, ended=ended)

@@ -54,6 +54,7 @@ from specdata.models import (
     read_model,
 )
 from specdata.probability import SamplingConfig, draw, probabilities
+from specdata.sampling import UNAPPLIED, unapplied, unapplied_words
 from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.files import atomic_folder, write_json, write_text
 
@@ -253,7 +254,7 @@ def _assembled(
 ) -> Iterator[Path]:
     """The folder under a temporary name, to be filled; then card, upload if asked, its name."""
     data, unnamed = metadata(about, name=name, target=target, **front)
-    results = _shortened(measured)
+    results, generation = _shortened(measured), load_configs(target)[1].to_dict()
     text = render(
         template,
         name=name,
@@ -265,6 +266,8 @@ def _assembled(
         unnamed=[public_name(name) for name in unnamed],
         local=[path for path in values["load"].values() if path.startswith(ELSEWHERE)],
         sampling=results.runs[0].sampling,
+        unapplied={name: UNAPPLIED[name] for name in unapplied(generation)},
+        unapplied_words=unapplied_words(generation),
         timed=results.timed,
         batch=results.environment.batch_size,
         **values,

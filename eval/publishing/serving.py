@@ -32,6 +32,7 @@ def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
     A draft that proposes `depths` tokens after one forward is served so by vLLM alone of these,
     and with as many; the others take it for an ordinary draft.
 
+    Without the sampling of the target's generation_config.json, which nobody has measured here.
     Of vLLM with greedy drafts, its default, and of "vLLM, sampled" with sampled drafts and block
     verification; of llama.cpp from files that were converted to GGUF.
     """
@@ -44,13 +45,13 @@ def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
         greedy["parallel_drafting"] = True
     sampled = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
     vllm = [
-        f"vllm serve {shlex.quote(target)} --speculative-config "
+        f"vllm serve {shlex.quote(target)} --generation-config vllm --speculative-config "
         f"{shlex.quote(json.dumps(settings, ensure_ascii=False))}"
         for settings in (greedy, greedy | sampled)
     ]
     k = DEFAULT_LENGTHS["SGLang"][0]
     sglang = [
-        f"sglang serve --model-path {shlex.quote(target)}",
+        f"sglang serve --model-path {shlex.quote(target)} --sampling-defaults openai",
         f"  --speculative-algorithm STANDALONE --speculative-draft-model-path {shlex.quote(draft)}",
         f"  --speculative-num-steps {k} --speculative-eagle-topk 1",
         f"  --speculative-num-draft-tokens {k + 1}",

@@ -93,6 +93,8 @@ class Context:
     predictions: Predictions | None = None
     command: str = ""
     samples: Samples | None = None
+    unapplied: str = ""
+    """What the target's generation configuration asks for and no method applies, in a sentence."""
 
 
 def methods_table(
@@ -316,6 +318,8 @@ def _where(results: Results, context: Context) -> Section:
     for role in ("target", "draft", "head"):
         names = dict.fromkeys(filter(None, (getattr(run, role) for run in results.runs)))
         rows += [(role, name) for name in names]
+    if context.unapplied:
+        rows.append(("not applied", context.unapplied))
     if context.command:
         rows.append(("command", context.command))
     sentence = "Machine, models, command. Every figure can be recomputed from results.json."
