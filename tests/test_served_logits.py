@@ -192,7 +192,7 @@ REFUSED: list[tuple[Edit, str]] = [
     ),
     (
         of_positions(lambda entry: {**entry, "99": {"logprob": -1.0, "rank": 1}}),
-        "gave token 99 a probability, and the vocabulary .* has 40",
+        "returned token 99, and the vocabulary .* has 40",
     ),
     # Processed log probabilities, of a temperature below 1: the best one has nearly all.
     (of_positions(of_all(-0.5)), "must be the model's own at temperature 1"),

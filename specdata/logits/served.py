@@ -101,11 +101,7 @@ class ServedLogits:
                     f"one): serve with --max-logprobs {self.asked} or more, or lower "
                     "logits.top_logits"
                 )
-            if beyond := [each for each in by_id if not 0 <= each < self.vocabulary]:
-                raise ConfigError(
-                    f"{self.client} gave token {beyond[0]} a probability, and the vocabulary of "
-                    f"models.target has {self.vocabulary}: serve that model"
-                )
+            self.client.check_ids(by_id, self.vocabulary)
             best = sorted(by_id.items(), key=lambda pair: (-pair[1], pair[0]))[: self.asked]
             ids.append([each for each, _ in best[: self.count]])
             values.append([value for _, value in best])

@@ -72,11 +72,7 @@ class VllmBackend:
                 f"{self.client} returned no token ids: it must know return_token_ids (vLLM "
                 "0.10.2 or newer) or return_tokens (llama-server)"
             )
-        if foreign := [token for token in ids if not 0 <= token < self.vocabulary]:
-            raise ConfigError(
-                f"{self.client} returned token {foreign[0]}, and the vocabulary "
-                f"of the target has {self.vocabulary}: serve that model"
-            )
+        self.client.check_ids(ids, self.vocabulary)
         if read is not None and read != request.ids:
             raise ConfigError(
                 f"{self.client} read another prompt ({len(read)} tokens) than it "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Annotated, Any, TypeVar
 
@@ -133,6 +133,14 @@ class ServerClient:
                 "there (--model; `model` in rollouts.vllm, `served_model` of a method)"
             )
         return served[model].max_model_len
+
+    def check_ids(self, ids: Iterable[int], vocabulary: int) -> None:
+        """Raise ConfigError if the server answered with a token that the target does not have."""
+        if foreign := [token for token in ids if not 0 <= token < vocabulary]:
+            raise ConfigError(
+                f"{self} returned token {foreign[0]}, and the vocabulary of models.target has "
+                f"{vocabulary}: serve that model"
+            )
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """The results of `work`, which asks the server, for each item, requests side by side."""
