@@ -53,8 +53,7 @@ def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
         )
     if head.probe is None:
         return
-    values = probe_of(draft)
-    if len(head.probe) != len(values):
+    if len(head.probe) != len(values := probe_of(draft)):
         raise ConfigError(
             f"the head's config.json must hold a probe of {len(values)} numbers, it holds "
             f"{len(head.probe)}: restore it"

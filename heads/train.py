@@ -76,6 +76,15 @@ class HeadResult:
     epochs: int
     learning_rate: float
 
+    @classmethod
+    def read(cls, out: Path) -> HeadResult:
+        """Those in the folder of a finished head."""
+        keys = ("before", "after", "losses")
+        stored = read_record(out / METRICS_NAME, keys, f"remove {out} to train it again")
+        before, after = (HeadMetrics(**stored[each]) for each in keys[:2])
+        stored |= {"before": before, "after": after, "losses": tuple(stored["losses"])}
+        return cls(**stored)
+
 
 def train_head(
     *,
@@ -107,11 +116,11 @@ def train_head(
     longest, is_ours = positions(draft.config), config.kind == "immediate"
     train_rows = LabelRows.read("train", train, longest, with_draws=is_ours)
     dev_rows = LabelRows.read("dev", dev, longest, with_draws=is_ours)
-    if (finished := finished_head(out)) is not None:
+    if (out / METRICS_NAME).is_file():
         if is_main():
             # Those of a run that was killed right before its end.
             shutil.rmtree(out / CHECKPOINTS_NAME, ignore_errors=True)
-        return finished
+        return HeadResult.read(out)
     if (cut := train_rows.cut + dev_rows.cut) and is_main():
         labels = train_rows.labels + dev_rows.labels
         logger.warning(
@@ -378,14 +387,3 @@ class Training:
             last_good=newest_complete(self.folder),
             learning_rate=self.peak,
         )
-
-
-def finished_head(out: Path) -> HeadResult | None:
-    """The measurements of the head in a folder; None if it is not done there."""
-    path = out / METRICS_NAME
-    if not path.is_file():
-        return None
-    stored = read_record(path, ("before", "after", "losses"), f"remove {out} to train it again")
-    stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
-    stored["losses"] = tuple(stored["losses"])
-    return HeadResult(**stored)

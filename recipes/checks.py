@@ -87,10 +87,9 @@ def check_training_splits(config: PipelineConfig) -> None:
 
 def check_states(config: PipelineConfig) -> None:
     """Refuse a head of states that a plain draft with masks does not have. Raises ConfigError."""
-    draft, given = config.draft, config.models.draft
-    depths = draft.depths if draft else 1
-    if depths == 1 and given:  # as many as it has learnt to
-        depths = described(given).get("depths", 1)
+    depths = config.draft.depths if config.draft else 1
+    if depths == 1 and config.models.draft:  # as many as it has learnt to
+        depths = described(config.models.draft).get("depths", 1)
     if config.head:
         check_depths(config.head.kind, depths)
 

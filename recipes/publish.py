@@ -188,14 +188,11 @@ class Release(Stage):
     def next(self, line: CommandLine) -> list[Step]:
         """Load, serve and upload what was assembled."""
         config, unnamed = self.config, []
-        steps = [Step("look", str(eval_folder(config) / "report.html"))]
+        steps = [Step("look", f"{eval_folder(config)}/report.html")]
         if config.draft:
-            draft, states = (
-                config.publish.draft_id or str(self.folder / "draft"),
-                reads_states(config),
-            )
+            draft, states = config.publish.draft_id or f"{self.folder}/draft", reads_states(config)
             unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
-            steps += [load_draft(draft, states=states)] + ([] if states else _serve(config, draft))
+            steps += [load_draft(draft, states=states), *([] if states else _serve(config, draft))]
         if config.head:
             steps.append(load_head(config.publish.head_id or self.folder / "head"))
             unnamed += [] if config.publish.head_id else ["--publish.head_id", HUB_ID]

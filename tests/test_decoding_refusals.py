@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 
-from eval.analysis.prediction import scores
 from eval.analysis.traces import Traces
 from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
@@ -152,12 +151,6 @@ CALLS: list[tuple[type[Exception], str, Callable[[], object]]] = [
         ValueError,
         "q_max must hold probabilities",
         lambda: fit_calibration(np.array([0.5]), np.array([float("nan")])),
-    ),
-    (ValueError, "n >= 1", lambda: scores(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))),
-    (
-        ValueError,
-        "must all be",
-        lambda: scores(np.zeros(3), np.zeros(3), np.zeros(2, dtype=np.int64)),
     ),
     (ValueError, "the target gives the last token", drafted_to_the_end),
     (ValueError, "same prompts", lambda: compute_metrics(by_hand(), ANOTHER_PROMPT)),

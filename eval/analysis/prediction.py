@@ -131,18 +131,12 @@ def predictions(
 def scores(accept: Reals, predicted: Reals, prompt: Ids) -> Scores:
     """Judge (n,) predicted probabilities by (n,) labels in [0, 1].
 
-    `prompt` is (n,) any number of the prompt that a token comes from. Raises ValueError if there
-    are no tokens, or sizes differ.
+    `prompt` is (n,) any number of the prompt that a token comes from; n is at least 1.
     """
     import torch
 
     from heads.loss import CALIBRATION_BINS, auroc_of_groups, binary_kl, soft_auroc
 
-    if accept.ndim != 1 or not accept.shape == prompt.shape == predicted.shape or not accept.size:
-        raise ValueError(
-            "labels, predictions and prompts must all be (n,), n >= 1, got"
-            f" {accept.shape}, {predicted.shape}, {prompt.shape}"
-        )
     names, number = np.unique(prompt, return_inverse=True)
     weights = resamples(len(names))  # (1 + B, P)
 
