@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from specdata import terminal
-from specdata.terminal import progress, visible, whole_number
+from specdata.terminal import progress, visible
 
 
 def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
@@ -29,9 +27,3 @@ def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
 def test_control_characters_are_spelt_out_and_other_letters_stay() -> None:
     assert visible("a\x1b[2J\r\x07\x9b\udcff") == "a\\x1b[2J\\r\\x07\\x9b\\udcff"
     assert visible("ligne\n\tété ★ 龘 [bold]") == "ligne\n\tété ★ 龘 [bold]"
-
-
-@pytest.mark.parametrize("text", ["-1", "1.5", "x", "", str(10**23), "9" * 5000])
-def test_a_count_that_nothing_has_is_refused_at_the_command_line(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
-        whole_number(text)
