@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from heads.config import DEFAULT_FEATURES
@@ -18,19 +17,9 @@ from heads.inputs import (
     FEATURES,
     DraftedTokens,
     Feature,
-    logits_of_states,
-    token_embeddings,
     under_way,
 )
 from heads.judge import TorchJudge, judge_of
-from specdata.cache import cache_argument
-from specdata.lm_head import hidden_states
-from specdata.probability import probabilities
-from specdata.sampling import SamplingConfig
-from tests.drive_head import VOCABULARY, tiny_draft
-
-SAMPLING = SamplingConfig(temperature=0.7, top_k=20)
-PROMPT = [3, 14, 15]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,54 +33,6 @@ class Drawn:
 
     def embed(self, ids: Tensor) -> Tensor | None:
         return None if self.embeddings is None else self.embeddings[ids]
-
-
-@torch.inference_mode()
-def drawn_tokens(draft: PreTrainedModel, count: int) -> list[Drawn]:
-    """Draft tokens one by one with a cache, as decoding does."""
-    generator = torch.Generator().manual_seed(0)
-    logits, cache = logits_of_states(draft), DynamicCache(config=draft.config)
-
-    def read(ids: list[int]) -> Tensor:
-        state: Tensor = draft.base_model(
-            input_ids=torch.tensor([ids]),
-            use_cache=True,
-            **{cache_argument(draft.base_model): cache},
-        )[0][0, -1]
-        return state
-
-    state = read(PROMPT)
-    drawn = []
-    for _ in range(count):
-        distribution = (logits(state).float() / SAMPLING.temperature).softmax(-1)
-        cut = distribution < distribution.topk(SAMPLING.top_k).values[-1]
-        distribution = distribution.masked_fill(cut, 0.0)
-        distribution = distribution / distribution.sum()
-        token = int(torch.multinomial(distribution, 1, generator=generator))
-        embeddings = token_embeddings(draft, torch.arange(VOCABULARY))
-        drawn.append(Drawn(token, distribution, state, embeddings))
-        state = read([token])
-    return drawn
-
-
-def test_a_feature_is_the_same_of_a_batch_and_of_a_draft_under_way() -> None:
-    draft = tiny_draft().eval()
-    drawn = drawn_tokens(draft, 5)
-    ids = torch.tensor([PROMPT + [each.token for each in drawn]])
-    states = hidden_states(draft, ids)[:, len(PROMPT) - 1 : -1]
-    whole = DraftedTokens(
-        tokens=ids[:, len(PROMPT) :],
-        before=lambda: states,
-        distributions=lambda: probabilities(logits_of_states(draft)(states), SAMPLING),
-        embeddings=lambda: token_embeddings(draft, ids[:, len(PROMPT) :]),
-    )
-    for name, feature in FEATURES.items():
-        values = feature.compute(whole)[0]
-        assert len(values) == len(drawn)
-        for value, each in zip(values, drawn, strict=True):
-            torch.testing.assert_close(
-                feature.compute(under_way(each)), value, rtol=1e-4, atol=1e-5, msg=name
-            )
 
 
 def by_definition(q: list[float], token: int) -> dict[str, float]:
