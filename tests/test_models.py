@@ -34,7 +34,6 @@ from specdata.models import (
     revision_of,
 )
 from specdata.saving import add_former_names, copy_tokenizer
-from specdata.sources import hub_source
 from tests.tiny import tiny_llama
 
 COMMIT = "c" * 40
@@ -82,30 +81,20 @@ def draft_folder(folder: Path, config: PreTrainedConfig | None = None) -> Path:
     return folder
 
 
-def test_tokenizer_files_are_copied_byte_for_byte_and_no_others(tmp_path: Path) -> None:
-    save_target(tmp_path / "target")
-    draft = draft_folder(tmp_path / "draft")
-    before = files(draft)
-    copy_tokenizer(str(tmp_path / "target"), draft)
-    source, copied = files(tmp_path / "target"), files(draft)
-    assert copied == before | {name: source[name] for name in COPIED}
-
-
-def test_tokenizer_files_of_a_hub_model_come_from_its_snapshot(
+def test_tokenizer_files_alone_are_copied_byte_for_byte_of_a_hub_model_from_its_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = tmp_path / "models--acme--tiny"
-    save_target(repository / "snapshots" / COMMIT)
+    save_target(snapshot := repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    expected = files(repository / "snapshots" / COMMIT)
-    for name in ("acme/tiny", f"acme/tiny@{COMMIT}"):
-        draft = draft_folder(tmp_path / name.replace("/", "-"))
+    expected = files(snapshot)
+    for number, name in enumerate((str(snapshot), "acme/tiny", f"acme/tiny@{COMMIT}")):
+        draft = draft_folder(tmp_path / f"{number}")
+        before = files(draft)
         copy_tokenizer(name, draft)
-        assert {name: files(draft)[name] for name in COPIED} == {
-            name: expected[name] for name in COPIED
-        }
+        assert files(draft) == before | {name: expected[name] for name in COPIED}
     with pytest.raises(ConfigError, match="acme/absent"):
         copy_tokenizer("acme/absent", draft)
 
@@ -180,14 +169,6 @@ def test_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:
         load_tokenizer("nobody/nothing")
 
 
-def test_a_hub_id_may_carry_a_revision_and_a_folder_any_name(tmp_path: Path) -> None:
-    assert hub_source("owner/name@v1.0") == ("owner/name", "v1.0")
-    assert hub_source("owner/name") == ("owner/name", None)
-    folder = tmp_path / "run@night"
-    folder.mkdir()
-    assert hub_source(str(folder)) == (str(folder), None)
-
-
 def test_sequences_beyond_the_models_positions_are_refused() -> None:
     model = tiny_llama(0)
     check_length(model.config, 256)
@@ -228,7 +209,8 @@ def test_the_commit_of_a_hub_model_is_the_one_its_branch_had_when_it_was_loaded(
     assert revision_of("me/model") == "a" * 40
     assert revision_of("me/model@v2") == "b" * 40
     assert revision_of(f"me/model@{'b' * 40}") == "b" * 40
-    assert len(revision_of(str(repository))) != 40, "a folder is what it holds"
+    folder = repository.rename(tmp_path / "run@night")
+    assert len(revision_of(str(folder))) != 40, "a folder, of any name, is what it holds"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

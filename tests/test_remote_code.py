@@ -77,7 +77,9 @@ def with_code(folder: Path, marker: Path, **changes: Any) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_configs])
+@pytest.mark.parametrize(
+    "load", [load_model, load_tokenizer, load_configs, lambda name: _load_whole(Path(name))]
+)
 def test_a_model_with_code_of_its_own_is_refused_without_a_question(
     tmp_path: Path, marker: Path, load: Callable[[str], object], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,10 +90,3 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(
     assert "y/N" not in capsys.readouterr().out
     assert "auto_map" in str(refusal.value)
     assert "architecture transformers itself has" in str(refusal.value)
-
-
-def test_publishing_runs_no_code_either(tmp_path: Path, marker: Path) -> None:
-    name = with_code(tmp_path / "model", marker)
-    with pytest.raises(ConfigError, match="never run here"):
-        _load_whole(Path(name))
-    assert not marker.exists()
