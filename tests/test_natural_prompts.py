@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 
 import pytest
@@ -10,8 +9,9 @@ import pytest
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import EMBEDDED, LONG, NATURAL, natural_prompts
+from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.loading import load_prompts
-from tests.chats import chat_tokenizer
+from tests.prompt_files import CHAT, PLAIN
 
 SPLITS = {"train": 600, "dev": 5000, "test": 4000}
 # Of the first 600 training texts, of all dev texts and of all test texts, joined by NULs.
@@ -54,35 +54,23 @@ def test_the_texts_that_methods_are_chosen_on_are_not_those_of_rollouts(name: st
 
 @pytest.mark.parametrize("name", NATURAL)
 def test_a_chat_template_renders_them_and_without_one_they_are_plain_text(name: str) -> None:
-    tokenizer = chat_tokenizer("chatml")
     wanted = [PromptSet(name, split, 5) for split in SPLITS]
-    loaded = load_prompts(wanted, tokenizer, seed=4)
-    assert [account["kept"] for account in loaded.report] == [5, 5, 5]
-    for prompt in loaded.prompts:
-        (message,) = prompt.messages
-        assert message["role"] == "user"
-        rendered = tokenizer.apply_chat_template(
-            [message], add_generation_prompt=True, return_dict=False
-        )
-        assert prompt.ids == rendered
-    texts = natural_prompts(name, "train", 5, seed=4)
-    assert [prompt.messages[0]["content"] for prompt in loaded.prompts[:5]] == texts
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = None
-    plain = load_prompts(wanted[:1], tokenizer, seed=4).prompts
-    assert not any(prompt.messages for prompt in plain)
-    assert plain[0].ids == tokenizer(texts[0])["input_ids"]
+    texts = [text for split in SPLITS for text in natural_prompts(name, split, 5, seed=4)]
+    for prompt, text in zip(load_prompts(wanted, CHAT, seed=4).prompts, texts, strict=True):
+        assert prompt.messages == ({"role": "user", "content": text},)
+        assert prompt.ids == chat_ids(CHAT, prompt.messages)
+    for prompt, text in zip(load_prompts(wanted, PLAIN, seed=4).prompts, texts, strict=True):
+        assert (prompt.messages, prompt.ids) == ((), PLAIN(text)["input_ids"])
     with pytest.raises(ConfigError, match="no chat template"):
-        load_prompts([PromptSet(name, "train", 5, chat=True)], tokenizer, seed=4)
+        load_prompts([PromptSet(name, "train", 5, chat=True)], PLAIN, seed=4)
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_long_text_lists_fifteen_of_its_split_and_no_template_renders_it(split: str) -> None:
-    tokenizer = chat_tokenizer("chatml")
-    loaded = load_prompts([PromptSet(LONG, split, 4)], tokenizer, seed=2).prompts
+    loaded = load_prompts([PromptSet(LONG, split, 4)], CHAT, seed=2).prompts
     sets = [natural_prompts(name, split, 20, seed=2) for name in NATURAL[:3]]
     listed = [text for each in zip(*sets, strict=True) for text in each]
     for number, prompt in enumerate(loaded):
         text = "\n\n".join(listed[15 * number : 15 * (number + 1)]) + "\n\n"
-        assert (prompt.messages, prompt.ids) == ((), tokenizer(text)["input_ids"])
+        assert (prompt.messages, prompt.ids) == ((), CHAT(text)["input_ids"])
     assert len(loaded) == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,26 +155,6 @@ def test_paths_in_the_output_are_compared_relative_to_it(
     assert portable(expected, "my run") == expected
     assert portable(values, "other") == values
     assert portable(values, ".") == values, "every name would be a path in the current folder"
-
-
-def test_a_stage_that_was_moved_is_done_whatever_its_output_was_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def drafting(output: str, work: Callable[[], dict[str, Any]] = dict) -> Work:
-        return Work(at(Path(output)), work, str(Path(output) / "draft"))
-
-    (tmp_path / "old" / "draft").mkdir(parents=True)
-    (tmp_path / "old" / "draft" / "weights").write_text("1")
-    assert run_stage(drafting("old", lambda: {"rows": 1})) == {"rows": 1}
-    (tmp_path / "old").rename(tmp_path / "new")
-    for output in ("new", str(tmp_path / "new")):
-        assert drafting(output).is_made
-        assert run_stage(drafting(output)) == {"rows": 1}
-    (tmp_path / "new" / "draft" / "weights").write_text("2")
-    with pytest.raises(ConfigError, match="inputs"):
-        run_stage(drafting("new"))
 
 
 def test_a_dataset_is_continued_wherever_its_models_are_and_refused_for_other_models() -> None:

@@ -72,15 +72,3 @@ def test_tokenizer_is_deterministic_and_loses_nothing() -> None:
     odd = " \tüñ 漢字 🙂\r\n\n  x"
     assert tokenizer.decode(tokenizer(odd)["input_ids"]) == odd
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
-
-
-def test_asking_for_more_prompts_than_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdata.toy import corpus as toy
-    from specdata.toy.corpus import Example
-
-    few = {"maths": lambda writer: Example(f"Question {writer.rng.randrange(20)}", "")}
-    monkeypatch.setattr(toy, "WRITERS", few)
-    held = sum(split_of(f"Question {number}") == "train" for number in range(20))
-    assert len(prompts("maths", "train", held, seed=0)) == held
-    with pytest.raises(ValueError, match=f"has {held} distinct prompts, {held + 1} were asked for"):
-        prompts("maths", "train", held + 1, seed=0)
