@@ -6,7 +6,6 @@ job that is queued again when its time is nearly up.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,40 +17,22 @@ import pytest
 import yaml
 
 from recipes.command import LAUNCH, RECIPES
-from tests.random_pair import random_pair
 from tests.slurm import running_slurm, until, why_not
+from tests.word_pair import with_train_and_dev
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((LAUNCH / "slurm").iterdir())
-STEPS = 150
+STEPS = 152
 SAVED = 50
 
 
 @pytest.fixture(scope="module")
-def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def labelled(word_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with pair.yaml whose rollouts and labels are made; its head is not."""
     folder = tmp_path_factory.mktemp("labelled")
-    random_pair(folder)
-    for split, count in (("train", 16), ("dev", 4)):
-        lines = [json.dumps({"prompt": f"{split} {n} + {n + 1} ="}) for n in range(count)]
-        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-    config = {
-        "output": "out",
-        "models": {"target": str(folder / "target"), "draft": str(folder / "draft")},
-        "toy": None,
-        "rollouts": {
-            "max_new_tokens": 12,
-            "sets": [
-                {"name": str(folder / f"{split}.jsonl"), "split": split, "count": 0}
-                for split in ("train", "dev")
-            ],
-        },
-        "head": {"depth": 1, "epochs": STEPS // 2, "batch_size": 8, "save_steps": SAVED},
-        "eval": {
-            "sets": [{"name": str(folder / "dev.jsonl"), "split": "test", "count": 2}],
-            "methods": [{"name": "plain", "decoder": "plain"}],
-        },
-    }
+    config = with_train_and_dev(word_pair, folder)
+    # 32 rows
+    config["head"] = {"depth": 1, "epochs": STEPS // 4, "batch_size": 8, "save_steps": SAVED}
     (folder / "pair.yaml").write_text(yaml.safe_dump(config))
     given = ["--config", str(folder / "pair.yaml"), "--output", str(folder / "out")]
     assert RECIPES["make-rollouts"].run(given) == 0

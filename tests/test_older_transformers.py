@@ -15,14 +15,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from distill.toy import save_tokenizer, train_tokenizer
+from distill.toy import save_tokenizer
 from eval.publishing.release import About, release_draft
 from specdata.models import load_tokenizer
 from specdata.storage.files import locked
-from tests.synthetic_results import synthetic_results
 from tests.test_models import LLAMA3
 from tests.test_published_code import Folders, check_logits, check_tokens
-from tests.test_release import measured_of, with_transformers
+from tests.test_release import Pair
 
 pytestmark = pytest.mark.exhaustive
 PACKAGES = ("transformers==4.57.6", "gguf==0.19.0")
@@ -58,32 +57,13 @@ def older() -> Path:
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A released Llama whose ropes are not the default ones, with a tokenizer of the toy pair."""
-    root = tmp_path_factory.mktemp("pair")
-    tokenizer = train_tokenizer([TEXT] * 4, 280)
-    for name, seed in (("target", 0), ("draft", 1)):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=280,
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                max_position_embeddings=256,
-                rope_parameters=LLAMA3,
-                initializer_range=0.3,
-                eos_token_id=tokenizer.eos_token_id,
-                bos_token_id=tokenizer.bos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        )
-        model.save_pretrained(root / name)
-        save_tokenizer(tokenizer, root / name)
-    results = with_transformers(synthetic_results(datasets=("alpaca",)))
-    runs = [run for run in results.runs if run.head is None]
-    results = results.model_copy(update={"runs": runs})
-    results = measured_of(results, target=root / "target", draft=root / "draft")
-    return release_draft(root / "draft", root / "release", results, About())
+    pair = Pair(tmp_path_factory.mktemp("pair"))
+    config = LlamaConfig.from_pretrained(pair.draft, rope_parameters=LLAMA3, initializer_range=0.3)
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(pair.draft)
+    for folder in (pair.target, pair.draft):
+        save_tokenizer(load_tokenizer(str(folder)), folder)
+    return release_draft(pair.draft, pair.draft.with_name("release"), pair.results, About())
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +112,7 @@ def test_llama_cpp_has_a_name_for_every_tensor_of_a_released_draft(
     answer: dict[str, Any],
 ) -> None:
     names = answer["gguf_names"]
-    assert len(names) == 2 * 9 + 3
+    assert len(names) == 9 + 3
     assert None not in names.values()
     assert len({*names.values()}) == len(names)
     assert names["model.embed_tokens.weight"] == "token_embd.weight"
