@@ -154,7 +154,7 @@ class Rollouts(Stage):
             vocabulary_fingerprint,
         )
         from specdata.prompts.loading import check_kept, dropped, load_prompts
-        from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
+        from specdata.rollouts.make import Dialogue, DrawnTokens, make_rollouts, turns_asked
         from specdata.storage.dataset import read_manifest
 
         config, rollouts = self.config, self.config.rollouts
@@ -177,7 +177,8 @@ class Rollouts(Stage):
             }
             settings = self.dataset_settings(made_of)
             asked = turns_asked(loaded.prompts, rollouts.samples)
-            with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
+            most = asked * rollouts.max_new_tokens
+            with progress(most, "rollouts", "token", is_shown=is_main()) as bar:
                 make_rollouts(
                     backend,
                     loaded.prompts,
@@ -185,7 +186,7 @@ class Rollouts(Stage):
                     rollouts,
                     dialogue=Dialogue(tokenizer, longest),
                     settings=settings,
-                    report=bar.update,
+                    report=DrawnTokens(bar, asked, rollouts.max_new_tokens),
                     tensor_parallel=is_shared(config, "rollouts"),
                 )
             counts = read_manifest(self.folder)["counts"]

@@ -117,7 +117,8 @@ def draft_width(config: PipelineConfig) -> int | None:
 
 def width_of(values: Mapping[str, Any]) -> int | None:
     """The hidden size, if config.json says it."""
-    return values.get("hidden_size", values.get("n_embd"))
+    width: int | None = values.get("hidden_size", values.get("n_embd"))
+    return width
 
 
 def draft_size(config: PipelineConfig) -> str:

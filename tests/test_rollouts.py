@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from specdata.config import PromptSet, RolloutConfig
 from specdata.probability import SamplingConfig
 from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.loading import Prompt
-from specdata.rollouts.backend import Backend, TransformersBackend, sample_batch
-from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
+from specdata.rollouts.backend import Backend, Report, TransformersBackend, sample_batch
+from specdata.rollouts.make import Dialogue, DrawnTokens, make_rollouts, turns_asked
 from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import Rollout
@@ -54,18 +57,16 @@ def backend(sampling: SamplingConfig = PLAIN, **changes: Any) -> TransformersBac
 
 
 def rows_of(
-    folder: Path, made: Backend, asked: Sequence[Prompt], dialogue: Any = None, **changes: Any
+    folder: Path,
+    made: Backend,
+    asked: Sequence[Prompt],
+    dialogue: Any = None,
+    report: Report = lambda ended, drawn: None,
+    **changes: Any,
 ) -> list[Rollout]:
     config = RolloutConfig(sets=[PromptSet("d")], max_new_tokens=30, **changes)
-    make_rollouts(
-        made,
-        asked,
-        folder,
-        config,
-        dialogue=dialogue,
-        settings=Settings({}),
-        report=lambda rows: None,
-    )
+    settings: dict[str, Any] = {"settings": Settings({}), "dialogue": dialogue, "report": report}
+    make_rollouts(made, asked, folder, config, **settings)
     return load_stored(folder).to_list()
 
 
@@ -93,6 +94,31 @@ def test_neither_shards_batches_nor_order_change_a_completion(tmp_path: Path) ->
     assert counts["rows"] == 10
     assert counts["tokens"] == sum(len(row["completion_ids"]) for row in runs[0].values())
     assert sum(counts["finish"].values()) == 10
+
+
+@dataclass
+class Watched:
+    """A bar of rollouts, and what it showed each time that it was told: rows ended, its total."""
+
+    count: DrawnTokens
+    shown: list[tuple[int, int]] = field(default_factory=list)
+
+    def __call__(self, ended: int, drawn: int) -> None:
+        self.count(ended, drawn)
+        self.shown.append((self.count.ended, self.count.bar.total))
+
+
+def test_rollouts_count_as_they_end_and_the_estimate_is_of_tokens(tmp_path: Path) -> None:
+    bars = [Watched(DrawnTokens(tqdm(file=io.StringIO()), 10, longest=30)) for _ in range(2)]
+    for bar in bars:  # the second finds every shard made
+        rows = rows_of(tmp_path, backend(), prompts(10), report=bar, shard_size=4)
+        tokens = sum(len(row["completion_ids"]) for row in rows)
+        assert bar.count.bar.n == tokens
+        assert bar.shown[-1] == (10, tokens)
+    first, second = (bar.shown for bar in bars)
+    assert first[0] == (0, 2 + 10 * 30), "the last shard, of two rows, is the first that is made"
+    assert len({ended for ended, _ in first}) > 5
+    assert [ended for ended, _ in second] == [4, 8, 10]
 
 
 def test_samples_differ_and_the_first_is_what_a_single_one_would_be(tmp_path: Path) -> None:

@@ -98,9 +98,9 @@ def test_rollouts_become_labels_drafts_and_heads_in_families_of_every_cache(
             Prompt(f"{n}", "d", split, ids, ())
             for n, (split, ids) in enumerate(zip(splits, PROMPTS, strict=True))
         ]
-        made: dict[str, Any] = {"settings": Settings({}), "report": lambda rows: None}
-        make_rollouts(backend, prompts, folder, config, **made)
-        labels: dict[str, Any] = {"sampling": WARP, "seed": 0, **made}
+        make_rollouts(backend, prompts, folder, config, settings=Settings({}))
+        labels: dict[str, Any] = {"sampling": WARP, "seed": 0, "settings": Settings({})}
+        labels["report"] = lambda rows: None
         rows, out = load_stored(folder), tmp_path / f"labels{len(stored)}"
         make_labels(target, draft, rows, out, LabelsConfig(draws=2), **labels)
         return load_labels(out, WARP)

@@ -71,14 +71,7 @@ def prompts() -> list[Prompt]:
 def sampled(folder: Path, **stored: Any) -> datasets.Dataset:
     """Rollouts that keep some of the target's states."""
     config = CONFIG.model_copy(update={"store_states": False, **stored})
-    make_rollouts(
-        backend(**stored),
-        prompts(),
-        folder,
-        config,
-        settings=Settings({}),
-        report=lambda rows: None,
-    )
+    make_rollouts(backend(**stored), prompts(), folder, config, settings=Settings({}))
     return load_stored(folder)
 
 

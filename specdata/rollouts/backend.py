@@ -6,7 +6,7 @@ neighbours; and its cache is copied whole for every token, which takes most of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -35,6 +35,8 @@ LEAVE = 0.25
 # are worth a forward of their own.
 PROMPT_TOKENS = {"cpu": 1024, "cuda": 16384}
 FEWEST_SHARED = 8
+Report = Callable[[int, int], object]
+"""Told how many completions have ended since it was last called, and how many tokens were drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,9 @@ class Completion:
 class Backend(Protocol):
     """A completer of prompts: a model in this process or a server."""
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(
+        self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
+    ) -> list[Completion]:
         """Return one completion for each request, in their order.
 
         A completion must not depend on the other requests, except through rounding.
@@ -99,7 +103,9 @@ class TransformersBackend:
         if self.store_taps:
             check_taps(self.store_taps, len(decoder_layers(self.model)[1]))
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(
+        self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
+    ) -> list[Completion]:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
         ends, completions = end_ids(self.model.generation_config), dict[int, Completion]()
@@ -125,6 +131,7 @@ class TransformersBackend:
                     self.sampling,
                     states=states,
                     taps=(self.store_taps, taps) if self.store_taps else None,
+                    report=report,
                 )
                 for row, (index, ids) in enumerate(zip(batch, drawn, strict=True)):
                     completions[index] = Completion(
@@ -147,6 +154,7 @@ def sample_batch(
     vocabulary: int | None = None,
     states: list[list[Tensor]] | None = None,
     taps: tuple[Sequence[int], list[list[Tensor]]] | None = None,
+    report: Report = lambda ended, drawn: None,
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
@@ -164,6 +172,7 @@ def sample_batch(
             added, on the CPU (default: they are not looked at).
         taps: which (`draft_models.taps`), and B lists, to which those of the prompt (P, F) and of
             each token that is read after it (1, F) are added, on the CPU.
+        report: called after each token of the batch.
     """
     limits = [len(row) for row in uniforms]
     lengths = torch.tensor(limits).to(model.device)
@@ -203,6 +212,7 @@ def sample_batch(
                         states[row].append(state)
             alive = alive & ~torch.isin(token, ended_by) & (step + 1 < lengths)
             left = int(alive.sum())
+            report(len(going) - left, len(going))
             if left == 0:
                 break
             # Rows that have ended stay where they are: the model may have no position beyond.

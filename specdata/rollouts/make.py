@@ -5,18 +5,22 @@ A backend does the sampling: `backend.py` in this process, `vllm.py` by a server
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from specdata.config import RolloutConfig
 from specdata.prompts.chat_templates import Message, chat_ids
 from specdata.prompts.loading import Prompt
-from specdata.rollouts.backend import Backend, Completion, Request
+from specdata.rollouts.backend import Backend, Completion, Report, Request
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, TARGET_STATES, TARGET_TAPS, Rollout
@@ -42,24 +46,62 @@ def make_rollouts(
     *,
     dialogue: Dialogue | None = None,
     settings: Settings,
-    report: Callable[[int], object],
+    report: Report = lambda ended, drawn: None,
     tensor_parallel: bool = False,
 ) -> int:
     """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
 
     Prompts are grouped by length, so that little of a batch is padding. A shard is completed by
     itself: neither the number of processes nor an interruption changes its batches. `dialogue` is
-    needed where prompts have follow-ups. Returns the number of completions in the dataset.
+    needed where prompts have follow-ups. `report` is told of tokens as they are drawn, and of those
+    that were there or that another process drew. Returns the number of completions in the dataset.
     """
     ordered = sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.example_id))
     groups = [
         ordered[start : start + config.shard_size]
         for start in range(0, len(ordered), config.shard_size)
     ]
-    shards = [partial(complete_group, backend, group, config.samples, dialogue) for group in groups]
+    shards = [
+        partial(complete_group, backend, group, config.samples, dialogue, report)
+        for group in groups
+    ]
     stored = [TARGET_STATES] * config.store_states + [TARGET_TAPS] * bool(config.store_taps)
     schema = pa.schema([*ROLLOUTS, *(field for each in stored for field in each)])
-    return fill_dataset(folder, schema, settings, shards, report, tensor_parallel=tensor_parallel)
+    return fill_dataset(
+        folder,
+        schema,
+        settings,
+        shards,
+        lambda rows: None,
+        found=lambda record: report(record["rows"], record["tokens"]),
+        tensor_parallel=tensor_parallel,
+    )
+
+
+@dataclass(slots=True)
+class DrawnTokens:
+    """A bar of tokens for rollouts, as a `Report`: how many there will be is estimated.
+
+    A completion that is not at its end is expected to take as many more as were drawn for each one
+    that has ended, at most `longest`: of texts that end anywhere alike, the likeliest number.
+    """
+
+    bar: tqdm[Any]
+    rows: int
+    longest: int
+    ended: int = 0
+    drawn: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, ended: int, drawn: int) -> None:
+        """Count them."""
+        with self.lock:  # a server is asked by many threads
+            self.ended += ended
+            self.drawn += drawn
+            left, each = self.rows - self.ended, self.drawn / self.ended if self.ended else math.inf
+            self.bar.total = round(self.drawn + left * min(each, self.longest))
+            self.bar.set_postfix_str(f"{self.ended} of {self.rows} rows", refresh=False)
+            self.bar.update(drawn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +157,7 @@ def complete_group(
     group: Sequence[Prompt],
     samples: int,
     dialogue: Dialogue | None,
+    report: Report,
 ) -> list[Rollout]:
     """Complete all samples and turns of some prompts; rows by prompt, then sample, then turn."""
     turns = [
@@ -124,7 +167,7 @@ def complete_group(
     ]
     rows: dict[tuple[int, int, int], Rollout] = {}
     while turns:
-        completions = backend.complete([turn.request() for turn in turns])
+        completions = backend.complete([turn.request() for turn in turns], report)
         pairs = list(zip(turns, completions, strict=True))
         rows.update((turn.place, turn.row(completion)) for turn, completion in pairs)
         turns = []

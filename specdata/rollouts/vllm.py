@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdata.errors import ConfigError
-from specdata.rollouts.backend import Completion, Request
+from specdata.rollouts.backend import Completion, Report, Request
 from specdata.sampling import SamplingConfig, seed_for
 from specdata.server.client import Completions, ServerClient
 
@@ -38,9 +38,17 @@ class VllmBackend:
     vocabulary: int
     seed: int
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(
+        self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
+    ) -> list[Completion]:
         """See `Backend`; many requests are under way at once."""
-        return self.client.each(self._complete, requests)
+
+        def one(request: Request) -> Completion:
+            completion = self._complete(request)
+            report(1, len(completion.ids))
+            return completion
+
+        return self.client.each(one, requests)
 
     def _complete(self, request: Request) -> Completion:
         body = {

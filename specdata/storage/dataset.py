@@ -54,6 +54,7 @@ def fill_dataset(
     shards: Sequence[Callable[[], list[Any]]],
     report: Callable[[int], object],
     *,
+    found: Callable[[Mapping[str, Any]], object] | None = None,
     tensor_parallel: bool = False,
 ) -> int:
     """Make every shard that is missing, together with the other processes that do the same.
@@ -68,6 +69,8 @@ def fill_dataset(
         settings: everything that decides the rows; stored, and compared on resume.
         shards: for each shard, a function that returns its rows.
         report: called once a shard, with its number of rows, when it is made or already there.
+        found: called with the shard's record in place of `report` if it was made earlier or by
+            another process (default: `report` is).
         tensor_parallel: whether all processes work on each shard, of which the main one alone
             decides and writes, because each of them holds a part of the model.
 
@@ -82,14 +85,25 @@ def fill_dataset(
     with locked(dataset.progress / "dataset.lock"):
         manifest = dataset.open()
 
+    found = found or (lambda record: report(record["rows"]))
+    made: set[int] = set()
+
     def attempt(index: int) -> bool:
-        if record := dataset.done(index) or dataset.make(index, shards[index]):
+        def work() -> list[Any]:
+            made.add(index)
+            return shards[index]()
+
+        if (record := dataset.done(index) or dataset.make(index, work)) is None:
+            return False
+        if index in made:
             report(record["rows"])
-        return record is not None
+        else:
+            found(record)
+        return True
 
     if manifest["finished"]:
         for record in manifest["shards"]:
-            report(record["rows"])
+            found(record)
     else:
         share_out(reversed(range(len(shards))), attempt)
         with locked(dataset.progress / "dataset.lock"):
