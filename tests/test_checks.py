@@ -204,10 +204,21 @@ def test_init_writes_a_configuration_that_can_be_planned(
     assert "18 completions" in capsys.readouterr().out
     assert main(asked) == 2
     assert "my-pair.yaml, my-pair-train.jsonl" in capsys.readouterr().err
+    marked = b"\xef\xbb\xbf" + Path(own).read_bytes().replace(b"\n", b"\r\n")
+    Path("marked.jsonl").write_bytes(marked)
+    assert main([*asked, "--prompts", "marked.jsonl", "--out", "marked/my-pair.yaml"]) == 0
+    for split in ("train", "dev", "test"):
+        written = f"my-pair-{split}.jsonl"
+        assert Path("marked", written).read_bytes() == Path(written).read_bytes()
     useless = rows(tmp_path, "numbers.jsonl", *({"prompt": n} for n in range(25)))
-    assert main([*asked, "--prompts", useless, "--out", "new/pair.yaml"]) == 2
-    assert "must hold text" in capsys.readouterr().err
-    assert not any(Path("new").iterdir())
+    Path("broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prom')
+    for bad, said in ((useless, "must hold text"), ("broken.jsonl", "broken.jsonl, line 3: must")):
+        capsys.readouterr()
+        assert main([*asked, "--prompts", bad, "--out", "new/pair.yaml"]) == 2
+        told = capsys.readouterr().err
+        assert said in told
+        assert "pair-" not in told  # whose files are gone
+        assert not Path("new").exists()
 
 
 def methods(*ours: str) -> list[str]:

@@ -6,6 +6,7 @@ draftsmith init TARGET --prompts FILE [--device cuda|cpu] [--out my-pair.yaml]
 from __future__ import annotations
 
 import argparse
+import codecs
 import hashlib
 import json
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 from recipes.config import parse
 from recipes.pipeline import RECIPE
 from recipes.recipe import check_stages
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
 
 MINIMAL = """\
@@ -45,18 +47,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
+    from specdata.prompts.loading import check_sets
+
     written: list[Path] = []
     try:
         if given.prompts.exists() and not given.prompts.is_file():  # a pipe would be waited for
             raise ConfigError(f"--prompts must be a regular file; got {given.prompts}")
         if not given.out.name:
             raise ConfigError(f"--out must be a file; got {given.out}")
-        lines = {line.strip() for line in given.prompts.read_bytes().split(b"\n")} - {b""}
+        whole = given.prompts.read_bytes().removeprefix(codecs.BOM_UTF8)
+        lines = {line.strip() for line in whole.split(b"\n")} - {b""}
         if given.prompts.suffix != ".jsonl" or len(lines) < 3:
             raise ConfigError(
                 "--prompts must be a .jsonl file of three different lines or more, such as "
                 f'{{"prompt": "..."}} or {{"messages": [...]}}; got {given.prompts}'
             )
+        check_sets([PromptSet(str(given.prompts), "train", 0)], 0)  # by the file's own name
         # By hash, so that equal lines are one, and a line stays in its split whatever their order.
         ordered = sorted(lines, key=lambda line: hashlib.sha256(line).digest())
         tenth = max(1, len(ordered) // 10)
