@@ -101,12 +101,15 @@ class Scorer:
         """The reward of a prompt's answer: the model's one logit, or that of its last label."""
         import torch
 
-        if prompt.messages and self._judges.chat_template:
+        is_chat = bool(prompt.messages and self._judges.chat_template)
+        if is_chat:
             answer = {"role": "assistant", "content": text}
             chat = [*prompt.messages, answer]
             whole = self._judges.apply_chat_template(chat, tokenize=False)
         else:
             whole = f"{self._tokenizer.decode(prompt.ids, skip_special_tokens=True)} {text}"
-        inputs = self._judges(whole, return_tensors="pt", truncation=True).to(self._judge.device)
+        inputs = self._judges(  # a chat template writes special tokens itself
+            whole, return_tensors="pt", truncation=True, add_special_tokens=not is_chat
+        ).to(self._judge.device)
         with torch.inference_mode():
             return float(self._judge(**inputs).logits[0, -1])
