@@ -102,15 +102,18 @@ def make_rows(
     rollouts: Dataset | None,
     config: FinetuneConfig,
     seed: int,
+    template_variables: Mapping[str, Any] | None = None,
 ) -> PackedRows:
-    """Make the rows of a training.
+    """Make the rows of a training; `template_variables` are read by the chat template.
 
     A text that is longer than a row becomes several; parts in which nothing is learnt are dropped.
     Several texts share a row: TRL's best-fit decreasing, which cuts none.
     """
     accounts: list[Account] = []
     if config.conversations:
-        texts = conversation_texts(config.conversations, tokenizer, seed, accounts)
+        texts = conversation_texts(
+            config.conversations, tokenizer, seed, accounts, template_variables or {}
+        )
     else:
         texts = rollout_texts(rollouts or [])
     read = split = 0
@@ -151,23 +154,26 @@ def conversation_texts(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     accounts: list[Account],
+    variables: Mapping[str, Any],
 ) -> Iterator[Text]:
     """Conversations as the target's chat template renders them; the assistant's turns are learnt.
 
     One that the template refuses or hides the answers of is left out and counted, in an account
-    that is added for each source.
+    that is added for each source. What a row gives the template precedes the `variables`.
     """
     require_template(tokenizer)
     for name in names:
         account = Account(name)
         accounts.append(account)
-        for row, messages in read_conversations(name, seed):
+        for row, talk in read_conversations(name, seed):
             account.read += 1
-            if isinstance(messages, str):
-                account.leave_out(row, messages)
+            if isinstance(talk, str):
+                account.leave_out(row, talk)
                 continue
             try:
-                ids, mask = assistant_mask(tokenizer, messages)
+                ids, mask = assistant_mask(
+                    tokenizer, talk.messages, {**variables, **talk.variables}
+                )
             except TemplateRefusedError as error:
                 account.leave_out(row, "refused", str(error))
             except UnmaskableError as error:
@@ -250,6 +256,7 @@ def finetune(
     lora: LoraConfig | None,
     seed: int,
     save_steps: int,
+    template_variables: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train a copy of the draft to predict what the assistant says, and save it as a model folder.
 
@@ -270,7 +277,10 @@ def finetune(
     config.check_context(positions(load_configs(str(draft))[0]), draft)
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
-    rows = stored_rows(folder.work / "rows", lambda: make_rows(tokenizer, rollouts, config, seed))
+    rows = stored_rows(
+        folder.work / "rows",
+        lambda: make_rows(tokenizer, rollouts, config, seed, template_variables),
+    )
     student = load_student(str(draft), lora, seed=seed)
     plain = load_plain(str(draft), lora)
     check_packing(base_of(plain), rows.dataset)

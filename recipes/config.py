@@ -96,6 +96,11 @@ class PipelineConfig(Config):
     sampling: SamplingConfig = Field(
         default=SamplingConfig(), description="the distribution tokens are served from"
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="variables that the target's chat template reads, as you serve it, such as "
+        "{enable_thinking: false}; a row's own precede",
+    )
     toy: ToyPairConfig | None = Field(
         default=None, description="train the embedded pair first (models must point to it)"
     )

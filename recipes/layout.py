@@ -87,12 +87,19 @@ def held_out_setting(config: PipelineConfig) -> dict[str, Any]:
     return {"held_out_share": share} if (share := held_out_share(config)) else {}
 
 
+def template_setting(config: PipelineConfig) -> dict[str, Any]:
+    """What chat templates are given as a setting of a stage; nothing where it is empty."""
+    given = config.chat_template_kwargs
+    return {"chat_template_kwargs": given} if given else {}
+
+
 def sampled(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
     """The settings that decide the result of every stage that runs the models of these roles."""
     return {
         "sampling": asdict(config.sampling),
         "seed": config.seed,
         "dtype": config.models.dtype,
+        **template_setting(config),
         **loaded(config, *roles),
     }
 

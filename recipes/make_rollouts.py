@@ -166,7 +166,13 @@ class Rollouts(Stage):
             backend, identity, limit = _backend(config, stack)
             check_positions("rollouts", rollouts.max_new_tokens, config.models.target, limit)
             longest = limit - rollouts.max_new_tokens
-            loaded = load_prompts(rollouts.sets, tokenizer, seed=config.seed, max_tokens=longest)
+            loaded = load_prompts(
+                rollouts.sets,
+                tokenizer,
+                seed=config.seed,
+                max_tokens=longest,
+                template_variables=config.chat_template_kwargs,
+            )
             check_kept(loaded.report, sorted(self.splits))
             for line in dropped(loaded.report):
                 say(f"  {line}")

@@ -240,7 +240,13 @@ def load_experiment(
     # Prompts that leave each model room to answer.
     models_read = [models.target, *names]
     room = min(longest_prompt(name, evaluation.max_new_tokens) for name in models_read)
-    loaded = load_prompts(evaluation.sets, tokenizer, seed=config.seed, max_tokens=room)
+    loaded = load_prompts(
+        evaluation.sets,
+        tokenizer,
+        seed=config.seed,
+        max_tokens=room,
+        template_variables=config.chat_template_kwargs,
+    )
     target = load_model(models.target, load=models.loading("target"))
     draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
     head, fitted = _load_head(head_name) if head_name else None, None

@@ -29,6 +29,7 @@ from recipes.layout import (
     initial_draft,
     makes_initial_draft,
     sampled,
+    template_setting,
 )
 from recipes.make_logits import check_logits, made_of, rows_with_logits
 from recipes.recipe import Recipe
@@ -130,8 +131,8 @@ class Finetuned(_OfDraft):
         values: dict[str, Any] = {"finetune": draft.finetune.model_dump(mode="json"), "lora": lora}
         values["seed"] = self.config.seed
         if not draft.finetune.conversations:
-            values |= held_out_setting(self.config)
-        return values
+            return values | held_out_setting(self.config)
+        return values | template_setting(self.config)
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -158,6 +159,7 @@ class Finetuned(_OfDraft):
             lora=self.draft.lora,
             seed=config.seed,
             save_steps=self.draft.save_steps,
+            template_variables=config.chat_template_kwargs,
         )
 
     def show(self, results: dict[str, Any]) -> None:

@@ -28,12 +28,15 @@ from distill.toy import language_model
 from distill.training import save_model
 from recipes import train_draft
 from recipes.config import parse
+from recipes.make_rollouts import Rollouts
 from recipes.run import run_stage
-from recipes.train_draft import Finetuned
+from recipes.run_eval import Eval
+from recipes.train_draft import Draft, Finetuned
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids, reduce_vocabulary
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, OtherSettingsError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
+from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.chats import chat_tokenizer
@@ -243,7 +246,7 @@ def test_the_collator_keeps_texts_apart_and_learns_nothing_beyond_the_vocabulary
 
 
 def test_what_cannot_be_learnt_is_left_out_and_said(tmp_path: Path) -> None:
-    odd = [{"role": "tool", "content": "5"}, *TALK]
+    odd = [{"role": "narrator", "content": "5"}, *TALK]
     late = [{"role": "assistant", "content": "Ask."}, *TALK]
     rows = [QUESTION, TALK, odd, [{"role": "user", "content": None}], late, QUESTION]
     path = lines(tmp_path / "a.jsonl", [{"messages": row} for row in rows])
@@ -251,7 +254,7 @@ def test_what_cannot_be_learnt_is_left_out_and_said(tmp_path: Path) -> None:
     assert (account["read"], account["used"]) == (6, 1)
     (said,) = account["left_out"]
     assert f"{path}: 2 without a turn of the assistant (the first is row 1)" in said
-    assert "1 with a role other than system, user and assistant (the first is row 3)" in said
+    assert "1 with a role other than system, user, assistant and tool (the first is row 3)" in said
     assert "1 not made of texts (the first is row 4)" in said
     assert "1 refused by the chat template (the first is row 5: " in said
 
@@ -272,11 +275,11 @@ def test_unusable_texts_are_refused_with_the_reason(pair: Path, tmp_path: Path) 
     assert "bad.jsonl, line 2: must be a JSON object" in refused(tmp_path / "bad.jsonl")
     good = lines(tmp_path / "good.jsonl", [{"messages": TALK}])
     assert "has no chat template" in refused(good, "none")
-    space = [QUESTION[0], {"role": "assistant", "content": " 5 "}, *TALK]
+    space = [QUESTION[0], {"role": "assistant", "content": "At the harbour."}]
     strips = lines(tmp_path / "strips.jsonl", [{"messages": space}])
-    assert "1 whose chat template hides what the assistant said" in refused(strips, "stripping")
+    assert "1 whose chat template hides what the assistant said" in refused(strips, "spaced")
     assert "'instruct' holds prompts, no conversations" in refused(Path("instruct"))
-    assert "there is no file" in refused(tmp_path / "absent.json")
+    assert "No such file" in refused(tmp_path / "absent.json")
     nothing = Dataset.from_dict({"prompt_ids": [[5, 6]], "completion_ids": [[]]})
     with pytest.raises(ConfigError, match="no token is left to train on"):
         make_rows(chat_tokenizer("chatml"), nothing, config(), seed=0)
@@ -424,3 +427,33 @@ def test_the_recipe_says_what_was_trained_on(
     assert f"{result['assistant_tokens']:,} of {result['tokens']:,} tokens" in said
     assert "left out of" in said
     assert "1 without a turn of the assistant" in " ".join(said.split())
+
+
+def test_every_stage_gives_the_chat_template_what_the_run_says_and_stores_it(
+    pair: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(pair, tmp_path / "own")
+    template = own / "target" / "chat_template.jinja"
+    needs = "{% if mode is not defined %}{{ raise_exception('no mode') }}{% endif %}{{ mode }}"
+    template.write_text(needs + template.read_text())
+    path, sets, rows = tmp_path / "train.jsonl", [], talks(8)
+    for split, part in (("train", rows[:4]), ("dev", rows[4:6]), ("test", rows[6:])):
+        sets.append(f"{{name: {lines(tmp_path / f'{split}.jsonl', part)}, split: {split}}}")
+    changes = [
+        *("--draft.finetune.conversations", f"[{path}]", "--draft.finetune.max_length", "256"),
+        *("--rollouts.sets", f"[{', '.join(sets[:2])}]", "--eval.sets", f"[{sets[2]}]"),
+        *("--models.dtype", "float32", "--eval.methods", "[{name: plain, decoder: plain}]"),
+        *("--rollouts.max_new_tokens", "2", "--eval.max_new_tokens", "2"),
+        *("--chat_template_kwargs", "{mode: Be brief.}"),
+    ]
+    wanted = parse(shipped(own, tmp_path, *changes)).config
+    for stage in (Rollouts(wanted), Finetuned(wanted), Draft(wanted), Eval(wanted)):
+        run_stage(stage)
+        stored = json.loads((stage.folder / "run.json").read_text())["settings"]
+        assert stored["chat_template_kwargs"] == {"mode": "Be brief."}
+    prompts = load_stored(tmp_path / "run/rollouts")["prompt_ids"]
+    tokenizer = chat_tokenizer("chatml")
+    assert {tokenizer.decode(ids)[:9] for ids in prompts} == {"Be brief."}
+    other = parse(shipped(own, tmp_path, *changes[:-1], "{mode: Think.}")).config
+    with pytest.raises(OtherSettingsError, match=r"chat_template_kwargs\.mode: 'Be brief\.' ->"):
+        run_stage(Rollouts(other))

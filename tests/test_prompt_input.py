@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import copy
+import gzip
 import json
 import os
 import subprocess
@@ -16,10 +19,11 @@ from distill.toy import train_tokenizer
 from specdata.config import PromptSet
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, vocabulary_fingerprint
+from specdata.prompts.conversations import read_conversations
 from specdata.prompts.loading import check_sets, dropped, load_prompts
 from tests.chats import chat_tokenizer
 from tests.hub import Server
-from tests.prompt_files import PLAIN, datasets_cache, jsonl, parquet, texts
+from tests.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts
 
 __all__ = ["datasets_cache"]
 pytestmark = pytest.mark.usefixtures("cache")
@@ -263,3 +267,86 @@ def test_tokenizers_that_differ_are_refused_with_the_first_ids() -> None:
     assert vocabulary_fingerprint(other) != vocabulary_fingerprint(PLAIN)
     with pytest.raises(VocabularyMismatchError, match=r"ids differ \(first: \d+ is '"):
         check_shared_vocabulary(PLAIN, other)
+
+
+SAID = [("user", "Rain in Oslo?"), ("assistant", "Yes."), ("user", "And here?")]
+OPENAI = [{"role": role, "content": content} for role, content in SAID]
+SHAREGPT = [
+    {"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in SAID
+]
+PARTS = [
+    {**turn, "content": [{"type": "text", "text": each} for each in turn["content"].split("\n")]}
+    for turn in OPENAI
+]
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])
+@pytest.mark.parametrize("turns", [OPENAI, SHAREGPT, PARTS], ids=["openai", "sharegpt", "parts"])
+def test_a_conversation_is_known_by_what_it_holds_not_by_its_column(
+    column: str, turns: Any, tmp_path: Path
+) -> None:
+    row = {column: turns}
+    if column == "prompt":
+        row = {"prompt": turns[:1], "completion": turns[1:]}
+    for source in (jsonl(tmp_path / "a.jsonl", [row]), parquet(tmp_path / "b.parquet", [row])):
+        loaded = load_prompts([PromptSet(source, "train", 0, turns="first")], CHAT, seed=0)
+        assert [prompt.messages for prompt in loaded.prompts] == [tuple(OPENAI[:1])]
+        ((_, talk),) = read_conversations(source, 0)
+        assert talk == (OPENAI, {})
+
+
+def test_what_a_row_holds_beside_its_messages_is_given_to_the_template(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}]
+    call = {"name": "rain", "arguments": '{"city": "Oslo"}'}
+    called = {"type": "function", "function": {"name": "rain", "arguments": {"city": "Oslo"}}}
+    system = {"role": "system", "content": "Be brief."}
+    asked = {"role": "assistant", "content": None}
+    result = {"role": "tool", "content": "wet", "tool_call_id": "1"}
+    thought = {"role": "assistant", "content": "Yes.", "reasoning_content": "Wet."}
+    answer = {**asked, "content": "", "tool_calls": [called]}
+    given = {"tools": tools, "mode": "short"}
+    beside = {"system": "Be brief.", "chat_template_kwargs": {"mode": "short"}}
+    rows = [
+        {"messages": [OPENAI[0], {**asked, "tool_calls": [{"function": call}]}, result, thought]}
+        | beside
+        | {"tools": json.dumps(tools)},
+        {"messages": [system, OPENAI[0], {**asked, "function_call": call}, result, thought]}
+        | beside
+        | {"functions": [tools[0]["function"]]},
+    ]
+    odd = [{"system": 7}, {"tools": "none"}, {"chat_template_kwargs": "x"}]
+    bad: list[dict[str, Any]] = [{"messages": OPENAI, **each} for each in odd]
+    bad.append({"messages": [OPENAI[0], {**asked, "tool_calls": [{"function": 7}]}]})
+    source = jsonl(tmp_path / "a.jsonl", [*rows, *bad])
+    talks = [talk for _, talk in read_conversations(source, 0)]
+    whole = [system, OPENAI[0], answer, result, thought]
+    assert talks == [(whole, given)] * 2 + ["undecodable"] * 4
+    tokenizer = copy.deepcopy(chat_tokenizer("none"))
+    tokenizer.chat_template = (
+        "{{ mode }}{{ level }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    loaded = load_prompts(
+        [PromptSet(source, "train", 0)],
+        tokenizer,
+        seed=0,
+        template_variables={"mode": "long", "level": "low"},
+    )
+    assert tokenizer.decode(loaded.prompts[0].ids) == "shortlowrainBe brief.Rain in Oslo?"
+    assert loaded.prompts[0].variables == {**given, "level": "low"}
+    (entry,) = loaded.report
+    assert (entry["kept"], entry["dropped"]["duplicate"]) == (1, 1)
+    assert entry["dropped"]["undecodable"] == 4
+
+
+@pytest.mark.parametrize("end", [".jsonl", ".jsonl.gz", ".json", ".json.gz"])
+def test_a_bad_character_costs_its_row_alone_in_every_kind_of_file(
+    end: str, tmp_path: Path
+) -> None:
+    rows = [b'{"prompt": "\\ud800 half"}', b'{"prompt": "a \xff"}', b'{"prompt": "good"}']
+    whole = b"\r\n".join(rows) if "jsonl" in end else b"[%s]" % b",\r\n".join(rows)
+    path = tmp_path / f"a{end}"
+    path.write_bytes((gzip.compress if end.endswith("gz") else bytes)(codecs.BOM_UTF8 + whole))
+    loaded = load_prompts([PromptSet(str(path), "train", 0)], PLAIN, seed=0)
+    assert texts(loaded) == ["good"]
+    assert loaded.report[0]["dropped"]["undecodable"] == 2

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from importlib.util import find_spec
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from specdata.errors import ConfigError
 from specdata.prompts.chat_templates import (
     TemplateRefusedError,
+    UnmaskableError,
     assistant_mask,
     chat_ids,
-    check_mask,
+    text_ids,
 )
 from tests.chats import FAMILIES, chat_tokenizer
 
@@ -56,23 +66,168 @@ def test_what_precedes_an_answer_in_training_is_what_the_model_is_served(family:
     assert ids[:first] == chat_ids(tokenizer, TALK[:1])
 
 
+def learnt(tokenizer: Any, talk: Any, variables: Any = None) -> list[str]:
+    """The texts that the mask marks."""
+    ids, mask = assistant_mask(tokenizer, talk, variables)
+    runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+    return [tokenizer.decode([token for token, _ in run]) for bit, run in runs if bit]
+
+
+def test_an_answer_is_learnt_as_its_template_writes_it_but_not_from_inside_a_token() -> None:
+    spaces = [{**message, "content": message["content"] + "  "} for message in TALK]
+    answers = [TALK[1]["content"], spaces[3]["content"]]
+    assert learnt(chat_tokenizer("stripping"), spaces) == [f"{each}<|im_end|>" for each in answers]
+    with pytest.raises(UnmaskableError, match=r'"At the.*begins inside a token, \' A'):
+        assistant_mask(chat_tokenizer("spaced"), TALK)
+
+
+def test_a_conversation_may_begin_with_the_assistant_and_speak_of_special_tokens() -> None:
+    for family in ("chatml", "llama3", "marked"):
+        assert len(learnt(chat_tokenizer(family), TALK[1:])) == 2
+    said = "It ends with <|im_end|>, and <|im_start|> opens it."
+    talk = [{"role": role, "content": said} for role in ("user", "assistant")]
+    assert learnt(chat_tokenizer("chatml"), talk) == [f"{said}<|im_end|>"]
+
+
+SHIPPED = Path(find_spec("trl").origin).parent / "chat_templates"  # type: ignore[union-attr, arg-type]
+# What is learnt of a turn, and of the last one where that differs, under each template that TRL
+# ships. Those named `training`, and some of the others, have markers.
+LEARNT = {
+    "{}<|im_end|>": "lfm2 lfm2_v2 nemotron_3_5_lightning nemotron_3_nano nemotron_3_super "
+    "nemotron_3_ultra qwen2_5 qwen2_5_vl qwen3 qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8 "
+    "qwen3_instruct_2507 qwen3_vl",
+    "{}<|im_end|>\n": "lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_training lfm2_v2_training "
+    "qwen2_5_vl_training qwen3_instruct_2507_training qwen3_vl_training",
+    "\n{}<|im_end|>\n": "qwen2_5_training",
+    "<think>\n\n</think>\n\n{}<|im_end|>\n": "qwen3_5_nothink_training qwen3_5_think_training "
+    "qwen3_6_training qwen3_8_training qwen3_training",
+    "<think></think>{}<|im_end|>\n": "nemotron_3_5_lightning_training nemotron_3_nano_training "
+    "nemotron_3_super_training nemotron_3_ultra_training",
+    "{}<|END_OF_TURN_TOKEN|>": "cohere cohere_training",
+    "{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>": "cohere2 cohere2_training",
+    "{}<\uff5cend▁of▁sentence\uff5c>": "deepseek_r1_distill deepseekv3",
+    "<\uff5cAssistant\uff5c>{}<\uff5cend▁of▁sentence\uff5c>": "deepseek_r1_distill_training "
+    "deepseekv3_training",
+    "{}<turn|>": "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5",
+    "{}<turn|>\n": "diffusion_gemma_training",
+    "{}<end_of_turn>": "gemma gemma3",
+    "{}<end_of_turn>\n": "gemma_training gemma3_training",
+    "{}<|eot_id|>": "llama3 llama3_1 llama3_2 llama3_training",
+    "{}<|end|>, {}<|end|>\n<eos>": "phi3 phi3_5",
+    "{}<|end|>\n, {}<|end|>\n<eos>": "phi3_training phi3_5_training",
+    "{}<|user|>, {}": "glm4moe",
+    "\n<think></think>\n{}<|user|>": "glm4moe_training",
+    "<|channel|>final<|message|>{}<|end|>, <|channel|>final<|message|>{}<|return|>": "gptoss",
+    "<|start|>assistant<|channel|>final<|message|>{}<|end|>, "
+    "<|start|>assistant<|channel|>final<|message|>{}<|return|>": "gptoss_training",
+    " to=user<|message|>{}<|eot|>": "muse_glimmer",
+    "<|start|>assistant to=user<|message|>{}<|eot|>": "muse_glimmer_training",
+    # Of images and texts in parts: not of language models.
+    "": "idefics3 idefics3_training llava_next llava_next_training smolvlm smolvlm_training",
+}
+
+
+def shipped(name: str) -> Any:
+    """A tokenizer with a template that TRL ships, and the special tokens that are in it."""
+    tokenizer = copy.deepcopy(chat_tokenizer("llama3"))
+    tokenizer.chat_template = (SHIPPED / f"{name}.jinja").read_text("utf-8")
+    special = r"<[|\uff5c][^<>{}\s'\"]+[|\uff5c]>|<\w+\|>|<\|\w+>|</?tool_call>|<end_of_turn>"
+    tokenizer.add_tokens(
+        sorted({*re.findall(special, tokenizer.chat_template)}), special_tokens=True
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.jinja")))
+def test_of_every_template_that_trl_ships_it_is_known_which_tokens_are_learnt(name: str) -> None:
+    form = next((form for form, names in LEARNT.items() if name in names.split()), "{}")
+    tokenizer = shipped(name)
+    if not form:
+        with pytest.raises(
+            TemplateRefusedError, match=r"leaves out what the role user|no attribute"
+        ):
+            assistant_mask(tokenizer, TALK)
+        return
+    first, *others = form.split(", ")
+    last = others[0] if others else first
+    assert learnt(tokenizer, TALK) == [
+        first.format(TALK[1]["content"]),
+        last.format(TALK[3]["content"]),
+    ]
+
+
+TOOL = {"name": "weather", "description": "", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": TOOL}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+CALLED = [
+    TALK[0],
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "wet"},
+    {"role": "assistant", "content": "It rains."},
+]
+THOUGHT = [TALK[0], {**TALK[1], "reasoning_content": "Hm."}]
+
+
 @pytest.mark.parametrize(
-    ("family", "spaces"), [("stripping", "  "), ("spaced", "")], ids=["stripping", "spaced"]
+    ("name", "talk", "variables", "said"),
+    [
+        (
+            "qwen3",
+            CALLED,
+            {"tools": TOOLS},
+            [
+                '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+                "<|im_end|>",
+                "It rains.<|im_end|>",
+            ],
+        ),
+        (
+            "gemma4",
+            CALLED,
+            {"tools": TOOLS},
+            [
+                '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_response>',
+                "It rains.<turn|>",
+            ],
+        ),
+        ("qwen3", THOUGHT, {}, ["<think>\nHm.\n</think>\n\nIn the kitchen, I think.<|im_end|>"]),
+        ("qwen3", TALK[:2], {"enable_thinking": False}, ["In the kitchen, I think.<|im_end|>"]),
+        ("llama3", CALLED, {"tools": TOOLS}, "leaves out `tools`, `tool_calls`"),
+        ("phi3", [*TALK, CALLED[2]], {}, "leaves out what the role tool says"),
+        ("deepseek_r1_distill", CALLED, {}, "leaves out `tool_calls`"),
+        ("llama3", THOUGHT, {}, "leaves out `reasoning_content`"),
+        ("gemma4", THOUGHT, {}, r"rendered as 'In the kitchen.*leaves out what the assistant says"),
+        ("llama3", TALK, {"enable_thinking": False}, "leaves out `enable_thinking`"),
+        ("qwen3", TALK, {"messages": []}, "refuses a conversation"),
+    ],
 )
-def test_a_template_that_rewrites_what_it_rendered_is_refused(family: str, spaces: str) -> None:
-    talk = [{**message, "content": message["content"] + spaces} for message in TALK]
-    with pytest.raises(ConfigError, match=r"no prefix of the conversation, from token \d+ on \("):
-        assistant_mask(chat_tokenizer(family), talk)
+def test_what_a_row_holds_is_rendered_and_what_the_assistant_did_is_learnt_or_it_is_refused(
+    name: str, talk: Any, variables: Any, said: Any
+) -> None:
+    if isinstance(said, str):
+        with pytest.raises(ConfigError, match=said):
+            assistant_mask(shipped(name), talk, variables)
+    else:
+        assert learnt(shipped(name), talk, variables) == said
 
 
-def test_a_mask_beside_the_answer_is_refused_with_what_it_covers() -> None:
-    tokenizer = chat_tokenizer("llama3")
-    ids, mask = assistant_mask(tokenizer, TALK)
-    with pytest.raises(ConfigError, match=r"does not cover what the assistant said: 2 turns"):
-        check_mask(tokenizer, TALK, ids, [*mask[3:], 0, 0, 0])
-    half = [*mask[: mask.index(0, mask.index(1))]]
-    with pytest.raises(ConfigError, match="2 turns, 1 masked spans"):
-        check_mask(tokenizer, TALK, ids, half + [0] * (len(ids) - len(half)))
+def test_a_variable_of_the_template_decides_the_prompt() -> None:
+    tokenizer = shipped("qwen3")
+    ids = chat_ids(tokenizer, TALK[:1], {"enable_thinking": False})
+    assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_text_to_continue_has_one_beginning_and_no_end() -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("none"))
+    ids = tokenizer("Once", add_special_tokens=False)["input_ids"]
+    names = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<bos>", "<eos>")}
+    for single in ("<bos> $A <eos>", "$A <eos>", "<bos> $A", "$A"):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=single, special_tokens=list(names.items())
+        )
+        begun = [names["<bos>"], *ids]
+        assert text_ids(tokenizer, "<bos>Once") == begun
+        assert text_ids(tokenizer, "Once") == (begun if "<bos>" in single else ids)
 
 
 def test_a_template_that_changes_the_answer_is_refused() -> None:
@@ -82,7 +237,7 @@ def test_a_template_that_changes_the_answer_is_refused() -> None:
     )
     try:
         with pytest.raises(
-            ConfigError, match=r"turn 'In the kitchen, I think\.', trained on 'In the"
+            ConfigError, match=r'turn "In the kitchen, I think\.".* as \'In the ki\':'
         ):
             assistant_mask(tokenizer, TALK)
     finally:

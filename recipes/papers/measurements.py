@@ -26,7 +26,7 @@ from eval.measuring.methods import PLAIN, EvalConfig
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.scores import can_score
 from recipes.config import PipelineConfig, build
-from recipes.layout import draft_in_use, portable
+from recipes.layout import draft_in_use, portable, template_setting
 from recipes.layout import folder as stage_folder
 from recipes.papers.tables import Record
 from recipes.run import prepare_libraries, run_stage, say
@@ -107,6 +107,7 @@ class ModelPair:
             "sampling": asdict(self.config.sampling),
             "seed": self.config.seed,
             "dtype": self.config.models.dtype,
+            **template_setting(self.config),
             "prompts": self.prompts,
             "sets": [asdict(each) for each in self.config.eval.sets],
             "max_new_tokens": self.config.eval.max_new_tokens,
@@ -121,7 +122,13 @@ class ModelPair:
         names = [self.config.models.target, self.draft_name]
         room = min(longest_prompt(name, evaluation.max_new_tokens) for name in names)
         tokenizer = load_tokenizer(names[0])
-        loaded = load_prompts(evaluation.sets, tokenizer, seed=self.config.seed, max_tokens=room)
+        loaded = load_prompts(
+            evaluation.sets,
+            tokenizer,
+            seed=self.config.seed,
+            max_tokens=room,
+            template_variables=self.config.chat_template_kwargs,
+        )
         return loaded.prompts
 
 

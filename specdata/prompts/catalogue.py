@@ -89,7 +89,6 @@ class Form:
             whose columns are all filled.
         questions: column with the user's turns, whose later ones depend on the model's answers.
         messages: column with a recorded conversation.
-        keys: names of a message's role and of its content.
         keep: share of the words that is the prompt; the rest is what a model would write.
         reference: the text that an answer is scored against, if rows have one.
     """
@@ -98,8 +97,6 @@ class Form:
     plain: tuple[str, ...] = ()
     questions: str | None = None
     messages: str | None = None
-    roles: Mapping[str, str] = field(default_factory=dict)
-    keys: tuple[str, str] = ("role", "content")
     keep: float = 1.0
     reference: str | None = None
 

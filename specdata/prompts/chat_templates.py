@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, str]  # {"role": ..., "content": ...}
+Message = dict[str, Any]
+"""`role` and `content`, which are texts, and of `FIELDS` what it has."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+FIELDS = ("tool_calls", *THOUGHTS, "tool_call_id", "name")
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BLANK = "\ue000"  # stands for what somebody says; a private character, which no text holds
+
+
+class Conversation(NamedTuple):
+    """Messages, and what else their template is given: `tools`, and variables that it reads."""
+
+    messages: list[Message]
+    variables: dict[str, Any]
 
 
 class TemplateRefusedError(ConfigError):
-    """A chat template does not take a conversation, such as one with a system message."""
+    """A chat template does not take a conversation, or would leave out a part of it."""
 
 
 class UnmaskableError(ConfigError):
@@ -26,26 +38,30 @@ class UnmaskableError(ConfigError):
 
 
 def chat_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, reply: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    reply: bool = True,
 ) -> list[int]:
     """Render a conversation with the target's chat template.
 
     The template writes every special token itself, so the tokenizer adds none: a beginning-of-text
     token comes once, or not at all. With `reply`, it ends with what opens the assistant's answer
-    (the generation prompt).
+    (the generation prompt). Raises TemplateRefusedError if the template fails, or leaves out what
+    somebody says or a variable.
     """
-    require_template(tokenizer)
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=reply
-        )
-    except Exception as error:  # whatever a program of somebody else's may raise
-        raise TemplateRefusedError(
-            f"the chat template refuses a conversation of roles "
-            f"{', '.join(message['role'] for message in messages)}: {error}"
-        ) from error
+    text = _whole(tokenizer, messages, variables or {}, reply=reply)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """A text to continue: what the tokenizer puts before a text comes once, and nothing after."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer(text)["input_ids"]
+    before = next(n for n in range(len(whole) + 1) if whole[n : n + len(ids)] == ids)
+    return ids if ids[:before] == whole[:before] else whole[: before + len(ids)]
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -59,99 +75,168 @@ def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
 
 
 def assistant_mask(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[int]]:
     """Which tokens of a conversation the assistant wrote, its end-of-turn tokens included.
 
-    Where the template has `{% generation %}` markers they decide. Otherwise each answer is what the
-    conversation's ids have beyond those of its prompt, which must be a prefix of them: that is also
-    what makes training and serving see the same ids. Either way the masked text is compared with
-    what the assistant said, up to outer white space. Returns the ids of the whole conversation, and
-    a mask of 0 and 1 of the same length.
+    Where the template has `{% generation %}` markers they decide. Otherwise an answer is the part
+    of the rendered text that changes with what the message says, from the end of its prompt on if
+    the text begins with that, less an empty block of thoughts, which the template writes. Returns
+    the ids of the whole conversation, and a mask of 0 and 1 of the same length.
     """
-    if tokenizer.chat_template and _MARKER.search(tokenizer.get_chat_template()):
-        chat_ids(tokenizer, messages, reply=False)  # for its errors
+    variables = variables or {}
+    whole = _whole(tokenizer, messages, variables, reply=False)
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            "conversations need a tokenizer that tells where its tokens begin: save a fast one "
+            f"(tokenizer.json) for {tokenizer.name_or_path or 'the target'}"
+        )
+    if _MARKER.search(tokenizer.get_chat_template(tools=variables.get("tools"))):
         out = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            list(messages),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **variables,
         )
         ids, mask = out["input_ids"], out["assistant_masks"]
     else:
-        ids = chat_ids(tokenizer, messages, reply=False)
+        out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = out["input_ids"], out["offset_mapping"]
         mask = [0] * len(ids)
         added = set(tokenizer.get_added_vocab().values())
+        # Tokens that may end a turn.
+        ends = [
+            place
+            for token, place in zip(ids, places, strict=True)
+            if token in added and whole[slice(*place)].strip()
+        ]
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                begin = _prefix(tokenizer, messages[:index], ids, reply=True)
-                stop = _prefix(tokenizer, messages[: index + 1], ids, reply=False)
+                begin, stop, closing = _answer(tokenizer, messages, index, variables, whole)
                 # Up to its end token, without the white space that templates put after it.
-                for end in range(stop, begin, -1):
-                    if ids[end - 1] in added:
-                        stop = end
-                    if ids[end - 1] in added or tokenizer.decode([ids[end - 1]]).strip():
-                        break
-                mask[begin:stop] = [1] * (stop - begin)
-    check_mask(tokenizer, messages, ids, mask)
+                closed = [last for first, last in ends if stop <= first and last <= closing]
+                nearest = [last for first, last in ends if first == stop]
+                stop = max(closed or nearest[:1] or [stop + len(whole[stop:closing].rstrip())])
+                if cut := [place for place in places if place[0] < begin < place[1]]:
+                    raise UnmaskableError(
+                        f"the answer {_shown(message)} begins inside a token, "
+                        f"{whole[slice(*cut[0])]!r}, which its prompt would end with: let the "
+                        "chat template keep white space as it comes"
+                    )
+                for at, (first, last) in enumerate(places):
+                    mask[at] |= begin < last and first < stop
+    if len(set(mask)) < 2:
+        raise UnmaskableError(
+            f"the chat template marks {'every' if any(mask) else 'no'} token as the assistant's"
+        )
     return ids, mask
 
 
-def check_mask(
+def _answer(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    ids: Sequence[int],
-    mask: Sequence[int],
-) -> None:
-    """Raise UnmaskableError unless a mask (0 or 1 a token) covers the assistant's turns alone."""
-    turns = [message["content"].strip() for message in messages if message["role"] == "assistant"]
-    if len(set(mask)) < 2:
-        which = "every token" if any(mask) else "no token"
+    index: int,
+    variables: Mapping[str, Any],
+    whole: str,
+) -> tuple[int, int, int]:
+    """Where in the rendered text an answer begins and stops, and what may close it ends."""
+    message, before, after = messages[index], messages[:index], messages[index + 1 :]
+    calls = message.get("tool_calls", [])
+    thoughts = [name for name in THOUGHTS if name in message]
+    no_calls = dict(message)
+    if calls:
+        empty = {"arguments": {_BLANK: _BLANK}}
+        no_calls["tool_calls"] = [{**each, "function": each["function"] | empty} for each in calls]
+    blank = {**no_calls, "content": _BLANK, **dict.fromkeys(thoughts, _BLANK)}
+    last = no_calls if calls else blank  # calls come last; results of tools may follow
+
+    def render(messages: Sequence[Message], *, reply: bool = False) -> str:
+        return _render(tokenizer, messages, variables, reply=reply)
+
+    own = _common(whole, render([*before, blank, *after]))
+    stop = len(whole) - _common(whole[::-1], render([*before, last, *after])[::-1])
+    begin, part, closing = own, whole, whole[stop:]
+    with suppress(TemplateRefusedError):  # which may want a user's turn in every conversation
+        if after:
+            closing = ""
+            part = render(messages[: index + 1])
+            other = render([*before, last])
+            closing = part[len(part) - _common(part[::-1], other[::-1]) :]
+        if before and whole.startswith(served := render(before, reply=True)):
+            is_empty = whole[:own].rpartition("<think>")[2].strip() == "</think>"
+            begin = own if is_empty else min(own, len(served))
+    said, answer = whole[begin:stop], message["content"].rsplit("</think>")[-1].strip()
+    needed = [answer, *(call["function"]["name"] for call in calls)]
+    is_plain = not (calls or thoughts) and "</think>" not in message["content"]
+    if (
+        (is_plain and whole[own:stop].strip() != answer)
+        or any(text not in said for text in needed)
+        or any(message[name].strip() not in part for name in thoughts)
+    ):
         raise UnmaskableError(
-            f"the loss mask trains on {which} of a conversation with {len(turns)} assistant "
-            f"turns.\n{_shown(tokenizer, ids, mask)}"
+            f"turn {_shown(message)} is rendered as {said[:80]!r}: the chat template changes, "
+            "moves or leaves out what the assistant says; mark its part of the template with "
+            "{% generation %} and {% endgeneration %}"
         )
-    added = set(tokenizer.get_added_vocab().values())
-    masked, start = [], 0
-    for bit, group in groupby(mask):
-        span = list(ids[start : start + len(list(group))])
-        start += len(span)
-        if bit:  # a span without special tokens, and also without its end token if that is none
-            bare = span[:-1] if span[-1] in added else span
-            masked.append(
-                [tokenizer.decode(each, skip_special_tokens=True).strip() for each in (span, bare)]
-            )
-    wrong = next(
-        (pair for pair in zip(turns, masked, strict=False) if pair[0] not in pair[1]), None
-    )
-    if wrong or len(turns) != len(masked):
-        detail = f"turn {wrong[0]!r}, trained on {wrong[1][0]!r}" if wrong else ""
-        raise UnmaskableError(
-            f"the loss mask does not cover what the assistant said: {len(turns)} turns, "
-            f"{len(masked)} masked spans{'; ' * bool(detail)}{detail}. The chat template changes "
-            "or moves the assistant's text; mark it with {% generation %} and {% endgeneration %}."
-            f"\n{_shown(tokenizer, ids, mask)}"
-        )
+    return begin, stop, stop + _common(whole[stop:], closing)
 
 
-def _prefix(
+def _common(one: str, other: str) -> int:
+    """The number of characters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _whole(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    whole: Sequence[int],
+    variables: Mapping[str, Any],
     *,
     reply: bool,
-) -> int:
-    """Length of what these messages render to, which must begin the whole."""
-    part = chat_ids(tokenizer, messages, reply=reply)
-    if list(whole[: len(part)]) == part:
-        return len(part)
-    at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), len(whole))
-    raise UnmaskableError(
-        f"the chat template does not continue what it rendered before: the first {len(messages)} "
-        f"messages are no prefix of the conversation, from token {at} on "
-        f"({tokenizer.decode(part[at : at + 8])!r}, then {tokenizer.decode(whole[at : at + 8])!r})."
-        " It strips or rewrites text; mark the assistant's part of the template with "
-        "{% generation %} and {% endgeneration %}, or keep white space as it comes"
-    )
+) -> str:
+    """The rendered text. Raises TemplateRefusedError if it would leave out what was given."""
+    text = _render(tokenizer, messages, variables, reply=reply)
+    template = tokenizer.get_chat_template(tools=variables.get("tools"))
+    given = {*variables, *(name for each in messages for name in THOUGHTS if name in each)}
+    # Of earlier turns templates drop thoughts on purpose, and a variable may change nothing.
+    lost = [f"`{name}`" for name in sorted(given) if not re.search(rf"\b{name}\b", template)]
+    calls = [call for each in messages for call in each.get("tool_calls", ())]
+    for field, tools in (("`tools`", variables.get("tools", ())), ("`tool_calls`", calls)):
+        names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+        lost += [field] * any(name not in text for name in names)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            other = [*messages[:index], {**message, "content": _BLANK}, *messages[index + 1 :]]
+            if _render(tokenizer, other, variables, reply=reply) == text:
+                lost.append(f"what the role {message['role']} says")
+    if lost:
+        raise TemplateRefusedError(f"the chat template leaves out {', '.join(dict.fromkeys(lost))}")
+    return text
 
 
-def _shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[int]) -> str:
-    runs = " ".join(f"{len(list(group))}x{bit}" for bit, group in groupby(mask))
-    return f"text: {tokenizer.decode(list(ids))!r}\nmask: {runs or 'empty'}"
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    *,
+    reply: bool,
+) -> str:
+    """The text that the template makes of messages."""
+    require_template(tokenizer)
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=reply, **variables
+        )
+    except Exception as error:  # whatever a program of somebody else's may raise
+        raise TemplateRefusedError(
+            f"the chat template refuses a conversation of roles "
+            f"{', '.join(message['role'] for message in messages)}: {error}"
+        ) from error
+    return text
+
+
+def _shown(message: Message) -> str:
+    return json.dumps(message["content"][:80], ensure_ascii=False)

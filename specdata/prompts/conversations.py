@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
-from specdata.prompts.chat_templates import Message
-from specdata.prompts.forms import MESSAGES, is_unicode, messages_of, recorded_form
+from specdata.prompts.chat_templates import Conversation
+from specdata.prompts.forms import MESSAGES, conversation_of, recorded_form
 from specdata.prompts.reading import (
     check_names,
     check_split,
@@ -20,14 +20,14 @@ from specdata.prompts.reading import (
 
 REASONS = {
     "undecodable": "not made of texts",
-    "unknown_role": "with a role other than system, user and assistant",
+    "unknown_role": "with a role other than system, user, assistant and tool",
     "no_assistant_turn": "without a turn of the assistant",
     "refused": "refused by the chat template",
     "unmaskable": "whose chat template hides what the assistant said",
 }
 _FORMS = (
-    "`messages` of {role, content} (system, user, assistant), or `conversations` of {from, value} "
-    "(human, gpt) as ShareGPT's"
+    "`messages`, `conversations`, or `prompt` and `completion`: lists of {role, content} (system, "
+    "user, assistant, tool) or {from, value} (human, gpt)"
 )
 _SHOWN = 300  # characters of what is said of one conversation
 
@@ -76,13 +76,13 @@ def conversation_inputs(names: Sequence[str]) -> dict[str, str]:
     return prompt_inputs([PromptSet(name, "train", 0) for name in names])
 
 
-def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message] | str]]:
-    """All conversations of a source: each row's number, from 1, and its messages.
+def read_conversations(name: str, seed: int) -> Iterator[tuple[int, Conversation | str]]:
+    """All conversations of a source, each with the number of its row, from 1.
 
-    Rows hold `messages` ({role, content}) or, as ShareGPT's, `conversations` ({from, value}). A
-    source is a JSONL, JSON or parquet file, a folder, a catalogued set (sharegpt), whose order the
-    seed decides, or a Hub id, of which split train is read. Of one that cannot be trained on it
-    yields why, one of the first three `REASONS`.
+    Rows hold them in `messages`, `conversations`, or `prompt` and `completion`. A source is a
+    JSONL, JSON or parquet file, a folder, a catalogued set (sharegpt), whose order the seed
+    decides, or a Hub id, of which split train is read. Of one that cannot be trained on it yields
+    why, one of the first three `REASONS`.
     """
     form = CATALOGUE[name].form if name in CATALOGUE else None
     for number, row in read_rows(_checked(name), seed):
@@ -96,16 +96,15 @@ def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message
                 f"conversations {name!r}, row {number}, has no column {form.messages!r}; it has "
                 f"{', '.join(map(repr, row)) or 'none'}. Each row must hold {_FORMS}"
             )
-        messages = messages_of(row[form.messages], form)
-        texts = "".join(message["content"] for message in messages or ())
-        if messages is None or not is_unicode(texts):
-            yield number, "undecodable"
-        elif row[form.messages] and not messages:
-            yield number, "unknown_role"
-        elif all(message["role"] != "assistant" for message in messages):
+        if form.messages == "prompt" and isinstance(row["prompt"], list):
+            row = {**row, "prompt": [*row["prompt"], *(row.get("completion") or ())]}
+        talk = conversation_of(row, form.messages)
+        if isinstance(talk, str):
+            yield number, talk
+        elif all(message["role"] != "assistant" for message in talk.messages):
             yield number, "no_assistant_turn"
         else:
-            yield number, messages
+            yield number, talk
 
 
 def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = False) -> None:
@@ -118,10 +117,10 @@ def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = F
         if here_alone and is_remote(_checked(name)):
             continue
         account = Account(name)
-        for row, messages in read_conversations(name, seed):
+        for row, talk in read_conversations(name, seed):
             account.read += 1
-            if isinstance(messages, str):
-                account.leave_out(row, messages)
+            if isinstance(talk, str):
+                account.leave_out(row, talk)
         account.check()
 
 

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from string import Formatter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, NATURAL, Form
-from specdata.prompts.chat_templates import Message
+from specdata.prompts.chat_templates import FIELDS, Conversation, Message
 
-MESSAGES = Form(
-    messages="messages", roles={"system": "system", "user": "user", "assistant": "assistant"}
-)
+MESSAGES = Form(messages="messages")
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "function": "tool"}
+"""What exports call the roles of a conversation -> what chat templates call them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawPrompt:
     """A prompt before it is tokenized: a text, or messages and the user's later turns.
 
-    `reference` is what its answer is scored against, if the row has one.
+    `variables` are what else the chat template is given, `reference` what its answer is scored
+    against, if the row has them.
     """
 
     text: str = ""
     messages: tuple[Message, ...] = ()
     follow_ups: tuple[str, ...] = ()
     reference: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Unusable(NamedTuple):
@@ -42,15 +46,18 @@ class Unusable(NamedTuple):
 
 
 def recorded_form(row: Mapping[str, Any]) -> Form | None:
-    """The form of a row that holds a conversation, OpenAI's or ShareGPT's; None if it does not."""
-    forms = (MESSAGES, CATALOGUE["sharegpt"].form)
-    return next((form for form in forms if form.messages in row), None)
+    """The form of a row that holds a conversation; None if it does not."""
+    for name in ("messages", "conversations"):
+        if name in row:
+            return Form(messages=name)
+    return Form(messages="prompt") if _are_mappings(row.get("prompt")) else None
 
 
 def form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
     """The way from rows of a set to prompts: as catalogued, by its template, or by its columns.
 
-    A row with a conversation (`messages` or `conversations`) and a `prompt` is read by the former.
+    A row with a conversation (`messages` or `conversations`) and a `prompt` is read by the former;
+    a `prompt` may be a conversation, too.
     """
     catalogued = CATALOGUE.get(dataset.name)
     if dataset.template is not None:
@@ -128,19 +135,19 @@ def prompts_in(
                 f"a prompt set mixes rows that have `{form.messages}` with rows that have a "
                 "`prompt`: make two sets of them"
             )
-        messages = messages_of(recorded, form)
+        talk = conversation_of(row, form.messages)
+        messages, variables = ([], {}) if isinstance(talk, str) else talk
         # The conversation up to each of the user's turns, or up to one of them.
-        ends = [at for at, message in enumerate(messages or (), 1) if message["role"] == "user"]
+        ends = [at for at, message in enumerate(messages, 1) if message["role"] == "user"]
         ends = ends[{"all": slice(None), "first": slice(1), "last": slice(-1, None)}[turns]]
-        role, content = form.keys
-        if messages is None:
-            must = f"`{form.messages}` must be a list of {{{role}, {content}}}, which are texts"
-            yield Unusable("undecodable", must)
+        if talk == "undecodable":
+            must = f"`{form.messages}` must be a list of {{role, content}} or {{from, value}}"
+            yield Unusable("undecodable", f"{must}, which are texts; `tools` a list of objects")
         elif not ends:
-            roles = ", ".join(form.roles)
+            roles = ", ".join(ROLES)
             yield Unusable("no_user_turn", f"it needs a user's turn, and roles of {roles} alone")
         for end in ends:
-            yield RawPrompt(messages=tuple((messages or ())[:end]))
+            yield RawPrompt(messages=tuple(messages[:end]), variables=variables)
     elif form.questions and chat:
         asked = row[form.questions]
         if not asked or not _are_texts(asked):
@@ -172,25 +179,87 @@ def _are_texts(values: Any) -> bool:
     )
 
 
-def messages_of(recorded: Any, form: Form) -> list[Message] | None:
-    """A recorded conversation as messages; None if it is not made of texts.
+def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
+    """A row's conversation, with its `system`, `tools` and `chat_template_kwargs`.
 
-    It has no messages if it has a role that the form does not know.
+    Or why there is none: "undecodable" if it is not made of texts, "unknown_role".
     """
-    role, content = form.keys
-    if not isinstance(recorded, Sequence) or not all(
-        isinstance(turn, Mapping) for turn in recorded
-    ):
+    recorded, system = row[column], row.get("system")
+    tools = _read_json(row.get("tools"))
+    if not tools and _are_mappings(functions := _read_json(row.get("functions"))):
+        tools = [{"type": "function", "function": each} for each in functions]
+    variables = _read_json(row.get("chat_template_kwargs")) or {}
+    if not (_are_mappings(recorded) and _are_mappings(tools or []) and _is_mapping(variables)):
+        return "undecodable"
+    messages: list[Message] = []
+    first = [{"role": "system", "content": system}] if system else []
+    for turn in (*first, *recorded):
+        role, content = (_first(turn, *names) for names in (("role", "from"), ("content", "value")))
+        called = turn.get("tool_calls") or [turn.get("function_call") or {}]
+        calls = [_call(each) for each in called if each] if _are_mappings(called) else [None]
+        text = "" if content is None and calls else _text(content)
+        more = {name: turn[name] for name in FIELDS if name != "tool_calls" and turn.get(name)}
+        if text is None or None in calls or not _are_texts([*more.values()]):
+            return "undecodable"
+        if str(role) not in ROLES:
+            return "unknown_role"
+        message = {"role": ROLES[str(role)], "content": text, **more}
+        messages.append(message | ({"tool_calls": calls} if calls else {}))
+    if system and messages[:1] == messages[1:2]:
+        del messages[0]
+    variables = _without_none({**variables, **({"tools": tools} if tools else {})})
+    is_whole = is_unicode(json.dumps([messages, variables], ensure_ascii=False, default=str))
+    return Conversation(messages, variables) if is_whole else "undecodable"
+
+
+def _first(values: Mapping[str, Any], *names: str) -> Any:
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def _text(content: Any) -> str | None:
+    """A message's content, a text or a list of text parts (lines of one text); None if neither."""
+    parts: Any = [content] if isinstance(content, str) else content
+    if _are_mappings(parts):
+        parts = [part.get("text") if part.get("type") == "text" else None for part in parts]
+    return "\n".join(parts) if _are_texts(parts) else None
+
+
+def _call(recorded: Any) -> dict[str, Any] | None:
+    """A call of a tool, its arguments as templates want them: a mapping; None if it is none."""
+    call = _without_none(recorded)
+    function = call.get("function", call) if _is_mapping(call) else None
+    if not _is_mapping(function) or not isinstance(function.get("name"), str):
         return None
-    if not _are_texts([turn.get(content) for turn in recorded]):
+    arguments = _read_json(function.get("arguments")) or {}
+    if not _is_mapping(arguments):
         return None
-    roles = [form.roles.get(str(turn.get(role))) for turn in recorded]
-    messages = [
-        {"role": name, "content": turn[content]}
-        for name, turn in zip(roles, recorded, strict=True)
-        if name
-    ]
-    return messages if len(messages) == len(recorded) else []
+    known = {name: call[name] for name in ("id",) if name in call}
+    function = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", **known, "function": function}
+
+
+def _read_json(value: Any) -> Any:
+    """What a text holds that is JSON; any other value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_none(value: Any) -> Any:
+    """A value without what is None: tables fill up the keys that other rows have."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)
+
+
+def _are_mappings(values: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
+    return is_sequence and all(map(_is_mapping, values))
 
 
 def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:

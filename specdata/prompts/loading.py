@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specdata.config import PromptSet
@@ -16,6 +16,7 @@ from specdata.prompts.chat_templates import (
     TemplateRefusedError,
     chat_ids,
     require_template,
+    text_ids,
 )
 from specdata.prompts.forms import RawPrompt, Unusable, is_unicode
 from specdata.prompts.reading import (
@@ -42,6 +43,7 @@ class Prompt:
         messages: the conversation that a chat template rendered; empty for plain text.
         follow_ups: the user's later turns, which depend on the model's answers.
         reference: the text that an answer is scored against, if its row has one.
+        variables: what else the chat template was given: `tools`, and variables that it reads.
     """
 
     example_id: str
@@ -51,6 +53,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     follow_ups: tuple[str, ...] = ()
     reference: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def load_prompts(
     *,
     seed: int,
     max_tokens: int | None = None,
+    template_variables: Mapping[str, Any] | None = None,
 ) -> LoadedPrompts:
     """Read, render and tokenize prompt sets, always in the same order.
 
@@ -78,12 +82,16 @@ def load_prompts(
     any set), has no letter or digit, is longer than `max_tokens`, is not valid Unicode, is a
     conversation without a user's turn, or is refused by the chat template (which may, for example,
     not take a system message). The seed decides the embedded prompts, and the order of catalogued
-    sets; `count` prompts of each are read, so fewer may be kept.
+    sets; `count` prompts of each are read, so fewer may be kept. The chat template is given
+    `template_variables`, such as {"enable_thinking": False}, beside what a row gives it.
     """
     check_names(sets)
     seen: dict[str, Prompt] = {}
     has_template = bool(tokenizer.chat_template)
-    report = [_read(dataset, seed, seen, has_template, tokenizer, max_tokens) for dataset in sets]
+    report = [
+        _read(dataset, seed, seen, has_template, tokenizer, max_tokens, template_variables or {})
+        for dataset in sets
+    ]
     return LoadedPrompts(list(seen.values()), report)
 
 
@@ -128,6 +136,7 @@ def _read(
     has_template: bool | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_tokens: int | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Add the prompts of a set, tokenized if there is a tokenizer; returns the set's account."""
     account: dict[str, Any] = {
@@ -148,7 +157,8 @@ def _read(
         else:
             if prompt.messages and has_template is False:
                 require_template(tokenizer)
-            reason = _keep(prompt, dataset, tokenizer, seen, max_tokens, account)
+            given = {**(variables or {}), **prompt.variables}
+            reason = _keep(prompt, dataset, tokenizer, seen, max_tokens, account, given)
         if reason:
             account["dropped"][reason] += 1
         else:
@@ -190,6 +200,7 @@ def _keep(
     seen: dict[str, Prompt],
     max_tokens: int | None,
     account: dict[str, Any],
+    variables: Mapping[str, Any],
 ) -> str | None:
     """Add a prompt, or return the reason why not."""
     texts = [message["content"] for message in prompt.messages] or [prompt.text]
@@ -199,8 +210,11 @@ def _keep(
         return "near_empty"
     identity = prompt.text
     if prompt.messages:
-        turns = [[message["role"], message["content"]] for message in prompt.messages]
-        identity = json.dumps([turns, list(prompt.follow_ups)])
+        turns = []
+        for (_, role), (_, content), *more in map(dict.items, prompt.messages):
+            turns.append([role, content, *more])
+        given = [prompt.variables] if prompt.variables else []
+        identity = json.dumps([turns, list(prompt.follow_ups), *given], default=str)
     example_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
     if example_id in seen:
         return "duplicate"
@@ -208,9 +222,9 @@ def _keep(
         if tokenizer is None:
             ids = [0]  # not known
         elif prompt.messages:
-            ids = chat_ids(tokenizer, prompt.messages)
+            ids = chat_ids(tokenizer, prompt.messages, variables)
         else:
-            ids = tokenizer(prompt.text)["input_ids"]
+            ids = text_ids(tokenizer, prompt.text)
     except TemplateRefusedError as error:
         account.setdefault("refused_because", str(error))
         return "refused"
@@ -226,5 +240,6 @@ def _keep(
         prompt.messages,
         prompt.follow_ups,
         prompt.reference,
+        variables,
     )
     return None

@@ -146,7 +146,7 @@ class _Turn:
         answered = {"role": "assistant", "content": answer}
         asked = {"role": "user", "content": self.prompt.follow_ups[turn]}
         messages = (*self.messages, answered, asked)
-        ids = chat_ids(dialogue.tokenizer, messages)
+        ids = chat_ids(dialogue.tokenizer, messages, self.prompt.variables)
         if len(ids) > dialogue.longest:
             return None
         return _Turn((index, sample, turn + 1), self.prompt, messages, ids)
