@@ -7,14 +7,15 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,27 +25,19 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from specdata.errors import ManifestError, trouble_outside
+from specdata.processes import rank
 from specdata.storage.dataset import fill_dataset, load_stored, read_manifest
-from specdata.storage.files import locked
+from specdata.storage.files import is_locked, locked
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
-from tests import drive_dataset
+from tests.test_acceptance import rollout
+from tests.two_processes import as_rank, finish, kill, wait_for
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0}}
 
 
 def row(number: int) -> Rollout:
-    return Rollout(
-        example_id=f"id{number}",
-        dataset="d",
-        split="train",
-        sample=0,
-        turn=0,
-        prompt_ids=[number],
-        completion_ids=[number, number + 1],
-        finish="length" if number % 2 else "eos",
-    )
+    return rollout(number, [number, number + 1], prompt=(number,))
 
 
 def shards(made: list[int], stop_at: int | None = None) -> list[Callable[[], list[Rollout]]]:
@@ -82,17 +75,11 @@ def test_an_interrupted_dataset_continues_and_has_the_bytes_of_an_uninterrupted_
     assert made == [3, 2, 1, 0], "no shard is made twice"
     fill(tmp_path / "b", shards([]))
     assert content(tmp_path / "a") == content(tmp_path / "b")
-    assert load_stored(tmp_path / "a")["example_id"][:] == [f"id{n}" for n in range(8)]
+    dataset = load_stored(tmp_path / "a")
+    assert dataset.to_list() == [dict(row(number)) for number in range(8)]
+    assert dataset.cache_files, "it is a memory map, not a copy in memory"
     assert fill(tmp_path / "a", shards(made)) == 8
     assert len(made) == 4
-
-
-def test_a_dataset_streams_and_loads_the_rows_that_were_stored(tmp_path: Path) -> None:
-    fill(tmp_path, shards([]))
-    rows = [dict(row(number)) for number in range(8)]
-    dataset = load_stored(tmp_path)
-    assert dataset.to_list() == rows
-    assert dataset.cache_files, "it is a memory map, not a copy in memory"
 
 
 def test_a_run_that_lost_its_folder_to_another_writes_nothing_into_it(tmp_path: Path) -> None:
@@ -158,24 +145,24 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
             load_stored(tmp_path)
 
 
-def test_a_lock_is_taken_although_its_folder_is_removed_again_and_again(tmp_path: Path) -> None:
-    """As a process does that finishes a dataset, whose locks another one is about to use."""
-    folder, over, taken = tmp_path / ".progress", threading.Event(), 0
+def test_a_lock_is_taken_although_its_folder_is_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a process that finishes a dataset, whose locks another one is about to use."""
+    path, mkdir, left = tmp_path / ".progress" / "dataset.lock", Path.mkdir, [2, 1, 0]
 
-    def remove() -> None:
-        while not over.is_set():
-            shutil.rmtree(folder, ignore_errors=True)
+    def made_and_gone(folder: Path, *given: Any, **how: Any) -> None:
+        mkdir(folder, *given, **how)
+        if left:
+            folder.rmdir()
+            if not left.pop():
+                raise FileExistsError
 
-    thread = threading.Thread(target=remove)
-    thread.start()
-    try:
-        for _ in range(300):
-            with locked(folder / "dataset.lock") as held:
-                taken += held
-    finally:
-        over.set()
-        thread.join()
-    assert taken == 300
+    monkeypatch.setattr(Path, "mkdir", made_and_gone)
+    with locked(path) as held:
+        assert held
+        assert is_locked(path)
+    assert not left
 
 
 @pytest.mark.parametrize(("wait", "code"), [(True, errno.ENOLCK), (False, errno.ENOSYS)])
@@ -196,67 +183,71 @@ def test_a_file_system_without_locks_is_refused_with_what_to_do(
         pytest.fail("nothing keeps a second process out")
 
 
-def driver(folder: Path, count: int, seconds: float) -> list[subprocess.Popen[bytes]]:
-    """Processes that fill a dataset; each writes what it made to `made-RANK` beside it."""
-    command = [sys.executable, drive_dataset.__file__, str(folder), str(seconds)]
-    processes = []
-    for rank in range(count):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(count), "PYTHONPATH": str(ROOT)}
-        with (folder.parent / f"made-{rank}").open("w") as made:
-            processes.append(subprocess.Popen(command, stdout=made, env={**os.environ, **place}))
+SHARDS = 12
+
+
+def fill_slowly(folder: Path, seconds: float) -> None:
+    """Fill a dataset whose shards take some time, and write which were made here beside it."""
+
+    def rows(index: int) -> list[Rollout]:
+        with (folder.parent / f"made-{rank()}").open("a") as made:
+            made.write(f"{index}\n")
+        time.sleep(seconds)
+        draw = torch.Generator().manual_seed(index)
+        texts = torch.randint(1 << 30, (20, 2000), generator=draw)  # some milliseconds to write
+        return [rollout(number, text) for number, text in enumerate(texts.tolist(), 20 * index)]
+
+    fill(folder, [partial(rows, index) for index in range(SHARDS)])
+
+
+def start(server: ForkServerContext, folder: Path, count: int, seconds: float) -> list[BaseProcess]:
+    """Processes that fill a dataset together."""
+    processes: list[BaseProcess] = [
+        server.Process(
+            target=as_rank, args=(each, {"WORLD_SIZE": str(count)}, fill_slowly, folder, seconds)
+        )
+        for each in range(count)
+    ]
+    for process in processes:
+        process.start()
     return processes
-
-
-def await_file(folder: Path, pattern: str, processes: list[subprocess.Popen[bytes]]) -> bool:
-    """True if a file of this name appeared while the processes were at work."""
-    while all(process.poll() is None for process in processes):
-        if list(folder.glob(pattern)):
-            return True
-    return False
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("whole") / "dataset"
-    drive_dataset.fill(folder)
+    fill_slowly(folder, 0.0)
     return content(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_dataset_whose_processes_are_killed_at_any_time_ends_with_the_same_bytes(
-    tmp_path: Path, whole: dict[str, bytes], count: int
+    tmp_path: Path, whole: dict[str, bytes], count: int, server: ForkServerContext
 ) -> None:
     folder = tmp_path / "dataset"
-    patterns = [
+    for pattern in (
         "manifest.json",
         ".shard-00008.parquet.tmp",
         ".progress/shard-00005.parquet.json",
-    ]
-    for pattern in patterns:
-        processes = driver(folder, count, 0.05)
-        assert await_file(folder, pattern, processes), "it ended before it could be killed"
-        for process in processes:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+    ):
+        processes = start(server, folder, count, 0.05)
+        wait_for(folder, pattern, processes)
+        kill(processes)
     assert not read_manifest(folder)["finished"]
     # It may go on with another number of processes.
-    for process in driver(folder, 3 - count, 0.0):
-        assert process.wait() == 0
+    finish(start(server, folder, 3 - count, 0.0))
     assert content(folder) == whole
 
 
 @pytest.mark.slow
 def test_any_number_of_processes_makes_the_same_bytes_and_shares_the_work(
-    tmp_path: Path, whole: dict[str, bytes]
+    tmp_path: Path, whole: dict[str, bytes], server: ForkServerContext
 ) -> None:
-    for process in driver(tmp_path / "3", 3, 0.5):
-        assert process.wait() == 0
-    made = [(tmp_path / f"made-{rank}").read_text().split() for rank in range(3)]
+    finish(start(server, tmp_path / "3", 3, 0.5))
+    made = [(tmp_path / f"made-{each}").read_text().split() for each in range(3)]
     assert all(made), "every process makes some"
-    assert sorted(int(index) for part in made for index in part) == list(
-        range(drive_dataset.SHARDS)
-    )
+    assert sorted(int(index) for part in made for index in part) == list(range(SHARDS))
     assert content(tmp_path / "3") == whole
 
 
@@ -305,17 +296,3 @@ def test_a_full_disk_is_told_from_the_errors_of_every_library(
         assert full.errno == errno.ENOSPC
     assert trouble_outside(ValueError("no such thing")) is None
     assert trouble_outside(FileNotFoundError(errno.ENOENT, "No such file")) is None
-
-
-def test_a_full_disk_stops_the_dataset_which_goes_on_when_there_is_room(
-    tmp_path: Path, whole: dict[str, bytes]
-) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    with small_disk(disk, "1m"):
-        with pytest.raises(OSError, match="No space left on device"):
-            drive_dataset.fill(disk / "dataset")
-        assert 0 < len(list((disk / "dataset").glob("*.parquet"))) < drive_dataset.SHARDS
-        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        drive_dataset.fill(disk / "dataset")
-        assert content(disk / "dataset") == whole
