@@ -13,8 +13,10 @@ import torch
 import yaml
 
 from distill.teacher import Part, Teacher
+from eval.decode_config import DecodeConfig
+from eval.decoder import SpeculativeDecoder
 from recipes import make_rollouts, train_head
-from recipes.config import PipelineConfig, build
+from recipes.config import PipelineConfig, build, parse
 from recipes.make_rollouts import Rollouts
 from recipes.run import Stage
 from recipes.run_eval import Eval
@@ -28,15 +30,35 @@ from specdata.loading import Loading
 from specdata.models import load_model
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
+from specdata.processes import is_main, leave_processes
 from specdata.storage.dataset import load_stored
+from specdata.storage.files import write_json
 from specdata.storage.resume import Settings
-from tests.drive_tensor_parallel import IDS, main, seen
 from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama
 from tests.two_processes import ON_CPU, finish, start_two
 from tests.word_pair import with_train_and_dev
 
 ON_DISK = {"device_map": "auto"}
+IDS = [2, 9, 5, 17, 30, 4]
+CHAIN = DecodeConfig(verifier="block", stop="fixed", length=3)
+TREE = DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2))
+
+
+def seen(target: Any, draft: Any) -> dict[str, Any]:
+    """The target's logits, and what it decodes with a draft: by a chain, a tree, and in a batch."""
+    with torch.inference_mode():
+        found = {"logits": target(input_ids=torch.tensor([IDS])).logits[0].tolist()}
+    for name, config in (("chain", CHAIN), ("tree", TREE)):
+        decoder = SpeculativeDecoder.from_config(target, draft, config)
+        seed = torch.Generator().manual_seed(0)
+        out = decoder.generate(torch.tensor(IDS), max_new_tokens=24, generator=seed)
+        found[name] = out.tokens.tolist()
+    decoder = SpeculativeDecoder.from_config(target, draft, CHAIN)
+    prompts = [torch.tensor(IDS[: 2 + index]) for index in range(3)]
+    seeds = [torch.Generator().manual_seed(index) for index in range(3)]
+    outs = decoder.generate_batch(prompts, max_new_tokens=16, generators=seeds, size=3)
+    return found | {"batch": [out.tokens.tolist() for out in outs]}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +80,7 @@ def spread(name: Path, folder: Path, memory: str) -> Any:
     return model
 
 
-def test_a_model_partly_on_disk_gives_the_logits_and_texts_of_the_whole_one(
+def test_a_model_partly_on_disk_gives_logits_texts_states_and_rows_of_the_whole_one(
     models: Path, tmp_path: Path
 ) -> None:
     draft = load_model(str(models / "draft"))
@@ -72,15 +94,7 @@ def test_a_model_partly_on_disk_gives_the_logits_and_texts_of_the_whole_one(
     with prepacked(parted), torch.inference_mode():
         logits = parted(input_ids=torch.tensor([IDS])).logits
         torch.testing.assert_close(logits, whole(input_ids=torch.tensor([IDS])).logits)
-
-
-def test_states_and_rows_of_an_output_matrix_on_disk_are_those_of_the_whole_model(
-    models: Path, tmp_path: Path
-) -> None:
-    parted, whole = (
-        spread(models / "target", tmp_path, "600KB"),
-        load_model(str(models / "target")),
-    )
+    # Its output matrix is on disk.
     assert parted.lm_head.weight.is_meta
     ids = torch.tensor([IDS])
     heads = [find_lm_head(model) for model in (parted, whole)]
@@ -235,47 +249,48 @@ def test_what_several_processes_cannot_do_is_refused(
 # --- tensor parallelism
 
 
-@pytest.fixture(scope="module")
-def shared(
-    word_pair: Path, server: ForkServerContext, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """One run made by a process, another by two that hold half of the target each."""
-    folder = tmp_path_factory.mktemp("shared")
-    tree = with_train_and_dev(word_pair, folder)
-    tree |= {"labels": {"shard_size": 4}, "head": {"depth": 1, "epochs": 1}}
-    tree["rollouts"]["store_taps"] = [1, 2]
-    (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
-    asked = [f"--config={folder / 'pair.yaml'}"]
-    assert make_rollouts.RECIPE.run([*asked, f"--output={folder / 'one'}"]) == 0
-    assert train_head.RECIPE.run([*asked, f"--output={folder / 'one'}"]) == 0
-    asked += [f"--output={folder / 'two'}", "--models.load.target.tp_plan=auto"]
-    finish(start_two(server, main, asked, folder / "seen.json", **ON_CPU))
-    return folder
+def run_in_halves(arguments: list[str], out: Path) -> None:
+    """Make a run of a target whose layers two processes share; what the main one sees of it."""
+    config = parse(arguments).config
+    for recipe in (make_rollouts, train_head):
+        recipe.RECIPE.main(config)
+    target = load_model(config.models.target, load=config.models.loading("target"))
+    found = seen(target, load_model(str(config.models.draft)))
+    divided: list[Any] = [each for each in target.parameters() if hasattr(each, "to_local")]
+    share = sum(each.to_local().numel() for each in divided) / sum(e.numel() for e in divided)
+    if is_main():
+        write_json(out, found | {"share": share})
+    leave_processes()
 
 
 @pytest.mark.exhaustive
-def test_two_processes_with_half_a_target_each_give_its_logits_and_texts(
-    word_pair: Path, shared: Path
+def test_two_processes_with_half_a_target_each_give_its_logits_and_texts_and_the_run_of_one(
+    word_pair: Path, server: ForkServerContext, tmp_path: Path
 ) -> None:
-    found = json.loads((shared / "seen.json").read_text())
+    tree = with_train_and_dev(word_pair, tmp_path)
+    tree |= {"labels": {"shard_size": 4}, "head": {"depth": 1, "epochs": 1}}
+    tree["rollouts"]["store_taps"] = [1, 2]
+    (tmp_path / "pair.yaml").write_text(yaml.safe_dump(tree))
+    asked = [f"--config={tmp_path / 'pair.yaml'}"]
+    for recipe in (make_rollouts, train_head):
+        assert recipe.RECIPE.run([*asked, f"--output={tmp_path / 'one'}"]) == 0
+    asked += [f"--output={tmp_path / 'two'}", "--models.load.target.tp_plan=auto"]
+    finish(start_two(server, run_in_halves, asked, tmp_path / "seen.json", **ON_CPU))
+    found = json.loads((tmp_path / "seen.json").read_text())
     whole = seen(load_model(str(word_pair / "target")), load_model(str(word_pair / "draft")))
     assert found.pop("share") == 0.5
     torch.testing.assert_close(
         torch.tensor(found.pop("logits")), torch.tensor(whole.pop("logits")), rtol=1e-5, atol=1e-4
     )
     assert found == whole
-
-
-@pytest.mark.exhaustive
-def test_two_processes_with_half_a_target_each_make_the_run_of_one(shared: Path) -> None:
-    one, two = (load_stored(shared / run / "rollouts") for run in ("one", "two"))
+    one, two = (load_stored(tmp_path / run / "rollouts") for run in ("one", "two"))
     for stored in zip(one["target_taps"], two["target_taps"], strict=True):
         taps = [torch.frombuffer(bytearray(each), dtype=torch.float16) for each in stored]
         states = [each.view(-1, 2, 32 + 2)[..., :32] for each in taps]  # without scales
         torch.testing.assert_close(*states, rtol=0.0, atol=5e-3)  # of unit size
     one, two = (each.remove_columns("target_taps") for each in (one, two))
     assert one.to_list() == two.to_list()
-    one, two = (load_labels(shared / run / "labels", SamplingConfig()) for run in ("one", "two"))
+    one, two = (load_labels(tmp_path / run / "labels", SamplingConfig()) for run in ("one", "two"))
     assert one["draft_ids"] == two["draft_ids"]
     for mine, theirs in zip(one["accept_prob"], two["accept_prob"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-4)
