@@ -290,7 +290,7 @@ def test_a_plan_does_not_ask_the_hub_and_a_pipeline_asks_it_first(
     out = tmp_path / "out"
     flags = [*toy(out), "--eval.sets", "[{name: nobody/nothing, split: test, count: 1}]"]
     assert pipeline.RECIPE.run([*flags, "--plan"]) == 0
-    assert "writes" in capsys.readouterr().out
+    assert "nobody/nothing (from the Hub: no such folder here)" in capsys.readouterr().out
     assert pipeline.RECIPE.run(flags) == 2
     assert "nobody/nothing" in capsys.readouterr().err
     assert not out.exists()

@@ -61,24 +61,16 @@ def changed(source: Path, out: Path, change: Change) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
+def test_what_cannot_be_asked_is_refused(
+    released: Path, trained_pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [str(released), "--target", str(trained_pair / "target")]
+    for more, message in (
         (["--max-new-tokens", "0"], "must be at least 1, got 16 and 0"),
         (["--temperature", "-1"], "temperature must be 0 or larger, got -1.0"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(
-    released: Path,
-    trained_pair: Path,
-    capsys: pytest.CaptureFixture[str],
-    asked: list[str],
-    message: str,
-) -> None:
-    assert (
-        run_tool("doctor", [str(released), "--target", str(trained_pair / "target"), *asked]) == 2
-    )
-    assert message in capsys.readouterr().err
+    ):
+        assert run_tool("doctor", [*asked, *more]) == 2
+        assert message in capsys.readouterr().err
 
 
 def said_of(folder: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from torch import distributed
 
 from recipes.config import PipelineConfig, parse
 from recipes.layout import portable
-from recipes.recipe import Recipe, _absent
+from recipes.recipe import Recipe
 from recipes.run import KEYS, finished, remove_caches, run_stage, wait_for
 from recipes.run_eval import Eval
 from recipes.train_head import Labels
@@ -233,19 +233,3 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Failing, "error", ValueError("a defect"))
     with pytest.raises(ValueError, match="a defect"):
         Failing("", (Work,)).run([])
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("owner/name", "from the Hub: no such folder here"),
-        ("https://example.org/a/b.jsonl", "from the Hub: no such folder here"),
-        ("out/draft", "not made yet"),
-        (".", ""),
-    ],
-)
-def test_a_plan_tells_paths_that_are_not_there_from_what_is_fetched(
-    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert _absent(source, "out") == (f" ({said})" if said else "")
