@@ -228,6 +228,17 @@ def test_a_recorded_conversation_gives_a_prompt_a_turn(
         load_prompts([wanted], PLAIN, seed=0)
 
 
+def test_conversations_are_cut_by_what_they_say_whatever_their_keys(tmp_path: Path) -> None:
+    turns = [[{"role": "user", "content": f"Say {n}."}] for n in range(100)]
+    renamed = [[{"from": "human", "value": turn["content"]} for turn in talk] for talk in turns]
+    for name, talks in (("a", turns), ("b", renamed)):
+        source = jsonl(tmp_path / f"{name}.jsonl", [{"conversations": talk} for talk in talks])
+        sets = [
+            PromptSet("sharegpt", split, 0, source=source) for split in ("train", "dev", "test")
+        ]
+        assert [entry["kept"] for entry in load_prompts(sets, CHAT, seed=0).report] == [96, 2, 2]
+
+
 def test_questions_that_depend_on_an_answer_wait_as_follow_ups(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "question.jsonl", [ROWS["spec-bench"][0]])
     wanted = PromptSet("spec-bench", "test", 1, source=source)

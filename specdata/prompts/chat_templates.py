@@ -60,7 +60,10 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """A text to continue: what the tokenizer puts before a text comes once, and nothing after."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     whole: list[int] = tokenizer(text)["input_ids"]
-    before = next(n for n in range(len(whole) + 1) if whole[n : n + len(ids)] == ids)
+    places = range(len(whole) - len(ids) + 1)
+    before = next((n for n in places if whole[n : n + len(ids)] == ids), None)
+    if before is None:  # what comes before changes the first token
+        return whole
     return ids if ids[:before] == whole[:before] else whole[: before + len(ids)]
 
 
@@ -205,8 +208,8 @@ def _whole(
     lost = [f"`{name}`" for name in sorted(given) if not re.search(rf"\b{name}\b", template)]
     calls = [call for each in messages for call in each.get("tool_calls", ())]
     for field, tools in (("`tools`", variables.get("tools", ())), ("`tool_calls`", calls)):
-        names = [str((tool.get("function") or tool).get("name")) for tool in tools]
-        lost += [field] * any(name not in text for name in names)
+        named = [f if isinstance(f := tool.get("function"), Mapping) else tool for tool in tools]
+        lost += [field] * any(str(each.get("name")) not in text for each in named)
     for index, message in enumerate(messages):
         if message["role"] != "assistant" and message["content"].strip() not in text:
             other = [*messages[:index], {**message, "content": _BLANK}, *messages[index + 1 :]]

@@ -194,7 +194,7 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
     messages: list[Message] = []
     first = [{"role": "system", "content": system}] if system else []
     for turn in (*first, *recorded):
-        role, content = (_first(turn, *names) for names in (("role", "from"), ("content", "value")))
+        role, content = first_of(turn, "role", "from"), first_of(turn, "content", "value")
         called = turn.get("tool_calls") or [turn.get("function_call") or {}]
         calls = [_call(each) for each in called if each] if _are_mappings(called) else [None]
         text = "" if content is None and calls else _text(content)
@@ -212,7 +212,8 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
     return Conversation(messages, variables) if is_whole else "undecodable"
 
 
-def _first(values: Mapping[str, Any], *names: str) -> Any:
+def first_of(values: Mapping[str, Any], *names: str) -> Any:
+    """The first of these keys' values that is not None; None if all are."""
     return next((values[name] for name in names if values.get(name) is not None), None)
 
 

@@ -37,6 +37,7 @@ from specdata.prompts.forms import (
     RawPrompt,
     Unusable,
     columns_of,
+    first_of,
     form_of,
     prompts_in,
     require_columns,
@@ -346,8 +347,9 @@ def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:
         if isinstance(row, str):
             values = None
         elif form.messages:  # the keys that are read: files differ in the others
-            turns = row[form.messages]
-            values = [[turn.get(key) for key in ("from", "value")] for turn in turns or ()]
+            turns = row[form.messages] or ()
+            keys = (("from", "role"), ("value", "content"))
+            values = [[first_of(turn, *names) for names in keys] for turn in turns]
         else:
             values = [row[name] for name in columns_of(form)]
         hashes.append(hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest())
