@@ -1,10 +1,15 @@
-"""Models: what does not fit is refused; what lies beside saved weights is read by others, too."""
+"""Models: what does not fit is refused, code of their own, too; others read what is saved."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import io
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +26,7 @@ from transformers import (
 )
 
 from distill.toy import END_TOKEN, save_tokenizer, train_tokenizer
+from eval.publishing.release import _load_whole
 from specdata.cache import cache_argument
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import (
@@ -34,6 +40,7 @@ from specdata.models import (
     revision_of,
 )
 from specdata.saving import add_former_names, copy_tokenizer
+from tests.chats import chat_tokenizer
 from tests.tiny import tiny_llama
 
 COMMIT = "c" * 40
@@ -151,17 +158,13 @@ def test_former_names_of_settings_are_added_and_change_nothing_here(
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == before
 
 
-def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+def test_missing_and_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:
     tiny_llama(0, layers=1).save_pretrained(tmp_path)
     load_model(str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match=r"9 are missing \(first: model\.layers\.1\."):
         load_model(str(tmp_path))
-
-
-def test_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:
-    tiny_llama(0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=r"cannot load the model .*model\.safetensors is damaged"):
         load_model(str(tmp_path))
@@ -223,3 +226,79 @@ def test_the_caches_argument_is_found_behind_a_wrapper_and_its_absence_is_named(
     # Older models take past_key_values; Mamba's, cache_params.
     with pytest.raises(CacheNotRewindableError, match="cache, past_key_values, cache_params"):
         cache_argument(torch.nn.Linear(1, 1))
+
+
+# --- code that comes with a model is never run, whatever is answered on the terminal
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("specdata", "heads", "distill", "eval", "recipes", "benchmarks")
+# Our own loader of heads; transformers' class of generation settings and PEFT's of adapters around
+# a model that is there, which have no code.
+WITHOUT = (
+    "AcceptanceHead",
+    "BaseHead",
+    "super()",
+    "super(BaseHead, actual)",
+    "GenerationConfig",
+    "peft.PeftModel",
+)
+
+
+def calls(tree: ast.AST) -> list[ast.Call]:
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("from_pretrained", "from_config")
+        and ast.unparse(node.func.value) not in (*WITHOUT, "SpeculativeDecoder")
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_call_that_loads_with_transformers_refuses_remote_code(package: str) -> None:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for call in calls(ast.parse(path.read_text())):
+            given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert given.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
+
+
+def test_the_calls_of_this_project_are_found() -> None:
+    assert len(calls(ast.parse((ROOT / "specdata" / "models.py").read_text()))) == 6
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The text that a model's code writes if it runs; anybody who is asked answers yes."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
+    return tmp_path / "was-run"
+
+
+def with_code(folder: Path, marker: Path, **changes: Any) -> str:
+    """A model's folder whose configuration, model and tokenizer are classes of its own."""
+    tiny_llama(0, vocab=400).save_pretrained(folder)
+    chat_tokenizer("chatml").save_pretrained(folder)
+    (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Mine: pass\n")
+    described = json.loads((folder / "config.json").read_text())
+    auto = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "mine.Mine")
+    changes = {"model_type": "mine", "architectures": ["Mine"], "auto_map": auto} | changes
+    (folder / "config.json").write_text(json.dumps({**described, **changes}))
+    settings = folder / "tokenizer_config.json"
+    mine = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **mine}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "load", [load_model, load_tokenizer, load_configs, lambda name: _load_whole(Path(name))]
+)
+def test_a_model_with_code_of_its_own_is_refused_without_a_question(
+    tmp_path: Path, marker: Path, load: Callable[[str], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = with_code(tmp_path / "model", marker)
+    with pytest.raises(ConfigError, match="such code is never run here") as refusal:
+        load(name)
+    assert not marker.exists()
+    assert "y/N" not in capsys.readouterr().out
+    assert "auto_map" in str(refusal.value)
+    assert "architecture transformers itself has" in str(refusal.value)
