@@ -176,26 +176,20 @@ def unread_keys(config: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_deepspeed_reads_every_key(name: str) -> None:
-    config = json.loads((LAUNCH / f"{name}.json").read_text())
-    assert unread_keys(config) == set()
-    zero = config["zero_optimization"]
-    assert zero["stage"] == STAGES[name]
-    assert zero["stage"] == 3 or not any(key.startswith("stage3") for key in zero)
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_accelerate_takes_profile_and_deepspeed_file_together(
+def test_deepspeed_reads_every_key_and_accelerate_takes_its_file_with_the_profile(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It refuses a setting of the profile that the file has, or overrules."""
+    config = json.loads((LAUNCH / f"{name}.json").read_text())
+    assert unread_keys(config) == set()
+    zero = config["zero_optimization"]
+    assert STAGES[name] == 3 or not any(key.startswith("stage3") for key in zero)
     monkeypatch.chdir(LAUNCH.parent)
     with patch_environment(**launched(LAUNCH / f"{name}.yaml")["environment"]):
         plugin = DeepSpeedPlugin()
     assert plugin.zero_stage == STAGES[name]
     assert plugin.zero3_init_flag is False
     assert plugin.hf_ds_config.is_offload() == (name == "zero3_offload")
-    config = json.loads((LAUNCH / f"{name}.json").read_text())
     assert {**plugin.deepspeed_config, **config} == plugin.deepspeed_config, "nothing is replaced"
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +174,12 @@ HUB_SETS = [
 ]
 
 
-@dataclass
-class Said:
-    """Another process's view of each set online, and then offline; what the Hub was asked."""
-
-    online: list[str]
-    offline: list[str]
-    asked: list[str]
-
-
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    root = tmp_path_factory.mktemp("hub")
+@pytest.mark.slow
+def test_of_the_hub_what_is_asked_is_read_and_again_offline_or_refused_with_what_to_do(
+    tmp_path: Path,
+) -> None:
+    """By another process: revision, configuration and split of a data set, and no other file."""
+    root = tmp_path / "hub"
     parquet(root / "openai/gsm8k/main/test.parquet", [{"question": "Why?", "answer": ""}])
     gsm8k = "- config_name: main\n  data_files:\n  - split: test\n    path: main/test.parquet\n"
     (root / "openai/gsm8k/README.md").write_text(f"---\nconfigs:\n{gsm8k}---\n")
@@ -214,51 +207,36 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Said:
     with Server(root) as server:
         env = os.environ | {
             "HF_ENDPOINT": server.url,
-            "HF_HOME": str(tmp_path_factory.mktemp("home")),
+            "HF_HOME": str(tmp_path / "home"),
             "PYTHONPATH": str(Path(__file__).parent.parent),
         }
-        said = [
+        online, offline = (
             subprocess.run(
                 [sys.executable, "-c", script],
-                env=env | {"HF_HUB_OFFLINE": offline},
+                env=env | {"HF_HUB_OFFLINE": is_offline},
                 capture_output=True,
                 text=True,
                 check=True,
             ).stdout.splitlines()
-            for offline in "01"
-        ]
-    return Said(*said, server.asked)
-
-
-@pytest.mark.slow
-def test_a_gated_or_absent_repository_is_refused_with_what_to_do(hub: Said) -> None:
-    gated, absent, *_ = hub.online
+            for is_offline in "01"
+        )
+    gated, absent, wmt, piqa, mine, gsm8k = online
     assert "is a gated dataset on the Hub" in gated
     assert "ask for access on its page and log in (`hf auth login`" in gated
     assert "'me/absent' doesn't exist on the Hub or cannot be accessed" in absent
     assert "give `source:` a local copy" in absent
-
-
-@pytest.mark.slow
-def test_what_was_read_from_the_hub_once_can_be_read_offline(hub: Said) -> None:
-    assert hub.offline[2:] == hub.online[2:]
-    for line in hub.offline[:2]:
+    assert offline[2:] == online[2:]
+    for line in offline[:2]:
         assert "is not reached: connect, unset HF_HUB_OFFLINE" in line
-
-
-@pytest.mark.slow
-def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(hub: Said) -> None:
-    asked = hub.asked
-    wmt, piqa, mine, gsm8k = hub.online[2:]
     assert "Input: test day" in wmt
     assert "Question: test goal" in piqa
     assert mine == "['b train']"
     assert "Why?" in gsm8k
-    fetched = [path for path in asked if path.endswith(".parquet")]
+    fetched = [path for path in server.asked if path.endswith(".parquet")]
     assert fetched
     assert not any("de-en/train" in path or "plain_text/train" in path for path in fetched)
-    assert any("piqa/revision/refs/convert/parquet" in path for path in asked)
-    assert any("data/resolve/v2/" in path for path in asked)
+    assert any("piqa/revision/refs/convert/parquet" in path for path in server.asked)
+    assert any("data/resolve/v2/" in path for path in server.asked)
 
 
 def test_tokenizers_that_differ_are_refused_with_the_first_ids() -> None:
