@@ -142,6 +142,10 @@ def test_a_plan_names_what_is_read_and_written_and_writes_nothing(
         assert f"reads {name}: {source} (not made yet)" in said
     assert stage.__doc__
     assert [path.name for path in tmp_path.iterdir()] == ["pair.yaml"]
+    if stage.inputs:
+        recipe = "train_draft" if stage.name in ("head", "release") else "make_rollouts"
+        with pytest.raises(ConfigError, match=rf"run recipes/{recipe}\.py first"):
+            run_stage(stage)
     with pytest.raises(SystemExit) as left:
         Recipe(stage.__doc__, (kind,)).run(["--help"])
     assert left.value.code == 0
