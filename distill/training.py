@@ -39,7 +39,7 @@ from distill.config import DistilConfig, FinetuneConfig
 from specdata.errors import TrainingDivergedError
 from specdata.generation import special_ids
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
-from specdata.processes import broadcast_by_main, join_processes
+from specdata.processes import begin_training, broadcast_by_main, join_processes
 from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.checkpoints import (
     checkpoint_folder,
@@ -139,7 +139,7 @@ def training_arguments(
 
     `schedule.batch_size` is that of one process. `kind` is what a subclass of the Trainer takes.
     """
-    join_processes()
+    begin_training()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         # Trainer imports DeepSpeed wherever it is installed, which warns unless told of the CPU.

@@ -71,12 +71,18 @@ class Method(Config):
         default="speculative",
         description="plain (target alone), speculative (ours), generate (transformers' own, target "
         "alone), assisted (transformers' own, which drafts `length` tokens, or stops by "
-        "confidence if it is given a `threshold`), or server (an engine at `url`, whatever it "
-        "drafts with)",
+        "confidence if it is given a `threshold`, or looks tokens up if it is given `lookup`), or "
+        "server (an engine at `url`, whatever it drafts with)",
     )
     url: str = Field(default="", description="address of the engine of decoder server")
     served_model: str = Field(
         default="", description="its name of the target (default: models.target)"
+    )
+    lookup: Few = Field(
+        default=0,
+        ge=0,
+        description="tokens that decoder assisted takes from the prompt, which follow there what "
+        "was written last, and no draft (transformers' prompt_lookup_num_tokens); 0: by the draft",
     )
     verifier: str = Field(default="token", description="acceptance rule: a name in `VERIFIERS`")
     verifier_args: dict[str, Any] = Field(
@@ -254,8 +260,13 @@ class Method(Config):
 
     @property
     def uses_draft(self) -> bool:
+        """True if the draft model proposes tokens."""
+        return self.speculates and not self.lookup
+
+    @property
+    def speculates(self) -> bool:
         """False if the target decodes alone, or an engine does."""
-        return self.decoder not in ("plain", "generate", "server")
+        return self.decoder in ("speculative", "assisted")
 
     @property
     def drafts(self) -> list[str]:
@@ -304,7 +315,7 @@ class Method(Config):
             and (value := getattr(self, name)) != type(self).model_fields[name].default
         }
         parameters: dict[str, Any] = dict(settings.pop("verifier_args", {}))
-        parameters |= {n: v for n in SERVED_BY if (v := getattr(self, n))}
+        parameters |= {n: v for n in (*SERVED_BY, "lookup") if (v := getattr(self, n))}
         if self.drafter == "paths":
             settings["paths"] = self.paths
         if self.drafter == "tree":
@@ -330,7 +341,8 @@ class Method(Config):
         method.
         """
         drafter, parameters = columns["drafter"], columns["parameters"]
-        decoders = {None: "plain", "transformers": "assisted" if draft else "generate"}
+        is_assisted = draft or "lookup" in parameters
+        decoders = {None: "plain", "transformers": "assisted" if is_assisted else "generate"}
         decoders["server"] = "server"
         given = {"name": columns["method"], "decoder": decoders.get(drafter, "speculative")}
         if not draft:
@@ -356,7 +368,9 @@ class Method(Config):
         given = [k for k, value in self.model_dump().items() if default.get(k, ...) != value]
         if self.decoder != "speculative":
             used = {"decoder", *(SERVED_BY if self.decoder == "server" else ())}
-            if self.decoder == "assisted" and isinstance(self.stop, Fixed | Confidence):
+            if self.decoder == "assisted" and self.lookup:
+                used.add("lookup")
+            elif self.decoder == "assisted" and isinstance(self.stop, Fixed | Confidence):
                 used |= {"stop", *type(self.stop).model_fields}
             unread = [name for name in given if name not in used]
             if "stop" in unread:  # one mistake: the parameters came with the rule
@@ -364,7 +378,7 @@ class Method(Config):
             return f"decoder {self.decoder}", unread
         drafter = self.drafter
         unread = [name for name in given if drafter not in ONLY_READ_BY.get(name, (drafter,))]
-        unread += [name for name in SERVED_BY if name in given]
+        unread += [name for name in (*SERVED_BY, "lookup") if name in given]
         if drafter in ("tree", "dynamic_tree"):  # these have depths of their own
             unread += [name for name in type(self.stop).model_fields if name in given]
         return f"drafter {drafter}", unread

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import is_initialized
 from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
@@ -36,7 +35,7 @@ from heads.config import TRAINING, HeadConfig, Tracker
 from heads.loss import HeadMetrics
 from heads.model import BaseHead
 from specdata.errors import ConfigError
-from specdata.processes import join_processes
+from specdata.processes import begin_training
 from specdata.storage.checkpoints import checkpoint_folder, complete
 
 STATE = "state.safetensors"
@@ -59,15 +58,11 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
             f"head.report_to is {report_to}, which is not installed here: pip install {report_to}, "
             "or set it to none"
         )
-    join_processes()
-    # The head is float32 and leaves autocast by itself; an accelerator that the process already
-    # has, from a trainer that ran before, cannot be changed and need not be.
-    precision = None if is_initialized() else "no"
-    # Heads are trained without a dataloader. One that a trainer before left at its end (an error in
-    # its last step) would otherwise make every micro-batch a step of its own.
+    begin_training()
+    # Heads are trained without a dataloader.
     alone = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
     return Accelerator(
-        mixed_precision=precision,
+        mixed_precision="no",
         gradient_accumulation_plugin=alone,
         log_with=None if report_to == "none" else report_to,
         project_dir=logs,
@@ -104,7 +99,10 @@ class PreparedHead:
             return cls(accelerator, head, model, optimizer, None)
         from deepspeed import DeepSpeedEngine  # here, because it is heavy and rarely needed
 
-        accelerator.state.deepspeed_plugin.deepspeed_config.update(
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        zero = settings["zero_optimization"]  # sizes that are filled in by a transformers model's
+        settings.update(
+            zero_optimization={key: value for key, value in zero.items() if value != "auto"},
             train_micro_batch_size_per_gpu=size,
             gradient_accumulation_steps=accumulation,
             train_batch_size=size * accumulation * accelerator.num_processes,

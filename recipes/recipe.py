@@ -22,6 +22,7 @@ from recipes.steps import CommandLine
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
 from specdata.interruption import Interrupted, stop_signal, stopping_on_signals
 from specdata.processes import (
+    check_launcher,
     in_group,
     is_main,
     keep_freed_memory,
@@ -129,6 +130,7 @@ class Recipe:
 
 def check_stages(stages: Sequence[Stage]) -> bool:
     """Refuse what cannot be made, for a plan and a run alike; True if all is made already."""
+    check_launcher()
     for stage in stages:
         stage.check_folder()
     is_made = all(stage.is_made for stage in stages)

@@ -124,7 +124,8 @@ class Eval(Stage):
         config = self.config
         check_methods(config.eval, config.sampling, head=config.head is not None)
         check_loading(config, "eval")
-        assisted = [each.name for each in config.eval.methods if each.decoder == "assisted"]
+        methods = [each for each in config.eval.methods if each.uses_draft]
+        assisted = [each.name for each in methods if each.decoder == "assisted"]
         if assisted and reads_states(config):
             raise ConfigError(
                 "transformers' assisted generation does not hand a draft its target's states, "

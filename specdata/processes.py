@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specdata.errors import ConfigError
 
@@ -22,6 +25,26 @@ T = TypeVar("T")
 # the launcher of its node nor a broken connection tells. What may take longer is waited for
 # elsewhere: a stage by `recipes.run.wait_for`, the main process of a group by `broadcast_by_main`.
 TIMEOUT = timedelta(minutes=15)
+# DeepSpeed's settings: `auto` is filled in by transformers and accelerate for some keys; some are
+# the recipe's own, and any other value of them would replace it or fail.
+AUTO = "auto"
+BATCH = "batch_size and accumulation of draft, batch_size and micro_batch_size of head"
+DECIDED = {
+    "optimizer": "draft.optimizer and learning_rate",
+    "scheduler": "learning_rate and warmup_ratio",
+    "train_batch_size": BATCH,
+    "train_micro_batch_size_per_gpu": BATCH,
+    "gradient_accumulation_steps": BATCH,
+    "gradient_clipping": "1.0",
+    "bf16.enabled": "draft.precision",
+    "fp16.enabled": "draft.precision",
+}
+_ZERO = (
+    *("stage", "reduce_bucket_size", "offload_optimizer.device", "offload_param.device"),
+    *("offload_optimizer.nvme_path", "offload_param.nvme_path", "stage3_prefetch_bucket_size"),
+    *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
+)
+FILLED = {*list(DECIDED)[2:], *(f"zero_optimization.{key}" for key in _ZERO)}
 # Seconds between two looks for the main process, and the numbers of the waits for it.
 PAUSE = 0.2
 _waits = count()
@@ -52,6 +75,57 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def check_launcher() -> None:
+    """Refuse settings of `accelerate launch` that contradict the recipe: one that it decides.
+
+    They are read as accelerate hands them to its processes, in the environment, with the DeepSpeed
+    file that is named there. Raises ConfigError.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        raise ConfigError(
+            "nothing is trained under FSDP here: launch with launch/multi_gpu.yaml, or with "
+            "launch/zero3.yaml where weights do not fit"
+        )
+    if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").upper()) not in ("", "NO"):
+        raise ConfigError(
+            f"the launcher's dynamo_backend {backend} would train a compiled copy, whose weights "
+            "have other names: set it to NO, or leave it out"
+        )
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in ("1", "true"):
+        return
+    name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    settings: dict[str, Any] = {
+        key: os.environ.get(f"ACCELERATE_{key.upper()}", AUTO)
+        for key in ("gradient_accumulation_steps", "gradient_clipping")
+    }
+    if Path(name).is_file():  # accelerate takes a missing number of steps for 1
+        settings = {"gradient_accumulation_steps": 1, **json.loads(Path(name).read_text("utf-8"))}
+    for key, value in _leaves(settings):
+        section = key.partition(".")[0]
+        if key in FILLED and (value == AUTO or value is False):
+            continue
+        if key in DECIDED or section in DECIDED:
+            remedy = "write auto" if key in FILLED else f"remove {section}"
+            raise ConfigError(
+                f"the launcher's DeepSpeed settings ({name}) say {key}: {value}, which the recipe "
+                f"decides ({DECIDED.get(key) or DECIDED[section]}): {remedy}"
+            )
+        if value == AUTO and key not in FILLED:
+            raise ConfigError(
+                f"the launcher's DeepSpeed settings ({name}) say {key}: auto, which nothing fills "
+                "in: give a value, or remove it"
+            )
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting that is no section, by its path: "zero_optimization.stage"."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def join_processes() -> PartialState:
     """Join the processes of this run; call it before models are loaded, to have the right device.
 
@@ -61,7 +135,7 @@ def join_processes() -> PartialState:
     `cpu` exactly without DeepSpeed (with it, DeepSpeed turns into plain DDP).
 
     Raises:
-        ConfigError: if the launcher asked for FSDP.
+        ConfigError: if the launcher asked for what the recipe decides (`check_launcher`).
         RuntimeError: if the launcher asked for DeepSpeed or for several processes and accelerate
             silently left that out.
     """
@@ -72,11 +146,7 @@ def join_processes() -> PartialState:
     wants_deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     launched = get_int_from_env(["LOCAL_RANK"], -1) >= 0
-    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        raise ConfigError(
-            "nothing is trained under FSDP here: launch with launch/multi_gpu.yaml, or with "
-            "launch/zero3.yaml where weights do not fit"
-        )
+    check_launcher()
     if launched and not torch.cuda.is_available():
         state = PartialState(cpu=not wants_deepspeed, backend="gloo", timeout=TIMEOUT)
     else:
@@ -92,6 +162,20 @@ def join_processes() -> PartialState:
             f"the launcher started {process_count()} processes but they formed a group of "
             f"{state.num_processes}; check MASTER_ADDR and MASTER_PORT"
         )
+    return state
+
+
+def begin_training() -> PartialState:
+    """Join the processes, without what an earlier training in this process left in accelerate.
+
+    That is its DeepSpeed plugin, beside which no second one is taken, its precision, and a
+    dataloader that it did not read to the end.
+    """
+    from accelerate.state import AcceleratorState, GradientState
+
+    state = join_processes()
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
     return state
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from eval.decode_config import Method
@@ -77,6 +79,19 @@ def test_alone_it_writes_the_targets_own_text_one_token_a_forward() -> None:
     )
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert [(turn.drafted, turn.emitted) for turn in found.rounds] == [(0, 1)] * len(found.tokens)
+
+
+def test_a_lookup_proposes_what_followed_before_and_writes_the_targets_own_text() -> None:
+    target, prompt = tiny_llama(0, vocab=12).float(), torch.tensor([2, 5, 3, 7] * 4)
+    asked: dict[str, Any] = {"length": 6, "max_new_tokens": 24, "seed": 0}
+    asked["sampling"] = SamplingConfig(temperature=0.0)
+    alone, looked = (assisted_generate(target, None, prompt, lookup=n, **asked) for n in (0, 3))
+    assert looked.tokens.tolist() == alone.tokens.tolist()
+    assert [turn.drafted for turn in alone.rounds] == [0] * 24
+    drafted = [turn.drafted for turn in looked.rounds]
+    assert drafted[0] == max(drafted) == 3
+    assert sum(turn.emitted for turn in looked.rounds) == 24
+    assert all(turn.draft_forwards == 0 for turn in looked.rounds)
 
 
 def method(**given: object) -> Method:

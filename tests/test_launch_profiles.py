@@ -20,7 +20,7 @@ from accelerate.utils.launch import _filter_args
 
 from recipes.command import LAUNCH
 from specdata.errors import ConfigError
-from specdata.processes import join_processes
+from specdata.processes import check_launcher
 
 NAMES = ["cpu", "cpu-2", "multi_gpu", "multi_node", "single_gpu"]
 NAMES += ["zero1", "zero2", "zero3", "zero3_offload"]
@@ -193,7 +193,48 @@ def test_deepspeed_reads_every_key_and_accelerate_takes_its_file_with_the_profil
     assert {**plugin.deepspeed_config, **config} == plugin.deepspeed_config, "nothing is replaced"
 
 
-def test_a_launch_under_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="nothing is trained under FSDP here"):
-        join_processes()
+AUTO_BATCH = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "FSDP": ({"ACCELERATE_USE_FSDP": "true"}, "nothing is trained under FSDP here"),
+    "compiled": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend INDUCTOR"),
+    "YAML": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, "steps: 1, .* write auto"),
+    "scheduler": ({FILE: {"scheduler": {"type": "WarmupLR"}}}, "scheduler.type.*remove scheduler"),
+    "optimizer": ({FILE: {"optimizer": {"params": {"lr": 1}}}}, "optimizer.params.lr: 1, "),
+    "bf16": ({FILE: {"bf16": {"enabled": True}}}, "bf16.enabled: True, .*draft.precision"),
+    "batch": ({FILE: {"train_batch_size": 8}}, "train_batch_size: 8, .* write auto"),
+    "no steps": ({FILE: {}}, "gradient_accumulation_steps: 1, .* write auto"),
+    "auto": ({FILE: {"zero_optimization": {"sub_group_size": "auto"}}}, "sub_group_size: auto, "),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_launcher_settings_that_contradict_the_recipe_are_refused_by_key(
+    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment, words = CONTRADICTIONS[case]
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for name, value in environment.items():
+        if name == FILE:
+            (tmp_path / "zero.json").write_text(json.dumps(value and AUTO_BATCH | value))
+        monkeypatch.setenv(name, str(tmp_path / "zero.json") if name == FILE else value)
+    with pytest.raises(ConfigError, match=words):
+        check_launcher()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_recipe_leaves_open_is_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(LAUNCH.parent)
+    with patch_environment(**launched(LAUNCH / f"{name}.yaml")["environment"]):
+        check_launcher()
+    more = {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+        "bf16": {"enabled": False},
+    }
+    (tmp_path / "zero.json").write_text(
+        json.dumps({**AUTO_BATCH, **more, "wall_clock_breakdown": True})
+    )
+    with patch_environment(**{"ACCELERATE_USE_DEEPSPEED": "true", FILE: tmp_path / "zero.json"}):
+        check_launcher()

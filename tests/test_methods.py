@@ -196,6 +196,7 @@ def test_a_method_is_written_flat_and_read_back() -> None:
         {"name": "plain", "decoder": "plain"},
         {"decoder": "generate"},
         {"decoder": "assisted", "length": 7},
+        {"decoder": "assisted", "lookup": 3},
         {"decoder": "assisted", "threshold": 0.3, "limit": 6},
         {"length": 9, "verifier": "block"},
         {"stop": "confidence", "threshold": 0.5, "limit": 5},

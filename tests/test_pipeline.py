@@ -40,6 +40,7 @@ from tests.test_documents import blocks
 from tests.trainings import assert_trained_alike
 
 ROOT = Path(__file__).parent.parent
+FINETUNE = {"epochs": 1, "max_length": 64}
 CONFIG = {
     **stages.CONFIG,
     "toy": stages.CONFIG["toy"]
@@ -54,7 +55,7 @@ CONFIG = {
             {"name": "code", "split": "test", "count": 4},
         ],
     },
-    "draft": {"epochs": 2, "save_steps": 2, "batch_size": 4},
+    "draft": {"epochs": 2, "save_steps": 2, "batch_size": 4, "finetune": FINETUNE},
     "labels": {"shard_size": 8},
     "head": {"depth": 1, "epochs": 12, "batch_size": 8, "save_steps": 2},
     "eval": {

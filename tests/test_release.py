@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData, constants, metadata_load
@@ -196,6 +197,34 @@ def test_the_model_index_survives_the_hubs_own_reader(pair: Pair, draft: Path, h
             assert result.metric_value == pytest.approx(getattr(run, result.metric_type), abs=1e-4)
 
 
+def test_the_profile_of_a_draft_is_counted_over_the_rounds_that_drafted(
+    pair: Pair, draft: Path
+) -> None:
+    profile = json.loads((draft / "speculation_profile.json").read_text())
+    best = fastest_lengths(pair.results)["draftsmith"][0]
+    records = [record for run in best.runs for record in run.generations]
+    drafted = sum(record.drafted_by_position[0] for record in records)
+    accepted = sum(record.accepted for record in records)
+    assert profile["num_speculative_tokens"] == best.method.deepest
+    assert profile["mean_accept_length"] == pytest.approx(1 + accepted / drafted)
+    lengths = {int(n): count for n, count in profile["acceptance_length_histogram"].items()}
+    assert sum(lengths.values()) == drafted
+    assert sum(n * count for n, count in lengths.items()) == drafted + accepted
+    chances = np.cumprod(profile["conditional_accept_rates"])
+    assert profile["marginal_accept_rates"] == pytest.approx(chances, abs=1e-5)
+    prompts = profile["measurement_conditions"]["prompts"]
+    assert prompts == {run.dataset: run.prompts for run in best.runs}
+
+
+def test_a_card_names_the_kind_and_a_pipeline_only_where_transformers_has_one(
+    draft: Path, head: Path
+) -> None:
+    data = [ModelCard.load(folder / "README.md").data for folder in (draft, head)]
+    assert data[0].tags[-4:] == ["draft-model", "vllm", "sglang", "llama-cpp"]
+    assert data[1].tags[-2:] == ["acceptance-head", "arxiv:2405.19715"]
+    assert [each.pipeline_tag for each in data] == ["text-generation", None]
+
+
 def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
     runs = [run for run in synthetic_results().runs if run.name == "fixed-4"]
 
@@ -205,7 +234,7 @@ def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
             name="acme/head",
             target=target,
             library="draftsmith",
-            tag="acceptance-head",
+            tags=["acceptance-head"],
             relation="adapter",
             measured=runs,
         )

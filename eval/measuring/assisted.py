@@ -77,16 +77,18 @@ def assisted_generate(
     max_new_tokens: int,
     seed: int,
     threshold: float = 0.0,
+    lookup: int = 0,
 ) -> Generation:
     """`generate(assistant_model=...)` with a constant limit, `length`, on drafted tokens.
 
-    Without a draft the target decodes alone. Both generation configurations, and torch's global
-    generator, which `generate` draws from, are restored afterwards. A draft ends with the
+    Without a draft the target decodes alone, or proposes `lookup` tokens that follow in the text
+    what was written last (`prompt_lookup_num_tokens`). Both generation configurations, and torch's
+    global generator, which `generate` draws from, are restored afterwards. A draft ends with the
     first token to which it gave less probability than the threshold
     (`assistant_confidence_threshold`); 0 always drafts `length` tokens. Where scikit-learn is
     installed, transformers itself moves the threshold during a call.
     """
-    if draft is not None:
+    if draft is not None or lookup:
         check_assisted(target)
     models = [target] if draft is None else [target, draft]
     sizes = [model.config.get_text_config().vocab_size for model in models]
@@ -99,7 +101,12 @@ def assisted_generate(
     ids = prompt_ids.unsqueeze(0).to(target.device)
     devices = [target.device] if target.device.type == "cuda" else []
     with ExitStack() as closing:
-        asked = plain_generation(target, sampling, max_new_tokens=max_new_tokens)
+        asked = plain_generation(
+            target,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            prompt_lookup_num_tokens=lookup or None,
+        )
         config = closing.enter_context(asked)
         hooks = [target.register_forward_pre_hook(observer.on_target, with_kwargs=True)]
         if draft is not None:

@@ -296,6 +296,7 @@ class _Share:
             experiment.models.draft if method.uses_draft else None,
             ids,
             length=method.stop.longest,
+            lookup=method.lookup,
             threshold=method.stop.reported().get("threshold", 0.0),
             sampling=experiment.sampling,
             max_new_tokens=max_new_tokens,

@@ -76,7 +76,7 @@ def metadata(
     name: str,
     target: str,
     library: str,
-    tag: str,
+    tags: Sequence[str],
     relation: str,
     measured: Sequence[Run],
 ) -> tuple[ModelCardData, list[str]]:
@@ -96,9 +96,10 @@ def metadata(
         datasets=list(dict.fromkeys(filter(None, map(hub_id, about.datasets)))) or None,
         language=list(about.language) or None,
         library_name=library,
-        pipeline_tag="text-generation",
+        # What transformers loads with a pipeline: no head, and no draft on its target's states.
+        pipeline_tag="text-generation" if library == "transformers" else None,
         license=about.license,
-        tags=[*_TAGS, tag],
+        tags=[*_TAGS, *tags],
         model_name=name,
         # Of each prompt set, with the method that they are of.
         eval_results=[

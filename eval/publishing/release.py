@@ -21,7 +21,7 @@ from eval.analysis.prediction import Predictions
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
-from eval.publishing.serving import served_lengths, serving_lines
+from eval.publishing.serving import served_lengths, serving_lines, speculation_profile
 from eval.reporting import verifiers
 from eval.reporting.recommendation import (
     fastest_lengths,
@@ -59,8 +59,17 @@ from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.files import atomic_folder, write_json, write_text
 
 CARD = "README.md"
+PROFILE = "speculation_profile.json"
 UPLOAD = "upload.json"
 """Where an artefact was uploaded to: here alone, beside what was."""
+TAGS = {
+    "draft_model": ("vllm", "sglang", "llama-cpp"),
+    "pard": ("pard", "vllm", "arxiv:2504.18583"),
+    "eagle": ("eagle", "arxiv:2401.15077"),
+    "eagle3": ("eagle3", "arxiv:2503.01840"),
+    "draftsmith": (),
+}
+"""Kind of a draft -> its name, the engines that load it as it is released, its paper."""
 REDUCED = "reduced"
 """The folder, in that of a draft with a reduced vocabulary, that holds what was measured."""
 # Texts of so many tokens that a reduced draft writes itself, to find what stands for the tokens
@@ -103,6 +112,15 @@ def release_draft(
             # The lengths were measured without a second stop rule; the default is 0.4.
             assistant_confidence_threshold=0.0,
         )
+    kind = "pard" if (depths := depths_of(model)) > 1 else "draft_model"
+    if states:
+        kind = (
+            states.layout
+            if isinstance(states.layout, str)
+            else "eagle3"
+            if states.layout
+            else "draftsmith"
+        )
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
@@ -115,7 +133,7 @@ def release_draft(
         method = next(run.method for run in fixed if run.method.deepest == longest)
     front = {
         "library": "draftsmith" if states else "transformers",
-        "tag": "draft-model",
+        "tags": ["draft-model", *TAGS[kind]],
         "relation": "finetune",
         "measured": [run for run in fixed if run.name == method.name],
     }
@@ -141,7 +159,7 @@ def release_draft(
         lengths=lengths,
         length_table=lengths_table(fastest),
         acceptance=acceptance_by_position(measured),
-        depths=(depths := depths_of(model)),
+        depths=depths,
         serving=serving_lines(released, loadable(target), depths),
         served_lengths=served_lengths(depths),
     ) as folder:
@@ -155,6 +173,8 @@ def release_draft(
         model.save_pretrained(folder)
         add_former_names(folder)
         copy_tokenizer(target, folder)
+        shown = [run for run in _shortened(measured).runs if run.name == method.name]
+        write_json(folder / PROFILE, speculation_profile(kind, shown, results.environment.date))
         if not states:
             write_custom_generate(folder)
     return out
@@ -185,7 +205,7 @@ def release_head(
     read = load_configs(str(used.draft))[0]
     front = {
         "library": "draftsmith",
-        "tag": "acceptance-head",
+        "tags": ["acceptance-head", "arxiv:2405.19715"],
         "relation": "adapter",
         "measured": [run for run in measured.runs if run.name == used.name],
     }

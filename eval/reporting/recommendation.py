@@ -63,7 +63,7 @@ def answer(results: Results) -> Answer:
 
 def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
     """The lossless drafting method of most tokens a second, or a forward where none is timed."""
-    drafting = [row for row in rows if row.method.lossless and row.method.uses_draft]
+    drafting = [row for row in rows if row.method.lossless and row.method.speculates]
     return max(drafting, key=merit, default=None)
 
 
@@ -122,7 +122,7 @@ def _over_plain(who: str, ratio: Interval, ties: Sequence[PooledRow]) -> str:
         )
     text = f"{who} is fastest: {ratio.value:.2f} times the speed of the target alone"
     text += f" {_within(ratio)}."
-    if others := [row.name for row in ties if row.method.uses_draft]:
+    if others := [row.name for row in ties if row.method.speculates]:
         named = ", ".join(others[:MOST_NAMED])
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         text += f" Not told apart from it: {named}{more}."
@@ -239,7 +239,7 @@ def head_verdict(results: Results) -> HeadVerdict | None:
 
     Compared are lossless methods that were measured on every prompt set.
     """
-    rows = [row for row in pool(results) if row.method.lossless and row.method.uses_draft]
+    rows = [row for row in pool(results) if row.method.lossless and row.method.speculates]
     heads = [row for row in rows if row.runs[0].head is not None]
     if not heads:
         return None
