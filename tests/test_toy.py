@@ -14,6 +14,7 @@ from specdata.errors import ConfigError
 from specdata.prompts.catalogue import EMBEDDED, LONG, NATURAL, natural_prompts
 from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.loading import load_prompts
+from specdata.toy import corpus as toy
 from specdata.toy.corpus import FAMILIES, SPLITS, corpus, examples, prompts, split_of
 from tests.prompt_files import CHAT, PLAIN
 
@@ -79,6 +80,17 @@ def test_tokenizer_is_deterministic_and_loses_nothing() -> None:
     odd = " \tüñ 漢字 🙂\r\n\n  x"
     assert tokenizer.decode(tokenizer(odd)["input_ids"]) == odd
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_asking_for_more_prompts_than_can_be_written_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = {"maths": lambda writer: toy.Example(f"Question {writer.rng.randrange(20)}", "")}
+    monkeypatch.setattr(toy, "WRITERS", few)
+    held = sum(split_of(f"Question {number}") == "train" for number in range(20))
+    assert len(prompts("maths", "train", held, seed=0)) == held
+    with pytest.raises(ValueError, match=f"has {held} distinct prompts, {held + 1} were asked for"):
+        prompts("maths", "train", held + 1, seed=0)
 
 
 # --- natural prompts, which are rendered as chat
