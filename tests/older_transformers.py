@@ -9,7 +9,7 @@ import sys
 import gguf
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(folder: str, text: str) -> dict[str, object]:
@@ -17,13 +17,6 @@ def main(folder: str, text: str) -> dict[str, object]:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     prompt = tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
-        out = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            generation_config=GenerationConfig(
-                max_new_tokens=24, eos_token_id=None, pad_token_id=model.config.pad_token_id
-            ),
-        )
         logits = model(prompt).logits[0]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     special = gguf.SpecialVocab(folder, load_merges=True)
@@ -31,7 +24,6 @@ def main(folder: str, text: str) -> dict[str, object]:
         "version": transformers.__version__,
         "dtype": str(model.dtype),
         "prompt": prompt[0].tolist(),
-        "tokens": out[0, prompt.shape[1] :].tolist(),
         "logits": logits.tolist(),
         "text": tokenizer.decode(prompt[0]),
         "pad": tokenizer.pad_token_id,

@@ -15,17 +15,15 @@ import torch
 from transformers import PreTrainedModel
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
-from eval.drafts import DraftTree
-from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead, ImmediateHead
-from heads.inputs import FEATURES, DraftedTokens
+from heads.inputs import FEATURES
 from heads.remote import write_custom_generate
-from heads.remote.generate import draw, verify
-from specdata.probability import draw_one
 from tests.drive_published_code import drive
 from tests.families import FAMILIES, tiny
+from tests.test_head_inputs import batch
 
 VOCABULARY, HIDDEN = 40, 16
+JUDGED = (VOCABULARY, HIDDEN, HIDDEN)
 HEAD_VALUES = torch.randn(5, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
@@ -99,19 +97,6 @@ IMMEDIATE = {
     "all": make_immediate_head(*FEATURES),
     "default": make_immediate_head("hidden_before", "embedding", "log_q"),
 }
-
-
-def tokens_to_judge() -> DraftedTokens:
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(VOCABULARY, (3, 4), generator=generator)
-    before, embedded = torch.randn(2, 3, 4, HIDDEN, generator=generator)
-    q = torch.randn(3, 4, VOCABULARY, generator=generator).mul(2).softmax(-1)
-    return DraftedTokens(
-        tokens=tokens,
-        before=lambda: before,
-        distributions=lambda: q,
-        embeddings=lambda: embedded,
-    )
 
 
 def case(
@@ -232,7 +217,7 @@ class Folders:
             {**case(), **change, "arguments": {"max_new_tokens": 4} | change.get("arguments", {})}
             for change, _ in REFUSED
         ]
-        judged = tokens_to_judge()
+        judged = batch(2, *JUDGED)
         orders = {
             "folder": str(root / "llama: draft"),
             "models": {name: str(root / name) for name in self.models},
@@ -262,31 +247,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 @pytest.mark.smoke
 @pytest.mark.slow
 def test_auto_model_gives_the_heads_logits(folders: Folders) -> None:
-    check_logits(folders)
-
-
-@pytest.mark.smoke
-@pytest.mark.slow
-def test_custom_generate_draws_the_tokens_that_our_decoder_draws(folders: Folders) -> None:
-    check_tokens(folders)
-
-
-def check_logits(folders: Folders) -> None:
-    """AutoModel's logits are those of `AcceptanceHead`."""
     assert folders.answers["head"] == "AcceptanceHeadModel"
     assert not folders.answers["training"]
     loaded = AcceptanceHead.from_pretrained(folders.head)
     logits = loaded(HEAD_VALUES).detach()
     torch.testing.assert_close(torch.tensor(folders.answers["logits"]), logits)
     assert float(logits.std()) > 0.1
-    logits = IMMEDIATE["all"].logits(tokens_to_judge()).detach()
+    logits = IMMEDIATE["all"].logits(batch(2, *JUDGED)).detach()
     found = torch.tensor(folders.answers["judged"])
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     assert float(logits.std()) > 0.1
 
 
-def check_tokens(folders: Folders) -> None:
-    """The tokens of each case are those of our decoder with the same draws."""
+@pytest.mark.smoke
+@pytest.mark.slow
+def test_custom_generate_draws_the_tokens_that_our_decoder_draws(folders: Folders) -> None:
     made = [ours(folders.models, folders.made, each) for each in SAME]
     for each, out, tokens in zip(SAME, made, folders.answers["tokens"], strict=False):
         assert tokens == out.tokens.tolist(), each
@@ -310,37 +285,6 @@ def test_attention_windows_are_kept_while_tokens_are_removed(folders: Folders) -
     )
     assert not torch.equal(plain, whole)
     assert folders.answers["tokens"][len(SAME)] == plain[0, prompt.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_verification_draws_what_the_verifier_block_draws(seed: int) -> None:
-    """Its exact distribution is tested in test_single_path and test_verifiers."""
-    generator = torch.Generator().manual_seed(seed)
-    length, vocabulary = seed % 7, 2 + seed % 5
-    logits = torch.randn(2, length + 1, vocabulary, generator=generator, dtype=torch.float64)
-    if seed % 3 == 0:  # supports that differ
-        logits[logits < -0.7] = -torch.inf
-        logits[..., 0] = logits[..., 0].clamp(min=-1.0)
-    p, q = (logits * (1 + seed % 4)).softmax(dim=-1)
-    tokens = [draw_one(row, generator) for row in q[:-1]]
-    tree = DraftTree.chain(torch.tensor(tokens, dtype=torch.long), q[:-1])
-    block = VERIFIERS["block"].make()
-    ours, theirs = (torch.Generator().manual_seed(seed) for _ in range(2))
-    for _ in range(25):
-        drawn = block.draw(tree, p, ours)
-        assert verify(tokens, list(q[:-1]), p, theirs) == (len(drawn.nodes), drawn.token)
-    assert torch.equal(ours.get_state(), theirs.get_state())
-
-
-def test_a_token_without_probability_is_never_drawn() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.rand(200, 9, generator=generator).clamp(min=0.5) - 0.5
-    rows[:, 4] += 1e-3
-    ours, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
-    for row in rows / rows.sum(dim=-1, keepdim=True):
-        token = draw(row, theirs)
-        assert token == draw_one(row, ours)
-        assert row[token] > 0
 
 
 @pytest.mark.slow

@@ -350,10 +350,7 @@ def test_the_example_of_a_heads_card_decodes_by_its_own_rule_as_where_it_was_mea
     exec(code, shown)
     assert shown["config"].stop == head_run(results).method.stop
     assert ("threshold" in code) == (stop == "head")
-    rounds = shown["out"].rounds
     if stop == "cost":  # whose lengths follow the clock
-        assert 0 < max(each.drafted for each in rounds) <= shown["config"].stop.limit
-        assert len(shown["out"].tokens) == sum(each.emitted for each in rounds)
         return
     models = (AutoModelForCausalLM.from_pretrained(each) for each in (pair.target, pair.draft))
     head = AcceptanceHead.from_pretrained(pair.head)
@@ -410,32 +407,21 @@ def test_the_card_of_a_head_without_lag_says_what_it_reads_and_when(
         assert f"`{name}`" in card
     assert "as soon as the token is drawn" in card
     assert "1 residual block of width 8" in card
-    loaded = BaseHead.from_pretrained(out)
-    assert isinstance(loaded, ImmediateHead)
-    assert all(
-        torch.equal(a, b) for a, b in zip(loaded.parameters(), ours.parameters(), strict=True)
-    )
+    assert isinstance(BaseHead.from_pretrained(out), ImmediateHead)
 
 
-def test_a_released_head_names_its_draft_on_the_hub(pair: Pair, head: Path) -> None:
+def test_a_release_names_models_on_the_hub_and_no_folder_of_this_machine(
+    pair: Pair, draft: Path, head: Path
+) -> None:
     loaded = AcceptanceHead.from_pretrained(head)
-    assert loaded.draft == "acme/draft-160m"
-    assert loaded.rejection_weight == 6
-    original = AcceptanceHead.from_pretrained(pair.head)
-    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(loaded(hidden), original(hidden))
-
-
-def test_no_release_names_a_folder_of_this_machine(pair: Pair, draft: Path, head: Path) -> None:
+    assert (loaded.draft, loaded.rejection_weight) == ("acme/draft-160m", 6)
     for folder in (draft, head):
         for path in folder.iterdir():
             if path.suffix in {".md", ".json"}:
                 assert str(pair.target.parent) not in path.read_text(encoding="utf-8"), path
         card = (folder / "README.md").read_text()
-        loaded = re.findall(
-            r'(?:from_pretrained|custom_generate=|vllm serve )\(?"?([^"\s)]+)', card
-        )
-        assert all(re.fullmatch(r"/path/to/\w+|acme/draft-160m", name) for name in loaded)
+        names = re.findall(r'(?:from_pretrained|custom_generate=|vllm serve )\(?"?([^"\s)]+)', card)
+        assert all(re.fullmatch(r"/path/to/\w+|acme/draft-160m", name) for name in names)
         assert "put a folder of yours in the place of: `/path/to/" in card
 
 
@@ -444,11 +430,8 @@ def test_files_of_a_release_are_readable_as_any_new_file_is(
 ) -> None:
     (tmp_path / "new").touch()
     usual = (tmp_path / "new").stat().st_mode
-    for folder in (draft, head):
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        assert {
-            path.name: path.stat().st_mode for path in files if path.stat().st_mode != usual
-        } == {}
+    for path in (*draft.rglob("*"), *head.rglob("*")):
+        assert path.is_dir() or path.stat().st_mode == usual, path
 
 
 def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: Path) -> None:
@@ -458,44 +441,6 @@ def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: 
         release_draft(pair.draft, out, pair.results, push_to="acme/draft")
     assert list(tmp_path.iterdir()) == []
     assert release_draft(pair.draft, out, pair.results) == out
-
-
-@pytest.fixture(scope="module")
-def stranger(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Both repositories as transformers alone loads them, published on a Hub and loaded from it."""
-    root, out = tmp_path_factory.mktemp("hub"), tmp_path_factory.mktemp("out")
-    with Server(root) as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constants, "ENDPOINT", server.url)
-        patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        release_draft(pair.draft, out / "draft", pair.results, push_to="acme/draft-160m")
-        about = About("acme/draft-160m")
-        release_head(pair.head, out / "head", pair.results, about, push_to="acme/head")
-        cards = [
-            ModelCard.load(root / "acme" / name / "README.md") for name in ("draft-160m", "head")
-        ]
-        asked = {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "repetition_penalty": 1.0}
-        (of_draft,), (of_head, _) = (code_blocks(card, "python") for card in cards)
-        examples = [of_draft, uncommented(of_draft), of_head]
-        named = json.dumps(loadable(str(pair.target)))
-        orders = {
-            "folder": "acme/head",
-            "models": {"target": str(pair.target), "draft": "acme/draft-160m"},
-            "head": "acme/head",
-            "hidden": torch.ones(1, HIDDEN).tolist(),
-            "cases": [
-                {
-                    "target": "target",
-                    "draft": "draft",
-                    "head": True,
-                    "seed": 3,
-                    "prompt": [[5, 6, 7]],
-                    "arguments": asked,
-                }
-            ],
-            "examples": [code.replace(named, json.dumps(str(pair.target))) for code in examples],
-        }
-        environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(out)}
-        return drive(out, orders, **environment)
 
 
 @pytest.mark.smoke
@@ -538,31 +483,55 @@ def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_m
 
 @pytest.mark.slow
 def test_repositories_on_the_hub_decode_with_transformers_alone_as_we_do(
-    pair: Pair, stranger: dict[str, Any]
+    pair: Pair, tmp_path: Path
 ) -> None:
+    """Loaded and used in a process that has nothing of ours."""
+    root, out = tmp_path / "hub", tmp_path / "out"
+    out.mkdir()
+    with Server(root) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", server.url)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        release_draft(pair.draft, out / "draft", pair.results, push_to="acme/draft-160m")
+        about = About("acme/draft-160m")
+        release_head(pair.head, out / "head", pair.results, about, push_to="acme/head")
+        cards = [
+            ModelCard.load(root / "acme" / name / "README.md") for name in ("draft-160m", "head")
+        ]
+        asked = {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "repetition_penalty": 1.0}
+        (of_draft,), (of_head, _) = (code_blocks(card, "python") for card in cards)
+        examples = [of_draft, uncommented(of_draft), of_head]
+        named = json.dumps(loadable(str(pair.target)))
+        orders = {
+            "folder": "acme/head",
+            "models": {"target": str(pair.target), "draft": "acme/draft-160m"},
+            "head": "acme/head",
+            "hidden": torch.ones(1, HIDDEN).tolist(),
+            "cases": [
+                {
+                    "target": "target",
+                    "draft": "draft",
+                    "head": True,
+                    "seed": 3,
+                    "prompt": [[5, 6, 7]],
+                    "arguments": asked,
+                }
+            ],
+            "examples": [code.replace(named, json.dumps(str(pair.target))) for code in examples],
+        }
+        environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(out)}
+        found = drive(out, orders, **environment)
     head = AcceptanceHead.from_pretrained(pair.head)
     logits = head(torch.ones(1, HIDDEN)).detach()
-    torch.testing.assert_close(torch.tensor(stranger["logits"]), logits)
+    torch.testing.assert_close(torch.tensor(found["logits"]), logits)
     decoder = SpeculativeDecoder.from_config(
         AutoModelForCausalLM.from_pretrained(pair.target).eval(),
         AutoModelForCausalLM.from_pretrained(pair.draft).eval(),
         DecodeConfig(verifier="block", stop="head"),
         head,
     )
-    out = decoder.generate(
-        torch.tensor([5, 6, 7]), max_new_tokens=20, generator=torch.Generator().manual_seed(3)
-    )
-    assert stranger["tokens"] == [out.tokens.tolist()]
-
-
-def test_a_failed_release_leaves_nothing_behind(pair: Pair, tmp_path: Path) -> None:
-    broken = shutil.copytree(pair.draft, tmp_path / "broken")
-    weights = load_file(broken / "model.safetensors")
-    prefixed = {f"module.{name}": value for name, value in weights.items()}
-    save_file(prefixed, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ManifestError, match="do not fit"):
-        release_draft(broken, tmp_path / "out", measured_of(pair.results, draft=broken))
-    assert not (tmp_path / "out").exists()
+    seed = torch.Generator().manual_seed(3)
+    expected = decoder.generate(torch.tensor([5, 6, 7]), max_new_tokens=20, generator=seed)
+    assert found["tokens"] == [expected.tokens.tolist()]
 
 
 def test_a_card_leaves_out_methods_that_drafted_with_other_models_too(
@@ -583,9 +552,15 @@ def test_a_card_leaves_out_methods_that_drafted_with_other_models_too(
     assert len(read_results(out / "results.json").runs) == len(pair.results.runs)
 
 
-def test_a_release_that_its_results_do_not_carry_is_refused(pair: Pair, tmp_path: Path) -> None:
+def test_a_release_of_other_results_or_of_weights_that_do_not_fit_leaves_nothing_behind(
+    pair: Pair, tmp_path: Path
+) -> None:
     other = train_tokenizer(["zyxw vuts rqpo nmlk zyxw"] * 4, 264)
     save_llama(tmp_path / "other", other, seed=2)
+    broken = shutil.copytree(pair.draft, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    prefixed = {f"module.{name}": value for name, value in weights.items()}
+    save_file(prefixed, broken / "model.safetensors", metadata={"format": "pt"})
 
     def with_runs(runs: list[Any]) -> Results:
         return pair.results.model_copy(update={"runs": runs})
@@ -593,6 +568,7 @@ def test_a_release_that_its_results_do_not_carry_is_refused(pair: Pair, tmp_path
     first, *rest = pair.results.runs
     forged = first.model_copy(update={"tokens_per_second": 1e6})
     named = measured_of(pair.results, target=tmp_path / "other").runs
+    of_broken = measured_of(pair.results, draft=broken).runs
     free = [r for r in pair.results.runs if not r.method.fixed_length]
     for publish, folder, runs, error, message in (
         (release_draft, pair.target, [first, *rest], ManifestError, "they measure"),
@@ -600,6 +576,7 @@ def test_a_release_that_its_results_do_not_carry_is_refused(pair: Pair, tmp_path
         (release_draft, pair.draft, [forged, *rest], ManifestError, "tokens_per_second"),
         (release_draft, pair.draft, free, ManifestError, "fixed length"),
         (release_draft, pair.draft, named, VocabularyMismatchError, "tokenizer|vocabular"),
+        (release_draft, broken, of_broken, ManifestError, "do not fit"),
     ):
         with pytest.raises(error, match=message):
             publish(folder, tmp_path / "out", with_runs(runs))
