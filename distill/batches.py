@@ -87,7 +87,7 @@ def check_context(configs: Mapping[str, PreTrainedConfig], *rollouts: Dataset) -
     )
     longest = max(lengths)
     for role, config in configs.items():
-        check_ids(config, min(least), max(largest))
+        check_ids(config.get_text_config().vocab_size, min(least), max(largest))
         if longest > (limit := positions(config)):
             raise ConfigError(
                 f"the longest rollout has {longest} tokens, but the {role} "

@@ -21,7 +21,7 @@ from distill.watch import Figures, HeldOut
 from specdata.config import PromptSet
 from specdata.draft_models.states_draft import Norms, states_input
 from specdata.errors import ConfigError, VocabularyMismatchError
-from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, longest_prompt
+from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
 from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request, TransformersBackend
@@ -232,8 +232,8 @@ def written_texts(
 ) -> Dataset:
     """At most `count` prompts of a set and the target's text after them, as rollouts."""
     sets = [PromptSet(prompts, count=count if prompts in EMBEDDED else 0)]
-    room = longest_prompt(target.name_or_path, max_new_tokens)
-    asked = load_prompts(sets, tokenizer, seed=0, max_tokens=room).prompts[:count]
+    limits = prompt_limits(target.name_or_path, max_new_tokens)
+    asked = load_prompts(sets, tokenizer, seed=0, **limits).prompts[:count]
     backend = TransformersBackend(target, sampling, max_new_tokens, count, seed=0)
     written = backend.complete([Request(each.ids, (each.example_id,)) for each in asked])
     return Dataset.from_list(

@@ -5,6 +5,7 @@ This is how Vicuna-68M was made of LLaMA-68M (MCSD, arXiv 2401.06706, section 5)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,8 +104,11 @@ def make_rows(
     config: FinetuneConfig,
     seed: int,
     template_variables: Mapping[str, Any] | None = None,
+    vocabulary: int = sys.maxsize,
 ) -> PackedRows:
-    """Make the rows of a training; `template_variables` are read by the chat template.
+    """Make the rows of a training, of texts in the target's vocabulary.
+
+    `template_variables` are read by the chat template.
 
     A text that is longer than a row becomes several; parts in which nothing is learnt are dropped.
     Several texts share a row: TRL's best-fit decreasing, which cuts none.
@@ -112,7 +116,7 @@ def make_rows(
     accounts: list[Account] = []
     if config.conversations:
         texts = conversation_texts(
-            config.conversations, tokenizer, seed, accounts, template_variables or {}
+            config.conversations, tokenizer, seed, accounts, template_variables or {}, vocabulary
         )
     else:
         texts = rollout_texts(rollouts or [])
@@ -155,11 +159,13 @@ def conversation_texts(
     seed: int,
     accounts: list[Account],
     variables: Mapping[str, Any],
+    vocabulary: int = sys.maxsize,
 ) -> Iterator[Text]:
     """Conversations as the target's chat template renders them; the assistant's turns are learnt.
 
-    One that the template refuses or hides the answers of is left out and counted, in an account
-    that is added for each source. What a row gives the template precedes the `variables`.
+    One that the template refuses or hides the answers of, or with ids beyond the target's
+    vocabulary, is left out and counted, in an account that is added for each source. What a row
+    gives the template precedes the `variables`.
     """
     require_template(tokenizer)
     for name in names:
@@ -179,6 +185,9 @@ def conversation_texts(
             except UnmaskableError as error:
                 account.leave_out(row, "unmaskable", str(error))
             else:
+                if (largest := max(ids)) >= vocabulary:
+                    account.leave_out(row, "out_of_vocabulary", f"id {largest}")
+                    continue
                 yield np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)
         account.check()
 
@@ -277,9 +286,10 @@ def finetune(
     config.check_context(positions(load_configs(str(draft))[0]), draft)
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
+    vocabulary = load_configs(str(target))[0].get_text_config().vocab_size
     rows = stored_rows(
         folder.work / "rows",
-        lambda: make_rows(tokenizer, rollouts, config, seed, template_variables),
+        lambda: make_rows(tokenizer, rollouts, config, seed, template_variables, vocabulary),
     )
     student = load_student(str(draft), lora, seed=seed)
     plain = load_plain(str(draft), lora)

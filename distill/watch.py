@@ -201,7 +201,7 @@ class HeldOut:
         """(N, H) the draft's states at each place of a round; of a plain draft all are alike."""
         ids = batch.input_ids[:, :-1].to(draft.model.device)
         check_length(draft.model.config, ids.shape[1])
-        check_ids(draft.model.config, *map(int, batch.input_ids.aminmax()))
+        check_ids(self._source.vocabulary, *map(int, batch.input_ids.aminmax()))
         rows = [] if self._tapped is None else [self._tapped[row] for row in batch.examples]
         taps, is_predicted = target_taps(draft.model, rows, ids), batch.is_predicted.to(ids.device)
         places = max(PLACES, min(depths_of(draft.model), max(DRAFTED)))

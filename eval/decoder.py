@@ -33,7 +33,7 @@ from heads.probe import check_head, warn_of_other_sampling
 from specdata.draft_models.states_draft import reads_states
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, NotFiniteError
-from specdata.models import end_ids
+from specdata.models import check_ids, end_ids
 from specdata.probability import SamplingConfig, draw_one
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
@@ -69,6 +69,7 @@ class SpeculativeDecoder:
         self._end_tokens = end_tokens
         self._tree_attention = tree_attention
         self._reads_states = any(draft.reads_states for draft in self._drafts)
+        self._readable = min((draft.positions for draft in self._drafts), default=sys.maxsize)
         # What decodes one sequence at a time: the target's KV cache of it, and a drafter.
         self._slots: list[tuple[CachedSequence, Drafter | None]] = []
 
@@ -167,7 +168,8 @@ class SpeculativeDecoder:
 
         Raises:
             ValueError: for an empty prompt or a budget below 1.
-            ConfigError: if drafting would change the target's distribution (`check_rope`).
+            ConfigError: for ids that the target has no row for, or if drafting would change its
+                distribution (`check_rope`).
             NotFiniteError: naming the model, if a distribution is needed that has none.
         """
         self._refresh_graphs()
@@ -255,6 +257,7 @@ class SpeculativeDecoder:
         begun = time.perf_counter()
         target, drafter = self._slot(slot)
         committed: list[int] = prompt_ids.tolist()  # T, and every token emitted since
+        check_ids(self._target.vocabulary, min(committed), max(committed))
         max_length, verifier = len(committed) + max_new_tokens, self._verifier
         if drafter is not None or not alone:
             check_rope(self._target.model, len(committed), max_length, alone=alone)
@@ -263,11 +266,12 @@ class SpeculativeDecoder:
         while len(committed) < max_length and not ended:
             started = self._now() if alone else 0.0
 
-            # 1. Draft a tree of N nodes. One token of the budget is for the verifier to add.
+            # 1. Draft a tree of N nodes. One token of the budget is for the verifier to add, and
+            # nothing is drafted where the draft cannot read the tokens before.
             tree, draft_forwards = drawn_chain([], [], 0), 0
             if drafter is not None:
                 before = drafter.forwards
-                most = max_length - len(committed) - 1
+                most = max(0, min(max_length - 1, self._readable + 1) - len(committed))
                 if self._reads_states and target.length == 0:
                     most = 0  # the target reads the prompt first, and emits a token
                 with _naming(self._drafts):

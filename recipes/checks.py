@@ -203,7 +203,7 @@ def check_whole_run(config: PipelineConfig) -> None:
     sets of the Hub, the contexts of models, and whether they share a vocabulary. Downloads the sets
     (conversations, too), and of models config.json and the tokenizer. Raises ConfigError.
     """
-    from specdata.models import check_shared_vocabulary, load_tokenizer, longest_prompt
+    from specdata.models import check_shared_vocabulary, load_tokenizer, prompt_limits
     from specdata.prompts.chat_templates import require_template
     from specdata.prompts.conversations import check_conversations
     from specdata.prompts.loading import check_sets
@@ -217,7 +217,7 @@ def check_whole_run(config: PipelineConfig) -> None:
             )
     for name in (*given_models(config), *path_drafts(config.eval)):
         if not is_made_here(config, config.models.target) and not is_made_here(config, name):
-            longest_prompt(name, config.eval.max_new_tokens)
+            prompt_limits(config.models.target, config.eval.max_new_tokens)
             tokenizer = load_tokenizer(config.models.target)
             check_shared_vocabulary(tokenizer, load_tokenizer(name))
     check_decodable(config)

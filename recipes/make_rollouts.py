@@ -163,7 +163,7 @@ class Rollouts(Stage):
         if config.models.draft is not None:
             check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
         with ExitStack() as stack:
-            backend, identity, limit = _backend(config, stack)
+            backend, identity, limit, vocabulary = _backend(config, stack)
             check_positions("rollouts", rollouts.max_new_tokens, config.models.target, limit)
             longest = limit - rollouts.max_new_tokens
             loaded = load_prompts(
@@ -171,6 +171,7 @@ class Rollouts(Stage):
                 tokenizer,
                 seed=config.seed,
                 max_tokens=longest,
+                vocabulary=vocabulary,
                 template_variables=config.chat_template_kwargs,
             )
             check_kept(loaded.report, sorted(self.splits))
@@ -190,7 +191,7 @@ class Rollouts(Stage):
                     loaded.prompts,
                     self.folder,
                     rollouts,
-                    dialogue=Dialogue(tokenizer, longest),
+                    dialogue=Dialogue(tokenizer, longest, vocabulary),
                     settings=settings,
                     report=DrawnTokens(bar, asked, rollouts.max_new_tokens),
                     tensor_parallel=is_shared(config, "rollouts"),
@@ -204,13 +205,13 @@ class Rollouts(Stage):
         say(f"  {totals}; ended by {results['finish']}")
         if (left := results["asked"] - results["rows"]) > 0:
             say(
-                f"  {left} later turns left out: their conversations had "
-                "grown longer than the context"
+                f"  {left} later turns left out: their conversations had grown longer than the "
+                "context, or had tokens that the target has no row for"
             )
 
 
-def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
-    """The backend that completes, the model's identity, and how many tokens it takes."""
+def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int, int]:
+    """The backend that completes, the model's identity, how many tokens it takes and knows."""
     from specdata.models import end_ids, load_configs, load_model, positions, revision_of
     from specdata.rollouts.backend import TransformersBackend
     from specdata.rollouts.vllm import VllmBackend
@@ -247,7 +248,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
             store_taps=rollouts.store_taps or (),
         )
     identity["revision"] = revision_of(models.target)
-    return backend, identity, limit
+    return backend, identity, limit, described.get_text_config().vocab_size
 
 
 RECIPE = Recipe("Complete prompts with the target.", (Pair, Rollouts))

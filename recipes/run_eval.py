@@ -137,9 +137,8 @@ class Eval(Stage):
                 "device, and models.load.target.device_map: auto spreads it over several: set "
                 "eval.engine to eager, or leave device_map out"
             )
-        models = [*given_models(config), *path_drafts(config.eval)]
-        check_room(config, "eval", config.eval.max_new_tokens, models)
-        check_shared(config, models)
+        check_room(config, "eval", config.eval.max_new_tokens, [config.models.target])
+        check_shared(config, [*given_models(config), *path_drafts(config.eval)])
         check_decodable(config)
         has_template = has_chat_template(config)
         if config.draft or config.head:
@@ -228,7 +227,7 @@ def load_experiment(
         check_shared_vocabulary,
         load_model,
         load_tokenizer,
-        longest_prompt,
+        prompt_limits,
     )
     from specdata.prompts.loading import load_prompts
 
@@ -238,15 +237,12 @@ def load_experiment(
     names = [draft_name, *path_drafts(evaluation)]
     for name in names:
         check_shared_vocabulary(tokenizer, load_tokenizer(name))
-    # Prompts that leave each model room to answer.
-    models_read = [models.target, *names]
-    room = min(longest_prompt(name, evaluation.max_new_tokens) for name in models_read)
     loaded = load_prompts(
         evaluation.sets,
         tokenizer,
         seed=config.seed,
-        max_tokens=room,
         template_variables=config.chat_template_kwargs,
+        **prompt_limits(models.target, evaluation.max_new_tokens),
     )
     target = load_model(models.target, load=models.loading("target"))
     draft, *others = (load_model(name, load=models.loading("draft")) for name in names)

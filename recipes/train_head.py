@@ -84,6 +84,7 @@ class Labels(Stage):
             check_shared_vocabulary,
             load_model,
             load_tokenizer,
+            positions,
             vocabulary_fingerprint,
         )
         from specdata.storage.dataset import is_held_out, load_stored, read_manifest
@@ -121,17 +122,24 @@ class Labels(Stage):
                 settings=self.dataset_settings({**source, "draft": identity(draft_name)}),
                 report=bar.update,
             )
-        undecided = 0
-        if logits:
-            positions = sum(map(len, rollouts["completion_ids"]))
-            undecided = positions - read_manifest(self.folder)["counts"]["tokens"]
+        asked, limit = sum(map(len, rollouts["completion_ids"])), positions(draft.config)
+        readable = sum(
+            max(0, min(len(completion), limit - len(prompt)))
+            for prompt, completion in zip(
+                rollouts["prompt_ids"], rollouts["completion_ids"], strict=True
+            )
+        )
+        undecided = readable - read_manifest(self.folder)["counts"]["tokens"]
+        counts = {"beyond": asked - readable, "undecided": undecided}
         labels = load_labels(self.folder, config.sampling)
-        return {"rows": rows, "acceptance": mean_overlap(labels), "undecided": undecided}
+        return {"rows": rows, "acceptance": mean_overlap(labels), **counts}
 
     def show(self, results: dict[str, Any]) -> None:
         """Print the draft's acceptance."""
         shares = (f"{name} {share:.3f}" for name, share in results["acceptance"].items())
         say(f"  acceptance of the draft along {', '.join(shares)}")
+        if beyond := results.get("beyond"):
+            say(f"  {beyond} tokens have no label: the draft has no positions for them")
 
 
 class Head(Stage):

@@ -346,21 +346,27 @@ def check_length(config: PreTrainedConfig, longest: int) -> None:
         )
 
 
-def check_ids(config: PreTrainedConfig, least: int, largest: int) -> None:
-    """Raise ConfigError if a model has no such token ids, the least and the largest of texts."""
-    if not 0 <= least <= largest < config.get_text_config().vocab_size:
+def check_ids(vocabulary: int, least: int, largest: int) -> None:
+    """Raise ConfigError if the least or largest id of texts is none of a model's vocabulary."""
+    if not 0 <= least <= largest < vocabulary:
         raise ConfigError(
-            f"token ids must be from 0 to {config.get_text_config().vocab_size - 1}, which are "
-            f"those of {config.name_or_path or 'the model'}, and a text has {least} to {largest}: "
-            "it is another model's, or damaged; make the rollouts again"
+            f"token ids must be from 0 to {vocabulary - 1}, for which the model has rows, and a "
+            f"text has {least} to {largest}: it is another model's, or damaged, or its tokenizer "
+            "has ids that the model has not; leave it out, or make the rollouts again"
         )
 
 
-def longest_prompt(name: str, max_new_tokens: int) -> int:
-    """Most tokens of a prompt that leave a model room for its completion; loads no weights."""
+def prompt_limits(name: str, max_new_tokens: int) -> dict[str, Any]:
+    """What `load_prompts` asks of a model's prompts, without its weights.
+
+    They leave it room for completions (`max_tokens`), and have ids in its `vocabulary`.
+    """
     config, _ = load_configs(name)
     check_length(config, 1 + max_new_tokens)
-    return positions(config) - max_new_tokens
+    return {
+        "max_tokens": positions(config) - max_new_tokens,
+        "vocabulary": config.get_text_config().vocab_size,
+    }
 
 
 def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:

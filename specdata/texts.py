@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdata.draft_models.state_store import StateStore
 from specdata.lm_head import LMHead, find_lm_head
-from specdata.models import check_ids, check_length
+from specdata.models import check_ids, check_length, positions
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 from specdata.target_states import reading_stored, stored_states
 from specdata.top_logits import TopLogitDistributions, log_total, top_logit_columns
@@ -114,14 +114,17 @@ class TextBatch:
         """(N,) the tokens that are asked for."""
         return self.labels[:, 1:][self.is_predicted]
 
-    def states(self, head: LMHead, rows: TextRows | None = None) -> Tensor:
+    def states(
+        self, head: LMHead, rows: TextRows | None = None, vocabulary: int | None = None
+    ) -> Tensor:
         """(N, H) states that predict the tokens; a draft on states has its target read the texts.
 
-        `rows` are those that `examples` are of, which may store these states.
+        `rows` are those that `examples` are of, which may store these states. The `vocabulary` of
+        the texts is the target's, of which a draft may lack rows; by default the head's own.
         """
         ids = self.input_ids[:, :-1].to(head.model.device)
         check_length(head.model.config, ids.shape[1])
-        check_ids(head.model.config, *map(int, self.input_ids.aminmax()))
+        check_ids(vocabulary or head.vocabulary, *map(int, self.input_ids.aminmax()))
         stored = [] if rows is None else [rows[example] for example in self.examples]
         with reading_stored(head.model, stored, ids.shape[1]):
             return head.states(ids)[self.is_predicted.to(ids.device)]
@@ -312,7 +315,7 @@ def along_pair(
     warps = [samplings] * 2 if isinstance(samplings, SamplingConfig) else samplings
 
     def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
-        both = [batch.states(head).to(device) for head in heads]
+        both = [batch.states(head, vocabulary=vocabulary).to(device) for head in heads]
 
         def at(chunk: slice) -> dict[str, Tensor]:
             p, q = (
@@ -344,6 +347,18 @@ def tokens_at_once(*heads: LMHead) -> int:
 def text_length(row: TextRow) -> int:
     """Tokens of a text."""
     return len(row["prompt_ids"]) + len(row["completion_ids"])
+
+
+def readable_rows(rows: Sequence[TextRow], model: PreTrainedModel) -> list[Any]:
+    """Rollouts cut to the positions of a model, those left out that lose their completions."""
+    limit = positions(model.config)
+    return [
+        row
+        if text_length(row) <= limit
+        else {**row, "completion_ids": row["completion_ids"][:room], "finish": "length"}
+        for row in rows
+        if (room := limit - len(row["prompt_ids"])) > 0
+    ]
 
 
 def by_length(lengths: Sequence[int], tokens_at_once: int) -> Iterator[list[int]]:

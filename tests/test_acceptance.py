@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdata import texts
 from specdata.config import LabelsConfig
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ManifestError
 from specdata.labels.make import Labeller, load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig, probabilities
@@ -20,6 +20,7 @@ from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, ROLLOUTS, Label, Rollout
 from specdata.texts import ModelSource
 from tests.chi_square import p_value
+from tests.families import tiny
 from tests.tiny import tiny_llama
 
 WARPED = SamplingConfig(temperature=0.8, top_k=3)
@@ -143,11 +144,14 @@ def test_each_turn_of_a_conversation_has_its_own_draws_and_the_first_the_seed_of
 FIRST_TURN = [20, 35, 22, 2]
 
 
-def test_a_rollout_longer_than_the_drafts_context_is_refused() -> None:
-    target, draft = tiny_llama(0), tiny_llama(1)
-    draft.config.max_position_embeddings = 8
-    with pytest.raises(ConfigError, match="9 tokens"):
-        labeller(target, draft, SamplingConfig())([rollout(0, [2] * 8)])
+def test_rollouts_are_labelled_as_far_as_the_draft_reads() -> None:
+    target, draft = tiny_llama(0, vocab=40), tiny("gpt2", 1, vocab=30, n_positions=8)
+    long = [rollout(0, [3, 35, 2, 5, 7, 9, 4, 3]), rollout(1, [2], prompt=(2,) * 8)]
+    rows = labeller(target, draft, SamplingConfig())(long)
+    # An id that the draft has no row for is read as it is in decoding.
+    assert [row["completion_ids"] for row in rows] == [[3, 35, 2, 5, 7, 9]]
+    assert rows[0]["finish"] == "length"
+    assert rows == labeller(target, draft, SamplingConfig())([rollout(0, [3, 35, 2, 5, 7, 9])])
 
 
 def test_labels_of_another_sampler_are_refused_with_the_difference(tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert "2 of 8 kept; 1 duplicate, 1 near_empty, 1 over_long, 3 undecodable" in line
 
 
+def test_prompts_with_an_id_that_the_model_has_no_row_for_are_counted_by_its_token(
+    tmp_path: Path,
+) -> None:
+    tokenizer, rows = copy.deepcopy(PLAIN), len(PLAIN)
+    tokenizer.add_tokens(["<image>"])
+    asked = jsonl(tmp_path / "two.jsonl", [{"prompt": "good"}, {"prompt": "see <image> there"}])
+    loaded = load_prompts([PromptSet(asked, "train", 0)], tokenizer, seed=0, vocabulary=rows)
+    assert texts(loaded) == ["good"]
+    (line,) = dropped(loaded.report)
+    assert f"1 out_of_vocabulary. the tokenizer's '<image>' is id {rows}, and the" in line
+
+
 @pytest.mark.parametrize(("name", "end"), [("p[1]", ".jsonl"), ("p*", ".json"), ("p?", ".parquet")])
 def test_a_prompt_files_path_is_taken_literally_whatever_it_holds(
     tmp_path: Path, name: str, end: str, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,7 @@ from eval.reporting.verifiers import section
 from eval.verifiers import VERIFIERS
 from recipes.command import run_tool
 from specdata.config import PromptSet
-from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
+from specdata.models import end_ids, load_model, load_tokenizer, prompt_limits
 from specdata.prompts.loading import load_prompts
 from specdata.sampling import SamplingConfig, generator_for
 from tests.synthetic_results import synthetic_results
@@ -189,8 +189,8 @@ def test_tokens_a_call_are_those_of_decoding(
         target, draft = (str(trained_pair / name) for name in ("target", "draft"))
         pair, most = (load_model(target), load_model(draft)), 48
         sets = [PromptSet(name, "test", 64) for name in ("instruct", "maths", "code")]
-        room = longest_prompt(target, most)
-        loaded = load_prompts(sets, load_tokenizer(target), seed=0, max_tokens=room)
+        limits = prompt_limits(target, most)
+        loaded = load_prompts(sets, load_tokenizer(target), seed=0, **limits)
         prompts = [torch.tensor(prompt.ids) for prompt in loaded.prompts]
         assert len(prompts) == 192
     table, _, _ = table_at(settings, references, names, prompts, pair, most)

@@ -35,10 +35,11 @@ from eval.measuring.methods import PLAIN, EvalConfig
 from eval.measuring.records import Strict
 from eval.verifiers.rule import Rng, Verifier, outcomes
 from heads.probe import OtherSamplingWarning
+from specdata.models import positions
 from specdata.rollouts.backend import Request
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.files import write_json
-from specdata.texts import TextBatch, along_pair
+from specdata.texts import TextBatch, along_pair, text_length
 
 LIKELIEST = 8
 """Tokens with an outcome of their own where a verifier is enumerated; all others share one."""
@@ -249,24 +250,28 @@ def count_cells(
     independent and uniform whatever the target (Rosenblatt's transformation), so cells are equally
     likely and pairs of tokens independent samples. Texts are prompts (T,) with what was decoded
     after them (n,); the generator breaks ties. Where the draft is the target, as an engine's may
-    not be known, tokens are ordered by p alone. Returns (BINS^2,).
+    not be known, or has too few positions, tokens are ordered by p alone. Returns (BINS^2,).
     """
     rows = [{"prompt_ids": each[0].tolist(), "completion_ids": each[1].tolist()} for each in texts]
     ties = [torch.rand(len(new), generator=generator, dtype=torch.float64) for _, new in texts]
 
     def place(p: Tensor, q: Tensor, batch: TextBatch, chunk: slice) -> dict[str, Tensor]:
-        ratio = torch.where(p > 0, -p if pair[0] is pair[1] else q / p, torch.inf)
+        ratio = torch.where(p > 0, -p if alone else q / p, torch.inf)
         of_text = ratio.gather(-1, batch.tokens[chunk, None])
         below, equal = (p * (ratio < of_text)).sum(-1), (p * (ratio == of_text)).sum(-1)
-        tie = torch.cat([ties[each] for each in batch.examples])[chunk].to(p.device)
+        tie = torch.cat([ties[members[each]] for each in batch.examples])[chunk].to(p.device)
         return {"place": below + equal * tie}
 
     counts = np.zeros(BINS**2, dtype=np.int64)
-    for columns in along_pair(pair, rows, sampling, place):
-        quarter = (BINS * columns["place"]).long().clamp(max=BINS - 1)
-        pairs = quarter[: len(quarter) // 2 * 2].view(-1, 2)
-        cells = (pairs[:, 0] * BINS + pairs[:, 1]).numpy()
-        counts += np.bincount(cells, minlength=BINS**2)
+    most = 0 if pair[0] is pair[1] else positions(pair[1].config)
+    for alone in (False, True):
+        members = [n for n, row in enumerate(rows) if (text_length(row) > most) == alone]
+        models = (pair[0], pair[0]) if alone else pair
+        for columns in along_pair(models, [rows[n] for n in members], sampling, place):
+            quarter = (BINS * columns["place"]).long().clamp(max=BINS - 1)
+            pairs = quarter[: len(quarter) // 2 * 2].view(-1, 2)
+            cells = (pairs[:, 0] * BINS + pairs[:, 1]).numpy()
+            counts += np.bincount(cells, minlength=BINS**2)
     return counts
 
 
@@ -340,10 +345,10 @@ def certify(
     def certified(method: Method) -> Certified:
         config = method.decoding(sampling)
         nodes = 0 if config.how == "chosen" else DEPTH * (1 if config.kind == "chain" else WIDTH)
-        drafts = len(positions[0][0][0]) ** nodes
+        drafts = len(laws[0][0][0]) ** nodes
         deviations = [
             output_deviation(config.make_verifier(), p, q, config.kind)
-            for p, q in positions[: max(1, MOST_DRAFTS // drafts)]
+            for p, q in laws[: max(1, MOST_DRAFTS // drafts)]
         ]
         _, counts = sampled(method)
         statistic, p_value, visible = two_sample_test(counts, expected)
@@ -373,8 +378,9 @@ def certify(
         )
 
     alone, expected = sampled(Method(name=PLAIN, decoder="plain"))
-    positions = [
-        laws_after(pair, torch.cat(text)[:CONTEXT].tolist(), sampling, LIKELIEST)
+    most = min(CONTEXT, *(positions(model.config) - DEPTH for model in pair))
+    laws = [
+        laws_after(pair, torch.cat(text)[:most].tolist(), sampling, LIKELIEST)
         for text in alone[:: -(-texts // POSITIONS)]
     ]
     report(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,9 @@ from eval.runtime.transformers_models import check_assisted
 from specdata.cache import NAMES, counts_tokens
 from specdata.errors import ConfigError
 from specdata.generation import plain_generation
-from specdata.models import end_ids
+from specdata.models import end_ids, positions
 from specdata.probability import SamplingConfig
+from specdata.sampling import seed_for
 
 
 class _Observer:
@@ -86,8 +89,21 @@ def assisted_generate(
     global generator, which `generate` draws from, are restored afterwards. A draft ends with the
     first token to which it gave less probability than the threshold
     (`assistant_confidence_threshold`); 0 always drafts `length` tokens. Where scikit-learn is
-    installed, transformers itself moves the threshold during a call.
+    installed, transformers itself moves the threshold during a call. Where the draft has no
+    positions left, the target goes on alone.
     """
+    readable = sys.maxsize if draft is None else positions(draft.config) + 1 - len(prompt_ids)
+    if readable < max_new_tokens:
+        one = partial(assisted_generate, target, length=length, sampling=sampling)
+        if readable < 1:
+            return one(None, prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
+        first = one(draft, prompt_ids, max_new_tokens=readable, seed=seed, threshold=threshold)
+        if first.finish == "eos":
+            return first
+        text, left = torch.cat([prompt_ids, first.tokens]), max_new_tokens - readable
+        rest = one(None, text, max_new_tokens=left, seed=seed_for(seed, "alone"))
+        tokens, rounds = torch.cat([first.tokens, rest.tokens]), (*first.rounds, *rest.rounds)
+        return Generation(tokens, rounds, rest.finish, first.seconds + rest.seconds)
     if draft is not None or lookup:
         check_assisted(target)
     models = [target] if draft is None else [target, draft]

@@ -340,6 +340,10 @@ def measure_bias(
 
     # The token after a whole accepted chain stood at no drafted position: it is the target's own.
     drafted = [place < each.drafted for each in out.rounds for place in range(each.emitted)]
-    text = {"prompt_ids": prompt_ids, "completion_ids": out.tokens.tolist()}
+    if True not in drafted:
+        return 0.0
+    # Up to the last drafted token: the draft may have no positions beyond.
+    drafted = drafted[: len(drafted) - drafted[::-1].index(True)]
+    text = {"prompt_ids": prompt_ids, "completion_ids": out.tokens[: len(drafted)].tolist()}
     (columns,) = along_pair((target, draft), [text], sampling, variations)
     return float(columns["variation"] @ torch.tensor(drafted).double())

@@ -136,7 +136,7 @@ class CachedModel:
         self._has_rules = self._takes_masks and has_rules(model)
         self._cache_argument = cache_argument(model)
         self._takes_positions = takes_positions(model)
-        self._last_position = positions(model.config) - 1
+        self.positions = positions(model.config)
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
         # graph would keep the length.
         self._sdpa = uses_sdpa(model)
@@ -309,7 +309,7 @@ class CachedModel:
         if read is None:
             return Outputs(*sequence.drafted(forward))
         layout = read.layout()
-        at = [min(each, self._last_position) for each in layout.positions]  # masks may stand beyond
+        at = [min(each, self.positions - 1) for each in layout.positions]  # masks may stand beyond
         outputs = self._run_single(read, replace(layout, positions=at))
         root, (logits, states, _) = sequence.length + len(forward.tokens) - 1, outputs
         sequence.look_ahead(logits[-masks:], None if states is None else states[-masks:], root)

@@ -116,18 +116,19 @@ class ModelPair:
 
     def load_prompts(self, evaluation: EvalConfig) -> list[Prompt]:
         """The prompts of an evaluation that leave both models room to answer."""
-        from specdata.models import load_tokenizer, longest_prompt
+        from specdata.models import load_tokenizer, prompt_limits
         from specdata.prompts.loading import load_prompts
 
-        names = [self.config.models.target, self.draft_name]
-        room = min(longest_prompt(name, evaluation.max_new_tokens) for name in names)
+        names = [self.config.models.target, self.draft_name]  # the draft may decode alone
+        room = [prompt_limits(name, evaluation.max_new_tokens) for name in names]
+        limits = {key: min(each[key] for each in room) for key in room[0]}
         tokenizer = load_tokenizer(names[0])
         loaded = load_prompts(
             evaluation.sets,
             tokenizer,
             seed=self.config.seed,
-            max_tokens=room,
             template_variables=self.config.chat_template_kwargs,
+            **limits,
         )
         return loaded.prompts
 

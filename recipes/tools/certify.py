@@ -168,14 +168,14 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from eval.decoder import SpeculativeDecoder
     from eval.runtime.transformers_models import check_trees
     from heads import BaseHead
-    from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, longest_prompt
+    from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
 
     tokenizer = load_tokenizer(given.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
-    room = min(longest_prompt(name, given.max_new_tokens) for name in (given.target, given.draft))
     sets = [PromptSet(given.prompts, count=given.count)]
-    prompts = load_prompts(sets, tokenizer, seed=0, max_tokens=room).prompts
+    limits = prompt_limits(given.target, given.max_new_tokens)
+    prompts = load_prompts(sets, tokenizer, seed=0, **limits).prompts
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
     head = None
     if given.head:
@@ -230,22 +230,23 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     import torch
 
     from eval.analysis.certificate import certify_server
-    from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
+    from specdata.models import end_ids, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
     from specdata.rollouts.vllm import VllmBackend
     from specdata.server.client import ServerClient
 
     prepare_libraries()
-    most = longest_prompt(given.target, given.max_new_tokens)
+    limits = prompt_limits(given.target, given.max_new_tokens)
     client, name = ServerClient(server, "--server"), given.model or given.target
     closing.callback(client.close)
     room = client.check(name)
-    most = most if room is None else min(most, room - given.max_new_tokens)
+    if room is not None:
+        limits["max_tokens"] = min(limits["max_tokens"], room - given.max_new_tokens)
     prompts = load_prompts(
         [PromptSet(given.prompts, count=given.count)],
         load_tokenizer(given.target),
         seed=0,
-        max_tokens=most,
+        **limits,
     ).prompts
     target = load_model(given.target, dtype=given.dtype)
     draft = load_model(given.draft, dtype=given.dtype) if given.draft else None

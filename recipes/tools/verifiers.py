@@ -89,17 +89,17 @@ def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
         check_shared_vocabulary,
         load_model,
         load_tokenizer,
-        longest_prompt,
+        prompt_limits,
     )
     from specdata.prompts.loading import dropped, load_prompts
 
     begun = time.perf_counter()
     tokenizer = load_tokenizer(given.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
-    room = min(longest_prompt(name, given.max_new_tokens) for name in (given.target, given.draft))
+    limits = prompt_limits(given.target, given.max_new_tokens)
     # Of a file all are read first: it may hold fewer.
     sets = [PromptSet(given.prompts, count=given.count if given.prompts in EMBEDDED else 0)]
-    loaded = load_prompts(sets, tokenizer, seed=given.seed, max_tokens=room)
+    loaded = load_prompts(sets, tokenizer, seed=given.seed, **limits)
     for line in dropped(loaded.report):
         log.print(line, markup=False)
     ids = [torch.tensor(prompt.ids) for prompt in loaded.prompts[: given.count]]

@@ -31,7 +31,15 @@ from specdata.sampling import generator_for
 from specdata.storage.dataset import fill_dataset, load_stored, read_manifest
 from specdata.storage.resume import Settings, differences
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label, Rollout
-from specdata.texts import ModelSource, Source, TextBatch, TopLogitSource, along, tokens_at_once
+from specdata.texts import (
+    ModelSource,
+    Source,
+    TextBatch,
+    TopLogitSource,
+    along,
+    readable_rows,
+    tokens_at_once,
+)
 from specdata.top_logits import TopLogits, check_decided
 
 
@@ -48,7 +56,7 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     report: Callable[[int], object],
     tensor_parallel: bool = False,
 ) -> int:
-    """Label every position of every rollout, under the sampler that serving will use.
+    """Label every position of every rollout that the draft reads, under the sampler of serving.
 
     One teacher-forced pass of each model, in batches that the shard alone decides. With
     `config.draws` = S above 1, rows of split "train" get S - 1 more tokens of the draft at each
@@ -154,10 +162,12 @@ class Labeller:
     greedy: bool = False
 
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
-        """Label the rows; one with undecided positions in parts, without these."""
+        """Label the rows, as far as the draft reads; those with undecided positions in parts."""
+        rows = readable_rows(rows, self.draft.model)
 
         def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
-            p_at, states = self.source.at(batch, rows), batch.states(self.draft, rows)
+            p_at = self.source.at(batch, rows)
+            states = batch.states(self.draft, rows, self.source.vocabulary)
             uniforms = torch.cat(
                 [_uniforms(rows[example], self.seed, self.draws) for example in batch.examples]
             ).to(states.device)

@@ -24,6 +24,7 @@ REASONS = {
     "no_assistant_turn": "without a turn of the assistant",
     "refused": "refused by the chat template",
     "unmaskable": "whose chat template hides what the assistant said",
+    "out_of_vocabulary": "with ids that the target has no row for",
 }
 _FORMS = (
     "`messages`, `conversations`, or `prompt` and `completion`: lists of {role, content} (system, "

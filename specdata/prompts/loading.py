@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,10 @@ from specdata.prompts.reading import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REASONS = ("duplicate", "near_empty", "over_long", "undecodable", "no_user_turn", "refused")
+REASONS = (
+    *("duplicate", "near_empty", "over_long", "out_of_vocabulary"),
+    *("undecodable", "no_user_turn", "refused"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,14 @@ def load_prompts(
     *,
     seed: int,
     max_tokens: int | None = None,
+    vocabulary: int = sys.maxsize,
     template_variables: Mapping[str, Any] | None = None,
 ) -> LoadedPrompts:
     """Read, render and tokenize prompt sets, always in the same order.
 
     A prompt is dropped, and counted under its reason (`REASONS`), if it equals an earlier one (of
-    any set), has no letter or digit, is longer than `max_tokens`, is not valid Unicode, is a
+    any set), has no letter or digit, is longer than `max_tokens`, has an id beyond the model's
+    `vocabulary` (some tokenizers have more than it has rows), is not valid Unicode, is a
     conversation without a user's turn, or is refused by the chat template (which may, for example,
     not take a system message). The seed decides the embedded prompts, and the order of catalogued
     sets; `count` prompts of each are read, so fewer may be kept. The chat template is given
@@ -88,9 +94,9 @@ def load_prompts(
     check_names(sets)
     seen: dict[str, Prompt] = {}
     has_template = bool(tokenizer.chat_template)
+    limits, variables = (max_tokens, vocabulary), template_variables or {}
     report = [
-        _read(dataset, seed, seen, has_template, tokenizer, max_tokens, template_variables or {})
-        for dataset in sets
+        _read(dataset, seed, seen, has_template, tokenizer, limits, variables) for dataset in sets
     ]
     return LoadedPrompts(list(seen.values()), report)
 
@@ -135,7 +141,7 @@ def _read(
     seen: dict[str, Prompt],
     has_template: bool | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    max_tokens: int | None = None,
+    limits: tuple[int | None, int] = (None, sys.maxsize),
     variables: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Add the prompts of a set, tokenized if there is a tokenizer; returns the set's account."""
@@ -158,7 +164,7 @@ def _read(
             if prompt.messages and has_template is False:
                 require_template(tokenizer)
             given = {**(variables or {}), **prompt.variables}
-            reason = _keep(prompt, dataset, tokenizer, seen, max_tokens, account, given)
+            reason = _keep(prompt, dataset, tokenizer, seen, limits, account, given)
         if reason:
             account["dropped"][reason] += 1
         else:
@@ -169,7 +175,7 @@ def _read(
             "prompts"
         )
     if not account["kept"] and not account["dropped"]["duplicate"]:
-        limit = f" (at most {max_tokens} tokens fit beside the completion)" if max_tokens else ""
+        limit = f" (at most {limits[0]} tokens fit beside the completion)" if limits[0] else ""
         raise ConfigError(
             f"{dropped([account])[0]}{limit}. Mend the set, lower max_new_tokens if they are too "
             "long, or take it out"
@@ -198,7 +204,7 @@ def _keep(
     dataset: PromptSet,
     tokenizer: PreTrainedTokenizerBase | None,
     seen: dict[str, Prompt],
-    max_tokens: int | None,
+    limits: tuple[int | None, int],
     account: dict[str, Any],
     variables: Mapping[str, Any],
 ) -> str | None:
@@ -230,8 +236,16 @@ def _keep(
         return "refused"
     if not ids:
         return "near_empty"
+    max_tokens, vocabulary = limits
     if max_tokens is not None and len(ids) > max_tokens:
         return "over_long"
+    if tokenizer is not None and (largest := max(ids)) >= vocabulary:
+        account.setdefault(
+            "out_of_vocabulary_because",
+            f"the tokenizer's {tokenizer.convert_ids_to_tokens(largest)!r} is id {largest}, and "
+            f"the model has rows for ids below {vocabulary}",
+        )
+        return "out_of_vocabulary"
     seen[example_id] = Prompt(
         example_id,
         short_name(dataset.name),

@@ -22,7 +22,7 @@ from specdata.config import check_taps
 from specdata.draft_models.taps import capturing_taps, decoder_layers
 from specdata.errors import NotFiniteError
 from specdata.lm_head import capturing_hidden
-from specdata.models import end_ids, known_ids
+from specdata.models import check_ids, end_ids, known_ids
 from specdata.prepack import prepacked
 from specdata.probability import NO_TOKEN, SamplingConfig, drawn_tokens, to_vocabulary
 from specdata.sampling import generator_for
@@ -107,6 +107,9 @@ class TransformersBackend:
         self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
     ) -> list[Completion]:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
+        vocabulary = self.model.config.get_text_config().vocab_size
+        for each in requests:
+            check_ids(vocabulary, min(each.ids), max(each.ids))
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
         ends, completions = end_ids(self.model.generation_config), dict[int, Completion]()
         with prepacked(self.model):

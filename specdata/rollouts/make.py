@@ -6,6 +6,7 @@ A backend does the sampling: `backend.py` in this process, `vllm.py` by a server
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,11 +32,13 @@ from specdata.target_states import taps_to_bytes, to_bytes
 class Dialogue:
     """What later turns of a conversation need: the target's tokenizer, with its chat template.
 
-    A conversation ends before a turn whose prompt has more tokens than the `longest`.
+    A conversation ends before a turn whose prompt has more tokens than the `longest`, or has a
+    token that the target, of that `vocabulary`, has no row for.
     """
 
     tokenizer: PreTrainedTokenizerBase
     longest: int
+    vocabulary: int = sys.maxsize
 
 
 def make_rollouts(
@@ -147,7 +150,7 @@ class _Turn:
         asked = {"role": "user", "content": self.prompt.follow_ups[turn]}
         messages = (*self.messages, answered, asked)
         ids = chat_ids(dialogue.tokenizer, messages, self.prompt.variables)
-        if len(ids) > dialogue.longest:
+        if len(ids) > dialogue.longest or max(ids) >= dialogue.vocabulary:
             return None
         return _Turn((index, sample, turn + 1), self.prompt, messages, ids)
 
