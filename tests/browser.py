@@ -8,12 +8,10 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -27,11 +25,7 @@ FLAGS = [
 
 
 class Browser:
-    """One page of a Chromium of its own, which ends with the `with` block.
-
-    Args:
-        folder: for its profile.
-    """
+    """One page of a Chromium of its own, with its profile, which ends with the `with` block."""
 
     def __init__(self, folder: Path) -> None:
         assert CHROMIUM is not None
@@ -57,26 +51,14 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._asking)
         os.close(self._answering)
 
     def open(self, page: Path, *, width: int, dark: bool = False, media: str = "") -> None:
-        """Show a file.
-
-        Args:
-            page: the file.
-            width: of the window, in CSS pixels.
-            dark: whether the reader prefers dark colours.
-            media: "print" for the style of a printed page; "" for that of a screen.
-        """
+        """Show a file, in a window so many CSS pixels wide; `media` may be "print"."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         self._send("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

@@ -9,6 +9,7 @@ from collections import Counter
 from importlib import import_module
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,14 @@ def word_pair() -> Path:
     from tests.word_pair import word_pair
 
     return made_once("words", "tests/word_pair.py tests/tiny.py", word_pair)
+
+
+@pytest.fixture(scope="session")
+def results() -> Any:
+    """Every family of methods on two prompt sets (`tests.synthetic_results`), only to be read."""
+    from tests.synthetic_results import synthetic_results
+
+    return synthetic_results("alpaca", "gsm8k")
 
 
 @pytest.fixture(scope="session")

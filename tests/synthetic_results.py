@@ -6,8 +6,9 @@ token costs 2 ms and one target forward 11 ms, give or take 3 %.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from eval.decode_config import Method
 from eval.measuring.environment import Environment
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
+from eval.measuring.pooled import ALL_SETS
 from eval.measuring.records import PromptRecord, record_prompt
-from eval.measuring.results import Results, Setup, build_results
+from eval.measuring.results import Results, Run, Setup, VerifierRow, build_results
 from eval.rounds import Round
 
 T_DRAFT, T_TARGET = 0.002, 0.011
@@ -39,12 +41,7 @@ ENVIRONMENT = Environment(
 
 
 def simulate(
-    rng: np.random.Generator,
-    prompt_id: str,
-    *,
-    lengths: tuple[int, int],
-    ease: float,
-    width: int = 1,
+    rng: np.random.Generator, name: str, *, lengths: tuple[int, int], ease: float, width: int = 1
 ) -> PromptRecord:
     """One generation: every round drafts a length between the two given, `width` nodes a depth."""
     rounds: list[Round] = []
@@ -62,7 +59,7 @@ def simulate(
         )
         left -= accepted + 1
     seconds = sum(r.draft_seconds + r.target_seconds + r.overhead_seconds for r in rounds)
-    return record_prompt(prompt_id, rounds, seconds=seconds + 0.001, finish="length")
+    return record_prompt(name, rounds, seconds=seconds + 0.001, finish="length")
 
 
 def setup(dataset: str, *, head: str | None = None, **method: object) -> Setup:
@@ -101,26 +98,17 @@ def methods(dataset: str) -> Iterator[tuple[Setup, tuple[int, int], float, int]]
     yield setup(dataset, name="biased-0.05", **biased), (6, 6), 1.2, 1
 
 
-def synthetic_results(
-    seed: int = 0,
-    datasets: tuple[str, ...] = ("alpaca", "gsm8k", "code"),
-    *,
-    timed: bool = True,
-) -> Results:
+@cache
+def synthetic_results(*datasets: str, timed: bool = True) -> Results:
     """Results with every family of methods on several datasets, in batches of 4 if not timed."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     measured = []
     for index, dataset in enumerate(datasets):
         eases = rng.beta(14, 5 - index, size=PROMPTS)
         for what, lengths, factor, width in methods(dataset):
+            sizes = {"lengths": lengths, "width": width}
             records = [
-                simulate(
-                    rng,
-                    f"{dataset}-{i}",
-                    lengths=lengths,
-                    ease=min(0.98, float(ease) * factor),
-                    width=width,
-                )
+                simulate(rng, f"{dataset}-{i}", ease=min(0.98, float(ease) * factor), **sizes)  # type: ignore[arg-type]
                 for i, ease in enumerate(eases)
             ]
             if not what.method.lossless:
@@ -134,6 +122,34 @@ def synthetic_results(
             measured.append((what, records))
     batch = 1 if timed else 4
     return build_results(ENVIRONMENT.model_copy(update={"batch_size": batch}), measured)
+
+
+def rebuilt(results: Results, change: Callable[[Run], Run | None]) -> Results:
+    """The results of changed runs; those of which nothing is left are dropped."""
+    runs = [changed for run in results.runs if (changed := change(run)) is not None]
+    return build_results(results.environment, [(run, run.generations) for run in runs])
+
+
+def slower(run: Run, factor: float) -> Run:
+    """The same tokens in another time."""
+    made = [replace(each, seconds=each.seconds * factor) for each in run.generations]
+    return run.model_copy(update={"generations": made})
+
+
+def only(results: Results, *names: str) -> Results:
+    """Some methods, or data sets, alone."""
+    return rebuilt(results, lambda run: run if {run.name, run.dataset} & {*names} else None)
+
+
+def verifier_row(
+    kind: str, verifier: str, tokens: float = 3.2, gain: Interval | None = None, **more: object
+) -> VerifierRow:
+    """Of all prompt sets, without a ceiling."""
+    row = {"dataset": ALL_SETS, "verifier": verifier, "parameters": {}, "draft_kind": kind}
+    row |= {"expected_tokens": Interval(tokens, tokens - 0.1, tokens + 0.1), "gain": gain}
+    row |= {"lossless": True, "positions": 100, "bias": None, "microseconds": 1.0}
+    unknown = dict.fromkeys(("ceiling", "share_of_ceiling", "speedup"))
+    return VerifierRow(**row | unknown | more)  # type: ignore[arg-type]
 
 
 def synthetic_predictions() -> Predictions:

@@ -8,30 +8,12 @@ import numpy as np
 import pytest
 
 from eval.measuring.environment import describe_environment
-from eval.measuring.metrics import (
-    compute_metrics,
-    fit_times,
-)
+from eval.measuring.metrics import compute_metrics, fit_times
 from eval.measuring.records import PromptRecord, record_prompt
-from eval.measuring.results import (
-    Results,
-    check_metrics,
-    read_results,
-    write_results,
-)
+from eval.measuring.results import Results, check_metrics, read_results, write_results
 from eval.rounds import Round
 from specdata.errors import ManifestError
-from tests.synthetic_results import (
-    T_DRAFT,
-    T_TARGET,
-    simulate,
-    synthetic_results,
-)
-
-
-@pytest.fixture(scope="module")
-def results() -> Results:
-    return synthetic_results()
+from tests.synthetic_results import T_DRAFT, T_TARGET, simulate
 
 
 def one_round(
@@ -98,13 +80,11 @@ def test_plain_decoding_has_no_acceptance_and_a_speedup_of_one() -> None:
 
 
 def test_counts_without_times_have_no_speed() -> None:
-    untimed = [
-        record_prompt("a", [one_round(3, 3), one_round(3, 1)], seconds=None, finish="length"),
-        record_prompt("b", [one_round(1, 1, emitted=1)], seconds=None, finish="eos"),
-    ]
+    untimed = [dataclasses.replace(record, seconds=0.0) for record in by_hand()]
     plain = [record_prompt(n, [one_round(0, 0)], seconds=None, finish="eos") for n in "ab"]
+    assert plain[0].seconds == 0.0
     metrics = compute_metrics(untimed, plain)
-    assert metrics.block_efficiency == 7 / 3
+    assert metrics.block_efficiency == 8 / 4
     assert (metrics.tokens_per_second, metrics.speedup) == (None, None)
     assert set(metrics.intervals).isdisjoint({"tokens_per_second", "speedup"})
 
@@ -201,18 +181,15 @@ def test_unusable_results_are_refused_with_the_place(results: Results, tmp_path:
         read_results(path)
     write_results(path, results)
     stored = json.loads(path.read_text())
-    stored["schema_version"] = 2
-    path.write_text(json.dumps(stored))
-    with pytest.raises(ManifestError, match="schema_version"):
-        read_results(path)
-    stored["schema_version"] = 1
-    stored["runs"][3]["tokens"] = "many"
-    path.write_text(json.dumps(stored))
-    with pytest.raises(ManifestError, match=r"runs\.3\.tokens"):
-        read_results(path)
-    path.write_text('{"schema_version": 1, "runs": [')
-    with pytest.raises(ManifestError, match=r"results\.json"):
-        read_results(path)
+    typed = {**stored["runs"][3], "tokens": "many"}
+    for text, place in (
+        (json.dumps({**stored, "schema_version": 2}), "schema_version"),
+        (json.dumps({**stored, "runs": [*stored["runs"][:3], typed]}), r"runs\.3\.tokens"),
+        ('{"schema_version": 1, "runs": [', r"results\.json"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ManifestError, match=place):
+            read_results(path)
 
 
 def test_environment_names_hardware_versions_and_commit() -> None:

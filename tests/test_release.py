@@ -99,7 +99,7 @@ class Pair:
             hidden_size=HIDDEN, depth=1, rejection_weight=6, draft=str(self.draft)
         ).save_pretrained(self.head)
         self.results = measured_of(
-            with_transformers(synthetic_results(datasets=("alpaca", "gsm8k"))),
+            with_transformers(synthetic_results("alpaca", "gsm8k")),
             target=self.target,
             draft=self.draft,
             head=self.head,
@@ -226,7 +226,7 @@ def test_a_card_names_the_kind_and_a_pipeline_only_where_transformers_has_one(
 
 
 def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
-    runs = [run for run in synthetic_results().runs if run.name == "fixed-4"]
+    runs = [run for run in synthetic_results("alpaca").runs if run.name == "fixed-4"]
 
     def front_matter(base: str | None, target: str) -> ModelCardData:
         data, unnamed = metadata(

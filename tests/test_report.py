@@ -14,8 +14,8 @@ from rich.console import Console
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, fastest, pool
-from eval.measuring.results import Results, build_results, check_metrics
-from eval.measuring.samples import Sample, Samples
+from eval.measuring.results import Results, Run, build_results, check_metrics
+from eval.measuring.samples import Samples
 from eval.reporting.charts import COLOURS, draw_bars, write_bars
 from eval.reporting.recommendation import answer, head_sentence
 from eval.reporting.report import (
@@ -31,7 +31,10 @@ from eval.reporting.report import (
 )
 from tests.synthetic_results import (
     ENVIRONMENT,
+    only,
+    rebuilt,
     setup,
+    slower,
     synthetic_predictions,
     synthetic_results,
 )
@@ -74,10 +77,6 @@ def renamed(results: Results, name: str) -> Results:
     return results.model_copy(update={"runs": runs})
 
 
-def sample(dataset: str, method: str, text: str) -> Sample:
-    return Sample(dataset=dataset, prompt_id="p", prompt=f"Prompt {text}", methods={method: text})
-
-
 def fastest_of(results: Results, dataset: str) -> tuple[PooledRow, list[PooledRow]]:
     found = fastest(pool(results, [dataset]))
     assert found is not None
@@ -85,25 +84,15 @@ def fastest_of(results: Results, dataset: str) -> tuple[PooledRow, list[PooledRo
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
-    return synthetic_results(datasets=("alpaca", "gsm8k"))
-
-
-@pytest.fixture(scope="module")
-def folder(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("report")
-    best = fastest_of(results, "gsm8k")
+def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
+    best, _ = fastest_of(results, "gsm8k")
+    sample = {"dataset": "gsm8k", "prompt_id": "p", "prompt": f"Prompt {EVIL}"}
+    sample |= {"methods": {best.name: EVIL}}
     context = Context(
         command="run_eval.py --config 'my pair.yaml'",
-        samples=Samples(schema_version=1, samples=[sample("gsm8k", best[0].name, EVIL)]),
+        samples=Samples.model_validate({"schema_version": 1, "samples": [sample]}),
     )
-    assert write_report(results, folder, context) == folder / "report.html"
-    return folder
-
-
-@pytest.fixture(scope="module")
-def html(folder: Path) -> str:
-    return (folder / "report.html").read_text(encoding="utf-8")
+    return write_report(results, tmp_path_factory.mktemp("r"), context).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -169,60 +158,43 @@ def test_the_page_shows_every_method_with_its_figures(page: Page, results: Resul
 def test_the_page_says_first_what_is_fastest_then_over_all_sets_then_over_each(
     html: str, results: Results
 ) -> None:
-    marks = [
-        'class="factor wins"',
-        'class="finding"',
-        'class="bars"',
-        'class="caution"',
-        "<details",
-    ]
-    marks += ["<h2>Every method, all prompt sets", "<h2>Each prompt set", 'id="texts"']
+    marks = [f'class="{name}"' for name in ("factor wins", "finding", "bars", "caution")]
+    marks += ["<details", "<h2>Every method, all prompt sets", "<h2>Each prompt set", 'id="texts"']
     places = [html.index(mark, html.index("<body>")) for mark in marks]
     assert places == sorted(places)
     assert html.count('class="caution"') == len(answer(results).cautions) > 0
     assert html.count('<rect y="22%"') > 5
 
 
-def test_the_title_names_the_models_and_not_their_folders() -> None:
-    few = synthetic_results(datasets=("alpaca",))
-    moved = [
-        run.model_copy(update={"target": "/models/my-7b", "draft": run.draft and "/r/draft/model"})
-        for run in few.runs
-    ]
-    assert "<title>acme/target-7b with acme/draft-160m</title>" in render_page(few, Context())
-    page = render_page(few.model_copy(update={"runs": moved}), Context())
+def test_the_title_names_the_models_and_not_their_folders(html: str, results: Results) -> None:
+    def moved(run: Run) -> Run:
+        return run.model_copy(update={"target": "/models/my-7b", "draft": "/r/draft/model"})
+
+    assert "<title>acme/target-7b with acme/draft-160m</title>" in html
+    page = render_page(rebuilt(only(results, PLAIN, "fixed-4"), moved), Context())
     assert "<title>my-7b with draft</title>" in page
 
 
 def test_green_is_only_what_is_lossless_and_surely_faster(results: Results) -> None:
     assert methods_table(results).wins == ["tree-4x2x1 ★"]
     for factor, wins in ((1.0, True), (3.0, False)):
-        runs = [
-            (run, [dataclasses.replace(g, seconds=g.seconds * factor) for g in run.generations])
-            for run in results.of("alpaca")
-            if run.name in (PLAIN, "fixed-4")
-        ]
-        runs[0] = runs[0][0], results.runs[0].generations
-        again = build_results(ENVIRONMENT, runs)
+        few = only(only(results, "alpaca"), PLAIN, "fixed-4")
+        again = rebuilt(few, lambda run, by=factor: run if run.name == PLAIN else slower(run, by))  # type: ignore[misc]
         assert bool(methods_table(again).wins) == wins
         assert [bar.look for bar in picture(again)[1]] == ["best" if wins else "first"]
 
 
-def test_names_and_sample_texts_are_text_and_never_markup(html: str, results: Results) -> None:
-    without_samples = render_page(renamed(results, EVIL), Context())
-    assert "Samples" not in without_samples
-    for source in (html, without_samples):
-        page = Page(source)
-        assert "script" not in {tag for tag, _ in page.tags}
-        assert EVIL in "".join(page.text)
-
-
-def test_samples_show_the_text_of_the_best_method_folded(page: Page, results: Results) -> None:
-    best = fastest_of(results, "gsm8k")
-    text = "".join(page.text)
-    shown = text[text.index("Samples") :]
+def test_names_and_samples_of_the_best_method_are_text_and_never_markup(
+    page: Page, results: Results
+) -> None:
+    without_samples = Page(render_page(renamed(results, EVIL), Context()))
+    assert "Samples" not in "".join(without_samples.text)
+    for each in (page, without_samples):
+        assert "script" not in {tag for tag, _ in each.tags}
+        assert EVIL in "".join(each.text)
+    _, shown = "".join(page.text).split("Samples")
     assert f"Prompt {EVIL}" in shown
-    assert best[0].name in shown
+    assert fastest_of(results, "gsm8k")[0].name in shown
     assert ("details", {"class": "fold", "id": "texts"}) in page.tags
 
 
@@ -231,11 +203,9 @@ def test_samples_show_the_text_of_the_best_method_folded(page: Page, results: Re
 
 def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> None:
     for dataset in results.datasets():
-        runs = results.of(dataset)
         best, ties = fastest_of(results, dataset)
-        assert best.method.lossless
-        speeds = {run.name: run.tokens_per_second for run in runs if run.method.lossless}
-        assert speeds[best.name] == max(speeds.values())  # type: ignore[type-var]
+        lossless = [row for row in pool(results, [dataset]) if row.method.lossless]
+        assert best.name == max(lossless, key=PooledRow.speed).name
         assert all(row.method.lossless and row is not best for row in ties)
     marked = [name for name, _ in methods_table(results, ["alpaca"]).rows]
     assert sum(name.endswith(" ★") for name in marked) == 1
@@ -251,17 +221,12 @@ def test_a_biased_method_is_marked_and_its_measured_bias_said_once(results: Resu
     assert "† biased" in table.note
     html = render_page(results, Context())
     assert html.count("(total variation 0.041 a token, 95 % interval 0.041 to 0.041)") == 1
-    unmeasured = [
-        run.model_copy(
-            update={
-                "generations": [dataclasses.replace(g, variation_tokens=0) for g in run.generations]
-            }
-        )
-        for run in results.of("alpaca")
-    ]
-    assert "total variation" not in render_page(
-        results.model_copy(update={"runs": unmeasured}), Context()
-    )
+
+    def unmeasured(run: Run) -> Run:
+        unread = [dataclasses.replace(g, variation_tokens=0) for g in run.generations]
+        return run.model_copy(update={"generations": unread})
+
+    assert "total variation" not in render_page(rebuilt(results, unmeasured), Context())
 
 
 def test_how_well_acceptance_is_predicted_is_a_section(results: Results) -> None:
@@ -286,7 +251,7 @@ def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Resu
 
 
 def test_without_times_tables_say_so_and_pictures_need_none(tmp_path: Path) -> None:
-    untimed = synthetic_results(datasets=("alpaca",), timed=False)
+    untimed = synthetic_results("alpaca", timed=False)
     check_metrics(untimed)
     assert fastest(pool(untimed)) is None
     table, said = methods_table(untimed), answer(untimed)

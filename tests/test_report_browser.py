@@ -12,11 +12,9 @@ import pytest
 
 from eval.analysis.draft_kinds import KINDS
 from eval.measuring.intervals import Interval
-from eval.measuring.pooled import ALL_SETS
-from eval.measuring.results import VerifierRow
 from eval.reporting.report import Context, write_report
 from tests.browser import CHROMIUM, Browser
-from tests.synthetic_results import synthetic_predictions, synthetic_results
+from tests.synthetic_results import synthetic_predictions, synthetic_results, verifier_row
 
 PAPER = 703
 """CSS pixels between the margins of A4: 186 mm."""
@@ -33,27 +31,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         predictions=synthetic_predictions(),
         command="recipes/pipeline.py --config recipes/configs/" + 40 * "long-" + ".yaml",
     )
+    more = {"gain": Interval(0.03, 0.01, 0.05), "ceiling": 4.2, "share_of_ceiling": 0.93}
+    more |= {"speedup": 2.1, "decoded": "fixed-4"}
     verifiers = [
-        VerifierRow(
-            dataset=ALL_SETS,
-            verifier=name,
-            parameters=parameters,
-            draft_kind=kind.name,
-            lossless=True,
-            expected_tokens=Interval(3.2, 3.0, 3.4),
-            gain=Interval(0.03, 0.01, 0.05),
-            positions=1_000,
-            ceiling=4.2,
-            share_of_ceiling=0.93,
-            bias=None,
-            microseconds=120.0,
-            speedup=2.1,
-            decoded="fixed-4",
-        )
+        verifier_row(kind.name, name, parameters=parameters, **more)
         for kind in KINDS.values()
         for name, parameters in kind.rows()
     ]
-    results = synthetic_results().model_copy(update={"verifiers": verifiers})
+    every = synthetic_results("alpaca", "gsm8k", "code")
+    results = every.model_copy(update={"verifiers": verifiers})
     return write_report(results, tmp_path_factory.mktemp("layout"), context)
 
 

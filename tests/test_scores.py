@@ -64,7 +64,7 @@ def test_the_reference_of_a_row_is_catalogued_or_named(
 
 
 def test_the_win_rate_is_that_against_plain_of_the_same_prompts() -> None:
-    run = synthetic_results().runs[1]
+    run = synthetic_results("alpaca").runs[1]
     first, *_ = run.generations
     ours, plain = (
         [

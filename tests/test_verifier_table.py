@@ -29,7 +29,7 @@ from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.records import PromptRecord
-from eval.measuring.results import ENOUGH, VerifierRow
+from eval.measuring.results import ENOUGH, Results
 from eval.reporting.recommendation import of_all, verifier_sentence
 from eval.reporting.verifiers import section
 from eval.verifiers import VERIFIERS
@@ -38,7 +38,7 @@ from specdata.config import PromptSet
 from specdata.models import end_ids, load_model, load_tokenizer, prompt_limits
 from specdata.prompts.loading import load_prompts
 from specdata.sampling import SamplingConfig, generator_for
-from tests.synthetic_results import synthetic_results
+from tests.synthetic_results import verifier_row
 from tests.test_states_draft import pair as states_pair
 from tests.tiny import END, tiny_llama
 
@@ -275,7 +275,9 @@ def test_speeds_are_predicted_from_the_times_of_drafts_of_the_same_shape() -> No
     assert RoundSeconds.of([], chains, trees) == {}
 
 
-def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path: Path) -> None:
+def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(
+    results: Results, tmp_path: Path
+) -> None:
     measured = Measured(
         tiny_llama(1, vocab=12),
         tiny_llama(4, vocab=12),
@@ -303,7 +305,6 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path
         if row.verifier == "block":
             assert row.share_of_ceiling == pytest.approx(1.0)
             assert (row.decoded == "mine") == (row.draft_kind == "chain of 4")
-    results = synthetic_results()
     page = section(results.model_copy(update={"verifiers": rows}))
     assert page is not None
     assert len(page.table.rows) == len(of_all(rows))
@@ -311,27 +312,9 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path
 
 def test_the_best_verifier_is_compared_with_another_on_the_same_drafts() -> None:
     """Token verification on other drafts, however few its tokens there, is no measure of it."""
-
-    def row(kind: str, verifier: str, tokens: float, gain: Interval | None) -> VerifierRow:
-        return VerifierRow(
-            dataset=ALL_SETS,
-            verifier=verifier,
-            parameters={},
-            draft_kind=kind,
-            lossless=True,
-            expected_tokens=Interval(tokens, tokens - 0.1, tokens + 0.1),
-            gain=gain,
-            positions=100,
-            ceiling=None,
-            share_of_ceiling=None,
-            bias=None,
-            microseconds=1.0,
-            speedup=None,
-        )
-
     gain = Interval(0.09, 0.05, 0.13)
-    rows = [row("chain of 4", "token", 3.4, None), row("chain of 8", "token", 4.3, None)]
-    best = row("chain of 8", "traversal", 4.7, gain)
+    rows = [verifier_row("chain of 4", "token", 3.4), verifier_row("chain of 8", "token", 4.3)]
+    best = verifier_row("chain of 8", "traversal", 4.7, gain)
     said = verifier_sentence([*rows, best])
     assert said.startswith("Of 2 lossless verifiers traversal on chain of 8 is best: 4.70 [4.60")
     assert said.endswith("; over token on the same drafts: 9.0 % [5.0, 13.0].")
