@@ -163,25 +163,10 @@ def asking(url: str, target: Any) -> Iterator[VllmBackend]:
         )
 
 
-def by_position(rounds: Any) -> Counter[str | int]:
-    """Rounds that draft, and tokens accepted at each place."""
-    counted: Counter[str | int] = Counter()
-    for each in rounds:
-        counted["rounds"] += each.drafted > 0
-        counted.update(range(each.accepted))
-    return counted
-
-
-def decoder_of(target: Any, draft: Path, length: int) -> SpeculativeDecoder:
-    """Ours, greedy."""
-    config = DecodeConfig(length=length, temperature=0.0)
-    return SpeculativeDecoder.from_config(target, load_model(str(draft)), config)
-
-
 def decoded_here(
     decoder: SpeculativeDecoder, name: str, ids: list[int], served: list[int]
-) -> tuple[Round, ...]:
-    """Our rounds of the text that an engine served, which is made sure of.
+) -> list[Round]:
+    """Our rounds that draft, of the text that an engine served, which is made sure of.
 
     The forward of the prompt gives an engine a token and drafts nothing, as ours does with a draft
     on the target's states; a plain draft drafts at once here.
@@ -190,7 +175,7 @@ def decoded_here(
     left = LONGEST - (len(read) - len(ids))
     here = decoder.generate(torch.tensor(read), max_new_tokens=left, generator=torch.Generator())
     assert [*read, *here.tokens.tolist()] == [*ids, *served]
-    return here.rounds
+    return [each for each in here.rounds if each.drafted]
 
 
 @pytest.mark.parametrize(
@@ -202,9 +187,11 @@ def decoded_here(
         ("eagle", "eagle", 3),
         ("eagle3", "eagle3", 4),
         ("eagle3 of 200 tokens", "eagle3", 2),
+        pytest.param("plain", "draft-simple", 4, marks=needs_llama),
+        pytest.param("eagle3", "draft-eagle3", 3, marks=needs_llama),
     ],
 )
-def test_vllm_accepts_what_our_decoder_counts(
+def test_an_engine_accepts_what_our_decoder_counts(
     name: str,
     method: str,
     length: int,
@@ -213,50 +200,38 @@ def test_vllm_accepts_what_our_decoder_counts(
     drafts: dict[str, tuple[Path, Path]],
     tmp_path: Path,
 ) -> None:
+    """vLLM counts by position, llama-server drafted and accepted tokens of each request."""
     ours, theirs = drafts[name]
-    decoder = decoder_of(target, ours, length)
+    config = DecodeConfig(length=length, temperature=0.0)
+    decoder = SpeculativeDecoder.from_config(target, load_model(str(ours)), config)
     found: Counter[str | int] = Counter()
     counted: Counter[str | int] = Counter()
     speculative: dict[str, Any] = {"method": method, "model": str(theirs)}
     speculative |= {"num_speculative_tokens": length, "parallel_drafting": name == "masks"}
-    with serve(tmp_path / "log", speculative) as url, asking(url, target) as backend:
-        engine = ServedEngine(backend)
+    is_llama = method.startswith("draft-")
+    server = (
+        llama(tmp_path, theirs, method, length)
+        if is_llama
+        else serve(tmp_path / "log", speculative)
+    )
+    with server as url, asking(url, target) as backend:
         for number, ids in enumerate(prompts):
-            served = engine.generate(ids, str(number))
-            found += by_position(served.rounds)
-            counted += by_position(decoded_here(decoder, name, ids, served.tokens.tolist()))
-    assert found == counted
-
-
-@needs_llama
-@pytest.mark.parametrize(
-    ("name", "kind", "length"), [("plain", "draft-simple", 4), ("eagle3", "draft-eagle3", 3)]
-)
-def test_llama_server_accepts_what_our_decoder_counts(
-    name: str,
-    kind: str,
-    length: int,
-    target: Any,
-    prompts: list[list[int]],
-    drafts: dict[str, tuple[Path, Path]],
-    tmp_path: Path,
-) -> None:
-    ours, theirs = drafts[name]
-    decoder = decoder_of(target, ours, length)
-    found: Counter[str] = Counter()
-    counted: Counter[str] = Counter()
-    with llama(tmp_path, theirs, kind, length) as url, asking(url, target) as backend:
-        for number, ids in enumerate(prompts):
-            [served] = backend.complete([Request(ids, (str(number),))])
-            rounds = decoded_here(decoder, name, ids, served.ids)
+            if not is_llama:
+                served = ServedEngine(backend).generate(ids, str(number))
+                for each in served.rounds:
+                    found.update([*["rounds"] * (each.drafted > 0), *range(each.accepted)])
+                for each in decoded_here(decoder, name, ids, served.tokens.tolist()):
+                    counted.update(["rounds", *range(each.accepted)])
+                continue
+            [done] = backend.complete([Request(ids, (str(number),))])
             body = {"prompt": ids, "n_predict": LONGEST, "temperature": 0}
             timings = httpx2.post(f"{url}/completion", json=body, timeout=60).json()["timings"]
             found += Counter(drafted=timings["draft_n"], accepted=timings["draft_n_accepted"])
             # It drafts past an end token, which ours does not, and such a token within a draft
             # does not count as accepted.
-            drafting = [each for each in rounds if each.drafted]
+            drafting = decoded_here(decoder, name, ids, done.ids)
             last = drafting[-1]
-            within = last.accepted == last.emitted < length and served.finish == "eos"
+            within = last.accepted == last.emitted < length and done.finish == "eos"
             counted["drafted"] += length * len(drafting)
             counted["accepted"] += sum(each.accepted for each in drafting) - within
     assert found == counted

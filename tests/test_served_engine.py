@@ -20,7 +20,9 @@ from recipes.config import TOY
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from tests.random_pair import measured_only
-from tests.test_vllm import Handler, serving
+from tests.test_vllm import Handler, no_pauses, serving
+
+__all__ = ["no_pauses"]  # a fixture
 
 COUNTS = ("tokens", "rounds", "n_draft", "n_discarded", "accepted", "accepted_by_position")
 
@@ -76,6 +78,7 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
     given += ["--eval.sets", "[{name: maths, count: 3}]", "--eval.max_new_tokens", "24"]
     given += ["--eval.methods", "[{name: plain, decoder: plain}, {name: K=3, length: 3}]"]
     given += ["--model", "served", "--method", "K=3"]
+    given += ["--eval.engine", "eager", "--eval.verifier_seconds", "0"]
     with (
         serving(handler=engine(target, draft, 3)) as drafting,
         serving(handler=engine(target, None, 3)) as alone,
