@@ -21,6 +21,7 @@ from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS
+from tests.test_acceptance import labeller, rollouts
 from tests.tiny import tiny_llama
 
 
@@ -55,29 +56,6 @@ def test_nothing_to_fit_takes_max_q_itself() -> None:
     assert fit_calibration(np.zeros(0), np.zeros(0)) == Calibration()
 
 
-def rows_of(split: str, seed: int) -> dict[str, object]:
-    """A made-up row of a labels table."""
-    rng = np.random.default_rng(seed)
-    q_max, accept = rng.uniform(0.2, 0.9, 6), rng.uniform(0.0, 1.0, 6)
-    return {
-        "example_id": str(seed),
-        "dataset": "set",
-        "split": split,
-        "sample": 0,
-        "turn": 0,
-        "prompt_ids": [2, 3],
-        "completion_ids": [4] * 6,
-        "finish": "length",
-        "draft_ids": [5] * 6,
-        "accept_prob": accept.tolist(),
-        "log_p": [-1.0] * 6,
-        "log_q": [-1.0] * 6,
-        "log_q_max": np.log(q_max).tolist(),
-        "entropy": rng.uniform(0.2, 2.0, 6).tolist(),
-        "overlap": [0.5] * 6,
-    }
-
-
 def test_a_rule_is_fitted_on_all_positions_and_on_no_padding() -> None:
     q_max = np.array([[0.9, 0.6, 0.3], [0.8, 0.7, 0.0]])
     accept = np.array([[1.0, 0.4, 0.1], [0.9, 0.2, 0.0]])
@@ -99,10 +77,12 @@ def evaluated(folder: Path, *flags: str) -> PipelineConfig:
 def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [rows_of(split, n) for n, split in enumerate(("train", "dev", "dev"))]
+    config, draft = evaluated(tmp_path), tiny_llama(1, vocab=8)
+    rows = labeller(tiny_llama(0, vocab=8), draft, SamplingConfig())(rollouts(3, vocab=8))
+    for row, split in zip(rows, ("train", "dev", "dev"), strict=True):
+        row["split"] = split
     settings = {"sampling": asdict(SamplingConfig())}
     fill_dataset(tmp_path / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
-    config, draft = evaluated(tmp_path), tiny_llama(1, vocab=8)
     path = tmp_path / "calibration.json"
     fitted = run_eval._fitted(config, draft, path)
     dev = datasets.Dataset.from_list(rows[1:])

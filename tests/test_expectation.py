@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,18 +16,14 @@ from eval.analysis.traces import Traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
-from eval.drafting.stopping.recorded import (
-    Lengths,
-    RecordedHead,
-    RecordedTokens,
-    pad,
-)
+from eval.drafting.stopping.recorded import Lengths, Reals, RecordedHead, RecordedTokens, pad
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed, Head
-from recipes.papers.replay import Counts, Times, dinkelbach, expected_counts, oracle_counts
+from recipes.papers.replay import Counts, Times, dinkelbach, expected_counts, oracle_counts, saving
 from tests.tiny import tiny_llama
 
 OUTCOMES = [bits for n in range(1, 7) for bits in itertools.product([False, True], repeat=n)]
 Plain = tuple[int, int, int, int]  # tokens, n_target, n_draft, n_discarded
+TIMES = Times(draft_seconds=0.2, target_seconds=1.0)
 
 
 def traces(accept: Sequence[Sequence[float]]) -> Traces:
@@ -70,7 +66,18 @@ def every_rule(n: int) -> Iterator[list[int]]:
         yield list(lengths)
 
 
-def test_expected_counts_are_the_mean_over_all_outcomes() -> None:
+def mean_of(
+    accept: Sequence[float], counted: Callable[[tuple[bool, ...]], tuple[float, ...]]
+) -> tuple[float, ...]:
+    """The mean of what is counted, over all outcomes."""
+    mean = np.zeros(4)
+    for outcome in itertools.product([False, True], repeat=len(accept)):
+        weight = math.prod(a if yes else 1.0 - a for a, yes in zip(accept, outcome, strict=True))
+        mean += weight * np.array(counted(outcome))
+    return tuple(mean)
+
+
+def test_expected_counts_and_the_oracles_are_the_mean_over_all_outcomes() -> None:
     chance = random.Random(0)
     rows = [[chance.random() for _ in range(n)] for n in (1, 3, 6, 5)]
     recorded = traces(rows)
@@ -90,13 +97,12 @@ def test_expected_counts_are_the_mean_over_all_outcomes() -> None:
     for lengths in rules:
         counts = expected_counts(recorded, lengths)
         for row, accept in enumerate(rows):
-            mean = np.zeros(4)
-            for outcome in itertools.product([False, True], repeat=len(accept)):
-                weight = math.prod(
-                    a if yes else 1.0 - a for a, yes in zip(accept, outcome, strict=True)
-                )
-                mean += weight * np.array(decoded(outcome, lengths[row].tolist()))
-            assert counts_of(counts, row) == pytest.approx(tuple(mean), abs=1e-12)
+            mean = mean_of(accept, lambda outcome: decoded(outcome, lengths[row].tolist()))  # noqa: B023
+            assert counts_of(counts, row) == pytest.approx(mean, abs=1e-12)
+    oracle = oracle_counts(recorded)
+    for row, accept in enumerate(rows):
+        mean = mean_of(accept, lambda outcome: counts_of(oracle_counts(traces([outcome]))))
+        assert counts_of(oracle, row) == pytest.approx(mean, abs=1e-12)
 
 
 def test_the_oracle_takes_the_least_time_of_all_rules_on_every_short_trace() -> None:
@@ -110,15 +116,6 @@ def test_the_oracle_takes_the_least_time_of_all_rules_on_every_short_trace() -> 
         for draft in (0.01, 0.3, 1.0):
             least = min(draft * rule[2] + rule[1] for rule in rules)
             assert draft * best[2] + best[1] == pytest.approx(least, abs=1e-12)
-
-
-def test_the_oracles_expectation_is_the_mean_over_all_outcomes() -> None:
-    accept = [0.9, 0.3, 0.5, 0.8, 0.2]
-    mean = np.zeros(4)
-    for outcome in itertools.product([0.0, 1.0], repeat=len(accept)):
-        weight = math.prod(a if yes else 1.0 - a for a, yes in zip(accept, outcome, strict=True))
-        mean += weight * np.array(counts_of(oracle_counts(traces([outcome]))))
-    assert counts_of(oracle_counts(traces([accept]))) == pytest.approx(tuple(mean), abs=1e-12)
 
 
 def test_counts_keep_their_identity_and_time_splits_as_in_the_paper() -> None:
@@ -136,9 +133,9 @@ def test_counts_keep_their_identity_and_time_splits_as_in_the_paper() -> None:
         np.testing.assert_allclose(drawn, counts.tokens + counts.n_discarded, atol=1e-9)
         # SpecDec++: T = t_d N + t_d N_discarded + (t_t - t_d) N_target.
         split = 0.2 * (counts.tokens + counts.n_discarded) + 0.8 * counts.n_target
-        np.testing.assert_allclose(counts.seconds(Times(0.2, 1.0)), split, atol=1e-9)
+        np.testing.assert_allclose(counts.seconds(TIMES), split, atol=1e-9)
         per_token = split.sum() / counts.tokens.sum()
-        assert counts.seconds_per_token(Times(0.2, 1.0)) == pytest.approx(per_token)
+        assert counts.seconds_per_token(TIMES) == pytest.approx(per_token)
 
 
 def test_the_counts_of_greedy_decoding_are_what_the_decoder_counts() -> None:
@@ -167,26 +164,6 @@ def test_the_counts_of_greedy_decoding_are_what_the_decoder_counts() -> None:
     assert compared > 0
 
 
-def test_lengths_end_where_they_say() -> None:
-    estimates = np.array([[0.9, 0.8, 0.5, 0.9, 0.9]])
-    late = RecordedHead(np.log(estimates / (1.0 - estimates)), lag=1)
-    tokens = replace(traces(estimates.tolist()).tokens, head=late)
-    read = Traces(tokens, estimates)
-    # .72 goes on, .36 does not
-    for rule, first in (
-        (Cumulative(threshold=0.7), 3),
-        (Cumulative(threshold=0.7, limit=2), 2),
-        (Head(threshold=0.3), 4),  # one token late
-        (Confidence(threshold=0.6), 3),
-    ):
-        assert drafted(read, rule)[0, 0] == first
-    # The newest token is judged by its largest probability until the head has an estimate.
-    doubtful = replace(read, tokens=replace(tokens, q_max=np.full((1, 5), 0.5)))
-    costs = {"draft_seconds": 0.7, "token_seconds": 1.0, "mean_acceptance": 1.0}
-    assert drafted(doubtful, Cost(**costs))[0, 0] == 1  # type: ignore[arg-type]
-    assert drafted(read, Confidence(threshold=0.1, limit=2)).tolist() == [[2, 2, 2, 1, 0]]
-
-
 def test_dinkelbachs_loop_ends_with_the_time_per_token_of_its_own_counts() -> None:
     chance = random.Random(1)
     recorded = traces([[chance.choice([0.95, 0.4]) for _ in range(60)] for _ in range(50)])
@@ -203,3 +180,57 @@ def test_dinkelbachs_loop_ends_with_the_time_per_token_of_its_own_counts() -> No
         for k in range(1, 12)
     ]
     assert oracle_counts(recorded).seconds_per_token(times) < seconds < min(fixed)
+
+
+# --- time saved by one rule against another ---
+
+
+def counts(n_target: Reals, n_draft: Reals) -> Counts:
+    tokens = np.full(len(n_target), 40.0)
+    return Counts(tokens, n_target, n_draft, n_draft + n_target - tokens)
+
+
+def random_counts(seed: int, rollouts: int = 60) -> Counts:
+    generator = np.random.default_rng(seed)
+    return counts(generator.uniform(10, 20, rollouts), generator.uniform(40, 60, rollouts))
+
+
+def test_a_saving_is_the_share_of_the_rivals_time_and_its_interval_is_the_bootstraps() -> None:
+    rule, rival = random_counts(0), random_counts(1)
+    found = saving(rule, rival, TIMES)
+    expected = 1 - rule.seconds_per_token(TIMES) / rival.seconds_per_token(TIMES)
+    assert found.value == pytest.approx(expected)
+    # Resamples drawn by hand, another way and with other random numbers.
+    generator = np.random.default_rng(5)
+    values = []
+    for _ in range(4000):
+        drawn = generator.integers(0, 60, 60)
+        seconds = [each.seconds(TIMES)[drawn].sum() for each in (rule, rival)]
+        values.append(1 - seconds[0] / seconds[1])
+    low, high = np.quantile(values, (0.025, 0.975))
+    width = high - low
+    assert found.low == pytest.approx(low, abs=0.06 * width)
+    assert found.high == pytest.approx(high, abs=0.06 * width)
+
+
+def test_rollouts_of_one_prompt_are_resampled_together() -> None:
+    """Copies of a rollout tell nothing new, so they must not make the interval narrower."""
+    rule, rival = random_counts(0, 20), random_counts(1, 20)
+    once = saving(rule, rival, TIMES)
+
+    def copied(original: Counts) -> Counts:
+        return counts(np.repeat(original.n_target, 8), np.repeat(original.n_draft, 8))
+
+    names = [f"prompt {number:02d}" for number in range(20) for _ in range(8)]
+    grouped = saving(copied(rule), copied(rival), TIMES, names)
+    for name in ("value", "low", "high"):
+        assert getattr(grouped, name) == pytest.approx(getattr(once, name))
+    apart = saving(copied(rule), copied(rival), TIMES)
+    assert apart.high - apart.low < 0.6 * (once.high - once.low)
+
+
+def test_other_rollouts_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="the same rollouts"):
+        saving(random_counts(0), random_counts(0, 50), TIMES)
+    with pytest.raises(ValueError, match="3 prompts were named for 60 rollouts"):
+        saving(random_counts(0), random_counts(1), TIMES, ["a", "b", "c"])

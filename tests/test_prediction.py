@@ -8,15 +8,7 @@ import torch
 from datasets import Dataset
 from scipy.special import logit
 
-from eval.analysis.prediction import (
-    GROUPS,
-    Ids,
-    Predictions,
-    Reals,
-    Scores,
-    predictions,
-    scores,
-)
+from eval.analysis.prediction import GROUPS, Ids, Predictions, Reals, Scores, predictions, scores
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping.logistic import fit_calibration
 from eval.measuring.intervals import bootstrap_weights, interval
@@ -24,7 +16,7 @@ from eval.reporting.recommendation import head_predictors
 from heads import AcceptanceHead
 from heads.loss import binary_kl, head_metrics, soft_auroc
 from specdata.probability import SamplingConfig
-from tests.test_acceptance import labeller
+from tests.test_acceptance import labeller, rollout
 from tests.tiny import tiny_llama
 
 PROMPTS, EACH = 40, 25
@@ -48,13 +40,10 @@ def test_figures_are_those_of_head_training() -> None:
     found = scores(accept, predicted, prompt)
     odds = torch.logit(torch.from_numpy(predicted))
     known = head_metrics(odds, torch.from_numpy(accept), rejection_weight=1.0)
-    assert found.tokens == known.tokens
-    assert found.kl.value == pytest.approx(known.kl)
-    assert found.auroc is not None
-    assert found.auroc.value == pytest.approx(known.auroc)
-    assert found.ece.value == pytest.approx(known.ece)
-    assert found.mean_accept == pytest.approx(known.mean_accept)
-    assert found.mean_predicted == pytest.approx(known.mean_predicted)
+    for name in ("kl", "auroc", "ece"):
+        assert getattr(found, name).value == pytest.approx(getattr(known, name)), name
+    for name in ("tokens", "mean_accept", "mean_predicted"):
+        assert getattr(found, name) == pytest.approx(getattr(known, name)), name
 
 
 @pytest.mark.parametrize("step", [0.02, 0.0], ids=["few scores", "more scores than groups"])
@@ -106,17 +95,13 @@ def test_what_cannot_be_judged_is_undefined() -> None:
 def labels() -> Dataset:
     """Of a tiny pair: 6 dev rollouts of one prompt set, 8 test rollouts of two."""
     target, draft = (tiny_llama(seed, vocab=VOCABULARY).float() for seed in (0, 1))
-    generator = torch.Generator().manual_seed(0)
-
-    def row(number: int) -> object:
+    generator, rows = torch.Generator().manual_seed(0), []
+    for number in range(14):
         ids = torch.randint(2, VOCABULARY, (14,), generator=generator).tolist()
-        made = {"example_id": f"e{number}", "sample": 0, "finish": "length", "turn": 0}
-        made |= {"dataset": "maths" if number % 2 and number > 5 else "code"}
-        made |= {"split": "test" if number > 5 else "dev"}
-        return made | {"prompt_ids": ids[:3], "completion_ids": ids[3:]}
-
-    rows = labeller(target, draft, SAMPLING)([row(number) for number in range(14)])  # type: ignore[misc]
-    return Dataset.from_list([dict(each) for each in rows])
+        rows.append(rollout(number, ids[3:], prompt=tuple(ids[:3])))
+        rows[-1]["dataset"] = "maths" if number % 2 and number > 5 else "code"
+        rows[-1]["split"] = "test" if number > 5 else "dev"
+    return Dataset.from_list([dict(row) for row in labeller(target, draft, SAMPLING)(rows)])
 
 
 def of_split(labels: Dataset, split: str) -> Dataset:

@@ -21,7 +21,7 @@ from recipes.papers.replay import Counts, Times, oracle_counts, replayed
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from tests.families import tiny
-from tests.test_acceptance import labeller
+from tests.test_acceptance import labeller, rollout
 from tests.tiny import END, tiny_llama
 
 SAMPLING = SamplingConfig(temperature=0.8)
@@ -31,16 +31,9 @@ SAMPLING = SamplingConfig(temperature=0.8)
 def labels() -> datasets.Dataset:
     """Labels of twelve rollouts."""
     target, draft = tiny_llama(0, vocab=12).float(), tiny_llama(1, vocab=12).float()
-    generator = torch.Generator().manual_seed(0)
-
-    def row(number: int) -> object:
-        ids = torch.randint(2, 12, (14,), generator=generator).tolist()
-        made = {"example_id": f"e{number}", "dataset": "d", "sample": 0, "finish": "length"}
-        made["split"] = "dev" if number % 2 else "test"
-        return made | {"turn": 0, "prompt_ids": ids[:3], "completion_ids": ids[3:]}
-
-    rows = labeller(target, draft, SAMPLING)([row(number) for number in range(12)])  # type: ignore[misc]
-    return datasets.Dataset.from_list(rows)  # type: ignore[arg-type]
+    texts = torch.randint(2, 12, (12, 14), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [rollout(n, ids[3:], prompt=tuple(ids[:3])) for n, ids in enumerate(texts)]
+    return datasets.Dataset.from_list(labeller(target, draft, SAMPLING)(rows))  # type: ignore[arg-type]
 
 
 HEAD = {"hidden_size": 16, "depth": 1, "rejection_weight": 6.0}
@@ -151,9 +144,8 @@ def test_greedy_decoding_drafts_as_far_as_replay_of_what_it_decoded(
     for prompt in ([2, 5, 3], [4, 4], [7, 6, 8], [9, 2]):
         generator = torch.Generator().manual_seed(0)
         out = decoder.generate(torch.tensor(prompt), max_new_tokens=30, generator=generator)
-        row = {"example_id": "a", "dataset": "d", "split": "test", "sample": 0, "turn": 0}
-        row |= {"finish": "length", "prompt_ids": prompt, "completion_ids": out.tokens.tolist()}
-        labels = datasets.Dataset.from_list(labeller(target, draft, config.sampling)([row]))  # type: ignore[arg-type, list-item]
+        row = rollout(0, out.tokens.tolist(), prompt=tuple(prompt))
+        labels = datasets.Dataset.from_list(labeller(target, draft, config.sampling)([row]))  # type: ignore[arg-type]
         traces = acceptance_traces(labels, draft=draft, sampling=config.sampling, head=head)
         lengths = recorded_lengths(config.stop, traces.tokens)
         assert lengths is not None

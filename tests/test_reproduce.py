@@ -27,17 +27,13 @@ from recipes.papers.measurements import (
     expanded,
     formula,
     of_drafts,
+    replay,
 )
 from recipes.papers.reproduce import PAPERS, protocol_of
-from recipes.papers.tables import (
-    WORDS,
-    paper_figures,
-    pivot,
-    selected,
-    with_paper,
-    write_figure,
-)
+from recipes.papers.tables import WORDS, paper_figures, pivot, selected, with_paper, write_figure
+from specdata.labels import make
 from specdata.models import load_tokenizer
+from specdata.storage.dataset import load_stored
 from tests.random_pair import measured_only
 from tests.synthetic_results import simulate
 
@@ -75,19 +71,6 @@ def test_a_protocol_fits_the_demos_pair_and_names_what_it_measures(paper: str, q
     for shown in [*protocol["tables"], *protocol.get("figures", [])]:
         of = [shown["of"]] if isinstance(shown["of"], str) else shown["of"]
         assert {*of} <= {*protocol["measurements"]}, shown["title"]
-
-
-@pytest.mark.parametrize("paper", PAPERS)
-def test_headings_and_axes_are_words_and_no_field_of_a_record(paper: str) -> None:
-    protocol = protocol_of(paper, quick=False)
-    words, used = WORDS | protocol.get("words", {}), set()
-    for table in protocol["tables"]:
-        for keys in (table["rows"], table.get("columns", []), [*table["values"].values()][:1]):
-            used |= {keys} if isinstance(keys, str) else {*keys}
-    for figure in protocol["figures"]:
-        used |= {figure[axis] for axis in "xy" if f"{axis}_label" not in figure}
-    named = {words.get(field, field) for field in used}  # a letter says nothing to a reader
-    assert not [word for word in named if "_" in word or len(word) < 2]
 
 
 @pytest.mark.parametrize("responses", [1, 4])
@@ -246,6 +229,49 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     assert "remove" in capsys.readouterr().err
 
 
+SWEEP: dict[str, Any] = {"sampling": {"temperature": 1.0, "top_k": 50, "top_p": 1.0}}
+SWEEP |= {"depths": [0, 1], "weights": [1.0, 6.0], "training": {"epochs": 2}, "rows": 8}
+SWEEP |= {"judged_rows": 6, "lengths": [2, 6], "thresholds": [0.3, 0.7], "rules": ["entropy"]}
+SWEEP |= {"draft_seconds": 0.0234, "target_seconds": 0.112, "alone_seconds": 0.108}
+
+
+@pytest.mark.slow
+def test_each_head_learns_once_of_one_set_under_its_sampling_and_is_judged_on_all(
+    trained_pair: Path, tmp_path: Path
+) -> None:
+    sets = [{"name": n, "split": s} for s in ("train", "dev") for n in ("instruct", "maths")]
+    given = [f"--output={tmp_path}", "--toy", "null", "--draft", "null"]
+    given += ["--rollouts.sets", json.dumps(sets), "--rollouts.max_new_tokens", "12"]
+    given += [f"--models.{role}={trained_pair / role}" for role in ("target", "draft")]
+    command = parse(given)
+    pair, folder = ModelPair(command.config, command.given, tmp_path), tmp_path / "grid"
+    records = replay(pair, SWEEP, folder)
+    heads = [row for row in records if row.get("rule") == "head"]
+    assert len(heads) == 4 * 3 * 2, "heads, sets with that of all, thresholds"
+    assert sum(row["best_h"] for row in heads) == 4 * 3
+    assert sum(row["best"] for row in records if "best" in row) == 4 * 3, "rules, sets"
+    assert sum("eval_kl" in row for row in records) == 4
+    labels = load_stored(folder / "run/labels")
+    assert make.sampling_of(folder / "run/labels").top_k == 50
+    rows = list(zip(labels["split"], labels["dataset"], strict=True))
+    counted = {each: rows.count(each) for each in rows}
+    dev = {("dev", "maths"): 6, ("dev", "instruct"): 6}
+    assert counted == {("train", "instruct"): 8, **dev}
+    for row in (row for row in records if "set" in row):  # by the paper's times, over its target
+        counts, seconds = row["counts"], 1 / row["tokens_per_second"]["value"]
+        spent = 0.0234 * counts["n_draft"] + 0.112 * counts["n_target"]
+        assert spent / counts["tokens"] == pytest.approx(seconds)
+        assert row["speedup"]["value"] == pytest.approx(0.108 / seconds)
+    assert {r["gain"]["value"] for r in records if r.get("best") and r["rule"] == "fixed"} == {0.0}
+    trained = [json.loads(path.read_text())["train_rows"] for path in folder.glob("depth*/m*.json")]
+    assert trained == [8] * 4
+    # Asked for again, it trains nothing.
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("depth*/model.safetensors")}
+    assert len(before) == 4
+    assert replay(pair, SWEEP, folder) == records
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
 @pytest.mark.slow
 def test_the_gemma_protocol_runs_on_gemma_2_and_has_the_papers_figures_beside_ours(
     tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -286,10 +312,8 @@ def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
     assert run_tool("reproduce", given) == 0, capsys.readouterr().err
     home = tmp_path / f"papers/{paper}-quick"
     folder = next(home.glob("measured/acceptance*"))
-    first, kept = (
-        json.loads((home / "results.json").read_text())["measured"],
-        folder / "instruct.json",
-    )
+    kept = folder / "instruct.json"
+    first = json.loads((home / "results.json").read_text())["measured"]
     before = kept.stat().st_mtime_ns
     (folder / "records.json").unlink()  # as after a kill in the second set
     (folder / "maths.json").unlink()
