@@ -8,11 +8,11 @@ joint distribution.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -38,13 +38,19 @@ def random_distribution(vocabulary: int, generator: torch.Generator, zeros: floa
     return weights / weights.sum()
 
 
+def random_distributions(seed: int, size: int, zeros: float = 0.0) -> list[Tensor]:
+    """The target's distribution (V,) and the draft's."""
+    generator = torch.Generator().manual_seed(seed)
+    return [random_distribution(size, generator, zeros) for _ in range(2)]
+
+
 def random_model(vocabulary: int, depth: int, seed: int, zeros: float = 0.0) -> TabularModel:
     """Context-dependent distributions for every prefix of at most `depth` tokens."""
     generator = torch.Generator().manual_seed(seed)
     return {
         prefix: random_distribution(vocabulary, generator, zeros)
         for length in range(depth + 1)
-        for prefix in itertools.product(range(vocabulary), repeat=length)
+        for prefix in product(range(vocabulary), repeat=length)
     }
 
 
@@ -54,7 +60,7 @@ def constant_model(distribution: Sequence[float], depth: int) -> TabularModel:
     return {
         prefix: row
         for length in range(depth + 1)
-        for prefix in itertools.product(range(len(distribution)), repeat=length)
+        for prefix in product(range(len(distribution)), repeat=length)
     }
 
 
@@ -65,7 +71,7 @@ def markov_model(
     model = {
         prefix: torch.tensor(rows[prefix[-1]], dtype=torch.float64)
         for length in range(1, depth + 1)
-        for prefix in itertools.product(range(len(first)), repeat=length)
+        for prefix in product(range(len(first)), repeat=length)
     }
     return {(): torch.tensor(first, dtype=torch.float64), **model}
 
@@ -76,7 +82,7 @@ def conditioned(model: TabularModel, prefix: Prefix, depth: int) -> TabularModel
     return {
         rest: model[prefix + rest]
         for length in range(depth + 1)
-        for rest in itertools.product(range(vocabulary), repeat=length)
+        for rest in product(range(vocabulary), repeat=length)
     }
 
 
@@ -93,7 +99,7 @@ def sibling_groups(distribution: Tensor, count: int, how: How) -> list[tuple[flo
     if how == "iid":
         return [
             (math.prod(mass for mass, _ in draws), tuple(token for _, token in draws))
-            for draws in itertools.product(support(distribution), repeat=count)
+            for draws in product(support(distribution), repeat=count)
         ]
     if how == "distinct":
         return _distinct(distribution, min(count, len(support(distribution))))
@@ -166,14 +172,14 @@ def sibling_drafts(q: TabularModel, count: int, how: How) -> WeightedDrafts:
 def independent_siblings(models: Sequence[TabularModel]) -> WeightedDrafts:
     """One sibling from each distribution."""
     distributions = torch.stack([model[()] for model in models])
-    for draws in itertools.product(*(support(distribution) for distribution in distributions)):
+    for draws in product(*(support(distribution) for distribution in distributions)):
         weight = math.prod(mass for mass, _ in draws)
         yield weight, DraftTree.siblings(torch.tensor([token for _, token in draws]), distributions)
 
 
 def path_drafts(models: Sequence[TabularModel], length: int) -> WeightedDrafts:
     """One rollout from each model; the same model several times gives iid paths."""
-    for rollouts in itertools.product(*(continuations(model, length) for model in models)):
+    for rollouts in product(*(continuations(model, length) for model in models)):
         weight = math.prod(mass for mass, _ in rollouts)
         distributions = [
             torch.stack([model[tokens[:depth]] for depth in range(length)])
@@ -190,7 +196,7 @@ def tree_drafts(q: TabularModel, widths: Sequence[int], how: How) -> WeightedDra
         extended = []
         for weight, prefixes, parents, level in partial:
             choices = [sibling_groups(q[prefixes[node]], width, how) for node in level]
-            for groups in itertools.product(*choices):
+            for groups in product(*choices):
                 new_prefixes, new_parents = list(prefixes), list(parents)
                 for node, (_, tokens) in zip(level, groups, strict=True):
                     new_prefixes += [(*prefixes[node], token) for token in tokens]
@@ -220,14 +226,9 @@ def _tree_draft(
 
 @dataclass(frozen=True)
 class Case:
-    """A form of draft over random models.
+    """A form of draft over random models: V, the longest path, and how many models draft.
 
-    Args:
-        kind: what `DraftTree.kind` must say (or a kind that it degenerates to).
-        vocabulary: V.
-        depth: tokens on the longest path.
-        draft_models: how many draft models it needs.
-        drafts: all drafts of those models.
+    `kind` is what `DraftTree.kind` must say (or a kind that it degenerates to).
     """
 
     kind: str
@@ -260,27 +261,14 @@ CASES: Mapping[str, Case] = {
     "chain of 2, V=3": Case("chain", 3, 2, 1, lambda q: chain_drafts(q[0], 2)),
     "2 siblings": Case("siblings, iid", 4, 1, 1, lambda q: sibling_drafts(q[0], 2, "iid")),
     "3 siblings": Case("siblings, iid", 3, 1, 1, lambda q: sibling_drafts(q[0], 3, "iid")),
-    "2 independent siblings": Case(
-        "siblings, independent", 3, 1, 2, lambda q: independent_siblings(q)
-    ),
-    "3 independent siblings": Case(
-        "siblings, independent", 3, 1, 3, lambda q: independent_siblings(q)
-    ),
-    "2 distinct siblings": Case(
-        "siblings, distinct", 4, 1, 1, lambda q: sibling_drafts(q[0], 2, "distinct")
-    ),
-    "3 distinct siblings": Case(
-        "siblings, distinct", 4, 1, 1, lambda q: sibling_drafts(q[0], 3, "distinct")
-    ),
-    "2 greedy siblings": Case(
-        "siblings, greedy", 4, 1, 1, lambda q: sibling_drafts(q[0], 2, "greedy")
-    ),
-    "3 greedy siblings": Case(
-        "siblings, greedy", 4, 1, 1, lambda q: sibling_drafts(q[0], 3, "greedy")
-    ),
-    "2 chosen siblings": Case(
-        "siblings, chosen", 4, 1, 1, lambda q: sibling_drafts(q[0], 2, "chosen")
-    ),
+    "2 independent siblings": Case("siblings, independent", 3, 1, 2, independent_siblings),
+    "3 independent siblings": Case("siblings, independent", 3, 1, 3, independent_siblings),
+    **{
+        f"{n} {how} siblings": Case(
+            f"siblings, {how}", 4, 1, 1, lambda q, n=n, how=how: sibling_drafts(q[0], n, how)
+        )
+        for n, how in product((2, 3), ("distinct", "greedy", "chosen"))
+    },
     "2 paths of 2, V=2": Case("paths, iid", 2, 2, 1, lambda q: path_drafts(q[:1] * 2, 2)),
     "3 paths of 2, V=2": Case("paths, iid", 2, 2, 1, lambda q: path_drafts(q[:1] * 3, 2)),
     "2 paths of 2, V=3": Case("paths, iid", 3, 2, 1, lambda q: path_drafts(q[:1] * 2, 2)),

@@ -7,9 +7,9 @@ writes docs/conformance/vectors.json.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
+import runpy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from specdata.probability import SamplingConfig, probabilities
 from tests.test_branching import decoded_with
 
 FOLDER = Path(__file__).parent.parent / "docs" / "conformance"
+READER = runpy.run_path(str(FOLDER / "check.py"))
 V, DRAFTS = 5, 2
 SAMPLINGS = {
     "full": SamplingConfig(),
@@ -103,15 +104,6 @@ def plain(value: Any) -> Any:
     return float(f"{value:.12g}") if isinstance(value, float) else value
 
 
-def reader() -> Any:
-    spec = importlib.util.spec_from_file_location("check", FOLDER / "check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_committed_vectors_are_what_our_verifiers_give() -> None:
     stored, made = json.loads((FOLDER / "vectors.json").read_text())["cases"], vectors()["cases"]
     assert [each["name"] for each in stored] == [each["name"] for each in made]
@@ -122,8 +114,7 @@ def test_the_committed_vectors_are_what_our_verifiers_give() -> None:
                 torch.testing.assert_close(torch.tensor(old[key]), torch.tensor(value))
             else:
                 assert old[key] == value, old["name"]
-        law = reader().law(old)
-        assert sum(law.values()) == pytest.approx(1.0)
+        assert sum(READER["law"](old).values()) == pytest.approx(1.0)
 
 
 def token_verification(case: dict[str, Any], rng: random.Random) -> tuple[int, int] | None:
@@ -144,7 +135,7 @@ def test_the_reader_passes_a_sound_engine_and_names_a_faulty_one() -> None:
         for each in json.loads((FOLDER / "vectors.json").read_text())["cases"]
         if each["verifier"] == "token"
     ]
-    fault = reader().fault
+    fault = READER["fault"]
     assert not [each for each in cases if fault(each, token_verification, random.Random(0))]
 
     def without_residual(case: dict[str, Any], rng: random.Random) -> tuple[int, int] | None:

@@ -20,18 +20,6 @@ def ids(*tokens: int) -> Tensor:
 # --- shapes ---
 
 
-def test_a_chain_follows_itself() -> None:
-    tree = DraftTree.chain(ids(0, 2), Q2)
-    assert tree.kind == "chain"
-    assert tree.children_of == [[1], [2], []]
-    assert torch.equal(tree.distribution_of(2), Q2[1])
-
-
-def test_an_empty_chain_is_a_draft() -> None:
-    tree = DraftTree.chain(torch.zeros(0, dtype=torch.long), torch.zeros(0, 3), tail=Q2[0])
-    assert (len(tree), tree.kind, tree.children_of, tree.depth) == (0, "chain", [[]], 0)
-
-
 def test_paths_branch_at_the_root_only_and_are_never_merged() -> None:
     q = Q2.expand(3, 2, 3)
     tree = DraftTree.paths(torch.tensor([[0, 2], [0, 1], [1, 2]]), q)
@@ -69,14 +57,6 @@ def test_distributions_of_many_small_probabilities_that_differ_as_a_whole_are_no
     assert draft.kind == "siblings, independent"
 
 
-def test_siblings_may_repeat_unless_drawn_without_replacement() -> None:
-    assert DraftTree.siblings(ids(1, 1), Q2[1]).kind == "siblings, iid"
-    assert DraftTree.siblings(ids(1, 2), Q2[1], "distinct").kind == "siblings, distinct"
-    assert DraftTree.siblings(ids(2, 0), Q2[1], "greedy").kind == "siblings, greedy"
-    distributions = torch.stack([Q2[1], Q2[0]])
-    assert DraftTree.siblings(ids(1, 1), distributions).kind == "siblings, independent"
-
-
 def test_a_k_configuration_is_numbered_breadth_first() -> None:
     distributions = Q2[1].expand(3, 3)
     tree = DraftTree.tree((2, 2), ids(0, 1, 2, 2, 1, 0), distributions)
@@ -85,14 +65,6 @@ def test_a_k_configuration_is_numbered_breadth_first() -> None:
     assert tree.follow([1, 2], 1) == [2]
     assert tree.depth == 2
     assert [tree.path_to(node) for node in (0, 2, 5)] == [[], [2], [2, 5]]
-
-
-def test_a_ragged_tree_is_checked_too() -> None:
-    """Where the support runs out before K, a node has fewer children."""
-    distributions = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
-    tree = DraftTree(ids(1, 0, 1), ids(0, 1, 1), distributions, ids(0, 1, 1), "tree", "distinct")
-    assert tree.checked() is tree
-    assert tree.children_of == [[1], [2, 3], [], []]
 
 
 # --- bad ones ---

@@ -16,7 +16,7 @@ from eval.verifiers.kseq import discount
 from eval.verifiers.optimum import optimal_acceptance
 from recipes.papers import examples as formulas
 from recipes.papers.examples import RULES, two_drafts
-from tests.oracles import constant_model, expected_accepted, random_distribution, sibling_drafts
+from tests.oracles import constant_model, expected_accepted, random_distributions, sibling_drafts
 
 P3 = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 BOUND = 0.011
@@ -32,16 +32,11 @@ def acceptance(
     return expected_accepted(verifier, sibling_drafts(draft, k, how), target)
 
 
-def random_distributions(seed: int, size: int, zeros: bool = False) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [random_distribution(size, generator, 0.35 * zeros) for _ in range(2)]
-
-
 @pytest.mark.parametrize("name", ["naive", "rrs", "kseq"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_acceptance_is_the_formula_of_the_paper(name: str, k: int) -> None:
     for seed in range(10):
-        p, q = random_distributions(seed, 3, zeros=seed % 2 == 1)
+        p, q = random_distributions(seed, 3, 0.35 * (seed % 2 == 1))
         assert acceptance(name, p, q, k) == pytest.approx(RULES[name](p, q, k), abs=1e-12)
 
 
@@ -53,7 +48,7 @@ def test_acceptance_without_replacement_averages_over_the_rejected(
     for points, off in ((formulas.POINTS, BOUND), (4096, BOUND / 32)):
         monkeypatch.setattr(formulas, "POINTS", points)
         for seed in range(10):
-            p, q = random_distributions(seed, 5, zeros=seed % 2 == 1)
+            p, q = random_distributions(seed, 5, 0.35 * (seed % 2 == 1))
             exact = acceptance("rrs_wor", p, q, k, "distinct")
             found = RULES["rrs_wor"](p, q, k)
             assert found == pytest.approx(exact, abs=off if k > 1 else 1e-12)
@@ -99,7 +94,7 @@ def test_two_drafts_of_the_papers_examples_reach_theorem_3(
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_greedy_draft_accepts_the_chosen_mass_and_the_overlap_of_the_rest(k: int) -> None:
     for seed in range(10):
-        p, q = random_distributions(seed, 4, zeros=seed % 2 == 1)
+        p, q = random_distributions(seed, 4, 0.35 * (seed % 2 == 1))
         if k > int((q > 0).sum()):
             continue
         chosen = q.argsort(descending=True, stable=True)[: k - 1]
@@ -111,7 +106,7 @@ def test_greedy_draft_accepts_the_chosen_mass_and_the_overlap_of_the_rest(k: int
 def test_discount_is_the_root_seen_from_the_valid_side() -> None:
     for seed in range(200):
         k = 2 + seed % 7
-        p, q = random_distributions(seed, 2 + seed % 50, zeros=seed % 3 == 1)
+        p, q = random_distributions(seed, 2 + seed % 50, 0.35 * (seed % 3 == 1))
         rho = discount(p, q, k)
         low, high = 1.0, float(k)
         for _ in range(60):  # plain bisection on the definition

@@ -54,20 +54,6 @@ def fixed_chains(q: TabularModel, length: int) -> Callable[[Prefix, Verifier], W
     return draft
 
 
-def stopped_chains(
-    q: TabularModel, length: int, stop: Callable[[Prefix], bool]
-) -> Callable[[Prefix, Verifier], WeightedDrafts]:
-    """A drafter that ends a chain where `stop` says so, seeing the sequence and the kept tokens."""
-
-    def draft(sequence: Prefix, verifier: Verifier) -> WeightedDrafts:
-        here = conditioned(q, sequence, length)
-        return chain_drafts(
-            here, length, lambda drafted: stop(sequence + drafted), verifier.residual_persists
-        )
-
-    return draft
-
-
 # --- one block ---
 
 
@@ -197,8 +183,12 @@ def test_rounds_to_emit_six_tokens(
 def test_greedy_block_is_biased_where_the_draft_stops_on_its_tokens() -> None:
     """`Verifier.residual_persists` therefore demands a planned length."""
     p, q = random_model(2, 7, 5), random_model(2, 7, 6)
-    drafter = stopped_chains(q, 3, lambda sequence: sequence[-1] == 0)
-    joint, _ = rounds_distribution(made("greedy_block"), p, 4, drafter)
+
+    def draft(sequence: Prefix, _: Verifier) -> WeightedDrafts:
+        here = conditioned(q, sequence, 3)
+        return chain_drafts(here, 3, lambda drafted: drafted[-1] == 0, tail=True)
+
+    joint, _ = rounds_distribution(made("greedy_block"), p, 4, draft)
     assert total_variation(joint, joint_distribution(p, (), 4)) > 1e-2
 
 

@@ -10,11 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.stopping import (
-    STOPPING_RULES,
-    DraftedToken,
-    StoppingRule,
-)
+from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost, CostEstimates, gain
 from eval.drafting.stopping.logistic import Logit
 from eval.measuring.records import check_identity, record_prompt

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog
-from torch import Tensor
 
 from eval.verifiers import VERIFIERS
 from eval.verifiers.biased import opt_loss, uno_loss
@@ -19,16 +18,16 @@ from tests.optimal_stopping import AcceptanceChain, optimum
 from tests.oracles import (
     Prefix,
     TabularModel,
+    WeightedDrafts,
     chain_drafts,
     conditioned,
     constant_model,
     expected_accepted,
     markov_model,
-    node_prefixes,
     path_drafts,
-    random_distribution,
+    random_distributions,
     random_model,
-    target_rows,
+    rounds_distribution,
 )
 
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
@@ -37,27 +36,17 @@ P, Q = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
 def counted_rejections(
     verifier: Verifier, p: TabularModel, q: TabularModel, horizon: int, paths: int
 ) -> float:
-    """E[N_rej] by running the algorithm itself: drafts to the horizon, no bonus token."""
-    waiting: dict[Prefix, float] = {(): 1.0}
-    rejections = 0.0
-    for length in range(horizon):
-        for sequence in [sequence for sequence in waiting if len(sequence) == length]:
-            weight, rest = waiting.pop(sequence), horizon - length
-            models = [conditioned(q, sequence, rest)] * paths
-            drafts = chain_drafts(models[0], rest) if paths == 1 else path_drafts(models, rest)
-            for chance, tree in drafts:
-                target = target_rows(tree, conditioned(p, sequence, rest))
-                verdict = verifier(tree, target)
-                for node, prefix in enumerate(node_prefixes(tree)):
-                    mass = weight * chance * float(verdict.stop[node])
-                    if mass == 0 or len(prefix) == rest:
-                        continue
-                    rejections += mass
-                    for token, share in enumerate(verdict.bonus[node].tolist()):
-                        if share > 0 and length + len(prefix) + 1 < horizon:
-                            new = (*sequence, *prefix, token)
-                            waiting[new] = waiting.get(new, 0.0) + mass * share
-    return rejections
+    """E[N_rej] by running the algorithm itself, which drafts to the horizon.
+
+    Every round but the last, which emits the token behind the horizon, ends with a rejection.
+    """
+
+    def draft(sequence: Prefix, _: Verifier) -> WeightedDrafts:
+        rest = max(1, horizon - len(sequence))
+        models = [conditioned(q, sequence, rest)] * paths
+        return chain_drafts(models[0], rest) if paths == 1 else path_drafts(models, rest)
+
+    return rounds_distribution(verifier, p, horizon + 1, draft)[1] - 1
 
 
 # --- rejections ---
@@ -67,7 +56,7 @@ def counted_rejections(
 def test_theorems_1_and_3_count_the_rejections_of_token_and_batch_verification(
     paths: int, zeros: float
 ) -> None:
-    p, q = random_model(2, 3, 3, zeros), random_model(2, 3, 4, zeros)
+    p, q = random_model(2, 4, 3, zeros), random_model(2, 4, 4, zeros)
     counted = counted_rejections(
         VERIFIERS["token" if paths == 1 else "batch"].make(), p, q, 3, paths
     )
@@ -84,14 +73,6 @@ def test_limit_of_many_responses(q: Prefix) -> None:
     assert float((limit - many).abs().max()) < 1e-9
     assert float((few - limit).sum()) >= -1e-12
     assert float(limit.sum()) > 0.1
-
-
-def test_limit_of_many_responses_where_a_token_is_never_drafted() -> None:
-    p, q = torch.tensor([0.5, 0.5]).double(), torch.tensor([0.0, 1.0]).double()
-    missed, distribution = theory.first_token_missed(p, q, None)
-    assert missed == 0.5
-    assert distribution.tolist() == [1.0, 0.0]
-    assert theory.first_token_missed(p, q, 50)[0] == 0.5
 
 
 def test_merging_contexts_of_a_markov_chain_changes_nothing() -> None:
@@ -136,15 +117,10 @@ def test_token_accepts_no_more_than_block_and_block_no_more_than_greedy() -> Non
 # --- rejection against bias ---
 
 
-def random_pair(seed: int, zeros: float) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return random_distribution(4, generator, zeros), random_distribution(4, generator, zeros)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_theorem_5_is_the_linear_program(seed: int) -> None:
     """The least bias at a given R, over acceptances and residuals at once: the straight line."""
-    p, q = random_pair(seed + 20, 0.2)
+    p, q = random_distributions(seed + 20, 4, 0.2)
     total = 1.0 - float(torch.minimum(p, q).sum())
     for rejected in (0.0, 0.3 * total, 0.8 * total, total, min(1.0, total + 0.1)):
         # Variables: kept mass k <= q (sum 1 - R), replaced mass c >= 0 (sum R), positive parts s.
@@ -162,7 +138,7 @@ def test_theorem_5_is_the_linear_program(seed: int) -> None:
 @pytest.mark.parametrize("epsilon", [0.0, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_opt_lies_on_the_line_and_uno_above_it(seed: int, epsilon: float) -> None:
-    p, q = random_pair(seed + 40, 0.3)
+    p, q = random_distributions(seed + 40, 4, 0.3)
     rejected = theory.rejection(q, theory.over_acceptance(p, q, epsilon))
     line = theory.least_bias_at(p, q, rejected)
     assert opt_loss(p, q, epsilon) == pytest.approx(line, abs=1e-12)

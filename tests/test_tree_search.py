@@ -23,7 +23,6 @@ from recipes.papers.trees import (
     k_configurations,
     search,
 )
-from specdata.probability import SamplingConfig
 from specdata.sampling import generator_for
 from tests.families import tiny
 from tests.oracles import (
@@ -119,6 +118,22 @@ def test_the_rounds_of_a_text_follow_from_left_to_right() -> None:
     assert expected_rounds(np.full((1, 1, 3), 0.5), np.array([3])).tolist() == [1.0 + 0.5 + 0.75]
 
 
+def decoded(
+    target: Any, draft: Any, config: DecodeConfig, prompts: list[list[int]], siblings: Siblings
+) -> tuple[Acceptance, np.ndarray[Any, Any]]:
+    """Acceptance along the texts that were decoded, and the rounds that each took."""
+    decoder, rows, taken = SpeculativeDecoder.from_config(target, draft, config), [], []
+    for number, ids in enumerate(prompts):
+        generator = generator_for(0, number)
+        made = decoder.generate(torch.tensor(ids), max_new_tokens=24, generator=generator)
+        text = {"prompt_ids": ids, "completion_ids": made.tokens.tolist()}
+        rows.append({"example_id": f"e{number}", "sample": 0, "turn": 0, **text})
+        taken.append(len(made.rounds))
+    asked: dict[str, Any] = {"target": target, "draft": draft, "sampling": config.sampling}
+    along = acceptance_along(rows, **asked, siblings=siblings, most=4, seed=0)
+    return along, np.array(taken)
+
+
 @pytest.mark.parametrize(
     ("widths", "siblings", "others"),
     [
@@ -142,30 +157,13 @@ def test_the_decoder_takes_as_many_rounds_as_are_expected_of_its_text(
             weight.add_(0.5 * weight.std() * noise)
     verifier = "rrs" if siblings == "iid" else "rrs_wor"
     config = DecodeConfig(verifier, drafter="tree", widths=widths, siblings=siblings)
-    decoder = SpeculativeDecoder.from_config(target, draft, config)
-    rows, taken = [], []
-    for number in range(120):
-        ids = [2 + number % 6, 3]
-        made = decoder.generate(
-            torch.tensor(ids), max_new_tokens=24, generator=generator_for(0, number)
-        )
-        rows.append(row(number, ids, made.tokens.tolist()))
-        taken.append(len(made.rounds))
-    along = acceptance_along(
-        rows,
-        target=target,
-        draft=draft,
-        sampling=SamplingConfig(),
-        siblings=siblings,
-        most=4,
-        seed=0,
-    )
-    expected = along.rounds(widths)
-    difference = np.array(taken) - expected
-    error = difference.std() / len(rows) ** 0.5
+    prompts = [[2 + number % 6, 3] for number in range(120)]
+    along, taken = decoded(target, draft, config, prompts, siblings)
+    difference = taken - along.rounds(widths)
+    error = difference.std() / len(prompts) ** 0.5
     assert abs(difference.mean()) < 3 * error
     for other in others:
-        assert abs((np.array(taken) - along.rounds(other)).mean()) > 4 * error, other
+        assert abs((taken - along.rounds(other)).mean()) > 4 * error, other
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2, 1), (4, 2)])
@@ -174,22 +172,10 @@ def test_at_temperature_0_it_takes_exactly_as_many_rounds(widths: tuple[int, ...
     family = "llama, grouped queries"
     target, draft = tiny(family, 2), nearby(family)
     config = DecodeConfig("rrs_wor", drafter="tree", widths=widths, temperature=0.0)
-    decoder = SpeculativeDecoder.from_config(target, draft, config)
-    rows, taken = [], []
-    for number in range(6):
-        ids = [2 + number, 5]
-        made = decoder.generate(torch.tensor(ids), max_new_tokens=16, generator=torch.Generator())
-        rows.append(row(number, ids, made.tokens.tolist()))
-        taken.append(len(made.rounds))
-    models: dict[str, Any] = {"target": target, "draft": draft, "sampling": config.sampling}
-    along = acceptance_along(rows, **models, siblings="distinct", most=4, seed=0)
-    assert along.rounds(widths).tolist() == taken
-    assert len(rows) < sum(taken) < along.lengths.sum()
-
-
-def row(number: int, prompt: list[int], completion: list[int]) -> dict[str, object]:
-    key = {"example_id": f"e{number}", "sample": 0, "turn": 0}
-    return key | {"prompt_ids": prompt, "completion_ids": completion}
+    prompts = [[2 + number, 5] for number in range(6)]
+    along, taken = decoded(target, draft, config, prompts, "distinct")
+    assert along.rounds(widths).tolist() == taken.tolist()
+    assert len(prompts) < taken.sum() < along.lengths.sum()
 
 
 def test_k_configurations_are_those_that_widen_nowhere() -> None:
