@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import NemotronConfig, NemotronForCausalLM
@@ -120,55 +122,36 @@ def test_scoring_without_tree_attention_gives_the_same_tokens_for_the_same_draws
     assert accepted > 10, "only accepted nodes move in the cache"
 
 
-def test_sequences_are_packed_where_a_model_keeps_arguments_from_its_attention() -> None:
+def nemotron() -> NemotronForCausalLM:
+    """Keeps arguments from its attention."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(0)
-    config = NemotronConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    model = CachedModel(NemotronForCausalLM(config).eval(), 40)
-    assert model.packs
-    logits = []
-    for together in (False, True):
-        model.reset()
-        sequences = [model.sequence(slot, SamplingConfig()) for slot in range(2)]
-        for slot, sequence in enumerate(sequences):
-            model.run(sequence.append([2 + slot] * (3 + 2 * slot), 1))
-        forwards = [sequences[0].append([4, 5, 6], 3), sequences[1].append([7], 1)]
-        with torch.inference_mode():
-            logits.append(model.run_all(forwards) if together else [*map(model.run, forwards)])
-    torch.testing.assert_close(logits[1], logits[0])
+    return NemotronForCausalLM(NemotronConfig(**sizes, **heads)).eval()
 
 
-def test_sequences_of_different_lengths_are_run_without_padding() -> None:
+@pytest.mark.parametrize("model", [tiny_llama(2, vocab=40, layers=2), nemotron()], ids=type)
+def test_sequences_of_different_lengths_are_run_without_padding(model: Any) -> None:
     """Also beside a tree, in the slot between them."""
-    model = CachedModel(tiny_llama(2, vocab=40, layers=2), 40)
-    alone = CachedModel(tiny_llama(2, vocab=40, layers=2), 40)
-    read: list[tuple[int, ...]] = []
-    hook = model.model.get_input_embeddings().register_forward_hook(
+    cached, read = CachedModel(model, 40), list[tuple[int, ...]]()
+    hook = model.get_input_embeddings().register_forward_hook(
         lambda _, args, __: read.append(tuple(args[0].shape))
     )
-    lengths, answers, expected = (9, 2, 1), [], []
-    for cached, logits in ((model, answers), (alone, expected)):
+    attention, logits = model.config._attn_implementation, []
+    for together in (False, True):
+        cached.reset()
         sequences = [cached.sequence(slot, SamplingConfig()) for slot in range(4)]
         for slot, sequence in enumerate(sequences):
             cached.run(sequence.append([2 + slot] * (3 + 2 * slot), 1))
         forwards = [
             sequence.append(list(range(3, 3 + length)), length)
-            for sequence, length in zip(sequences, lengths, strict=False)
+            for sequence, length in zip(sequences, (9, 2, 1), strict=False)
         ]
         forwards.append(sequences[3].append_tree([5, 6, 7, 8], [0, 0, 1, 2], [9]))
         read.clear()
         with torch.inference_mode():
-            logits += model.run_all(forwards) if cached is model else map(alone.run, forwards)
-        if cached is model:
-            assert read == [(1, 9 + 2 + 1 + 5)]
+            logits.append(cached.run_all(forwards) if together else [*map(cached.run, forwards)])
     hook.remove()
-    for packed, single in zip(answers, expected, strict=True):
-        torch.testing.assert_close(packed, single)
-    assert model.model.config._attn_implementation == "sdpa"
+    assert read == [(1, 9 + 2 + 1 + 5)]
+    torch.testing.assert_close(logits[1], logits[0])
+    assert model.config._attn_implementation == attention

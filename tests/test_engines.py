@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.graphs import shared_graphs
@@ -21,44 +21,23 @@ from eval.runtime.prepack import (
 )
 from specdata.errors import ConfigError
 from specdata.prepack import multiplies
+from tests import test_batches
 from tests.families import tiny
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
 
-CASES = {
-    "plain": DecodeConfig(),
-    "chain": DecodeConfig(length=4),
-    "head": DecodeConfig(stop="head", threshold=0.5),
-    "greedy_block": DecodeConfig(verifier="greedy_block", length=3),
-    "tree": DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2, 1)),
-    "dynamic tree": DecodeConfig(verifier="naive", drafter="dynamic_tree", nodes=5, depth=3),
-    "one node": DecodeConfig(verifier="rrs", drafter="tree", widths=(1,)),
-    "paths": DecodeConfig(verifier="kseq", drafter="paths", paths=2, length=3),
-}
+FORMS = ("plain", "chain", "head", "greedy_block", "tree", "dynamic tree", "paths")
+CASES = {name: test_batches.CASES[name] for name in FORMS}
+CASES["one node"] = DecodeConfig(verifier="rrs", drafter="tree", widths=(1,))
 
 
-def medium_llama(seed: int) -> LlamaForCausalLM:
+def medium_llama(seed: int) -> Any:
     """In float32 and just large enough that its matrices are prepacked."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        attention_bias=True,
-        mlp_bias=True,
-        initializer_range=0.1,
-        eos_token_id=1,
-    )
-    assert config.hidden_size * config.intermediate_size >= SMALLEST_PREPACKED
-    model = LlamaForCausalLM(config).eval()
-    for name, value in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(value, std=0.1)
-    return model
+    sizes = {"hidden_size": 128, "intermediate_size": 1024, "max_position_embeddings": 2048}
+    biases = {"attention_bias": True, "mlp_bias": True, "initializer_range": 0.1}
+    assert sizes["hidden_size"] * sizes["intermediate_size"] >= SMALLEST_PREPACKED
+    family = "llama, grouped queries"
+    return tiny(family, seed, vocab=512, dtype=torch.float32, **sizes, **biases)
 
 
 def tokens(decoder: SpeculativeDecoder, seed: int, budget: int = 20) -> list[int]:

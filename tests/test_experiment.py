@@ -30,15 +30,13 @@ PROMPTS = [
     for number in range(5)
 ]
 PLAIN = Method(name="plain", decoder="plain")
-TREE = Method(name="tree", verifier="traversal", drafter="tree", widths=(2, 2))
 PATHS = Method(name="paths", verifier="rrs", drafter="paths", paths=2, length=2)
 METHODS = [
     PLAIN,
     Method(name="K=3", length=3),
     Method(name="head", stop="head", threshold=0.5),
     Method(name="cost", stop="cost", draft_seconds=0.1, token_seconds=1.0),
-    TREE,
-    TREE.replace(name="tree, as a batch", tree_attention=False),
+    Method(name="tree", verifier="traversal", drafter="tree", widths=(2, 2)),
     PATHS.replace(path_drafts=("", "other")),
 ]
 COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_forwards")
@@ -150,14 +148,6 @@ def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path
     )
     first, second = results.of("maths")[1:]
     assert len({str(counts(run)) for run in (several, first, second)}) == 3
-
-
-def test_the_ablation_of_tree_attention_decodes_the_same_and_is_named(timed: Results) -> None:
-    for dataset in timed.datasets():
-        runs = {run.name: run for run in timed.of(dataset)}
-        tree, ablation = runs["tree"], runs["tree, as a batch"]
-        assert counts(tree) == counts(ablation)
-        assert ablation.method == tree.method.replace(name=ablation.name, tree_attention=False)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from eval.analysis.traces import check_tree_states, tree_states
 from specdata.errors import ConfigError
@@ -26,33 +25,22 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return ids, tokens, positions
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_states_of_one_forward_are_those_of_separate_forwards_to_a_millionth(
-    attention: str,
-) -> None:
-    draft: LlamaForCausalLM = tiny_draft().eval()
-    draft.set_attn_implementation(attention)
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", "eager"), *((f, "sdpa") for f in (*FAMILIES, *WINDOWED))]
+)
+def test_states_of_one_forward_are_those_of_separate_forwards(family: str, attention: str) -> None:
+    draft = tiny(family, 0, attention=attention).eval()
+    most = 1e-5 if family == "gpt_neo" else 1e-6  # whose attention is in float32
+    check_tree_states(draft, 12)
     ids, tokens, positions = batch()
     texts, after = tree_states(draft, ids, tokens, positions)
     for row, text in enumerate(TEXTS):
         alone = hidden_states(draft, torch.tensor([text]))[0]
-        torch.testing.assert_close(texts[row, : len(text)], alone, rtol=0.0, atol=1e-6)
+        torch.testing.assert_close(texts[row, : len(text)], alone, rtol=0.0, atol=most)
         for index, position in enumerate(POSITIONS[row]):
             known = [*text[:position], int(tokens[row, index])]
             expected = hidden_states(draft, torch.tensor([known]))[0, -1]
-            torch.testing.assert_close(after[row, index], expected, rtol=0.0, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
-def test_every_family_can_be_read_so(family: str) -> None:
-    draft = tiny(family, 0).eval()
-    check_tree_states(draft, 12)
-    ids, tokens, positions = batch()
-    ids, tokens = ids % 12, tokens % 12
-    _, after = tree_states(draft, ids, tokens, positions)
-    known = torch.cat([ids[0, :4], tokens[0, 6:7]]).unsqueeze(0)
-    expected = hidden_states(draft, known)[0, -1]
-    torch.testing.assert_close(after[0, 6], expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(after[row, index], expected, rtol=0.0, atol=most)
 
 
 def test_a_draft_of_recurrent_layers_is_refused() -> None:
