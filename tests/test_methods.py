@@ -34,6 +34,7 @@ def test_a_method_can_be_written_on_the_command_line() -> None:
     plain, tree, rule = parse(flags, "").config.eval.methods
     assert (plain.decoder, tree.name, tree.widths) == ("plain", "my tree", (2, 2))
     assert rule.stop.threshold == 0.6
+    assert rule.replace(stop="entropy").stop == Entropy()
 
 
 @pytest.mark.parametrize(
@@ -72,41 +73,31 @@ def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, mess
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("{name: odd, verifier: block, drafter: tree, widths: [2, 2]}", "has a proof for chain"),
-        ("{name: odd, verifier: greedy_block, stop: cost}", "is biased"),
-        ("{name: odd, stop: cost, threshold: .5}", "stop cost does not use threshold"),
-        ("{name: odd, threshold: .5, limit: 8}", "stop fixed does not use threshold, limit"),
+        ("verifier: block, drafter: tree, widths: [2, 2]", "has a proof for chain"),
+        ("stop: cost, threshold: .5", "stop cost does not use threshold"),
+        ("threshold: .5, limit: 8", "stop fixed does not use threshold, limit"),
+        ("verifier: rrs, drafter: tree, widths: [2], length: 8", "tree does not use length"),
+        ("stop: cost, draft_seconds: -1", "draft_seconds: must be greater than or equal to 0"),
+        ("decoder: assisted, threshold: .4, length: 8", "stop confidence does not use length"),
+        ("decoder: assisted, threshold: 1.4", "must be less than or equal to 1"),
+        ("decoder: assisted, stop: fixed, threshold: .45", "stop fixed does not use threshold"),
         (
-            "{name: odd, verifier: rrs, drafter: tree, widths: [2], length: 8}",
-            "drafter tree does not use length",
-        ),
-        (
-            "{name: odd, stop: cost, draft_seconds: -1}",
-            "draft_seconds: must be greater than or equal to 0",
-        ),
-        (
-            "{name: odd, decoder: assisted, stop: logit}",
+            "decoder: assisted, stop: logit",
             "decoder assisted does not use stop: leave it out .* or take decoder: speculative",
         ),
+        ("verifier: naive, drafter: dynamic_tree, nodes: 5", "needs nodes and depth of 1 or more"),
+        ("verifier: traversal, drafter: dynamic_tree, nodes: 5, depth: 3", "gives tree, chosen"),
+        ("path_drafts: [other]", "drafter chain does not use path_drafts"),
         (
-            "{name: odd, verifier: naive, drafter: dynamic_tree, nodes: 5}",
-            "a dynamic tree needs nodes and depth of 1 or more",
-        ),
-        (
-            "{name: odd, verifier: traversal, drafter: dynamic_tree, nodes: 5, depth: 3}",
-            "this drafter gives tree, chosen",
-        ),
-        ("{name: odd, path_drafts: [other]}", "drafter chain does not use path_drafts"),
-        (
-            "{name: odd, drafter: paths, paths: 2, verifier: rrs, path_drafts: [other]}",
+            "drafter: paths, paths: 2, verifier: rrs, path_drafts: [other]",
             "path_drafts must name one draft .* each of 2 paths",
         ),
         (
-            "{name: odd, drafter: paths, paths: 2, verifier: kseq, path_drafts: ['', other]}",
+            "drafter: paths, paths: 2, verifier: kseq, path_drafts: ['', other]",
             "drafter gives paths, independent",
         ),
         (
-            "{name: odd, verifier: traversal, drafter: tree, widths: [100, 100, 100, 100]}",
+            "verifier: traversal, drafter: tree, widths: [100, 100, 100, 100]",
             "at most 4096 nodes, .* got 101010100: lower widths",
         ),
     ],
@@ -115,8 +106,8 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
     method: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The models of this configuration do not exist, so loading one would be another error."""
-    flags = ["--method", method, "--output", "nowhere", "--models.target", "nowhere/pair/target"]
-    flags += ["--models.draft", "nowhere/pair/draft"]
+    flags = ["--method", f"{{name: odd, {method}}}", "--output", "nowhere"]
+    flags += [f"--models.{role}=nowhere/pair/{role}" for role in ("target", "draft")]
     assert run_eval.RECIPE.run(flags) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -177,19 +168,6 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
             parse(["--eval.folder", f"'{bad}'"], "")
 
 
-def test_a_method_is_written_flat_and_read_back() -> None:
-    for given in ({"stop": "cost"}, {"stop": "confidence", "threshold": 0.1, "limit": 9}, {}):
-        method = read_config(Method, {"name": "a", **given})
-        written = method.model_dump(mode="json")
-        assert written.items() >= given.items()
-        assert not any(
-            isinstance(value, dict) for key, value in written.items() if key != "verifier_args"
-        )
-        assert read_config(Method, written) == method
-        assert method.replace(name="b").stop == method.stop
-        assert method.replace(stop="entropy").stop == Entropy()
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -214,11 +192,16 @@ def test_a_method_is_written_flat_and_read_back() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_row_of_results_is_read_back_as_the_method_that_it_was_measured_with(
+def test_a_method_is_read_back_as_it_is_written_in_settings_and_in_a_row_of_results(
     given: dict[str, object],
 ) -> None:
-    """Drafter, verifier, rule, length and threshold are columns; the rest are parameters."""
+    """Of a row drafter, verifier, rule, length and threshold are columns; the rest parameters."""
     method = read_config(Method, {"name": "a", **given})
+    written = method.model_dump(mode="json")
+    assert written.items() >= given.items()
+    assert not any(isinstance(v, dict) for key, v in written.items() if key != "verifier_args")
+    assert read_config(Method, written) == method
+    assert method.replace(name="b").stop == method.stop
     columns = json.loads(json.dumps(method.columns()))
     head = method.stop.reads_head
     assert Method.of_columns(columns, draft=method.uses_draft, head=head) == method

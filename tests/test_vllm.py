@@ -37,9 +37,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 class Server(ThreadingHTTPServer):
     """Speaks what vLLM's server does: /v1/models and /v1/completions with token ids.
 
-    Args:
-        edit: changes a completion's answer.
-        troubles: statuses to answer first, before anything else.
+    It answers `troubles` (statuses) first; `edit` changes a completion's answer.
     """
 
     daemon_threads = True
@@ -118,12 +116,8 @@ def complete(model: Any, body: dict[str, Any]) -> dict[str, Any]:
         eos_token_id=body["stop_token_ids"],
         **distribution,
     )[0, ids.shape[1] :].tolist()
-    choice: dict[str, Any] = {
-        "index": 0,
-        "text": "",
-        "finish_reason": "stop" if out[-1] in body["stop_token_ids"] else "length",
-        "stop_reason": None,
-    }
+    finish = "stop" if out[-1] in body["stop_token_ids"] else "length"
+    choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": finish, "stop_reason": None}
     if body.get("return_token_ids"):
         choice |= {"token_ids": out, "prompt_token_ids": body["prompt"]}
     return {"id": "cmpl-1", "object": "text_completion", "model": "served", "choices": [choice]}
@@ -144,10 +138,7 @@ def serving(edit: Edit = dict, troubles: tuple[int, ...] = (), **more: Any) -> I
 
 @contextmanager
 def client(
-    server: Server,
-    *,
-    sampling: SamplingConfig | None = None,
-    **changes: Any,
+    server: Server, *, sampling: SamplingConfig | None = None, **changes: Any
 ) -> Iterator[VllmBackend]:
     config = ServerConfig(**{"url": server.url, "concurrency": 4, **changes})
     backend = VllmBackend(
@@ -239,6 +230,9 @@ def changed(**fields: Any) -> Edit:
     return edit
 
 
+NO_OBJECTS = (b"", b"\xff\xfe{", b"[" * 100_000, b"NaN", b'"text"', b"null")
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -261,23 +255,16 @@ def changed(**fields: Any) -> Edit:
         ),
         (changed(prompt_token_ids=[]), "read another prompt"),
         (changed(token_ids=[5, 6]), "ended a completion after 2 tokens"),
+        *((text, "does not speak the API of this server: the answer") for text in NO_OBJECTS),
     ],
 )
-def test_an_answer_that_cannot_be_stored_as_ids_is_refused(edit: Edit, message: str) -> None:
-    with (
-        serving(edit) as server,
-        client(server) as backend,
-        pytest.raises(ConfigError, match=message),
-    ):
-        backend.complete(requests(3))
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff\xfe{", b"[" * 100_000, b"NaN", b'"text"', b"null"])
-def test_what_is_no_object_of_json_is_refused(data: bytes) -> None:
-    with serving() as server, client(server) as backend:
-        server.raw = data
-        with pytest.raises(ConfigError, match="does not speak the API of this server: the answer"):
-            backend.complete(requests(1))
+def test_an_answer_that_cannot_be_stored_as_ids_is_refused(
+    edit: Edit | bytes, message: str
+) -> None:
+    with serving(dict if isinstance(edit, bytes) else edit) as server, client(server) as backend:
+        server.raw = edit if isinstance(edit, bytes) else None
+        with pytest.raises(ConfigError, match=message):
+            backend.complete(requests(3))
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:abc", "http://:80"])
