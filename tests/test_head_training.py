@@ -400,13 +400,12 @@ def test_a_finished_run_is_not_trained_again(reference: TrainedHead, tmp_path: P
 # --- what cannot be used, and what is said
 
 
-def test_rows_without_labels_are_refused(tmp_path: Path) -> None:
+def test_rows_without_labels_or_whose_prompts_fill_the_context_are_refused_or_counted(
+    tmp_path: Path,
+) -> None:
     rows = synthetic_rows(4, seed=1).remove_columns("accept_prob")
     with pytest.raises(ValueError, match="accept_prob missing; label the rollouts first"):
         train_head(draft=tiny_draft(), train=rows, dev=rows, out=tmp_path, config=CONFIG, seed=0)
-
-
-def test_rows_whose_prompts_fill_the_context_are_counted_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of the 50 train rows has a completion token"):
         drive(tmp_path, CONFIG, context=2)
     result = drive(tmp_path, CONFIG, context=5)  # prompts have 2 to 5 tokens

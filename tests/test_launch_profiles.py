@@ -49,8 +49,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(accelerate_launch, name, partial(started, name))
 
 
-def started(launcher: str, arguments: Any) -> dict[str, Any]:
-    """The start by a launcher of accelerate: its environment, its command, torchrun's arguments."""
+def started(launcher: str, arguments: Any) -> None:
+    """Keep what a launcher of accelerate starts: environment, command, torchrun's arguments."""
     command: Any = None
     if launcher == "simple_launcher":
         command, environment = launch_utils.prepare_simple_launcher_cmd_env(arguments)
@@ -62,7 +62,6 @@ def started(launcher: str, arguments: Any) -> dict[str, Any]:
     words = ["--training_script", arguments.training_script]
     own = vars(_filter_args(arguments, torchrun.get_args_parser(), words))
     found.append({"launcher": launcher, "environment": here, "torchrun": own, "command": command})
-    return found[-1]
 
 
 def launched(profile: Path, *options: str) -> dict[str, Any]:
