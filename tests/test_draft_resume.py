@@ -1,12 +1,13 @@
 """Every training of a draft, killed and continued, ends in the weights of an uninterrupted one.
 
-Bit for bit, on the CPU. The killed process ends by SIGKILL right after a checkpoint.
+Bit for bit, on the CPU. A process is stopped right after a checkpoint, by SIGTERM and SIGKILL.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -100,33 +101,39 @@ def assert_same_draft(ours: Path, theirs: Path) -> None:
             assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def until_interrupted(train: Train, pair: Path, out: Path, changes: dict[str, Any]) -> None:
+    """As `train`, ending with the status of a signal as a recipe does."""
+    with stopping_on_signals():
+        try:
+            train(pair, out, changes)
+        except Interrupted as stop:
+            os._exit(stop.status)
+
+
 @exhaustive_but("adapters", CASES)
-def test_a_killed_training_ends_in_the_same_weights(
+def test_an_interrupted_and_then_killed_training_ends_in_the_same_weights(
     pair: Path, tmp_path: Path, server: ForkServerContext, case: str
 ) -> None:
     train, changes = CASES[case]
     train(pair, tmp_path / "whole", changes)
     out, work = tmp_path / "out", tmp_path / "out.training"
-    process = server.Process(target=train, args=(pair, out, changes))
-    process.start()
-    wait_for(work, "checkpoint-*/complete.json", [process])
-    kill([process])
-    assert not out.exists()
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
+        before = {*work.glob("checkpoint-*/complete.json")}
+        process = server.Process(target=until_interrupted, args=(train, pair, out, changes))
+        process.start()
+        while not {*work.glob("checkpoint-*/complete.json")} - before:
+            assert process.is_alive(), "it ended before it could be stopped"
+            time.sleep(0.001)
+        os.kill(process.pid, number)  # type: ignore[arg-type]
+        process.join()
+        assert process.exitcode == status
+        assert not out.exists()
     train(pair, out, changes)
     assert_same_draft(out, tmp_path / "whole")
     assert not work.exists()
 
 
 # --- two processes
-
-
-def trained_until_interrupted(pair: Path, out: Path, changes: dict[str, Any]) -> None:
-    """As `trained`, ending with the status of a signal as a recipe does."""
-    with stopping_on_signals():
-        try:
-            trained(pair, out, changes)
-        except Interrupted as stop:
-            os._exit(stop.status)
 
 
 @pytest.mark.exhaustive
@@ -136,7 +143,8 @@ def test_an_interrupted_and_killed_training_in_two_processes_ends_in_the_same_we
 ) -> None:
     finish(start_two(server, trained, pair, tmp_path / "whole", COMBINED, **engine))
     out, work = tmp_path / "out", tmp_path / "out.training"
-    processes = start_two(server, trained_until_interrupted, pair, out, COMBINED, **engine)
+    given = (trained, pair, out, COMBINED)
+    processes = start_two(server, until_interrupted, *given, **engine)
     wait_for(work, "best-0", processes)
     processes[1].terminate()  # one of them alone, yet both stop after the same step
     for process in processes:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: a checkpoint, the signal's exit status, and the bytes of a whole run."""
+"""SIGTERM and SIGINT: the next checkpoint is waited for, and the signal's exit status."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import Trainer, TrainerCallback
 
-from distill.training import train_resumably
-from specdata.interruption import Interrupted, stop_signal, stopping_on_signals, until_checkpoint
-from specdata.models import load_model
-from tests.random_pair import texts_of
-from tests.trainings import QUICK, changed, trainer_of
+from specdata.interruption import stop_signal, stopping_on_signals, until_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-# --- what a signal does
 
 
 def program(code: str) -> subprocess.Popen[str]:
@@ -125,44 +116,3 @@ def test_what_was_ignored_stays_so_and_handlers_are_given_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is terminate
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-# --- drafts
-
-
-class AtStep(TrainerCallback):  # type: ignore[misc]
-    """Signals this process in the middle of a step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_begin(self, *arguments: Any, **_: Any) -> None:
-        if arguments[1].global_step == self.step:
-            signal.raise_signal(signal.SIGTERM)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.exhaustive), 9])
-def test_a_draft_that_is_interrupted_at_any_step_ends_in_the_weights_of_an_uninterrupted_one(
-    pair: Path, tmp_path: Path, step: int
-) -> None:
-
-    def train(work: Path, at: int | None) -> Trainer:
-        rows, draft = texts_of(pair, 16, seed=1), load_model(str(pair / "draft")).train()
-        config = changed(QUICK, epochs=5, batch_size=4, save_steps=100)
-        trainer = trainer_of(pair / "target", draft, rows, work, config)
-        trainer.add_callback(AtStep(at))
-        with stopping_on_signals():
-            train_resumably(trainer, work, label="draft")
-        return trainer
-
-    whole = train(tmp_path / "whole", None)
-    with pytest.raises(Interrupted) as stop:
-        train(tmp_path / "work", step)
-    assert stop.value.status == 143
-    assert [path.parent.name for path in (tmp_path / "work").glob("*/complete.json")] == [
-        f"checkpoint-{step + 1}"
-    ]
-    again = train(tmp_path / "work", None)
-    ours, theirs = (trainer.model.state_dict() for trainer in (again, whole))
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
