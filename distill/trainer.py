@@ -159,11 +159,11 @@ def learnt_part(
 ) -> Part | None:
     """The part of the target's distributions that is enough for the draft; None for all of it.
 
-    Truncation (top_k, top_p) of p depends on all tokens, and greedy p on the largest of all.
+    Truncation (top_k, top_p, min_p) of p depends on all tokens, and greedy p on the largest of all.
     """
     vocabulary_ids = draft_vocabulary_ids(base_of(student))
     sampled = config.warp == "sampler"
-    truncated = sampling.top_k != 0 or sampling.top_p < 1.0 or sampling.temperature == 0.0
+    truncated = sampling.truncates or sampling.temperature == 0.0
     if vocabulary_ids is None or (sampled and truncated):
         return None
     return Part(vocabulary_ids, sampling.temperature if sampled else 1.0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -426,6 +426,7 @@ class DecodeConfig(Method):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __init__(self, verifier: str = "token", **settings: Any) -> None:
         try:
@@ -436,7 +437,7 @@ class DecodeConfig(Method):
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         for temperature in (self.temperature, *self.path_temperatures):
-            SamplingConfig(temperature, self.top_k, self.top_p)
+            replace(self.sampling, temperature=temperature)
         if self.verifier_args:
             self.make_verifier()  # only the rule itself, which needs torch, knows their ranges
         return self
@@ -444,7 +445,7 @@ class DecodeConfig(Method):
     @property
     def sampling(self) -> SamplingConfig:
         """The distribution of both models."""
-        return SamplingConfig(self.temperature, self.top_k, self.top_p)
+        return SamplingConfig(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def chooses(self) -> bool:

@@ -415,7 +415,7 @@ def make_drafter(
     paths = [DraftPath(sequences[config.drafts.index(name)]) for name in names]
     if config.path_temperatures:
         paths = [
-            replace(path, sampling=SamplingConfig(temperature, config.top_k, config.top_p))
+            replace(path, sampling=replace(config.sampling, temperature=temperature))
             for path, temperature in zip(paths, config.path_temperatures, strict=True)
         ]
     widths = (config.paths, *[1] * (config.stop.longest - 1))

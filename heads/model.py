@@ -41,7 +41,7 @@ class BaseHead(
         reads: names of what it reads of a token.
         rejection_weight: weight of rejections in the training loss; 1 means no bias.
         draft: name or path of the draft whose hidden states the head reads; None if not recorded.
-        sampling: temperature, top_k and top_p under which its labels were made.
+        sampling: temperature, top_k, top_p and min_p under which its labels were made.
         probe: values of that draft's hidden states, by which another one is recognised
             (`heads.probe`); None if not recorded.
     """

@@ -25,7 +25,7 @@ STATES, VALUES = 4, 16
 
 
 class OtherSamplingWarning(UserWarning):
-    """A head is used under another temperature, top-k or top-p than its labels were made with."""
+    """A head is used under another sampling than its labels were made with."""
 
 
 def probe_of(draft: PreTrainedModel) -> list[float]:

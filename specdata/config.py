@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from specdata.errors import ConfigError, without_passwords
+from specdata.sampling import UNAPPLIED
 
 T = TypeVar("T")
 
@@ -162,6 +163,12 @@ def _key(key: int | str) -> str:
 
 def nearest(name: str, choices: Collection[str]) -> str:
     """A hint at the known name that an unknown one resembles, or at all of them."""
+    if (key := name.rpartition(".")[-1]) in UNAPPLIED:
+        return (
+            f"nothing here applies {key}; p and q are made of one row of logits each, by "
+            "temperature, top_k, top_p and min_p. Leave it out, and switch it off where you serve "
+            f"({key}: {UNAPPLIED[key]}), as figures are of texts without it"
+        )
     near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
 

@@ -34,7 +34,7 @@ def plain_generation(
     """
     own = model.generation_config
     if sampling.temperature > 0:
-        asked |= asdict(sampling)
+        asked |= asdict(sampling) | {"min_p": sampling.min_p or None}
     model.generation_config = special_ids(own, do_sample=sampling.temperature > 0, **asked)
     try:
         yield model.generation_config

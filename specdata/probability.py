@@ -35,7 +35,7 @@ SORTED_WHOLE = 64
 
 
 def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return the distribution that tokens are drawn from: temperature, then top-k, then top-p.
+    """Return the distribution that tokens are drawn from: temperature, top-k, top-p, min-p.
 
     (..., V) logits of any float type -> (..., V), float32 (float64 if the logits are); rows sum to
     1, or to NaN where the largest logit is NaN or infinite, so that who draws from a row sees it. p
@@ -58,7 +58,18 @@ def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     probs = logits.softmax(dim=-1)
     if sampling.top_p < 1.0:
         probs = nucleus(probs, sampling.top_p)
-    return probs
+    return likely(probs, sampling.min_p)
+
+
+def likely(probs: Tensor, min_p: float) -> Tensor:
+    """Drop tokens of less than a share min_p of the likeliest's probability, and normalise.
+
+    (..., V) -> (..., V); rows may miss mass, as long as the likeliest token is there.
+    """
+    if min_p == 0.0:
+        return probs
+    kept = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:

@@ -35,7 +35,7 @@ UNAPPLIED: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """Both models' way from logits to a distribution: temperature, then top-k, then top-p.
+    """Both models' way from logits to a distribution: temperature, top-k, top-p, then min-p.
 
     A standard dataclass rather than a `Config`, because the library constructs it by position,
     `SamplingConfig(1.0, 0, 1.0)`, and uses it as a value: hashed, compared, part of other settings.
@@ -52,6 +52,9 @@ class SamplingConfig:
     top_p: Annotated[
         float, Field(description="keep the likeliest tokens of this mass; 1 keeps all")
     ] = 1.0
+    min_p: Annotated[
+        float, Field(description="drop tokens below this share of the likeliest's; 0 keeps all")
+    ] = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
@@ -60,6 +63,13 @@ class SamplingConfig:
             raise ValueError(f"top_k must be 0 (off) or larger, below 2**31, got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens can lose their probability at a temperature above 0."""
+        return self.top_k != 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 def unapplied(generation: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from specdata.errors import ConfigError
-from specdata.probability import SamplingConfig, nucleus, probabilities
+from specdata.probability import SamplingConfig, likely, nucleus, probabilities
 from specdata.storage.dataset import read_manifest
 from specdata.storage.schema import TOP_LOGITS
 
@@ -23,6 +24,8 @@ COLUMNS = TOP_LOGITS.names
 # Largest share of positions that may be left out because their distributions are not decided. They
 # are no random ones, and leaving out a share of them moves a mean acceptance by up to that share.
 MOST_UNDECIDED = 0.05
+# Logits that differ by less may be equal.
+ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,12 @@ class TopLogitDistributions:
 
     Exact, up to the float32 of what is stored:
     - any sampler if N >= V;
+    - min_p above 0 without top_p at any temperature, where no token outside reaches it; not decided
+      where one does;
     - temperature 0, and 0 < top_k <= N at any temperature, with any top_p. Not decided where a
       logit outside equals the smallest that counts, as many do in bfloat16;
-    - temperature 1 with top_p < 1 and no top_k, where the nucleus lies inside the N; not decided
-      where it does not.
+    - temperature 1 with top_p < 1 and no top_k, where the nucleus, or what min_p leaves of it, lies
+      inside the N; not decided where it does not.
 
     Positions that are not decided are left out of losses, labels and measures; `check_decided`
     counts them.
@@ -119,7 +124,7 @@ class TopLogitDistributions:
     bound: bool = False
 
     def __post_init__(self) -> None:
-        if self.is_inside or self._nucleus or (self._plain and self.bound):
+        if self.is_exact or (self._plain and self.bound):
             return
         ways = "run the target itself, or keep more logits"
         if self._plain:
@@ -127,8 +132,8 @@ class TopLogitDistributions:
         raise ConfigError(
             f"{self.count} top logits of {self.vocabulary} do not give the target's distributions "
             f"at temperature {self.sampling.temperature}, top_k {self.sampling.top_k}, top_p "
-            f"{self.sampling.top_p}: {ways}; exact are temperature 0, top_k of 1 to {self.count}, "
-            "and top_p below 1 at temperature 1"
+            f"{self.sampling.top_p}, min_p {self.sampling.min_p}: {ways}; exact are temperature 0, "
+            f"top_k of 1 to {self.count}, top_p below 1 at temperature 1, and min_p without top_p"
         )
 
     @property
@@ -148,14 +153,18 @@ class TopLogitDistributions:
         return sampling.temperature == 1.0 and sampling.top_p < 1.0 and not self._limited
 
     @property
+    def _near(self) -> bool:
+        """True if min_p alone decides: a share of the likeliest's, whatever the others' mass."""
+        return self.sampling.min_p > 0.0 and self.sampling.top_p == 1.0
+
+    @property
     def _plain(self) -> bool:
-        sampling = self.sampling
-        return sampling.temperature == 1.0 and sampling.top_p == 1.0 and not self._limited
+        return self.sampling.temperature == 1.0 and not self.sampling.truncates
 
     @property
     def is_exact(self) -> bool:
         """True if p is exact wherever it is given, rather than in part a bound."""
-        return self.is_inside or self._nucleus
+        return self.is_inside or self._nucleus or self._near
 
     def distribution(self, top: Mapping[str, Tensor], q: Tensor) -> Tensor:
         """Return p, (C, V), from columns as of `top_logits` (each (C, N) or (C, 1)).
@@ -163,12 +172,13 @@ class TopLogitDistributions:
         Some distribution where the top logits do not decide it (`decided`).
         """
         ids, logits = top["top_ids"].long(), top["top_logits"]
-        if self.is_inside:
+        if self.is_inside or self._near:
             return _spread(probabilities(logits, self.sampling), ids, q)
         total = log_total(top)
         chances = (logits - total).exp()
         if self._nucleus:
-            return _spread(nucleus(chances, self.sampling.top_p), ids, q)
+            kept = nucleus(chances, self.sampling.top_p)
+            return _spread(likely(kept, self.sampling.min_p), ids, q)
         outside = q.scatter(-1, ids, 0.0)
         share = outside / outside.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
         return _spread(chances, ids, q) + share * (top["rest_logit"] - total).exp()
@@ -182,14 +192,19 @@ class TopLogitDistributions:
 
     def decided(self, top: Mapping[str, Tensor]) -> Tensor:
         """True where columns as of `distribution` decide it at each position, (C,)."""
-        logits, after = top["top_logits"], top["next_logit"]
+        logits, after, sampling = top["top_logits"], top["next_logit"], self.sampling
+        if not self.is_exact:
+            return torch.ones_like(after, dtype=torch.bool).squeeze(-1)
+        # Nothing outside reaches min_p: where rounding might decide, it is not said.
+        far = sampling.temperature * math.log(sampling.min_p) if sampling.min_p else -math.inf
+        none_outside = after < logits[:, :1] + far - ROUNDING
         if self.is_inside:
             last = logits[:, min(self._last, logits.shape[-1] - 1), None]
-            return ((last > after) | after.isneginf()).squeeze(-1)
-        if not self._nucleus:
-            return torch.ones_like(after, dtype=torch.bool).squeeze(-1)
-        chances = (logits - log_total(top)).exp().masked_fill(logits <= after, 0.0)
-        return chances.sum(-1) >= self.sampling.top_p
+            none_outside |= (last > after) | after.isneginf()
+        elif self._nucleus:
+            chances = (logits - log_total(top)).exp().masked_fill(logits <= after, 0.0)
+            none_outside |= chances.sum(-1, keepdim=True) >= sampling.top_p
+        return none_outside.squeeze(-1)
 
 
 def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
@@ -204,10 +219,10 @@ def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
         for place, each in enumerate(laws):
             undecided[place] += int((~each.decided(top)).sum())
     for each, count in zip(laws, undecided, strict=True):
-        why = "an equal logit is outside" if each.is_inside else "the nucleus reaches outside"
+        why = "an equal logit" if each.is_inside else "what min_p and the nucleus keep"
         issue = (
             f"{each.count} top logits do not decide the target's distribution at {count} of "
-            f"{positions} positions ({why})"
+            f"{positions} positions ({why} is outside)"
         )
         if count > MOST_UNDECIDED * positions:
             raise ConfigError(

@@ -44,7 +44,7 @@ CASES = {name: decoded_with(name) for name, spec in VERIFIERS.items() if spec.lo
 # Beside them no draft, a warped sampler, trees that draw nothing.
 SAMPLED = CASES | {
     "plain": DecodeConfig(),
-    "warped": DecodeConfig(length=3, temperature=0.7, top_k=3, top_p=0.9),
+    "warped": DecodeConfig(length=3, temperature=0.7, top_k=3, top_p=0.9, min_p=0.2),
     "dynamic tree": DecodeConfig(
         verifier="naive", drafter="dynamic_tree", nodes=4, depth=3, temperature=0.2, top_p=0.9
     ),

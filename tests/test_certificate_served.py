@@ -137,6 +137,7 @@ FAULTS = {
     "top-p on the draft alone, one drafted": (Fault(raw=SamplingConfig(0.7), length=1), WARPED),
     "row of a rejected token": (Fault(stale=1.0), FULL),
     "row of a rejected token, half the time": (Fault(stale=0.5), WARPED),
+    "min-p dropped": (Fault(raw=SamplingConfig()), SamplingConfig(min_p=0.3)),
     "temperature dropped": (Fault(raw=SamplingConfig(1.0, 0, 0.8)), WARPED),
     "temperature dropped, greedy": (Fault(raw=SamplingConfig(0.0)), FULL),
     "bonus of the residual": (Fault(bonus="residual", length=1), FULL),
@@ -169,7 +170,7 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
         def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.server.bodies.append(body)
-            sampling = SamplingConfig(body["temperature"], body["top_k"], body["top_p"])
+            sampling = SamplingConfig(**{key: body[key] for key in FULL.__slots__})
             seed, last = body["seed"] % 2**32, body["prompt"][-1]
             ids = speculate(last, sampling, fault, seed, len(tokenizer), body["max_tokens"])
             status = 401 if next(numbers) == killed else 200

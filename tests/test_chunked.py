@@ -214,7 +214,7 @@ ROWS = [
 ]
 SAMPLINGS = {
     "plain": SamplingConfig(temperature=0.8),
-    "truncated": SamplingConfig(temperature=0.7, top_k=5, top_p=0.9),
+    "truncated": SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1),
     "greedy": SamplingConfig(temperature=0.0),
 }
 

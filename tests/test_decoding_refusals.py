@@ -40,6 +40,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"stop": "heads"}, "unknown stop 'heads'; choose from fixed"),
     ({"stop": "head", "treshold": 0.5}, "unknown key: did you mean 'threshold'"),
     ({"length": 0}, r"length: must be greater than or equal to 1 \(got 0\)"),
+    ({"no_repeat_ngram_size": 3}, "unknown key: nothing here applies no_repeat_ngram_size"),
     ({"top_p": 2.0}, r"top_p must lie in \(0, 1\], got 2"),
     (
         {"verifier": "rrs", "drafter": "paths", "paths": 2, "path_temperatures": (1.0, -1.0)},

@@ -71,6 +71,7 @@ def test_truncation_takes_the_whole_distribution_of_the_target(pair: Path) -> No
         ("sampler", SamplingConfig(0.2), True),
         ("sampler", SamplingConfig(0.2, top_p=0.9), False),
         ("sampler", SamplingConfig(1.0, top_k=20), False),
+        ("sampler", SamplingConfig(1.0, min_p=0.1), False),
         ("sampler", SamplingConfig(0.0), False),
     ):
         assert (learnt_part(draft, changed(QUICK, warp=warp), sampling) is not None) == is_part

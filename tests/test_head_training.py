@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def test_a_head_learns_acceptance_that_the_hidden_state_reveals(tmp_path: Path) 
     assert result.after.kl_raw > 3 * result.after.kl
     head = AcceptanceHead.from_pretrained(tmp_path)
     assert head.rejection_weight == 6.0
-    assert head.sampling == {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    assert head.sampling == asdict(SamplingConfig(top_k=50))
 
 
 def test_our_head_learns_acceptance_when_the_token_is_drawn(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_our_head_learns_acceptance_when_the_token_is_drawn(tmp_path: Path) -> N
     head = BaseHead.from_pretrained(tmp_path)
     assert isinstance(head, ImmediateHead)
     assert head.rejection_weight == 1.0
-    assert head.sampling == {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    assert head.sampling == asdict(SamplingConfig(top_k=50))
     assert head.probe == probe_of(tiny_draft().eval())
     # Scaled by what training saw.
     assert all(deviation not in (0.0, 1.0) for _, deviation in head.scales.values())

@@ -42,7 +42,7 @@ BELOW = {
         "processes": "errors",
         "interruption": "processes",
         "toy": "",
-        "config": "errors",
+        "config": "errors sampling",
         "cache": "errors",
         "draft_models": "cache config errors",
         "probability": "errors sampling",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -34,16 +35,21 @@ from tests.chi_square import LEVEL, p_value, power_of_shift
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (7, 0.6)])
-def test_the_warp_is_the_one_of_generate(temperature: float, top_k: int, top_p: float) -> None:
+def test_the_warp_is_the_one_of_generate(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 3
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
+    warpers.append(MinPLogitsWarper(min_p))
     expected = warpers(torch.zeros(50, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    got = probabilities(logits, SamplingConfig(temperature, top_k, top_p))
+    got = probabilities(logits, SamplingConfig(temperature, top_k, top_p, min_p))
+    assert torch.equal(got > 0, expected > 0)
     torch.testing.assert_close(got, expected)
 
 
@@ -82,7 +88,13 @@ def test_tokens_of_many_rows_are_those_of_each_row_by_itself(sampling: SamplingC
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    "sampling", [SamplingConfig(t, k, p) for t in (0.0, 0.5, 1.0) for k in (0, 2) for p in (0.9, 1)]
+    "sampling",
+    [
+        SamplingConfig(t, k, p, m)
+        for t in (0.0, 0.5, 1.0)
+        for k in (0, 2)
+        for p, m in ((0.9, 0), (1, 0), (1, 0.1))
+    ],
 )
 def test_a_row_that_is_not_finite_has_no_token_and_spoils_no_other(
     sampling: SamplingConfig, value: float

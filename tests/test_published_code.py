@@ -140,7 +140,8 @@ SAME = [
     *(case(seed=4, longest=5, temperature=temperature) for temperature in (0.3, 1.6)),
     *(case(seed=5, longest=5, top_k=top_k) for top_k in (1, 3, 90)),
     *(case(seed=6, longest=5, top_p=top_p) for top_p in (0.05, 0.5, 0.9)),
-    case(seed=7, threshold=0.6, temperature=0.7, top_k=9, top_p=0.8),
+    *(case(seed=6, longest=5, min_p=min_p) for min_p in (0.05, 0.4)),
+    case(seed=7, threshold=0.6, temperature=0.7, top_k=9, top_p=0.8, min_p=0.1),
     *(case(longest=4, temperature=0.0, prompt=(start, 4)) for start in range(5, 8)),
     case(threshold=0.5, temperature=0.0),
     case(tokens=60, longest=40, prompt=(7,)),  # tests of a draft take more than a block of uniforms

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from eval.reporting.table import shown_methods
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.models import load_model
+from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
 from tests.drive_published_code import drive
 from tests.hub import Server
@@ -280,8 +282,8 @@ def test_the_draft_card_generates_under_the_measured_sampling(pair: Pair, draft:
         (made,) = [c for c in calls if any(k.arg == "assistant_model" for k in c.keywords)]
         constants = [k for k in made.keywords if isinstance(k.value, ast.Constant)]
         given = {k.arg: ast.literal_eval(k.value) for k in constants}
-        for name in ("temperature", "top_k", "top_p"):
-            assert given[name] == pair.results.runs[0].sampling[name]
+        for name, neutral in asdict(SamplingConfig()).items():
+            assert given[name] == pair.results.runs[0].sampling.get(name, neutral)
         assert given["repetition_penalty"] == 1.0
     said = card.text.replace("\\", "")
     assert "generation_config.json asks for repetition_penalty 1.1" in said

@@ -124,6 +124,7 @@ SAMPLERS = {
     "truncated": SamplingConfig(0.6, 5, 0.8),
     "top-k": SamplingConfig(top_k=N),
     "nucleus": SamplingConfig(top_p=0.3),
+    "min-p": SamplingConfig(0.7, min_p=0.5),
     "greedy": SamplingConfig(0.0),
 }
 

@@ -93,7 +93,7 @@ def test_a_sampler_that_the_top_logits_do_not_decide_is_refused(
 def test_a_nucleus_that_reaches_outside_is_refused_with_the_number_of_positions(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ConfigError, match=r"at \d+ of \d+ positions.*nucleus reaches outside"):
+    with pytest.raises(ConfigError, match=r"at \d+ of \d+ positions.*nucleus keep is outside"):
         from_logits(tmp_path, SamplingConfig(top_p=0.999), N)
 
 
@@ -184,3 +184,26 @@ def test_equal_logits_inside_are_decided_as_the_whole_row_decides_them() -> None
             columns, torch.full((1, 5), 0.2)
         )
         assert torch.equal(distribution, probabilities(logits, sampling))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(0.7, min_p=0.1),
+        SamplingConfig(1.3, N + 9, min_p=0.2),
+        SamplingConfig(top_p=0.98, min_p=0.1),
+        SamplingConfig(0.9, N, 0.8, 0.1),
+    ],
+    ids=str,
+)
+def test_min_p_is_decided_where_no_logit_outside_reaches_it(sampling: SamplingConfig) -> None:
+    logits = 2 * torch.randn(400, V, generator=torch.Generator().manual_seed(0))
+    logits[::2] *= 3
+    columns = {name: value.view(400, -1) for name, value in top_logits(logits, N).items()}
+    law = TopLogitDistributions(N, V, sampling)
+    decided, whole = law.decided(columns), probabilities(logits, sampling)
+    found = law.distribution(columns, torch.full((400, V), 1 / V))
+    torch.testing.assert_close(found[decided], whole[decided])
+    assert torch.equal(decided, (whole > 0).sum(-1) <= N)
+    assert decided.sum() > 100
+    assert sampling.top_k == N or not decided.all()

@@ -188,9 +188,12 @@ def test_a_draft_from_top_logits_ends_where_one_beside_its_target_does(
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (SamplingConfig(temperature=0.7), "at temperature 0.7, top_k 0, top_p 1.0: run the target"),
+        (
+            SamplingConfig(temperature=0.7),
+            "at temperature 0.7, .*min_p 0.0: run the target",
+        ),
         (SamplingConfig(top_k=9), "8 top logits of 400 do not give"),
-        (SamplingConfig(top_p=0.999), r"at \d+ of \d+ positions.*nucleus reaches outside"),
+        (SamplingConfig(top_p=0.999), r"at \d+ of \d+ positions.*nucleus keep is outside"),
     ],
 )
 def test_logits_that_do_not_give_what_serving_draws_from_are_refused_before_a_model_is_loaded(

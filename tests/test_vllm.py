@@ -107,7 +107,7 @@ def complete(model: Any, body: dict[str, Any]) -> dict[str, Any]:
     if body["temperature"] > 0:
         distribution = {
             "do_sample": True,
-            **{k: body[k] for k in ("temperature", "top_k", "top_p")},
+            **{k: body[k] for k in ("temperature", "top_k", "top_p", "min_p")},
         }
     out = model.generate(
         ids,
@@ -182,21 +182,26 @@ def as_llama_server(answer: dict[str, Any]) -> dict[str, Any]:
 def test_every_field_that_decides_the_distribution_is_sent_and_each_request_has_its_own_seed() -> (
     None
 ):
-    distribution = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9)
-    with serving() as server, client(server, sampling=distribution) as backend:
+    distribution = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
+    with serving(as_llama_server) as server, client(server, sampling=distribution) as backend:
         first = backend.complete(requests(6))
         again = backend.complete(requests(6)[::-1])[::-1]
     assert first == again, "a completion does not depend on the other requests"
     sent = server.bodies[0]
     assert (sent["temperature"], sent["top_k"], sent["top_p"]) == (0.7, 5, 0.9)
-    assert (sent["min_p"], sent["repetition_penalty"]) == (0.0, 1.0)
+    assert (sent["min_p"], sent["repetition_penalty"]) == (0.1, 1.0)
     assert (sent["presence_penalty"], sent["frequency_penalty"]) == (0.0, 0.0)
     assert (sent["model"], sent["n"], sent["max_tokens"]) == ("served", 1, 20)
     assert sent["stop_token_ids"] == [END]
     assert sent["return_token_ids"]
+    assert sent["samplers"] == ["temperature", "top_k", "top_p", "min_p"]
     assert not sent["add_special_tokens"]
     assert len({body["seed"] for body in server.bodies}) == 6
     assert all(0 <= body["seed"] < 2**63 for body in server.bodies), "vLLM takes 64-bit seeds"
+    # vLLM drops by min_p before top_p: what both would leave is another distribution.
+    refused = pytest.raises(ConfigError, match="vLLM cuts by min_p before top_p")
+    with serving() as server, client(server, sampling=distribution) as backend, refused:
+        backend.complete(requests(1))
 
 
 def test_another_model_a_wrong_address_and_a_dead_server_are_told_apart() -> None:

@@ -43,7 +43,7 @@ class Setup(Strict):
             target alone. Written out it is flat (`Method.columns`).
         draft: folder or Hub id of the draft, None for plain decoding.
         head: folder or Hub id of the acceptance head, if the stopping rule reads one.
-        sampling: temperature, top_k, top_p, and what else fixes the output (max_new_tokens, seed).
+        sampling: a `SamplingConfig`, and what else fixes the output (max_new_tokens, seed).
         engine: how forwards of ours ran; written among the method's parameters, unless "eager".
     """
 

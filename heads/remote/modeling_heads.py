@@ -30,7 +30,7 @@ class AcceptanceHeadConfig(PretrainedConfig):  # type: ignore[misc]
         rejection_weight: weight w of rejections in the training loss. It biases sigmoid(logit) to
             a/(a + w(1 - a)) where a is the probability of acceptance; sigmoid(logit + log w) is a.
         draft: name of the draft whose hidden states the head reads.
-        sampling: temperature, top_k and top_p under which its labels were made.
+        sampling: temperature, top_k, top_p and min_p under which its labels were made.
     """
 
     model_type = "acceptance_head"
@@ -110,7 +110,7 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         depth: number of layers between the sum of what it reads and the output.
         scales: feature -> (mean, standard deviation) by which it is standardised.
         draft: name of the draft whose hidden states the head reads.
-        sampling: temperature, top_k and top_p under which its labels were made.
+        sampling: temperature, top_k, top_p and min_p under which its labels were made.
     """
 
     model_type = "immediate_acceptance_head"

@@ -31,6 +31,7 @@ from custom_generate.generate import (  # type: ignore[import-not-found]  # besi
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -67,6 +68,8 @@ class HeadProposer:
             warpers.append(TopKLogitsWarper(asked["top_k"]))
         if asked["top_p"] < 1.0:
             warpers.append(TopPLogitsWarper(asked["top_p"]))
+        if asked.get("min_p"):
+            warpers.append(MinPLogitsWarper(asked["min_p"]))
         self.distributions = _distributions(warpers, not greedy)
         # Of each request under way its text, without what was drafted after it, and the cache.
         self.read: list[tuple[np.ndarray[Any, Any], list[int], _CachedModel]] = []

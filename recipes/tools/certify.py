@@ -81,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_server("--temperature", type=float, default=1.0, help="(default: 1)")
     of_server("--top-k", type=whole_number, default=0, help="(default: 0, all)")
     of_server("--top-p", type=float, default=1.0, help="(default: 1)")
+    of_server("--min-p", type=float, default=0.0, help="(default: 0)")
     of_server("--out", type=Path, default=Path("runs/certificate"), help="(runs/certificate)")
 
 
@@ -221,7 +222,7 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     if not given.target or given.folder or min(given.count, given.max_new_tokens) < 1:
         raise ConfigError("--server needs --target, at least one prompt and one token, no folder")
     try:
-        sampling = SamplingConfig(given.temperature, given.top_k, given.top_p)
+        sampling = SamplingConfig(given.temperature, given.top_k, given.top_p, given.min_p)
         server = ServerConfig(url=given.server, model=given.model, key_variable=given.key_variable)
     except ValidationError as error:
         raise ConfigError(f"--server {error.errors()[0]['msg']}") from error

@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=1.0, help="default: 1")
     add("--top-k", type=whole_number, default=0, help="0: all tokens (default)")
     add("--top-p", type=float, default=1.0, help="default: 1")
+    add("--min-p", type=float, default=0.0, help="default: 0")
     add("--dtype", default="float32", help="of both models (default: float32)")
     add(
         "--engine", default="captured", choices=ENGINES, help="of what is timed (default: captured)"
@@ -78,7 +79,7 @@ def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
             f"{given.max_new_tokens} and {given.count}"
         )
     try:
-        sampling = SamplingConfig(given.temperature, given.top_k, given.top_p)
+        sampling = SamplingConfig(given.temperature, given.top_k, given.top_p, given.min_p)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     import torch

@@ -29,13 +29,13 @@ QUANTITIES = {
     "top_ids, top_logits, next_logit, text_logit": "exact, to float32",
     "rest_logit": "exact, to float32; of a server 1 - the sum of the N largest probabilities, so "
     "to about 1e-6 of all mass",
-    "p at temperature 0, at any temperature with top_k of 1 to N, or at temperature 1 where the "
-    "nucleus of top_p lies inside the N": "exact",
+    "p at temperature 0, at any temperature with top_k of 1 to N, at temperature 1 where the "
+    "nucleus of top_p lies inside the N, or where min_p without top_p drops all others": "exact",
     "p at temperature 1 without truncation": "exact inside the N and at the text's own token; the "
     "other tokens' mass is exact as a sum alone, so acceptance is bounded from above, KL and every "
     "other divergence but lk_hybrid from below, and expected tokens along the text are exact",
-    "p at any other temperature without top_k": "unknown: the mass of the others is known at "
-    "temperature 1 only; refused",
+    "p at any other temperature without top_k or min_p": "unknown: the mass of the others is known "
+    "at temperature 1 only; refused",
 }
 """Top logits of the target from a dataset, and how exact they are."""
 

@@ -27,7 +27,8 @@ from specdata.server.client import Completions, ServerClient
 class VllmBackend:
     """A `Backend` whose sampling a server does, which serves the target as `model`.
 
-    Temperature, then top-k, then top-p, as in `specdata.probability`.
+    Temperature, top-k, top-p, min-p in the order of `specdata.probability`. vLLM has min-p before
+    top-p, another distribution where both cut.
     """
 
     client: ServerClient
@@ -60,7 +61,7 @@ class VllmBackend:
             "temperature": self.sampling.temperature,
             "top_k": self.sampling.top_k,  # 0 keeps all, here and there
             "top_p": self.sampling.top_p,
-            "min_p": 0.0,
+            "min_p": self.sampling.min_p,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
@@ -68,7 +69,7 @@ class VllmBackend:
             "add_special_tokens": False,
             "return_token_ids": True,
             # llama-server's names, which vLLM reads over.
-            "samplers": ["temperature", "top_k", "top_p"],
+            "samplers": ["temperature", "top_k", "top_p", "min_p"],
             "return_tokens": True,
             "verbose": True,
         }
@@ -79,6 +80,13 @@ class VllmBackend:
             raise ConfigError(
                 f"{self.client} returned no token ids: it must know return_token_ids (vLLM "
                 "0.10.2 or newer) or return_tokens (llama-server)"
+            )
+        cuts = self.sampling.temperature > 0 and self.sampling.top_p < 1 and self.sampling.min_p > 0
+        if cuts and answer.verbose is None:
+            raise ConfigError(
+                f"{self.client} is no llama-server, and vLLM cuts by min_p before top_p, where "
+                "everything here cuts by top_p first: set sampling.top_p to 1 or sampling.min_p to "
+                "0, or sample with transformers"
             )
         self.client.check_ids(ids, self.vocabulary)
         if read is not None and read != request.ids:
