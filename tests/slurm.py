@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.two_processes import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 # CPUs is what is handed out, not what is there. A job that was queued again waits cred_expire
 # seconds. Nothing else than a process group holds a job's processes together: control groups need
@@ -107,7 +109,7 @@ def running_slurm() -> Iterator[Slurm]:
         (folder / "state").mkdir()
         (folder / "spool").mkdir()
         host = socket.gethostname().partition(".")[0]
-        control, node = _free_ports()
+        control, node = free_port(), free_port()
         configuration = folder / "slurm.conf"
         configuration.write_text(
             CONFIGURATION.format(host=host, control=control, node=node, folder=folder)
@@ -155,14 +157,6 @@ def _end_jobs(slurm: Slurm) -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-
-
-def _free_ports() -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def until(

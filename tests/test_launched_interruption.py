@@ -18,6 +18,7 @@ import yaml
 
 from recipes.command import LAUNCH, RECIPES
 from tests.slurm import running_slurm, until, why_not
+from tests.two_processes import launch
 from tests.word_pair import with_train_and_dev
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,18 +46,7 @@ def start(labelled: Path, folder: Path) -> subprocess.Popen[str]:
     """Train the head in two processes, in a folder of its own."""
     if not (folder / "out").exists():
         shutil.copytree(labelled / "out", folder / "out")
-    config = str(labelled / "pair.yaml")
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "recipes.command", "launch", "cpu-2"),
-            *("train-head", "--config", config),
-        ],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return launch(folder, "cpu-2", "train-head", "--config", str(labelled / "pair.yaml"))
 
 
 @pytest.fixture(scope="module")

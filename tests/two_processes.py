@@ -1,7 +1,8 @@
 """Processes forked off one that has imported what trainings need: two in a group, or one to kill.
 
-A group is told what `accelerate launch` tells its processes; the launcher itself and its profiles
-are tested in test_pipeline.py and test_launch_profiles.py. `server` is the fixture of conftest.py.
+A group is told what `accelerate launch` tells its processes; the launcher itself (`launch`) and its
+profiles are tested in test_pipeline.py and test_launch_profiles.py. `server` is the fixture of
+conftest.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
@@ -16,12 +19,32 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parent.parent
 Work = Callable[..., object]
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 ZERO_2 |= {"DS_ACCELERATOR": "cpu"}
 ZERO_3 = {**ZERO_2, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 ZERO_3 |= {"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def launch(folder: Path, profile: str, *words: str) -> subprocess.Popen[str]:
+    """Start a launcher of a recipe as users do, in a folder that is no checkout."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "recipes.command", "launch", profile, *words],
+        cwd=folder,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def as_rank(rank: int, environment: dict[str, str], work: Work, *arguments: Any) -> None:
@@ -34,11 +57,8 @@ def start_two(
     server: ForkServerContext, work: Work, *arguments: Any, **environment: str
 ) -> list[BaseProcess]:
     """Start a group of two processes that do the same work, a function at the top of a module."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **environment}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes: list[BaseProcess] = [
         server.Process(target=as_rank, args=(rank, common, work, *arguments)) for rank in (0, 1)
     ]
