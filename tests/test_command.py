@@ -1,4 +1,4 @@
-"""The `draftsmith` command, what it imports, and the wheel that brings it."""
+"""The `draftsmith` command, what it imports and shows, and the wheel that brings it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from eval.decode_config import Method
 from eval.drafting.stopping import STOPPING_RULES
 from eval.verifiers import VERIFIERS
 from recipes.command import LAUNCH, PROFILES, RECIPES, TOOLS, launch_command, main
-from specdata import __version__
+from specdata import __version__, terminal
+from specdata.terminal import progress, visible
 from tests.light_imports import run_without_heavy_libraries
 
 ROOT = Path(__file__).parent.parent
@@ -78,20 +79,35 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
     assert "did you mean 'head.depth'?" in capsys.readouterr().err
 
 
+def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seconds, rows in ((0.0, range(10, 51)), (1e9, (10, 50))):
+        monkeypatch.setattr(terminal, "LINE_SECONDS", seconds)
+        with progress(50, "work", "row", done=10) as bar:
+            for _ in range(40):
+                bar.update()
+        lines = capsys.readouterr().err.splitlines(keepends=True)
+        assert all(line.endswith("row\n") or " row [" in line for line in lines)
+        assert "\r" not in "".join(lines)
+        told = [line.partition("/")[0] for line in lines]
+        assert list(dict.fromkeys(told)) == [f"work: {row}" for row in rows]
+        assert len(told) <= len(rows) + 1, "the last may be said again"
+
+
+def test_control_characters_are_spelt_out_and_other_letters_stay() -> None:
+    assert visible("a\x1b[2J\r\x07\x9b\udcff") == "a\\x1b[2J\\r\\x07\\x9b\\udcff"
+    assert visible("ligne\n\tété ★ 龘 [bold]") == "ligne\n\tété ★ 龘 [bold]"
+
+
 def test_every_launch_profile_has_absolute_files(capsys: pytest.CaptureFixture[str]) -> None:
     for profile in PROFILES:
         words = launch_command(profile, ["--num_processes", "4"], "train-head", ["--seed", "1"])
         files = [Path(word) for word in words if word.startswith(str(LAUNCH))]
         assert len(files) == (2 if profile.startswith("zero") else 1)
         assert all(path.is_absolute() and path.is_file() for path in files)
-        assert words[-6:] == [
-            "--num_processes",
-            "4",
-            "--module",
-            "recipes.train_head",
-            "--seed",
-            "1",
-        ]
+        assert words[-6:-2] == ["--num_processes", "4", "--module", "recipes.train_head"]
+        assert words[-2:] == ["--seed", "1"]
         assert main(["launch", profile]) == 0
         assert capsys.readouterr().out == f"{LAUNCH / profile}.yaml\n"
 

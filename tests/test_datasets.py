@@ -267,30 +267,29 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def saved_by_torch(path: Path) -> None:
-    torch.save({"weights": torch.zeros(30_000)}, path)
-
-
-def saved_by_safetensors(path: Path) -> None:
-    save_file({"weights": torch.zeros(30_000)}, path)
-
-
 def loaded_by_datasets(path: Path) -> None:
     source = path.parent.parent / "rows.parquet"
     pq.write_table(pa.table({"ids": range(30_000)}), source)
     Dataset.from_parquet([str(source)], cache_dir=str(path))
 
 
-@pytest.mark.parametrize("write", [saved_by_torch, saved_by_safetensors, loaded_by_datasets])
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "torch": lambda path: torch.save({"weights": torch.zeros(30_000)}, path),
+    "safetensors": lambda path: save_file({"weights": torch.zeros(30_000)}, path),
+    "datasets": loaded_by_datasets,
+}
+
+
+@pytest.mark.parametrize("library", WRITERS)
 @pytest.mark.parametrize("size", [4, 112])
 def test_a_full_disk_is_told_from_the_errors_of_every_library(
-    tmp_path: Path, write: Callable[[Path], None], size: int
+    tmp_path: Path, library: str, size: int
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     with small_disk(disk, f"{size}k"):
         with pytest.raises(Exception, match=r"\S") as failure:
-            write(disk / "file")
+            WRITERS[library](disk / "file")
         full = trouble_outside(failure.value)
         assert full is not None, repr(failure.value)
         assert full.errno == errno.ENOSPC
