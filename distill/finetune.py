@@ -48,13 +48,8 @@ from specdata.models import (
     positions,
 )
 from specdata.processes import broadcast_by_main, join_processes
-from specdata.prompts.chat_templates import (
-    TemplateRefusedError,
-    UnmaskableError,
-    assistant_mask,
-    require_template,
-)
-from specdata.prompts.conversations import Account, read_conversations
+from specdata.prompts.chat_templates import require_template
+from specdata.prompts.conversations import Account, masked_conversations
 from specdata.storage.files import atomic_folder, write_json
 from specdata.storage.resume import read_record
 from specdata.texts import IGNORED
@@ -164,32 +159,14 @@ def conversation_texts(
     """Conversations as the target's chat template renders them; the assistant's turns are learnt.
 
     One that the template refuses or hides the answers of, or with ids beyond the target's
-    vocabulary, is left out and counted, in an account that is added for each source. What a row
-    gives the template precedes the `variables`.
+    vocabulary, is left out and counted, in an account that is added for each source.
     """
     require_template(tokenizer)
     for name in names:
         account = Account(name)
         accounts.append(account)
-        for row, talk in read_conversations(name, seed):
-            account.read += 1
-            if isinstance(talk, str):
-                account.leave_out(row, talk)
-                continue
-            try:
-                ids, mask = assistant_mask(
-                    tokenizer, talk.messages, {**variables, **talk.variables}
-                )
-            except TemplateRefusedError as error:
-                account.leave_out(row, "refused", str(error))
-            except UnmaskableError as error:
-                account.leave_out(row, "unmaskable", str(error))
-            else:
-                if (largest := max(ids)) >= vocabulary:
-                    account.leave_out(row, "out_of_vocabulary", f"id {largest}")
-                    continue
-                yield np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)
-        account.check()
+        for ids, mask in masked_conversations(account, seed, tokenizer, variables, vocabulary):
+            yield np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)
 
 
 def rollout_texts(rollouts: Sequence[Mapping[str, list[int]]]) -> Iterator[Text]:

@@ -222,10 +222,15 @@ def check_whole_run(config: PipelineConfig) -> None:
             check_shared_vocabulary(tokenizer, load_tokenizer(name))
     check_decodable(config)
     if config.draft and config.draft.finetune and config.draft.finetune.conversations:
+        tokenizer = load_tokenizer(config.models.target)
+        require_template(tokenizer)
         with named("draft.finetune.conversations"):
-            check_conversations(config.draft.finetune.conversations, config.seed)
-        if has_chat_template(config) is None:
-            require_template(load_tokenizer(config.models.target))
+            check_conversations(
+                config.draft.finetune.conversations,
+                config.seed,
+                tokenizer=tokenizer,
+                variables=config.chat_template_kwargs,
+            )
     trained = config.rollouts.sets if config.draft or config.head or config.toy else []
     for sets in (trained, config.eval.sets):
         remote = [dataset for dataset in sets if is_remote(dataset)]

@@ -36,6 +36,7 @@ from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids, reduce_
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
+from specdata.prompts.conversations import check_conversations
 from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
@@ -278,6 +279,8 @@ def test_unusable_texts_are_refused_with_the_reason(pair: Path, tmp_path: Path) 
     space = [QUESTION[0], {"role": "assistant", "content": "At the harbour."}]
     strips = lines(tmp_path / "strips.jsonl", [{"messages": space}])
     assert "1 whose chat template hides what the assistant said" in refused(strips, "spaced")
+    with pytest.raises(ConfigError, match="none of 1 can be trained on: 1 whose chat template"):
+        check_conversations([str(strips)], 0, tokenizer=chat_tokenizer("spaced"))
     assert "'instruct' holds prompts, no conversations" in refused(Path("instruct"))
     assert "No such file" in refused(tmp_path / "absent.json")
     nothing = Dataset.from_dict({"prompt_ids": [[5, 6]], "completion_ids": [[]]})

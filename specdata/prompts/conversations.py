@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
-from specdata.prompts.chat_templates import Conversation
+from specdata.prompts.chat_templates import (
+    Conversation,
+    TemplateRefusedError,
+    UnmaskableError,
+    assistant_mask,
+)
 from specdata.prompts.forms import MESSAGES, conversation_of, recorded_form
 from specdata.prompts.reading import (
     check_names,
@@ -17,6 +24,9 @@ from specdata.prompts.reading import (
     prompt_inputs,
     read_rows,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REASONS = {
     "undecodable": "not made of texts",
@@ -108,10 +118,49 @@ def read_conversations(name: str, seed: int) -> Iterator[tuple[int, Conversation
             yield number, talk
 
 
-def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = False) -> None:
+def masked_conversations(
+    account: Account,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    variables: Mapping[str, Any],
+    vocabulary: float = math.inf,
+) -> Iterator[tuple[list[int], list[int]]]:
+    """A source's conversations as `assistant_mask` renders them; the others are counted.
+
+    What a row gives the chat template precedes the `variables`; ids are below the `vocabulary`.
+    Raises ConfigError in the end if none can be trained on.
+    """
+    for row, talk in read_conversations(account.source, seed):
+        account.read += 1
+        if isinstance(talk, str):
+            account.leave_out(row, talk)
+            continue
+        try:
+            ids, mask = assistant_mask(tokenizer, talk.messages, {**variables, **talk.variables})
+        except TemplateRefusedError as error:
+            account.leave_out(row, "refused", str(error))
+        except UnmaskableError as error:
+            account.leave_out(row, "unmaskable", str(error))
+        else:
+            if (largest := max(ids)) < vocabulary:
+                yield ids, mask
+            else:
+                account.leave_out(row, "out_of_vocabulary", f"id {largest}")
+    account.check()
+
+
+def check_conversations(
+    names: Sequence[str],
+    seed: int,
+    *,
+    here_alone: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> None:
     """Find before any model is loaded what cannot be trained on.
 
-    With `here_alone`, of sources that are not on this machine the names only are checked.
+    With `here_alone`, of sources that are not on this machine the names only are checked; with a
+    `tokenizer`, that its chat template shows what the assistant says in one conversation of each.
     """
     check_names([PromptSet(name, "train", 0) for name in names])
     for name in names:
@@ -123,6 +172,8 @@ def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = F
             if isinstance(talk, str):
                 account.leave_out(row, talk)
         account.check()
+        if tokenizer is not None:
+            next(masked_conversations(Account(name), seed, tokenizer, variables or {}), None)
 
 
 def _checked(name: str) -> PromptSet:

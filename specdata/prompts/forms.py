@@ -189,7 +189,7 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
     if not tools and _are_mappings(functions := _read_json(row.get("functions"))):
         tools = [{"type": "function", "function": each} for each in functions]
     variables = _read_json(row.get("chat_template_kwargs")) or {}
-    if not (_are_mappings(recorded) and _are_mappings(tools or []) and _is_mapping(variables)):
+    if not all(map(_are_mappings, (recorded, tools or [], [variables]))):
         return "undecodable"
     messages: list[Message] = []
     first = [{"role": "system", "content": system}] if system else []
@@ -225,14 +225,14 @@ def _text(content: Any) -> str | None:
     return "\n".join(parts) if _are_texts(parts) else None
 
 
-def _call(recorded: Any) -> dict[str, Any] | None:
+def _call(recorded: Mapping[str, Any]) -> dict[str, Any] | None:
     """A call of a tool, its arguments as templates want them: a mapping; None if it is none."""
     call = _without_none(recorded)
-    function = call.get("function", call) if _is_mapping(call) else None
-    if not _is_mapping(function) or not isinstance(function.get("name"), str):
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
     arguments = _read_json(function.get("arguments")) or {}
-    if not _is_mapping(arguments):
+    if not isinstance(arguments, Mapping):
         return None
     known = {name: call[name] for name in ("id",) if name in call}
     function = {"name": function["name"], "arguments": arguments}
@@ -254,13 +254,9 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(value, Mapping)
-
-
 def _are_mappings(values: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
-    return is_sequence and all(map(_is_mapping, values))
+    return is_sequence and all(isinstance(value, Mapping) for value in values)
 
 
 def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:
