@@ -16,7 +16,17 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.eagle import RENAMED, built, config_of, ids_of, settings_of, stored, tensors_of
+from distill.eagle import (
+    RENAMED,
+    built,
+    config_of,
+    ids_of,
+    not_computed,
+    said,
+    settings_of,
+    stored,
+    tensors_of,
+)
 from distill.watch import Figures, HeldOut
 from specdata.config import PromptSet
 from specdata.draft_models.states_draft import Norms, states_input
@@ -31,6 +41,7 @@ BETTER = 0.02
 """By so much of the tokens of a round another setting must be better to be named."""
 LOW = 0.2
 """Acceptance below which a draft slows decoding down, whatever its cost."""
+HEADS = {"lm_head.weight", "model.lm_head.weight"}
 SPREAD, TAIL, LEAST = 0.02, 0.15, 8_000
 """How near to .02 and 3 deviation and kurtosis of a matrix never trained are; its least size."""
 
@@ -73,9 +84,13 @@ def examine(
         yield Finding("ok", "layout", f"{kind}, {type(draft).__name__}")
         yield _acceptance(held.measure(draft).overall)
         return
+    if found := not_computed(config):
+        for each in found:
+            yield Finding("problem", "config.json", each)
+        return
     try:
         stored_tensors = stored(folder)
-        tensors = tensors_of(stored_tensors, name)
+        tensors = tensors_of(stored_tensors, name, target)
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
@@ -83,7 +98,7 @@ def examine(
     yield from findings
     if any(each.kind == "problem" for each in findings):
         return
-    ids, wrong = _ids(tensors, stored_tensors.get("t2d"), name, target)
+    ids, wrong = _ids(tensors, name, target)
     if wrong:
         yield Finding("problem", "vocabulary map", wrong)
     if ids is None:
@@ -91,7 +106,9 @@ def examine(
     new = [token for row in texts["completion_ids"] for token in row]
     share = sum(map({*ids.tolist()}.__contains__, new)) / len(new)
     kind = "ok" if share > 1 - LOW else "warning"
-    yield Finding(kind, "vocabulary", f"{len(ids):,} tokens, {share:.1%} of the target's text")
+    head = "" if stored_tensors.keys() & HEADS else "; no lm_head, so the target's rows of them"
+    share_said = f"{len(ids):,} tokens, {share:.1%} of the target's text"
+    yield Finding(kind, "vocabulary", f"{share_said}{head}")
 
     taps, norms = settings_of(config, target)
     try:
@@ -99,7 +116,7 @@ def examine(
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
-    silent = [each.name for each in fields(norms) if each.name not in config]
+    silent = [each.name for each in fields(norms) if each.name not in said(config)]
     if silent:
         yield Finding(
             "warning",
@@ -182,12 +199,12 @@ def _of_tensors(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
 
 
 def _ids(
-    tensors: Mapping[str, Tensor], t2d: Tensor | None, name: str, target: PreTrainedModel
+    tensors: Mapping[str, Tensor], name: str, target: PreTrainedModel
 ) -> tuple[Tensor | None, str]:
     """(N,) the ids of the draft's tokens, and what is wrong with its maps."""
-    wrong, rows = "", len(tensors["lm_head.weight"])
+    rows = len(tensors["lm_head.weight"])
     try:
-        ids = ids_of(tensors, target, name)
+        return ids_of(tensors, target, name), ""
     except ConfigError as error:
         if len(tensors.get("d2t", ())) != rows:
             return None, str(error)
@@ -195,10 +212,7 @@ def _ids(
             ids = ids_of({**tensors, "d2t": tensors["d2t"] - torch.arange(rows)}, target, name)
         except ConfigError:
             return None, str(error)
-        wrong = "d2t holds ids, and must hold what is added to 0, 1, 2, ...: subtract these"
-    if t2d is not None and not torch.equal(t2d.nonzero().squeeze(-1), ids):
-        wrong = wrong or "t2d marks other tokens than d2t names: one of them is of another draft"
-    return ids, wrong
+    return ids, "d2t holds ids, and must hold what is added to 0, 1, 2, ...: subtract these"
 
 
 def _of_tokenizer(folder: Path, target: PreTrainedTokenizerBase) -> Iterator[Finding]:

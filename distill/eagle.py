@@ -17,7 +17,13 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from distill.config import check_layout
 from distill.states import fit_inputs, fit_rows, ridge, silence
@@ -31,7 +37,28 @@ from specdata.generation import special_ids
 from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder, read_object, write_json
 
-IGNORED = ("t2d", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
+METADATA = (
+    *("architectures", "auto_map", "attention_dropout", "base_model_ep_plan", "bos_token_id"),
+    *("base_model_pp_plan", "base_model_tp_plan", "draft_vocab_size", "dtype", "eos_token_id"),
+    *("embed_requires_grad", "has_no_defaults_at_init", "initializer_range", "max_window_layers"),
+    *("name_or_path", "_name_or_path", "num_eagle_features", "pad_token_id", "pretraining_tp"),
+    *("sliding_window", "speculators_config", "speculators_version", "target_hidden_size"),
+    *("target_model_type", "torch_dtype", "transformers_version", "use_cache", "vocab_size"),
+)
+"""Keys of published config.json files that change nothing of what is computed. Of Llama's layers
+`sliding_window` is one: engines apply it where `layer_types` says so."""
+ONLY: Mapping[str, Any] = {
+    **{"decoder_sparse_step": 1, "layer_types": ["full_attention"], "use_sliding_window": False},
+    **{"partial_rotary_factor": 1.0, "embedding_multiplier": 1.0, "tie_word_embeddings": False},
+    **{"next_layer_regular": True, "use_aux_hidden_state": True, "use_last_layernorm": True},
+    **{"use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False},
+    **{"parallel_draft_step": 1, "has_lm_head": True, "speculators_model_type": "eagle3"},
+    **{"torchscript": False, "use_bfloat16": False, "is_decoder": False, "pruned_heads": {}},
+}
+"""Keys that would change it, with the one value that is computed here."""
+PARTS = ("eagle_config", "transformer_layer_config")
+"""Sections of such files, whose keys are read as those beside them."""
+IGNORED = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Tensors that are the target's, or follow from others."""
 RENAMED = {
     "midlayer.": "model.layers.0.",
@@ -86,6 +113,7 @@ class Layer(_Read):
     rope_theta: PositiveFloat | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    logit_scale: PositiveFloat | None = None
 
 
 class _Taps(_Read):
@@ -95,7 +123,12 @@ class _Taps(_Read):
 def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     """Make a draft, in float32 and eval mode, of a published folder; it reads the given target."""
     name, settings = str(folder), config_of(folder)
-    tensors = tensors_of(stored(folder), name)
+    if found := not_computed(settings):
+        raise ConfigError(
+            f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
+            "take out what does not matter to it"
+        )
+    tensors = tensors_of(stored(folder), name, target)
     taps, norms = settings_of(settings, target)
     ids = ids_of(tensors, target, name)
     return built(settings, taps, norms, tensors, ids, target, name)
@@ -112,10 +145,42 @@ def config_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged ({error}): restore it") from error
 
 
+def not_computed(settings: dict[str, Any]) -> list[str]:
+    """What a config.json asks that is not computed here, is not known, or contradicts itself."""
+    flags = {*_Taps.model_fields, *(each.name for each in fields(Norms))}
+    known = {*METADATA, *PARTS, *Layer.model_fields, *flags, *GenerationConfig().to_dict()}
+    defaults, found = PreTrainedConfig().to_dict(), []
+    parts = [part for name in PARTS if isinstance(part := settings.get(name), dict)]
+    for key, value in (pair for part in (settings, *parts) for pair in part.items()):
+        if isinstance(value, dict) and value.get("partial_rotary_factor", 1.0) != 1.0:
+            found.append(f"partial_rotary_factor in {key} must be 1.0, the one computed here")
+        if value is None or key in known or (key in defaults and value == defaults[key]):
+            continue
+        if key not in ONLY:
+            found.append(f"{key} ({value!r}) is not known here, and may change what is computed")
+        elif value != ONLY[key]:
+            found.append(f"{key} must be {ONLY[key]!r}, the one computed here, it is {value!r}")
+    twice = {*flags, *Layer.model_fields} - {"model_type"}
+    found += [
+        f"{key} is said twice, {settings[key]!r} and {value!r}"
+        for part in parts
+        for key, value in part.items()
+        if key in twice and settings.get(key, value) != value
+    ]
+    return found
+
+
+def said(settings: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with what `eagle_config` says beside the rest."""
+    eagle = settings.get("eagle_config", {})
+    read_stored(_Taps, eagle, "config.json")
+    return {**settings, **eagle}
+
+
 def settings_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Norms]:
     """The taps and the norm flags of a config.json, or what engines take where it is silent."""
-    layers = target.config.get_text_config().num_hidden_layers
-    eagle = read_stored(_Taps, settings.get("eagle_config", settings), "config.json")
+    layers, settings = target.config.get_text_config().num_hidden_layers, said(settings)
+    eagle = read_stored(_Taps, settings, "config.json")
     flags = {each.name: settings[each.name] for each in fields(Norms) if each.name in settings}
     taps = eagle.eagle_aux_hidden_state_layer_ids or [2, layers // 2, layers - 3]
     return taps, read_stored(Norms, flags, "config.json")
@@ -141,6 +206,10 @@ def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) ->
             f"d2t in {name} must give ids below {vocabulary}, the target's vocabulary, in "
             "order and each once"
         )
+    if (t2d := tensors.get("t2d")) is not None and not torch.equal(t2d.nonzero().flatten(), ids):
+        raise ConfigError(
+            f"t2d marks other tokens than d2t names in {name}: one of them is of another draft"
+        )
     return ids
 
 
@@ -160,8 +229,11 @@ def built(
         f"the layer of {name}'s config.json",
     )
     tensors = {TOKENS: target.get_input_embeddings().weight, **tensors}
-    tensors.pop("d2t", None)
-    return _made(layer.model_dump(exclude_none=True), taps, norms, tensors, ids, target, name)
+    for maps in ("d2t", "t2d"):
+        tensors.pop(maps, None)
+    sizes = layer.model_dump(exclude_none=True)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * sizes.pop("logit_scale", 1.0)
+    return _made(sizes, taps, norms, tensors, ids, target, name)
 
 
 def first_eagle3(
@@ -350,8 +422,13 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def tensors_of(stored_tensors: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
-    """What a folder holds by our names, but `d2t` and `norm.weight`, which keep theirs."""
+def tensors_of(
+    stored_tensors: Mapping[str, Tensor], folder: str, target: PreTrainedModel
+) -> dict[str, Tensor]:
+    """What a folder holds by our names, but `d2t`, `t2d` and `norm.weight`, which keep theirs.
+
+    Without an `lm_head`, which is the target's then: its rows of the draft's tokens.
+    """
     tensors: dict[str, Tensor] = {}
     for name, each in stored_tensors.items():
         plain = name.removeprefix("model.")
@@ -359,19 +436,26 @@ def tensors_of(stored_tensors: Mapping[str, Tensor], folder: str) -> dict[str, T
             continue
         former = next((each for each in RENAMED if plain.startswith(each)), "")
         tensors[plain.replace(former, RENAMED[former], 1) if former else plain] = each
-    for name in ("lm_head.weight", "norm.weight", "model.embed_tokens.states.weight"):
+    for name in ("norm.weight", "model.embed_tokens.states.weight"):
         if name not in tensors:
             raise ConfigError(
-                f"{folder} has no tensor {name.split('.')[0] if 'states' not in name else 'fc'}, "
+                f"{folder} has no tensor {'fc' if 'states' in name else 'norm'}, "
                 "which every EAGLE-3 draft has: it is of another kind, or incomplete"
             )
     for name, each in tensors.items():
         is_whole = not (each.is_floating_point() or each.is_complex())
-        if each.dim() == 0 or len(each) == 0 or is_whole != (name == "d2t"):
+        is_map = name in ("d2t", "t2d")
+        if each.dim() == 0 or len(each) == 0 or is_whole != is_map:
             raise ConfigError(
-                f"{name} in {folder} must have rows of {'integers' if name == 'd2t' else 'floats'},"
+                f"{name} in {folder} must have rows of {'integers' if is_map else 'floats'},"
                 f" it is {str(each.dtype).removeprefix('torch.')} of shape {[*each.shape]}"
             )
+    if "lm_head.weight" not in tensors:
+        head = target.get_output_embeddings().weight.detach().cpu()
+        if (added := tensors.get("d2t")) is not None and added.dim() == 1:
+            rows = torch.arange(len(added)) + added
+            head = head[rows.clamp(0, len(head) - 1)]  # `ids_of` refuses others
+        tensors["lm_head.weight"] = head
     return tensors
 
 

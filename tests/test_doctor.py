@@ -92,7 +92,8 @@ def test_nothing_is_wrong_with_a_sound_draft(
 
 
 def shift(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
+    for part in (config, config["eagle_config"]):
+        part["eagle_aux_hidden_state_layer_ids"] = [1, 2]
 
 
 def random_head(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
@@ -119,6 +120,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
         lambda tensors, _: tensors["d2t"].add_(torch.arange(KEPT)),
         "d2t holds ids",
     ),
+    "a key": (lambda _, config: config.update(clip_qkv=8), r"config.json: clip_qkv \(8\) is not"),
     "maps of two drafts": (
         lambda tensors, _: tensors["t2d"].copy_(~tensors["t2d"]),
         "t2d marks other tokens",

@@ -377,6 +377,16 @@ def test_gradients_of_the_norm_are_those_of_all_logits(target: Path, tmp_path: P
         ("d2t", torch.ones(KEPT), "d2t .* must have rows of integers, it is float32"),
         ("lm_head.weight", torch.tensor(1.0), "lm_head.weight .* rows of floats, .* shape .."),
         ("norm.weight", torch.ones(H, dtype=torch.int8), "must have rows of floats, it is int8"),
+        ("t2d", torch.ones(320, dtype=torch.bool), "t2d marks other tokens"),
+        ("layer_types", ["sliding_attention"], "layer_types must be .'full_attention'., the one"),
+        ("partial_rotary_factor", 0.5, "partial_rotary_factor must be 1.0"),
+        ("rope_scaling", {"partial_rotary_factor": 0.5}, "factor in rope_scaling must be 1.0"),
+        ("embedding_multiplier", 2.0, "embedding_multiplier must be 1.0, .* it is 2.0"),
+        ("residual_multiplier", 2.0, "residual_multiplier .2.0. is not known"),
+        ("is_encoder_decoder", True, "is_encoder_decoder .True. is not known"),
+        ("logit_scale", "large", "logit_scale: must be a valid number"),
+        ("eagle_config", {AUX: TAPS, "use_mtp_layernorm": True}, "use_mtp_layernorm must be False"),
+        ("eagle_config", {AUX: TAPS, "norm_output": 7}, "norm_output: must be a valid boolean"),
     ],
 )
 def test_a_folder_that_is_no_published_draft_is_refused_with_what_is_wrong(
@@ -397,6 +407,46 @@ def test_a_folder_that_is_no_published_draft_is_refused_with_what_is_wrong(
         path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     with pytest.raises(ConfigError, match=message):
         read_eagle3(folder, model)
+
+
+OF_PUBLISHED: dict[str, Any] = {
+    **{"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0},
+    **{"initializer_range": 0.02, "pretraining_tp": 1, "rope_scaling": None, "use_cache": True},
+    **{"tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.52.4"},
+    **{"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 36},
+    **{"attention_bias": False, "mlp_bias": False, "return_dict": True, "temperature": 1.0},
+    "eagle_config": {
+        **{AUX: TAPS, "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True},
+        **{"use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True},
+    },
+}
+
+
+@torch.no_grad()
+def test_what_published_files_say_beside_is_taken_and_flags_and_scale_wherever_they_stand(
+    target: Path, tmp_path: Path
+) -> None:
+    model, ids = load_model(str(target)), torch.tensor([[5, 9, 31, 4, 17, 8]])
+    tensors = published(tmp_path / "plain", model.config.vocab_size, "eagle", "norm_before_fc")
+
+    def read() -> Tensor:
+        logits: Tensor = read_eagle3(tmp_path / "plain", model)(input_ids=ids).logits
+        return logits
+
+    logits, path = read(), tmp_path / "plain" / "config.json"
+    settings = json.loads(path.read_text()) | OF_PUBLISHED | {"logit_scale": 0.5}
+    settings["eagle_config"] |= {"norm_before_fc": settings.pop("norm_before_fc")}
+    path.write_text(json.dumps(settings))
+    torch.testing.assert_close(read(), logits / 2)
+    # Without an lm_head, the target's rows of the tokens are meant.
+    kept = torch.arange(KEPT) + tensors["d2t"]
+    tensors["lm_head.weight"] = model.get_output_embeddings().weight[kept].clone()
+    found = []
+    for _ in range(2):
+        save_file(tensors, tmp_path / "plain" / "model.safetensors")
+        found.append(read())
+        tensors.pop("lm_head.weight", None)
+    torch.testing.assert_close(*found)
 
 
 def test_taps_that_are_not_said_are_the_default(target: Path) -> None:
