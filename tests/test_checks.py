@@ -239,7 +239,7 @@ ASSISTED = methods("{name: theirs, decoder: assisted}")
     ("recipe", "target", "draft", "flags", "message"),
     [
         ("pipeline", {"n_positions": 64}, {"n_positions": 99}, SHORT, ROOM + "target has"),
-        ("pipeline", {"n_positions": 99}, {"n_positions": 64}, SHORT, ""),  # drafts as far as it reads
+        ("pipeline", {"n_positions": 99}, {"n_positions": 64}, SHORT, ""),
         ("pipeline", {"text_config": {"n_positions": 64}}, {}, SHORT, ROOM + "target has"),
         ("pipeline", {"n_positions": 65}, {}, SHORT, ""),
         ("pipeline", {}, {"depths": 3}, ["--draft=null", ASKED], NO_HEAD),
