@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,8 @@ from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from heads import AcceptanceHead, ImmediateHead
 from heads.inputs import FEATURES
 from heads.remote import write_custom_generate
+from specdata.probability import SamplingConfig, probabilities
+from specdata.storage.files import write_json
 from tests.drive_published_code import drive
 from tests.families import FAMILIES, tiny
 from tests.test_head_inputs import batch
@@ -331,6 +335,11 @@ def test_vllms_proposer_drafts_each_text_alike_whatever_row_it_stands_in_and_rea
         module.HeadProposer(engine)
     monkeypatch.setenv("THRESHOLD", "0.88")
     proposer, fresh = module.HeadProposer(engine), module.HeadProposer(engine)
+    path, sampling = tmp_path / "config.json", SamplingConfig(0.7, 9, 0.8, 0.1)
+    write_json(path, {**json.loads(path.read_text()), "sampling": asdict(sampling)})
+    logits = 3 * torch.randn(50, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    warped = module.HeadProposer(engine).distributions(logits)
+    torch.testing.assert_close(warped, probabilities(logits, sampling))
     read: list[int] = []
     one = module._CachedModel.read
 

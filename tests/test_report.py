@@ -29,6 +29,7 @@ from eval.reporting.report import (
     terminal,
     write_report,
 )
+from specdata.sampling import unapplied_words
 from tests.synthetic_results import (
     ENVIRONMENT,
     only,
@@ -90,6 +91,7 @@ def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
     sample |= {"methods": {best.name: EVIL}}
     context = Context(
         command="run_eval.py --config 'my pair.yaml'",
+        unapplied=unapplied_words({"repetition_penalty": 1.1}),
         samples=Samples.model_validate({"schema_version": 1, "samples": [sample]}),
     )
     return write_report(results, tmp_path_factory.mktemp("r"), context).read_text(encoding="utf-8")
@@ -118,6 +120,10 @@ def test_the_page_refers_to_nothing_outside_itself(html: str, page: Page) -> Non
         for name in ("href", "src", "srcset", "xlink:href"):
             assert (attributes.get(name) or "#").startswith("#")
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
+
+
+def test_what_the_target_asks_and_no_method_applies_is_named_once(html: str) -> None:
+    assert html.count("asks for repetition_penalty 1.1, which nothing here applies") == 1
 
 
 def test_every_id_is_unique_and_every_reference_has_one(page: Page) -> None:
