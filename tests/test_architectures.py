@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.graphs import EagerWarning
 from eval.runtime.model import CachedModel
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from tests.families import FAMILIES, RECURRENT, WINDOWED, tiny
+from tests.families import BUDGET, FAMILIES, RECURRENT, WINDOWED, greedy, tiny
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]
-BUDGET = 24
 CASES = {
     "chain": DecodeConfig(temperature=0.0, length=4),
     "tree": DecodeConfig(temperature=0.0, verifier="rrs_wor", drafter="tree", widths=(3, 2, 1)),
@@ -37,17 +35,6 @@ CASES = {
         length=3,
     ),
 }
-
-
-def greedy(model: Any, prompt: Tensor, budget: int = BUDGET) -> list[int]:
-    """The tokens that transformers decodes greedily."""
-    out = model.generate(
-        prompt.unsqueeze(0),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        do_sample=False,
-        max_new_tokens=budget,
-    )
-    return [int(token) for token in out[0, len(prompt) :]]
 
 
 def nearby(family: str, **changes: Any) -> Any:
@@ -106,7 +93,7 @@ def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
     model = tiny(family, 2, attention=attention)
     # transformers' eager attention has its softmax in float32, in which vector widths round
     # sums of other lengths differently; GPT-Neo has no other, and Llama 4's norms are in float32.
-    wide = attention == "sdpa" and family not in ("gpt_neo", "deepseek_v32", "llama4")
+    wide = attention == "sdpa" and family not in ("gpt_neo", "deepseek_v32", "llama4_text")
     close = {"rtol": 0, "atol": 1e-9 if wide else 5e-6}
     cached = CachedModel(model, 40)
     committed = [3, 8, 5, 21]
@@ -190,8 +177,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "longrope": {
         "rope_type": "longrope",
         "factor": 4.0,
-        "short_factor": [1.0, 1.0],
-        "long_factor": [1.0, 3.0],
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0] * 3 + [3.0],
         "original_max_position_embeddings": 16,
     },
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -10,17 +11,6 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
 
 from distill.chunked import CHUNK_BYTES, ENTRY_BYTES, chunked_loss, positions_at_once
 from distill.config import DistilConfig
@@ -29,6 +19,8 @@ from distill.trainer import DistilTrainer, draft_trainer
 from specdata.lm_head import LMHead
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig
+from tests.families import tiny
+from tests.test_lm_head import Capped
 from tests.tiny import tiny_llama
 
 NAMES = sorted(LOSSES)
@@ -160,51 +152,26 @@ def test_no_position_gives_zero_and_gradients_of_zero() -> None:
                 assert (parameter.grad == 0).all()
 
 
-SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-
-
-def with_bias() -> PreTrainedModel:
-    """No family in transformers has an output bias and is small, so one is given it."""
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, **IDS, tie_word_embeddings=False))
-    model.lm_head = nn.Linear(16, 24)
+def unknown_way() -> nn.Module:
+    """A model that does something to its logits that nobody knows of."""
+    plain = tiny("llama", 1, vocab=24)
+    model = Capped(plain.config)
+    model.load_state_dict(plain.state_dict())
     return model
 
 
-def unknown_way() -> PreTrainedModel:
-    """A model that does something to its logits that nobody knows of."""
-
-    class Shifted(LlamaForCausalLM):
-        def forward(self, *args: object, **kwargs: object) -> object:
-            outputs = super().forward(*args, **kwargs)
-            outputs.logits = outputs.logits.sin()
-            return outputs
-
-    return Shifted(LlamaConfig(**SIZES, **IDS))
-
-
 def adapted() -> nn.Module:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, **IDS, tie_word_embeddings=False))
-    lora = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False
-    )
-    return peft.get_peft_model(model, lora)
+    targets = ["q_proj", "v_proj", "lm_head"]
+    lora = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    return peft.get_peft_model(tiny("llama", 1, vocab=24), lora)
 
 
+# Tied; a bias of the logits, a soft cap, a scale; learned positions; and what no family has.
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **IDS, tie_word_embeddings=True)),
-    "bias": with_bias,
-    "soft cap": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SIZES, **IDS, head_dim=8, final_logit_softcapping=5.0)
-    ),
-    "scale": lambda: CohereForCausalLM(CohereConfig(**SIZES, **IDS, logit_scale=0.25)),
-    "positions": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=24, n_positions=64, n_embd=16, n_layer=1, n_head=2, **IDS)
-    ),
-    "unknown way": unknown_way,
-    "adapters": adapted,
+    name: partial(tiny, name, 1, vocab=24)
+    for name in ("llama, tied", "phi", "gemma2", "cohere", "gpt2")
 }
+MODELS |= {"unknown way": unknown_way, "adapters": adapted}
 
 
 ROWS = [
@@ -255,9 +222,6 @@ def by_autograd(
 def test_the_trainers_loss_is_that_of_the_models_own_logits(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     student = MODELS[name]().double().eval()
-    for part, parameter in student.named_parameters():
-        # Away from the uniform distribution, and from a certain one.
-        parameter.data *= 0.3 if "lora_" in part else 3.0
     for warp, (which, sampling) in [("sampler", each) for each in SAMPLINGS.items()] + [
         ("raw", ("greedy", SAMPLINGS["greedy"]))
     ]:

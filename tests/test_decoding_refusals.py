@@ -28,7 +28,7 @@ from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import load_model
 from specdata.probability import SamplingConfig
 from specdata.sources import hub_source
-from tests.families import SPECIAL
+from tests.families import tiny
 from tests.synthetic_results import ENVIRONMENT, setup
 from tests.test_decoder import head
 from tests.test_metrics import by_hand, one_round
@@ -82,10 +82,7 @@ def one(prompt: list[int], budget: int) -> object:
 
 
 def with_alibi() -> object:
-    sizes = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2}
-    config = transformers.FalconConfig(**sizes, **SPECIAL, alibi=True)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    return SpeculativeDecoder.from_config(model, None, DecodeConfig())
+    return SpeculativeDecoder.from_config(tiny("falcon", 0, alibi=True), None, DecodeConfig())
 
 
 def over_a_thousand_tokens() -> object:

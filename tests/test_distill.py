@@ -23,19 +23,16 @@ from distill.training import train_resumably
 from specdata.config import read_config
 from specdata.errors import TrainingDivergedError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
-from specdata.probability import SamplingConfig
 from specdata.storage.checkpoints import newest_checkpoint
 from specdata.texts import IGNORED
 from tests.conftest import TRAINED_PAIR
 from tests.random_pair import texts_of
 from tests.trainings import (
     QUICK,
-    assert_same_gradients,
     assert_same_weights,
     assert_trained_alike,
     changed,
     distilled,
-    step_gradients,
     trainer_of,
 )
 from tests.two_processes import ON_CPU, finish, kill, start_two, wait_for
@@ -74,17 +71,6 @@ def test_a_finished_model_is_kept_and_a_missing_one_comes_out_the_same(
     assert_same_weights(tmp_path / "draft", pair / "draft")
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.7, top_k=5, top_p=0.9)],
-)
-def test_distillation_learns_the_distribution_that_serving_uses(
-    pair: Path, tmp_path: Path, sampling: SamplingConfig
-) -> None:
-    result = distilled(pair, tmp_path / "draft", QUICK, sampling, rows=24)
-    assert result.acceptance_after > result.acceptance_before
-
-
 def test_processes_divide_the_rows_of_a_batch_and_have_a_batch_without_labels_if_none_is_left() -> (
     None
 ):
@@ -108,20 +94,6 @@ def test_rows_of_a_batch_are_ordered_by_length_and_known_by_their_place_in_the_g
     assert alone["attention_mask"].sum(dim=1).tolist() == [2, 3, 4, 5]
     shares = [collate(1, process=index, processes=2)(rows) for index in range(2)]
     assert [share["rows"].tolist() for share in shares] == [[3, 2], [1, 0]]
-
-
-def test_accumulated_small_batches_equal_a_large_one(pair: Path, tmp_path: Path) -> None:
-    rows = texts_of(pair, 8, seed=1)
-    # A smooth loss: that of a total variation jumps where rounding turns p > q into p < q.
-    config = changed(QUICK, epochs=1, objective="forward_kl")
-    whole, parts = (
-        step_gradients(
-            trainer_of(pair / "target", pair / "draft", rows, tmp_path, changed(config, **sizes))
-        )
-        for sizes in ({"batch_size": 8}, {"batch_size": 2, "accumulation": 4})
-    )
-    terms = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
-    assert_same_gradients(whole, parts, terms)
 
 
 def test_unusable_inputs_are_named(pair: Path, tiny_pair: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from distill.config import FinetuneConfig
 from distill.finetune import (
@@ -41,6 +40,7 @@ from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.chats import chat_tokenizer
+from tests.families import tiny
 from tests.trainings import assert_same_gradients
 from tests.trainings import step_gradients as gradients_of
 
@@ -205,10 +205,9 @@ def test_packed_and_accumulated_texts_give_the_gradient_of_separate_ones(
 
 def test_models_in_which_packed_texts_see_each_other_are_refused(file: Path) -> None:
     rows = made(config(file)).dataset
-    size = {"vocab_size": 450, "n_layer": 1, "n_head": 2}
-    check_packing(GPT2LMHeadModel(GPT2Config(**size, n_embd=16)).eval(), rows)
+    check_packing(tiny("gpt2", 0, vocab=450, n_positions=512), rows)
     with pytest.raises(ConfigError, match=r"see each other in bloom .*take another draft"):
-        check_packing(BloomForCausalLM(BloomConfig(**size, hidden_size=16)).eval(), rows)
+        check_packing(tiny("bloom", 0, vocab=450), rows)
 
 
 def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_padded_vocabulary_is_no_other_draft() -> None:
 
 
 def test_a_head_without_a_probe_is_judged_by_its_width() -> None:
-    draft, wide = tiny_draft().eval(), tiny("llama", 0, vocab=40)
+    draft, wide = tiny_draft().eval(), tiny("llama", 0, hidden_size=16)
     head = head_of(draft, probe=None)
     check_head(tiny_draft(1).eval(), head)
     with pytest.raises(ConfigError, match="reads states of width 32, and this draft has 16"):

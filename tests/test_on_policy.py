@@ -14,12 +14,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-    Trainer,
-)
+from transformers import PreTrainedTokenizerFast, Trainer
 
 from distill.batches import collate
 from distill.config import DistilConfig
@@ -30,6 +25,7 @@ from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
 from specdata.texts import IGNORED
 from tests.chi_square import p_value
+from tests.families import tiny
 from tests.tiny import END, joint_distribution, tiny_llama
 from tests.trainings import (
     PLAIN,
@@ -71,15 +67,6 @@ def rollouts(count: int, seed: int = 0) -> list[TextRow]:
         return torch.randint(2, V, (length,), generator=generator).tolist()
 
     return [{"prompt_ids": ids(6), "completion_ids": ids(12)} for _ in range(count)]
-
-
-def tiny_gpt2(positions: int) -> GPT2LMHeadModel:
-    """A random model with learned positions: reading one more is an error."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=V, n_embd=16, n_layer=1, n_head=2, n_positions=positions, eos_token_id=END
-    )
-    return GPT2LMHeadModel(config).double().eval()
 
 
 # --- which rows
@@ -136,7 +123,10 @@ def test_rows_without_a_completion_and_prompts_that_fill_the_context_stay() -> N
         {"prompt_ids": [2] * 16, "completion_ids": [3]},
         {"prompt_ids": [2] * 20, "completion_ids": [3, 4]},
     ]
-    assert texts(longest=16).write(tiny_gpt2(16), rows, range(3), step=0) == rows
+    assert (
+        texts(longest=16).write(tiny("gpt2", 0, vocab=V, n_positions=16), rows, range(3), step=0)
+        == rows
+    )
 
 
 def test_no_row_is_longer_than_the_context() -> None:
@@ -145,7 +135,7 @@ def test_no_row_is_longer_than_the_context() -> None:
         {"prompt_ids": [2] * length, "completion_ids": [3] * (16 - length)}
         for length in range(1, 16)
     ]
-    draft, drawn = tiny_gpt2(16), texts(longest=16, ends=frozenset())
+    draft, drawn = tiny("gpt2", 0, vocab=V, n_positions=16), texts(longest=16, ends=frozenset())
     written = drawn.write(draft, rows, range(15), step=0)
     assert max(len(new["prompt_ids"] + new["completion_ids"]) for new in written) == 16
     for index, row in enumerate(rows):
@@ -237,7 +227,7 @@ def test_a_step_is_one_on_a_data_set_of_the_texts_however_it_is_accumulated(
     written = rows_of(batch)
     whole = gradients(drafting(8))
     assert_same_gradients(gradients(drafting(4)), whole, 200)
-    static = config(batch_size=len(written))
+    static = config(batch_size=len(written) // 2, accumulation=2)
     assert_same_gradients(gradients(trainer(tmp_path / "work", static, written)), whole, 200)
 
 
@@ -278,7 +268,7 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
         assert getattr(one.model, f"is_{CHECKPOINTING}")
         assert all(parameter.grad is None for parameter in one.model.parameters())
         assert not any(value.is_inference() for value in batch.values())
-    with_dropout = tiny_gpt2(64)
+    with_dropout = tiny("gpt2", 0, vocab=V, n_positions=64)
     assert with_dropout.config.resid_pdrop > 0
     drawn, rows = texts(longest=64), rollouts(8)
     written = drawn.write(with_dropout, rows, range(8), step=0)

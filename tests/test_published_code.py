@@ -26,7 +26,7 @@ from tests.drive_published_code import drive
 from tests.families import FAMILIES, tiny
 from tests.test_head_inputs import batch
 
-VOCABULARY, HIDDEN = 40, 16
+VOCABULARY, HIDDEN = 40, 32
 JUDGED = (VOCABULARY, HIDDEN, HIDDEN)
 HEAD_VALUES = torch.randn(5, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
 
@@ -152,7 +152,7 @@ SAME = [
     *(case(draft=f"llama: {kind} ids", longest=4) for kind in ("fewer", "more")),
     case(draft="llama: fewer ids", longest=4, prompt=(VOCABULARY - 1, 2)),
     case("llama: float32", threshold=0.6),
-    # The head reads states of width 16.
+    # The head reads states of width 32.
     *(case(family, threshold=0.6) for family in FAMILIES if family != "opt, projected"),
     case("opt, projected", longest=4),
     *(
@@ -201,8 +201,8 @@ REFUSED = [
     ({"target": "llama: dynamic", "arguments": {"max_new_tokens": 14}}, "changes after 16 tokens"),
     ({"draft": "mamba"}, "mamba does not keep keys and values of every token"),
     ({"draft": None}, "assistant_model must be the draft model, got None"),
-    ({"head": True, "draft": "opt, projected: draft"}, "hidden states of width 16, got 8"),
-    ({"head": "all", "draft": "opt, projected: draft"}, "hidden_before of width 16, got 8"),
+    ({"head": True, "draft": "opt, projected: draft"}, "hidden states of width 32, got 8"),
+    ({"head": "all", "draft": "opt, projected: draft"}, "hidden_before of width 32, got 8"),
 ]
 
 

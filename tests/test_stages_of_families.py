@@ -27,7 +27,7 @@ from specdata.rollouts.make import make_rollouts
 from specdata.saving import copy_tokenizer
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
-from tests.test_families import build
+from tests.families import build
 
 WARP = SamplingConfig(0.8, 0, 0.9)
 ENDS = [5, 9, 17, 23, 31, 47, 61, 73]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,25 +166,6 @@ def test_kl_is_the_divergence_of_the_models_and_0_of_equal_ones(
     assert same.kl == pytest.approx(0.0, abs=1e-5)
     assert same.acceptance == pytest.approx(1.0, abs=1e-5)
     assert same.expected_tokens["token_4"] <= same.expected_tokens["block_8"] + 1e-4 <= 9.001
-
-
-def test_a_draft_that_cannot_propose_every_token_has_finite_figures(
-    models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset
-) -> None:
-    target, draft = models
-
-    def hide(_module: object, _inputs: object, logits: Tensor) -> Tensor:
-        return logits.index_fill(-1, torch.arange(1, 400, 2), -math.inf)
-
-    handle = draft.get_output_embeddings().register_forward_hook(hide)
-    try:
-        expected = by_hand(models, dev, SamplingConfig())
-        measured = HeldOut(target, dev, SamplingConfig()).measure(draft)
-    finally:
-        handle.remove()
-    assert_figures(measured.overall, expected)
-    assert math.isfinite(measured.overall.kl)
-    assert measured.overall.expected_tokens["token_4"] < 3
 
 
 def test_the_target_is_run_once_and_its_distributions_are_never_whole(
