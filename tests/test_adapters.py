@@ -20,8 +20,6 @@ from distill.adapters import (
     trained_weights,
 )
 from distill.config import DistilConfig, LoraConfig
-from recipes.config import PipelineConfig, parse
-from recipes.train_draft import check_lora
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_configs, load_model, load_tokenizer
@@ -126,29 +124,6 @@ def test_checkpoints_hold_adapters_alone(pair: Path, tmp_path: Path) -> None:
     assert "model.safetensors" not in names
     stored = load_file(checkpoint / "adapter_model.safetensors")
     assert all(".lora_" in name for name in stored)
-
-
-def asked(pair: Path, *more: str) -> tuple[PipelineConfig, DistilConfig]:
-    """A configuration of this pair with adapters, as the command line makes it."""
-    models = [f"--models.target={pair / 'target'}", f"--models.draft={pair / 'draft'}"]
-    config = parse(["--toy=null", *models, "--draft.lora.rank=4", *more]).config
-    assert config.draft is not None
-    return config, config.draft
-
-
-def test_adapters_that_cannot_be_trained_are_refused_by_a_plan(pair: Path, tmp_path: Path) -> None:
-    check_lora(*asked(pair))
-    check_lora(*asked(pair, "--draft.lora.rank=16"))
-    with pytest.raises(ConfigError, match="must not exceed the draft's hidden size, 16, got 17"):
-        check_lora(*asked(pair, "--draft.lora.rank=17"))
-    check_lora(
-        *asked(pair, "--draft.lora.rank=17", "--draft.init.kind=target", "--models.draft=null")
-    )
-    with pytest.raises(ConfigError, match=r"those of draft\.init\.kind fresh are random"):
-        check_lora(*asked(pair, "--draft.init.kind=fresh", "--models.draft=null"))
-    randomly_adapted(pair / "draft", tmp_path / "adapters")
-    with pytest.raises(ConfigError, match="hidden size, 16, got 17"):  # that of their base
-        check_lora(*asked(pair, "--draft.lora.rank=17", f"--models.draft={tmp_path / 'adapters'}"))
 
 
 # --- adapters as a draft

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from distill.adapters import load_student
+from distill.config import LoraConfig
 from recipes import train_draft
 from recipes.config import PipelineConfig, parse
 from recipes.layout import folder
 from recipes.make_rollouts import Rollouts
 from recipes.publish import _texts_of_draft
 from recipes.run import run_stage
+from specdata.errors import ConfigError
 from tests.test_initial import stored
 
 ACCEPTANCE = {"acceptance_before": 0.5, "acceptance_after": 0.5, "steps": 0, "is_bound": False}
@@ -26,7 +31,7 @@ def target(tmp_path: Path) -> Path:
 def arguments(target: Path, *more: str) -> list[str]:
     """A draft cut from a target, with rollouts that it has room for."""
     own = ["--toy", "null", "--models.target", str(target), "--models.draft", "null"]
-    own += ["--draft.init.kind", "target", "--rollouts.max_new_tokens", "8"]
+    own += ["--draft.init={kind: target}", "--rollouts.max_new_tokens", "8"]
     return [*own, "--head", "null", "--output", str(target.parent / "run"), *more]
 
 
@@ -53,14 +58,70 @@ def test_a_draft_of_other_settings_is_refused_before_anything_is_trained(
     assert not folder(config, "finetuned").exists()
 
 
-@pytest.mark.parametrize("kind", ["target", "fresh"])
-def test_rows_longer_than_the_context_of_a_draft_yet_to_be_made_are_refused(
-    kind: str, target: Path, capsys: pytest.CaptureFixture[str]
+# --- what a plan refuses, and beside it what it lets pass
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets and drafts: of few positions, of another family, and adapters."""
+    folder = tmp_path_factory.mktemp("models")
+    stored(folder / "target", num_hidden_layers=4, max_position_embeddings=64)
+    stored(folder / "short", max_position_embeddings=32, hidden_size=16)
+    load_student(str(folder / "short"), LoraConfig(), seed=0).save_pretrained(folder / "adapters")
+    (folder / "gemma").mkdir()
+    sizes = {"model_type": "gemma2", "num_hidden_layers": 4}
+    (folder / "gemma" / "config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+SHORT = "--draft.init.kind=model --models.draft=short --rollouts.max_new_tokens=40"
+ADAPTED = "--draft.init.kind=model --models.draft=adapters --draft.lora.rank"
+PLANS = [
+    ("--draft.init='{kind: target, layers: 5}'", "must be 1 to 4"),
+    ("--draft.init='{kind: target, layers: [1, 4]}'", "must be 0 to 3"),
+    ("--draft.init='{kind: target, vocabulary: 4000}'", "must be at most"),
+    ("--draft.init='{kind: states, layers: 1, taps: [2, 5]}'", "init: taps must be .* to 4"),
+    (
+        "--draft.init='{kind: states, taps: [1]}' --rollouts.store_taps=[2]",
+        "store all that the draft",
+    ),
+    (
+        "--draft.init='{kind: states, layout: eagle, layers: 1}' --rollouts.store_taps=[3]",
+        r"the draft reads \[4\]",
+    ),
+    (
+        "--draft.init='{kind: states, layout: eagle3, layers: 1}' --models.target=gemma",
+        r"eagle3 needs a target of llama.* is gemma2",
+    ),
+    (SHORT, "positions for 32"),
+    (f"{SHORT} --draft.max_length=32", None),
+    ("--draft.lora.rank=17", None),  # of a draft that is yet to be made, as wide as its target
+    (f"{ADAPTED}=16", None),
+    (f"{ADAPTED}=17", "must not exceed the draft's hidden size, 16, got 17"),  # its base's
+    ("--draft.lora.rank=4 --draft.init.kind=fresh", "kind fresh are random"),
+    ("--draft.finetune.max_length=64", None),
+    ("--draft.finetune.max_length=65", "must be at most 64, the positions of .*target"),
+    ("--draft.finetune.max_length=65 --draft.init.kind=fresh", "must be at most 64, the positions"),
+    ("--draft.report_to=[wandb]", "draft.report_to names 'wandb'"),
+]
+
+
+@pytest.mark.parametrize(("asked", "said"), PLANS, ids=[asked for asked, _ in PLANS])
+def test_what_cannot_be_made_or_trained_is_refused_before_anything_runs(
+    asked: str, said: str | None, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = arguments(target, "--draft.init.kind", kind, "--plan", "--draft.finetune.max_length")
-    assert train_draft.RECIPE.run([*asked, "65"]) == 2
-    assert f"must be at most 64, the positions of {target}" in capsys.readouterr().err
-    assert train_draft.RECIPE.run([*asked, "64"]) == 0
+    monkeypatch.setattr("distill.callbacks.is_wandb_available", lambda: False)
+    monkeypatch.chdir(models)
+    config = parse(arguments(Path("target"), *shlex.split(asked))).config
+    outcome = nullcontext() if said is None else pytest.raises(ConfigError, match=said)
+    with outcome:
+        train_draft.Draft(config).check()
+
+
+def test_taps_that_the_target_does_not_have_are_not_stored(models: Path) -> None:
+    asked = arguments(models / "target", "--rollouts.store_taps=[2, 5]")
+    with pytest.raises(ConfigError, match=r"store_taps: taps must be from 0 .* to 4"):
+        Rollouts(parse(asked).config).check()
 
 
 @pytest.mark.parametrize(
@@ -79,16 +140,6 @@ def test_what_is_said_of_conversations_names_the_key(
     assert error.startswith("error: draft.finetune.conversations: ")
     assert said in error
     assert "template" not in error
-
-
-def test_a_reporter_that_is_not_installed_is_refused_in_a_plan(
-    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distill.callbacks.is_wandb_available", lambda: False)
-    assert train_draft.RECIPE.run([*arguments(target), "--plan"]) == 0
-    asked = arguments(target, "--draft.report_to", "[wandb]", "--plan")
-    assert train_draft.RECIPE.run(asked) == 2
-    assert "draft.report_to names 'wandb'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
