@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel
 
 from specdata import texts
@@ -19,6 +21,7 @@ from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, ROLLOUTS, Label, Rollout
 from specdata.texts import ModelSource
+from specdata.top_logits import TopLogits
 from tests.chi_square import p_value
 from tests.families import tiny
 from tests.tiny import tiny_llama
@@ -67,6 +70,20 @@ def labeller(
 ) -> Labeller:
     source = ModelSource(find_lm_head(target), sampling)
     return Labeller(source, find_lm_head(draft), sampling, 0, 64, draws)
+
+
+def labelled(
+    folder: Path,
+    target: PreTrainedModel | TopLogits,
+    draft: PreTrainedModel,
+    rows: Dataset,
+    config: LabelsConfig,
+    sampling: SamplingConfig,
+) -> list[Label]:
+    """Labels as they are stored."""
+    made: dict[str, Any] = {"sampling": sampling, "seed": 5, "settings": Settings({})}
+    make_labels(target, draft, rows, folder, config, report=lambda rows: None, **made)
+    return load_stored(folder).to_list()
 
 
 def close(labels: list[Label], others: list[Label]) -> None:
@@ -156,17 +173,8 @@ def test_rollouts_are_labelled_as_far_as_the_draft_reads() -> None:
 
 def test_labels_of_another_sampler_are_refused_with_the_difference(tmp_path: Path) -> None:
     made = stored(tmp_path / "rollouts", [rollout(0, [2, 3])])
-    make_labels(
-        tiny_llama(0),
-        tiny_llama(1),
-        load_stored(made),
-        tmp_path / "labels",
-        LabelsConfig(),
-        sampling=WARPED,
-        seed=0,
-        settings=Settings({}),
-        report=lambda rows: None,
-    )
+    models = tiny_llama(0), tiny_llama(1)
+    labelled(tmp_path / "labels", *models, load_stored(made), LabelsConfig(), WARPED)
     assert load_labels(tmp_path / "labels", WARPED).num_rows == 1
     with pytest.raises(ManifestError, match=r"another sampler(.|\n)*top_k: 3 -> 0"):
         load_labels(tmp_path / "labels", SamplingConfig(temperature=0.8))

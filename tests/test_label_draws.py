@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -14,13 +13,12 @@ import torch
 
 from specdata.config import LabelsConfig
 from specdata.errors import ConfigError
-from specdata.labels.make import are_greedy, make_labels
+from specdata.labels.make import are_greedy
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored, of_split, read_manifest
-from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label
 from tests.chi_square import p_value
-from tests.test_acceptance import SAMPLERS, labeller, rollout, rollouts, stored
+from tests.test_acceptance import SAMPLERS, labelled, labeller, rollout, rollouts, stored
 from tests.tiny import tiny_llama
 
 V = 40
@@ -30,8 +28,7 @@ def label(
     folder: Path,
     name: str,
     config: LabelsConfig,
-    sampling: SamplingConfig | None = None,
-    report: Callable[[int], object] = lambda rows: None,
+    sampling: SamplingConfig = SAMPLERS["plain"],
 ) -> list[Label]:
     """Labels of a few rows, of which every third is not trained on."""
     if not (folder / "rollouts").exists():
@@ -39,18 +36,9 @@ def label(
         for row in rows[::3]:
             row["split"] = "dev"
         stored(folder / "rollouts", rows)
-    make_labels(
-        tiny_llama(0, vocab=V),
-        tiny_llama(1, vocab=V),
-        load_stored(folder / "rollouts"),
-        folder / name,
-        config,
-        sampling=sampling or SamplingConfig(),
-        seed=5,
-        settings=Settings({}),
-        report=report,
-    )
-    return load_stored(folder / name).to_list()
+    models = tiny_llama(0, vocab=V), tiny_llama(1, vocab=V)
+    rows = load_stored(folder / "rollouts")
+    return labelled(folder / name, *models, rows, config, sampling)
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS.keys())

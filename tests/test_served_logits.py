@@ -32,7 +32,7 @@ from specdata.storage.resume import Settings
 from specdata.storage.schema import TOP_LOGITS, Logits, Rollout
 from specdata.top_logits import TopLogits
 from tests import test_vllm
-from tests.test_acceptance import rollouts
+from tests.test_acceptance import labeller, rollouts
 from tests.test_vllm import Edit, Server, no_pauses
 from tests.tiny import tiny_llama
 from tests.word_pair import with_train_and_dev
@@ -274,7 +274,7 @@ def bare(word_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sampling": {"top_k": 8},
         "logits": {"top_logits": 12, "shard_size": 4},
         "draft": {"epochs": 1, "batch_size": 4, "logits": str(out / "logits"), "report_to": []},
-        "labels": {"shard_size": 4, "logits": str(out / "logits")},
+        "labels": {"shard_size": 4, "draws": 3, "logits": str(out / "logits")},
         "head": {"depth": 1, "epochs": 1},
     }
     (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
@@ -317,21 +317,31 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
         assert train_draft.RECIPE.run(given) == 0
         assert "upper bounds" not in capsys.readouterr().out, "top_k 8 is decided by 12 logits"
         assert train_head.RECIPE.run(given) == 0
-    labels = load_labels(bare / "out" / "labels", SamplingConfig(top_k=8))
-    assert len(labels) == 40
-    # Of another sampler than they decide, or of none, they are refused in a plan, too.
-    new = [*asked, "--output", str(bare / "new"), "--labels.logits"]
-    for more, message in (
-        (
-            [str(bare / "out" / "logits"), "--sampling.top_k", "20"],
-            "12 top logits of 40 do not give",
-        ),
+        assert make_rollouts.RECIPE.run([*given, "--output", str(bare / "new"), "--seed", "1"]) == 0
+    labels, sampling = bare / "out" / "labels", SamplingConfig(top_k=8)
+    draft = load_model(str(bare / "out" / "draft" / "model"))
+    expected = labeller(model, draft, sampling, draws=3)
+    rows: Any = load_stored(bare / "out" / "rollouts").to_list()
+    for ours, theirs in zip(load_labels(labels, sampling), expected(rows), strict=True):
+        for name in ("draft_ids", "more_draft_ids", "overlap", "accept_prob", "more_accept_prob"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name  # type: ignore[literal-required]
+        assert not {*TOP_LOGITS.names} & ours.keys()
+    # What does not decide these labels, or is of another run, is refused before anything is made.
+    new, logits = [*asked, "--output", str(bare / "new"), "--labels.logits"], bare / "out/logits"
+    early = [
+        ([str(logits), "--sampling.top_k", "20"], "12 top logits of 40 do not give"),
         ([str(bare / "none")], "make it with draftsmith make-logits"),
+        ([str(bare / "new" / "rollouts")], "keeps no target logits: name a dataset"),
+    ]
+    for more, message in (
+        *early,
+        *(([*more, "--plan"], message) for more, message in early),
+        ([str(logits), "--models.target", str(word_pair / "draft")], "target.revision"),
+        ([str(logits), "--models.dtype", "bfloat16"], "dtype: 'float32' -> 'bfloat16'"),
+        ([str(logits)], "rollouts: '"),
     ):
-        for plan in ([], ["--plan"]):
-            assert train_head.RECIPE.run([*new, *more, *plan]) == 2
-            assert message in capsys.readouterr().err
-    assert (
-        train_draft.RECIPE.run([*asked, "--output", str(bare / "new"), "--draft.logits", "x"]) == 2
-    )
+        assert train_head.RECIPE.run([*new, *more, "--draft", "null"]) == 2
+        assert message in capsys.readouterr().err
+    assert not list((bare / "new" / "labels").glob("[!.]*"))
+    assert train_draft.RECIPE.run([*new[:-1], "--draft.logits", "x"]) == 2
     assert "draft.logits must be a folder with top target logits" in capsys.readouterr().err

@@ -11,28 +11,23 @@ from transformers import PreTrainedModel
 
 from specdata.config import LabelsConfig
 from specdata.errors import ConfigError
-from specdata.labels.make import make_labels
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig, probabilities
-from specdata.storage.dataset import load_stored
-from specdata.storage.resume import Settings
 from specdata.storage.schema import Label
 from specdata.top_logits import TopLogitDistributions, TopLogits, top_logits
-from tests.test_acceptance import rollouts
+from tests.test_acceptance import labelled, rollouts
 from tests.tiny import tiny_llama
 
 V, N = 40, 12
-REFUSED = {
-    "plain": SamplingConfig(),
-    "another temperature": SamplingConfig(temperature=0.9),
-    "another temperature, top-p": SamplingConfig(temperature=0.9, top_p=0.3),
-    "larger top-k": SamplingConfig(top_k=N + 1),
-}
-
-
-def quiet(rows: int) -> None:
-    """Report nothing."""
+TOO_FEW = "12 top logits of 40 do not give"
+REFUSED = [
+    (SamplingConfig(), TOO_FEW),
+    (SamplingConfig(temperature=0.9), TOO_FEW),
+    (SamplingConfig(temperature=0.9, top_p=0.3), TOO_FEW),
+    (SamplingConfig(top_k=N + 1), TOO_FEW),
+    (SamplingConfig(top_p=0.999), r"at \d+ of \d+ positions.*nucleus keep is outside"),
+]
 
 
 def label(
@@ -43,18 +38,8 @@ def label(
     *,
     bound: bool = False,
 ) -> list[Label]:
-    make_labels(
-        target,
-        tiny_llama(2, vocab=V),
-        rows,
-        out,
-        LabelsConfig(shard_size=4, bound=bound, draws=3),
-        sampling=sampling,
-        seed=5,
-        settings=Settings({}),
-        report=quiet,
-    )
-    return load_stored(out).to_list()
+    config = LabelsConfig(shard_size=4, bound=bound, draws=3)
+    return labelled(out, target, tiny_llama(2, vocab=V), rows, config, sampling)
 
 
 def target() -> PreTrainedModel:
@@ -67,41 +52,21 @@ def with_logits(count: int) -> Dataset:
     return Dataset.from_list(source(rollouts(9, vocab=V)))  # type: ignore[arg-type]
 
 
-def full(folder: Path, sampling: SamplingConfig) -> list[Label]:
-    """Labels made with the target."""
-    rows = Dataset.from_list(rollouts(9, vocab=V))
-    return label(folder / "full", target(), rows, sampling)
-
-
-def from_logits(
-    folder: Path, sampling: SamplingConfig, count: int, *, bound: bool = False
-) -> list[Label]:
-    """Labels made from top logits."""
-    top, out = TopLogits(min(count, V), V), folder / "top"
-    return label(out, top, with_logits(count), sampling, bound=bound)
-
-
-@pytest.mark.parametrize("sampling", REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("sampling", "message"), REFUSED, ids=str)
 def test_a_sampler_that_the_top_logits_do_not_decide_is_refused(
-    sampling: SamplingConfig, tmp_path: Path
+    sampling: SamplingConfig, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="12 top logits of 40 do not give"):
-        from_logits(tmp_path, sampling, N)
+    with pytest.raises(ConfigError, match=message):
+        label(tmp_path / "top", TopLogits(N, V), with_logits(N), sampling)
     assert not (tmp_path / "top").exists()
 
 
-def test_a_nucleus_that_reaches_outside_is_refused_with_the_number_of_positions(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ConfigError, match=r"at \d+ of \d+ positions.*nucleus keep is outside"):
-        from_logits(tmp_path, SamplingConfig(top_p=0.999), N)
-
-
 def test_a_bound_is_exact_inside_and_an_upper_bound_of_the_overlap(tmp_path: Path) -> None:
-    again = from_logits(tmp_path, SamplingConfig(), N, bound=True)
+    cache, plain = with_logits(N), SamplingConfig()
+    again = label(tmp_path / "top", TopLogits(N, V), cache, plain, bound=True)
+    full = label(tmp_path / "full", target(), cache, plain)
     inside = outside = 0
-    cache = with_logits(N)
-    for row, true, source in zip(again, full(tmp_path, SamplingConfig()), cache, strict=True):
+    for row, true, source in zip(again, full, cache, strict=True):
         assert row["draft_ids"] == true["draft_ids"]
         assert row["log_q"] == pytest.approx(true["log_q"], abs=1e-5)
         for index, token in enumerate(row["draft_ids"]):
@@ -141,20 +106,14 @@ def test_labels_of_rollouts_with_undecided_positions_are_those_of_the_parts_betw
         return label(tmp_path / name, TopLogits(N, V), rows, sampling)
 
     whole, parts = again(source, "whole"), again(Dataset.from_list(rows), "parts")
-    values = {
-        (*row["prompt_ids"], *row["completion_ids"][:index]): (token, accept)
-        for row in whole
-        for index, (token, accept) in enumerate(
-            zip(row["draft_ids"], row["accept_prob"], strict=True)
-        )
-    }
-    found = {
-        (*row["prompt_ids"], *row["completion_ids"][:index]): (token, accept)
-        for row in parts
-        for index, (token, accept) in enumerate(
-            zip(row["draft_ids"], row["accept_prob"], strict=True)
-        )
-    }
+    values, found = (
+        {
+            (*row["prompt_ids"], *row["completion_ids"][:index]): told
+            for row in rows
+            for index, told in enumerate(zip(row["draft_ids"], row["accept_prob"], strict=True))
+        }
+        for rows in (whole, parts)
+    )
     assert len(found) == len(values) - len(tied)
     assert found.items() <= values.items()
     assert {row["example_id"] for row in parts} == {row["example_id"] for row in whole}
