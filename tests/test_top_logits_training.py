@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.config import DistilConfig
 from distill.distillation import DistilResult
 from distill.losses import LOSSES, Loss, bucketed
 from distill.watch import HeldOut
@@ -119,47 +117,16 @@ def test_measured_with_one_bucket_acceptance_and_kl_are_bounds_and_expected_toke
 # --- whole distillations
 
 
-def from_top_logits(
-    folder: Path,
-    pair: Path,
-    target: PreTrainedModel,
-    count: int,
-    config: DistilConfig,
-    sampling: SamplingConfig = PLAIN,
-) -> DistilResult:
-    """A draft distilled beside a target folder that has no weights."""
-    bare = folder / "bare"
-    if not bare.exists():
-        weights = shutil.ignore_patterns("*.safetensors")
-        shutil.copytree(pair / "target", bare, ignore=weights)
-    return distilled(
-        pair,
-        folder / f"draft-{count}",
-        config,
-        sampling,
-        target=bare,
-        train=kept_of(target, texts_of(pair, 48, seed=1), count),
-        dev=kept_of(target, texts_of(pair, 8, seed=2), count),
-        top_logits=TopLogits(count, ALL),
-    )
-
-
-@pytest.mark.slow
-def test_a_draft_from_top_logits_learns_nearly_as_much_as_one_beside_its_target(
+def test_a_draft_learns_from_top_logits_and_is_told_of_by_an_upper_bound(
     pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
-    config = changed(QUICK, epochs=6)
-    beside = distilled(pair, tmp_path / "beside", config)
-    assert not beside.is_bound
-    part = from_top_logits(tmp_path, pair, models[0], 128, config)
-    assert part.is_bound
-    assert part.acceptance_after >= part.acceptance_before
-    dev = HeldOut(models[0], texts_of(pair, 8, seed=2), PLAIN)
-    truly = dev.measure(load_model(str(tmp_path / "draft-128"))).overall.acceptance
-    assert truly <= part.acceptance_after
-    gained = beside.acceptance_after - beside.acceptance_before
-    assert truly > beside.acceptance_after - 0.2 * gained
-    assert from_top_logits(tmp_path, pair, models[0], 128, config) == part  # which is finished
+    train, dev = texts_of(pair, 48, seed=1), texts_of(pair, 8, seed=2)
+    kept = {"train": kept_of(models[0], train, 128), "dev": kept_of(models[0], dev, 128)}
+    made = distilled(pair, tmp_path / "draft", **kept, top_logits=TopLogits(128, ALL))
+    assert made.is_bound
+    drafts = models[1], load_model(str(tmp_path / "draft"))
+    truly = [HeldOut(models[0], dev, PLAIN).measure(each).overall.acceptance for each in drafts]
+    assert truly[0] < truly[1] <= made.acceptance_after
 
 
 # --- refusals
@@ -184,9 +151,10 @@ def test_logits_that_do_not_give_what_serving_draws_from_are_refused_before_a_mo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("distill.distillation.load_student", None)  # would not load
+    rows, top = kept_of(models[0], texts_of(pair, 8, seed=2), 8), TopLogits(8, ALL)
     with pytest.raises(ConfigError, match=message):
-        from_top_logits(tmp_path, pair, models[0], 8, QUICK, sampling)
-    assert not (tmp_path / "draft-8").exists()
+        distilled(pair, tmp_path / "out", QUICK, sampling, train=rows, dev=rows, top_logits=top)
+    assert not (tmp_path / "out").exists()
 
 
 TIED = SamplingConfig(top_k=8)
@@ -223,6 +191,7 @@ def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
     # Others were tied before; those of them that the planted ones hit are counted once.
     assert planted <= some.undecided <= none.undecided + planted
     assert planted > 10
+    assert not none.is_bound
     assert some.positions < none.positions <= positions_of(dev)
     assert some.acceptance_after != none.acceptance_after
     with pytest.raises(ConfigError, match=r"equal logit is outside.*more than a share of 0\.05"):
