@@ -30,7 +30,7 @@ def pair(kind: str) -> tuple[Any, Any]:
     target = tiny_llama(0, vocab=40, layers=3)
     target.generation_config.eos_token_id = None
     if kind == "gpt2":
-        return target, tiny("gpt2", 1, n_positions=READ)
+        return target, tiny("gpt2", 1, n_positions=READ, n_embd=16)
     draft: Any = states_draft(target) if kind == "states" else tiny_llama(2, vocab=40)
     draft.config.max_position_embeddings = READ
     if kind == "masks":

@@ -166,7 +166,8 @@ def test_a_late_head_is_recorded_with_one_forward_of_a_draft_with_windows_or_wit
     window: int | None,
 ) -> None:
     """Rows of unequal lengths, so that some are padded."""
-    draft = tiny("mistral", 0, vocab=12, dtype=torch.float32, sliding_window=window)
+    sizes = {"hidden_size": 16, "sliding_window": window}
+    draft = tiny("mistral", 0, vocab=12, dtype=torch.float32, **sizes)
     head = made_head()
     rows = [
         {"prompt_ids": [2] * prompt, "completion_ids": [5, 3, 8, 4, 9, 7, 2][:rest]}
