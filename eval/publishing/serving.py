@@ -79,31 +79,22 @@ def speculation_profile(kind: str, runs: Sequence[Run], date: str) -> dict[str, 
 
     Rates are of the rounds that drafted: that tokens 1 to i are accepted ("marginal", as vLLM's
     synthetic acceptance takes them), and that token i is if those before it are ("conditional").
-    Lengths count the target's own token. Names are those of NVIDIA's Model-Optimizer (pull requests
-    2247 and 2313). `runs` are of one method with a fixed length, one a prompt set.
+    The mean length counts the target's own token. Names are those of NVIDIA's Model-Optimizer (pull
+    requests 2247 and 2313). `runs` are of one method with a fixed length, one a prompt set.
     """
     records = [record for run in runs for record in run.generations]
     length = runs[0].method.deepest
-    counts = np.zeros(length + 2, dtype=np.int64)  # rounds that drafted, and accepted 0, 1, ...
-    each = []
+    reached = np.zeros(length + 1)  # rounds that drafted, and that accepted 1, 2, ... tokens
     for record in records:
-        own = np.zeros_like(counts)
-        own[0] = sum(record.drafted_by_position[:1])
-        own[1 : 1 + len(record.accepted_by_position)] = record.accepted_by_position
-        counts += own
-        each.append(own.sum() / max(1, own[0]))
-    marginal, reached = counts[1:-1] / counts[0], counts[:-2]
-    conditional = np.divide(counts[1:-1], reached, out=np.zeros(length), where=reached > 0)
+        reached[0] += sum(record.drafted_by_position[:1])
+        reached[1 : 1 + len(record.accepted_by_position)] += record.accepted_by_position
+    marginal, conditional = reached[1:] / reached[0], reached[1:] / reached[:-1].clip(min=1)
     return {
         "method": "draft_model" if kind == "pard" else kind,  # as vLLM calls it
         "num_speculative_tokens": length,
         "conditional_accept_rates": conditional.round(6).tolist(),
         "marginal_accept_rates": marginal.round(6).tolist(),
         "mean_accept_length": round(float(1 + marginal.sum()), 6),
-        "mean_accept_length_per_request": round(float(np.mean(each)), 6),
-        "acceptance_length_histogram": {
-            str(n + 1): int(count) for n, count in enumerate(-np.diff(counts))
-        },
         "measurement_conditions": {
             "prompts": {run.dataset: run.prompts for run in runs},
             "verifier": runs[0].method.verifier,
