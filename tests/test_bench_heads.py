@@ -31,21 +31,8 @@ def test_from_rollouts_to_figures_in_one_command(tmp_path: Path) -> None:
         save_tokenizer(tokenizer, tmp_path / name)
     script = [sys.executable, "-m", "benchmarks.head_figures", "--run", "run"]
     script += ["--pair", "pair", "--draft", "draft", "--out", "out/heads.json"]
-    script += [
-        "--train",
-        "6",
-        "5",
-        "4",
-        "--dev",
-        "4",
-        "--test",
-        "4",
-        "--draws",
-        "2",
-        "--epochs",
-        "1",
-    ]
-    script += ["--parts", "goals", "clock", "--prompts", "2"]
+    small = "--train 6 5 4 --dev 4 --test 4 --draws 2 --epochs 1 --parts goals clock --prompts 2"
+    script += small.split()
     for attempt in range(2):
         done = subprocess.run(
             script,

@@ -13,13 +13,9 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
 from tests.oracles import (
-    constant_model,
-    expected_accepted,
     random_distribution,
-    sibling_drafts,
     sibling_groups,
     support,
 )
@@ -84,26 +80,6 @@ def test_equal_distributions_agree_between_both_functions() -> None:
         for k in (2, 3):
             independent = optimal_acceptance_independent(p, [q] * k)
             assert independent == pytest.approx(optimal_acceptance(p, q, k), abs=1e-10)
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_no_rule_accepts_more_than_the_optimum(k: int) -> None:
-    hows: dict[str, Literal["iid", "distinct"]] = {
-        "rrs_wor": "distinct",
-        "naive": "iid",
-        "rrs": "iid",
-        "kseq": "iid",
-    }
-    for seed in range(8):
-        p, q = distributions(seed, 2, sizes=(3,))
-        model, draft = constant_model(p.tolist(), 1), constant_model(q.tolist(), 1)
-        for name, how in hows.items():
-            verifier = VERIFIERS[name].make()
-            accepted = expected_accepted(verifier, sibling_drafts(draft, k, how), model)
-            best = optimal_acceptance(p, q, k, "distinct" if how == "distinct" else "iid")
-            assert accepted <= best + 1e-12
-            if name == "kseq":
-                assert accepted >= (1 - math.exp(-1)) * best - 1e-12
 
 
 def test_edges() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import pytest
@@ -97,19 +96,22 @@ def test_what_all_prompts_begin_with_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_prepacked_layers_are_as_exact_as_plain_ones_and_are_put_back(dtype: torch.dtype) -> None:
-    """In bfloat16 only where the processor multiplies it; elsewhere nothing changes."""
+def test_prepacked_layers_give_what_plain_ones_give_and_are_put_back(dtype: torch.dtype) -> None:
+    """Of small integers every sum is exact in float32, so in any order the same.
+
+    In bfloat16 only where the processor multiplies it; elsewhere nothing changes.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 500, bias=False)).to(dtype)
-    x = torch.randn(7, 300).to(dtype)
+    for weight in model.parameters():
+        weight.data = torch.randint(-4, 5, weight.shape).to(dtype)
+    x = torch.randint(-4, 5, (7, 300)).to(dtype)
     supported = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     with torch.inference_mode():
-        plain, exact = model(x), copy.deepcopy(model).double()(x.double())
+        plain = model(x)
         with prepacked(model):
             assert ["forward" in layer.__dict__ for layer in model] == [supported] * 2
-            fast = model(x)
-        errors = [float((made - exact).abs().max()) for made in (fast, plain)]
-        assert errors[0] <= 2 * errors[1]
+            assert torch.equal(model(x), plain)
         assert not any("forward" in layer.__dict__ for layer in model)
         assert torch.equal(model(x), plain)
 

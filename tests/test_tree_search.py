@@ -23,6 +23,7 @@ from recipes.papers.trees import (
     k_configurations,
     search,
 )
+from specdata.probability import SamplingConfig, probabilities
 from specdata.sampling import generator_for
 from tests.families import tiny
 from tests.oracles import (
@@ -115,55 +116,31 @@ def test_the_rounds_of_a_text_follow_from_left_to_right() -> None:
     # Three tokens a round, the bonus token among them.
     assert Acceptance(["a", "b"], lengths, {1: inside}).rounds([1, 1]).tolist() == [2, 1]
     assert Acceptance(["a", "b"], lengths, {1: 0 * inside}).rounds([1, 1]).tolist() == [5, 3]
-    assert expected_rounds(np.full((1, 1, 3), 0.5), np.array([3])).tolist() == [1.0 + 0.5 + 0.75]
+    # With half a chance at each of two levels a round emits 1, 2 or 3 tokens with 1/2, 1/4, 1/4:
+    # R(n) = 1 + R(n-1) / 2 + R(n-2) / 4 + R(n-3) / 4, so 1, 1.5, 2, 2.625.
+    chances = np.multiply.outer([0.5, 0.25], np.ones((2, 4)))
+    assert expected_rounds(chances, np.array([4, 2])).tolist() == [2.625, 1.5]
 
 
-def decoded(
-    target: Any, draft: Any, config: DecodeConfig, prompts: list[list[int]], siblings: Siblings
-) -> tuple[Acceptance, np.ndarray[Any, Any]]:
-    """Acceptance along the texts that were decoded, and the rounds that each took."""
-    decoder, rows, taken = SpeculativeDecoder.from_config(target, draft, config), [], []
-    for number, ids in enumerate(prompts):
-        generator = generator_for(0, number)
-        made = decoder.generate(torch.tensor(ids), max_new_tokens=24, generator=generator)
-        text = {"prompt_ids": ids, "completion_ids": made.tokens.tolist()}
-        rows.append({"example_id": f"e{number}", "sample": 0, "turn": 0, **text})
-        taken.append(len(made.rounds))
-    asked: dict[str, Any] = {"target": target, "draft": draft, "sampling": config.sampling}
-    along = acceptance_along(rows, **asked, siblings=siblings, most=4, seed=0)
-    return along, np.array(taken)
-
-
-@pytest.mark.parametrize(
-    ("widths", "siblings", "others"),
-    [
-        ((1, 1, 1), "iid", [(2, 1, 1)]),
-        ((2, 2, 1), "iid", [(1, 2, 1), (1, 1, 1), (2, 2)]),
-        ((4, 2), "distinct", [(4, 1), (2, 2), (4,)]),
-    ],
-)
-def test_the_decoder_takes_as_many_rounds_as_are_expected_of_its_text(
-    widths: tuple[int, ...], siblings: Siblings, others: list[tuple[int, ...]]
-) -> None:
-    """Given the text that was emitted the rounds are still random; on average they agree.
-
-    So many texts tell the tree from `others`, each wrong in one level.
-    """
-    target, draft = tiny_llama(0, vocab=8), tiny_llama(0, vocab=8)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-            weight.add_(0.5 * weight.std() * noise)
-    verifier = "rrs" if siblings == "iid" else "rrs_wor"
-    config = DecodeConfig(verifier, drafter="tree", widths=widths, siblings=siblings)
-    prompts = [[2 + number % 6, 3] for number in range(120)]
-    along, taken = decoded(target, draft, config, prompts, siblings)
-    difference = taken - along.rounds(widths)
-    error = difference.std() / len(prompts) ** 0.5
-    assert abs(difference.mean()) < 3 * error
-    for other in others:
-        assert abs((taken - along.rounds(other)).mean()) > 4 * error, other
+@pytest.mark.parametrize("siblings", ["iid", "distinct"])
+def test_acceptance_along_a_text_is_that_of_both_models_distributions(siblings: Siblings) -> None:
+    """One candidate draws nothing; several without replacement are means of draws."""
+    target, draft, sampling = tiny_llama(0, vocab=8), tiny_llama(1, vocab=8), SamplingConfig(0.7, 5)
+    rows = [
+        {"example_id": f"e{n}", "sample": 0, "prompt_ids": [2, 3], "completion_ids": text}
+        for n, text in enumerate(([4, 5, 6, 2, 7], [3, 3]))
+    ]
+    asked: dict[str, Any] = {"sampling": sampling, "siblings": siblings, "most": 4, "seed": 0}
+    along = acceptance_along(rows, target=target, draft=draft, **asked)
+    assert along.lengths.tolist() == [5, 2]
+    for number, row in enumerate(rows):
+        ids, text = torch.tensor([row["prompt_ids"] + row["completion_ids"]]), row["completion_ids"]
+        with torch.inference_mode():
+            p, q = (probabilities(m(ids).logits[0, 1:-1], sampling) for m in (target, draft))
+        expected = accepted(p, q, torch.tensor(text), None, 4)
+        for width in (1, 2, 4) if siblings == "iid" else (1,):
+            found = along.of[width][number, : len(text)]
+            assert found.tolist() == pytest.approx(expected[:, width - 1].tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2, 1), (4, 2)])
@@ -172,10 +149,17 @@ def test_at_temperature_0_it_takes_exactly_as_many_rounds(widths: tuple[int, ...
     family = "llama, grouped queries"
     target, draft = tiny(family, 2), nearby(family)
     config = DecodeConfig("rrs_wor", drafter="tree", widths=widths, temperature=0.0)
-    prompts = [[2 + number, 5] for number in range(6)]
-    along, taken = decoded(target, draft, config, prompts, "distinct")
-    assert along.rounds(widths).tolist() == taken.tolist()
-    assert len(prompts) < taken.sum() < along.lengths.sum()
+    decoder, rows, taken = SpeculativeDecoder.from_config(target, draft, config), [], []
+    for number in range(6):
+        ids = [2 + number, 5]
+        made = decoder.generate(torch.tensor(ids), max_new_tokens=24, generator=generator_for(0))
+        text = {"prompt_ids": ids, "completion_ids": made.tokens.tolist()}
+        rows.append({"example_id": f"e{number}", "sample": 0, **text})
+        taken.append(len(made.rounds))
+    asked: dict[str, Any] = {"sampling": config.sampling, "siblings": "distinct", "most": 4}
+    along = acceptance_along(rows, target=target, draft=draft, **asked, seed=0)
+    assert along.rounds(widths).tolist() == taken
+    assert len(rows) < sum(taken) < along.lengths.sum()
 
 
 def test_k_configurations_are_those_that_widen_nowhere() -> None:
