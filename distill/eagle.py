@@ -151,7 +151,10 @@ def not_computed(settings: dict[str, Any]) -> list[str]:
     known = {*METADATA, *PARTS, *Layer.model_fields, *flags, *GenerationConfig().to_dict()}
     defaults, found = PreTrainedConfig().to_dict(), []
     parts = [part for name in PARTS if isinstance(part := settings.get(name), dict)]
+    twice = {*flags, *Layer.model_fields} - {"model_type"}
     for key, value in (pair for part in (settings, *parts) for pair in part.items()):
+        if key in twice and settings.get(key, value) != value:
+            found.append(f"{key} is said twice, {settings[key]!r} and {value!r}")
         if isinstance(value, dict) and value.get("partial_rotary_factor", 1.0) != 1.0:
             found.append(f"partial_rotary_factor in {key} must be 1.0, the one computed here")
         if value is None or key in known or (key in defaults and value == defaults[key]):
@@ -160,13 +163,6 @@ def not_computed(settings: dict[str, Any]) -> list[str]:
             found.append(f"{key} ({value!r}) is not known here, and may change what is computed")
         elif value != ONLY[key]:
             found.append(f"{key} must be {ONLY[key]!r}, the one computed here, it is {value!r}")
-    twice = {*flags, *Layer.model_fields} - {"model_type"}
-    found += [
-        f"{key} is said twice, {settings[key]!r} and {value!r}"
-        for part in parts
-        for key, value in part.items()
-        if key in twice and settings.get(key, value) != value
-    ]
     return found
 
 

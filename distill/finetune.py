@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +42,16 @@ from distill.training import (
 )
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
-from specdata.models import (
-    check_shared_vocabulary,
-    load_configs,
-    load_tokenizer,
-    positions,
-)
+from specdata.models import check_shared_vocabulary, load_configs, load_tokenizer, positions
 from specdata.processes import broadcast_by_main, join_processes
-from specdata.prompts.chat_templates import require_template
 from specdata.prompts.conversations import Account, masked_conversations
 from specdata.storage.files import atomic_folder, write_json
 from specdata.storage.resume import read_record
 from specdata.texts import IGNORED
 
 Ids = npt.NDArray[np.int32]
-Text = tuple[Ids, npt.NDArray[np.bool_]]
-"""Ids (T,) and which of them are learnt (T,)."""
+Text = tuple[list[int], list[int]]
+"""Ids (T,) and which of them are learnt (T,), 0 or 1."""
 
 ACCOUNT_FILE = "account.json"
 
@@ -98,23 +93,23 @@ def make_rows(
     rollouts: Dataset | None,
     config: FinetuneConfig,
     seed: int,
-    template_variables: Mapping[str, Any] | None = None,
+    template_variables: Mapping[str, Any] = {},
     vocabulary: int = sys.maxsize,
 ) -> PackedRows:
-    """Make the rows of a training, of texts in the target's vocabulary.
+    """Make the rows of a training.
 
-    `template_variables` are read by the chat template.
-
+    Of conversations, rendered by the target's chat template, which is given `template_variables`,
+    the assistant's turns are learnt; those with ids beyond the target's `vocabulary` are left out.
     A text that is longer than a row becomes several; parts in which nothing is learnt are dropped.
     Several texts share a row: TRL's best-fit decreasing, which cuts none.
     """
-    accounts: list[Account] = []
-    if config.conversations:
-        texts = conversation_texts(
-            config.conversations, tokenizer, seed, accounts, template_variables or {}, vocabulary
+    accounts = [Account(name) for name in config.conversations]
+    texts = rollout_texts(rollouts or [])
+    if accounts:
+        texts = chain.from_iterable(
+            masked_conversations(account, seed, tokenizer, template_variables, vocabulary)
+            for account in accounts
         )
-    else:
-        texts = rollout_texts(rollouts or [])
     read = split = 0
     ids: list[Ids] = []
     labels: list[Ids] = []
@@ -126,7 +121,7 @@ def make_rows(
             targets = np.where(learnt[part], text[part], IGNORED).astype(np.int32)
             targets[0] = IGNORED  # nothing stands before it that it could be predicted from
             if (targets != IGNORED).any():
-                ids.append(text[part])
+                ids.append(np.array(text[part], dtype=np.int32))
                 labels.append(targets)
     if not ids:
         raise ConfigError(
@@ -148,27 +143,6 @@ def make_rows(
     return PackedRows(dataset, account)
 
 
-def conversation_texts(
-    names: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    accounts: list[Account],
-    variables: Mapping[str, Any],
-    vocabulary: int = sys.maxsize,
-) -> Iterator[Text]:
-    """Conversations as the target's chat template renders them; the assistant's turns are learnt.
-
-    One that the template refuses or hides the answers of, or with ids beyond the target's
-    vocabulary, is left out and counted, in an account that is added for each source.
-    """
-    require_template(tokenizer)
-    for name in names:
-        account = Account(name)
-        accounts.append(account)
-        for ids, mask in masked_conversations(account, seed, tokenizer, variables, vocabulary):
-            yield np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)
-
-
 def rollout_texts(rollouts: Sequence[Mapping[str, list[int]]]) -> Iterator[Text]:
     """Prompts and completions of the target; the completions are learnt.
 
@@ -177,9 +151,7 @@ def rollout_texts(rollouts: Sequence[Mapping[str, list[int]]]) -> Iterator[Text]
     """
     for row in rollouts:
         prompt, completion = row["prompt_ids"], row["completion_ids"]
-        learnt = np.zeros(len(prompt) + len(completion), dtype=bool)
-        learnt[len(prompt) :] = True
-        yield np.array([*prompt, *completion], dtype=np.int32), learnt
+        yield [*prompt, *completion], [0] * len(prompt) + [1] * len(completion)
 
 
 def collate_texts(
@@ -242,7 +214,7 @@ def finetune(
     lora: LoraConfig | None,
     seed: int,
     save_steps: int,
-    template_variables: Mapping[str, Any] | None = None,
+    template_variables: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Train a copy of the draft to predict what the assistant says, and save it as a model folder.
 

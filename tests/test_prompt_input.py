@@ -18,7 +18,7 @@ from distill.toy import train_tokenizer
 from specdata.config import PromptSet
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, vocabulary_fingerprint
-from specdata.prompts.conversations import read_conversations
+from specdata.prompts.conversations import Account, read_conversations
 from specdata.prompts.loading import check_sets, dropped, load_prompts
 from tests.chats import chat_tokenizer
 from tests.hub import Server
@@ -110,7 +110,7 @@ def test_a_set_of_which_nothing_is_left_is_refused_with_the_reasons(tmp_path: Pa
     name = jsonl(tmp_path / "long.jsonl", [{"prompt": "word " * 99}, {"prompt": "."}])
     with pytest.raises(
         ConfigError,
-        match=r"0 of 2 kept.*1 near_empty, 1 over_long \(at most 9 tokens fit",
+        match=r"0 of 2 kept.*1 near_empty, 1 over_long\. at most 9 tokens fit",
     ):
         load_prompts([PromptSet(name, "train", 2)], PLAIN, seed=0, max_tokens=9)
 
@@ -281,7 +281,7 @@ def test_a_conversation_is_known_by_what_it_holds_not_by_its_column(
     for source in (jsonl(tmp_path / "a.jsonl", [row]), parquet(tmp_path / "b.parquet", [row])):
         loaded = load_prompts([PromptSet(source, "train", 0, turns="first")], CHAT, seed=0)
         assert [prompt.messages for prompt in loaded.prompts] == [tuple(OPENAI[:1])]
-        ((_, talk),) = read_conversations(source, 0)
+        ((_, talk),) = read_conversations(Account(source), 0)
         assert talk == (OPENAI, {})
 
 
@@ -296,21 +296,19 @@ def test_what_a_row_holds_beside_its_messages_is_given_to_the_template(tmp_path:
     answer = {**asked, "content": "", "tool_calls": [called]}
     given = {"tools": tools, "mode": "short"}
     beside = {"system": "Be brief.", "chat_template_kwargs": {"mode": "short"}}
+    talk = [OPENAI[0], {**asked, "tool_calls": [{"function": call}]}, result, thought]
     rows = [
-        {"messages": [OPENAI[0], {**asked, "tool_calls": [{"function": call}]}, result, thought]}
-        | beside
-        | {"tools": json.dumps(tools)},
-        {"messages": [system, OPENAI[0], {**asked, "function_call": call}, result, thought]}
-        | beside
-        | {"functions": [tools[0]["function"]]},
+        {"messages": talk, "tools": json.dumps(tools), **beside},
+        {"messages": [system, *talk], "tools": tools, **beside},
     ]
     odd = [{"system": 7}, {"tools": "none"}, {"chat_template_kwargs": "x"}]
     bad: list[dict[str, Any]] = [{"messages": OPENAI, **each} for each in odd]
     bad.append({"messages": [OPENAI[0], {**asked, "tool_calls": [{"function": 7}]}]})
     source = jsonl(tmp_path / "a.jsonl", [*rows, *bad])
-    talks = [talk for _, talk in read_conversations(source, 0)]
+    account = Account(source)
     whole = [system, OPENAI[0], answer, result, thought]
-    assert talks == [(whole, given)] * 2 + ["undecodable"] * 4
+    assert list(read_conversations(account, 0)) == [(row, (whole, given)) for row in (1, 2)]
+    assert (account.read, account.left_out) == (6, {"undecodable": 4})
     tokenizer = copy.deepcopy(chat_tokenizer("none"))
     tokenizer.chat_template = (
         "{{ mode }}{{ level }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}"

@@ -68,7 +68,7 @@ def test_what_precedes_an_answer_in_training_is_what_the_model_is_served(family:
 
 def learnt(tokenizer: Any, talk: Any, variables: Any = None) -> list[str]:
     """The texts that the mask marks."""
-    ids, mask = assistant_mask(tokenizer, talk, variables)
+    ids, mask = assistant_mask(tokenizer, talk, variables or {})
     runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
     return [tokenizer.decode([token for token, _ in run]) for bit, run in runs if bit]
 
@@ -77,7 +77,7 @@ def test_an_answer_is_learnt_as_its_template_writes_it_but_not_from_inside_a_tok
     spaces = [{**message, "content": message["content"] + "  "} for message in TALK]
     answers = [TALK[1]["content"], spaces[3]["content"]]
     assert learnt(chat_tokenizer("stripping"), spaces) == [f"{each}<|im_end|>" for each in answers]
-    with pytest.raises(UnmaskableError, match=r'"At the.*begins inside a token, \' A'):
+    with pytest.raises(UnmaskableError, match=r"'At the.*begins inside a token, ' A"):
         assistant_mask(chat_tokenizer("spaced"), TALK)
 
 
@@ -237,7 +237,7 @@ def test_a_template_that_changes_the_answer_is_refused() -> None:
     )
     try:
         with pytest.raises(
-            ConfigError, match=r'turn "In the kitchen, I think\.".* as \'In the ki\':'
+            ConfigError, match=r"turn 'In the kitchen, I think\.'.* as 'In the ki':"
         ):
             assistant_mask(tokenizer, TALK)
     finally:

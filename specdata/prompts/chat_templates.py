@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +39,7 @@ class UnmaskableError(ConfigError):
 def chat_ids(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] = {},
     *,
     reply: bool = True,
 ) -> list[int]:
@@ -51,7 +50,7 @@ def chat_ids(
     (the generation prompt). Raises TemplateRefusedError if the template fails, or leaves out what
     somebody says or a variable.
     """
-    text = _whole(tokenizer, messages, variables or {}, reply=reply)
+    text = _Template(tokenizer, variables).whole(messages, reply=reply)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
@@ -80,7 +79,7 @@ def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
 def assistant_mask(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] = {},
 ) -> tuple[list[int], list[int]]:
     """Which tokens of a conversation the assistant wrote, its end-of-turn tokens included.
 
@@ -89,20 +88,16 @@ def assistant_mask(
     the text begins with that, less an empty block of thoughts, which the template writes. Returns
     the ids of the whole conversation, and a mask of 0 and 1 of the same length.
     """
-    variables = variables or {}
-    whole = _whole(tokenizer, messages, variables, reply=False)
+    template = _Template(tokenizer, variables)
+    whole = template.whole(messages)
     if not tokenizer.is_fast:
         raise ConfigError(
             "conversations need a tokenizer that tells where its tokens begin: save a fast one "
             f"(tokenizer.json) for {tokenizer.name_or_path or 'the target'}"
         )
-    if _MARKER.search(tokenizer.get_chat_template(tools=variables.get("tools"))):
+    if _MARKER.search(template.program):
         out = tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **variables,
+            list(messages), return_assistant_tokens_mask=True, **variables
         )
         ids, mask = out["input_ids"], out["assistant_masks"]
     else:
@@ -118,14 +113,14 @@ def assistant_mask(
         ]
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                begin, stop, closing = _answer(tokenizer, messages, index, variables, whole)
+                begin, stop, closing = template.answer(messages, index, whole)
                 # Up to its end token, without the white space that templates put after it.
                 closed = [last for first, last in ends if stop <= first and last <= closing]
                 nearest = [last for first, last in ends if first == stop]
                 stop = max(closed or nearest[:1] or [stop + len(whole[stop:closing].rstrip())])
                 if cut := [place for place in places if place[0] < begin < place[1]]:
                     raise UnmaskableError(
-                        f"the answer {_shown(message)} begins inside a token, "
+                        f"the answer {message['content'][:80]!r} begins inside a token, "
                         f"{whole[slice(*cut[0])]!r}, which its prompt would end with: let the "
                         "chat template keep white space as it comes"
                     )
@@ -138,108 +133,94 @@ def assistant_mask(
     return ids, mask
 
 
-def _answer(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    index: int,
-    variables: Mapping[str, Any],
-    whole: str,
-) -> tuple[int, int, int]:
-    """Where in the rendered text an answer begins and stops, and what may close it ends."""
-    message, before, after = messages[index], messages[:index], messages[index + 1 :]
-    calls = message.get("tool_calls", [])
-    thoughts = [name for name in THOUGHTS if name in message]
-    no_calls = dict(message)
-    if calls:
-        empty = {"arguments": {_BLANK: _BLANK}}
-        no_calls["tool_calls"] = [{**each, "function": each["function"] | empty} for each in calls]
-    blank = {**no_calls, "content": _BLANK, **dict.fromkeys(thoughts, _BLANK)}
-    last = no_calls if calls else blank  # calls come last; results of tools may follow
+class _Template(NamedTuple):
+    """A tokenizer's chat template, and the variables that it is given."""
 
-    def render(messages: Sequence[Message], *, reply: bool = False) -> str:
-        return _render(tokenizer, messages, variables, reply=reply)
+    tokenizer: PreTrainedTokenizerBase
+    variables: Mapping[str, Any]
 
-    own = _common(whole, render([*before, blank, *after]))
-    stop = len(whole) - _common(whole[::-1], render([*before, last, *after])[::-1])
-    begin, part, closing = own, whole, whole[stop:]
-    with suppress(TemplateRefusedError):  # which may want a user's turn in every conversation
-        if after:
-            closing = ""
-            part = render(messages[: index + 1])
-            other = render([*before, last])
-            closing = part[len(part) - _common(part[::-1], other[::-1]) :]
-        if before and whole.startswith(served := render(before, reply=True)):
-            is_empty = whole[:own].rpartition("<think>")[2].strip() == "</think>"
-            begin = own if is_empty else min(own, len(served))
-    said, answer = whole[begin:stop], message["content"].rsplit("</think>")[-1].strip()
-    needed = [answer, *(call["function"]["name"] for call in calls)]
-    is_plain = not (calls or thoughts) and "</think>" not in message["content"]
-    if (
-        (is_plain and whole[own:stop].strip() != answer)
-        or any(text not in said for text in needed)
-        or any(message[name].strip() not in part for name in thoughts)
-    ):
-        raise UnmaskableError(
-            f"turn {_shown(message)} is rendered as {said[:80]!r}: the chat template changes, "
-            "moves or leaves out what the assistant says; mark its part of the template with "
-            "{% generation %} and {% endgeneration %}"
-        )
-    return begin, stop, stop + _common(whole[stop:], closing)
+    @property
+    def program(self) -> str:
+        """What renders a conversation."""
+        return str(self.tokenizer.get_chat_template(tools=self.variables.get("tools")))
+
+    def render(self, messages: Sequence[Message], *, reply: bool = False) -> str:
+        """The text that it makes of messages."""
+        require_template(self.tokenizer)
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=reply, **self.variables
+                )
+            )
+        except Exception as error:  # whatever a program of somebody else's may raise
+            raise TemplateRefusedError(
+                f"the chat template refuses a conversation of roles "
+                f"{', '.join(message['role'] for message in messages)}: {error}"
+            ) from error
+
+    def whole(self, messages: Sequence[Message], *, reply: bool = False) -> str:
+        """The text. Raises TemplateRefusedError if it would leave out what was given."""
+        text, tools = self.render(messages, reply=reply), self.variables.get("tools", ())
+        given = {*self.variables, *(name for each in messages for name in THOUGHTS if name in each)}
+        # Of earlier turns templates drop thoughts on purpose, and a variable may change nothing.
+        is_read = {name: re.search(rf"\b{name}\b", self.program) for name in sorted(given)}
+        lost = [f"`{name}`" for name, found in is_read.items() if not found]
+        calls = [call for each in messages for call in each.get("tool_calls", ())]
+        for field, asked in (("`tools`", tools), ("`tool_calls`", calls)):
+            names = [str(tool.get("function", tool).get("name")) for tool in asked]
+            lost += [field] * any(name not in text for name in names)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" and message["content"].strip() not in text:
+                other = [*messages[:index], {**message, "content": _BLANK}, *messages[index + 1 :]]
+                if self.render(other, reply=reply) == text:
+                    lost.append(f"what the role {message['role']} says")
+        if lost:
+            parts = ", ".join(dict.fromkeys(lost))
+            raise TemplateRefusedError(f"the chat template leaves out {parts}")
+        return text
+
+    def answer(self, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int, int]:
+        """Where in the rendered text an answer begins and stops, and what may close it ends."""
+        message, before, after = messages[index], messages[:index], messages[index + 1 :]
+        calls = message.get("tool_calls", [])
+        thoughts = [name for name in THOUGHTS if name in message]
+        no_calls = dict(message)
+        if calls:
+            empty = {"arguments": {_BLANK: _BLANK}}
+            emptied = [each | {"function": each["function"] | empty} for each in calls]
+            no_calls["tool_calls"] = emptied
+        blank = {**no_calls, "content": _BLANK, **dict.fromkeys(thoughts, _BLANK)}
+        last = no_calls if calls else blank  # calls come last; results of tools may follow
+        own = _common(whole, self.render([*before, blank, *after]))
+        stop = len(whole) - _common(whole[::-1], self.render([*before, last, *after])[::-1])
+        begin, part, closing = own, whole, whole[stop:]
+        with suppress(TemplateRefusedError):  # which may want a user's turn in every conversation
+            if after:
+                closing = ""
+                part = self.render(messages[: index + 1])
+                other = self.render([*before, last])
+                closing = part[len(part) - _common(part[::-1], other[::-1]) :]
+            if before and whole.startswith(served := self.render(before, reply=True)):
+                is_empty = whole[:own].rpartition("<think>")[2].strip() == "</think>"
+                begin = own if is_empty else min(own, len(served))
+        said, answer = whole[begin:stop], message["content"].rsplit("</think>")[-1].strip()
+        needed = [answer, *(call["function"]["name"] for call in calls)]
+        is_plain = not (calls or thoughts) and "</think>" not in message["content"]
+        if (
+            (is_plain and whole[own:stop].strip() != answer)
+            or any(text not in said for text in needed)
+            or any(message[name].strip() not in part for name in thoughts)
+        ):
+            raise UnmaskableError(
+                f"turn {message['content'][:80]!r} is rendered as {said[:80]!r}: the chat template "
+                "changes, moves or leaves out what the assistant says; mark its part of the "
+                "template with {% generation %} and {% endgeneration %}"
+            )
+        return begin, stop, stop + _common(whole[stop:], closing)
 
 
 def _common(one: str, other: str) -> int:
     """The number of characters with which both texts begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _whole(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    variables: Mapping[str, Any],
-    *,
-    reply: bool,
-) -> str:
-    """The rendered text. Raises TemplateRefusedError if it would leave out what was given."""
-    text = _render(tokenizer, messages, variables, reply=reply)
-    template = tokenizer.get_chat_template(tools=variables.get("tools"))
-    given = {*variables, *(name for each in messages for name in THOUGHTS if name in each)}
-    # Of earlier turns templates drop thoughts on purpose, and a variable may change nothing.
-    lost = [f"`{name}`" for name in sorted(given) if not re.search(rf"\b{name}\b", template)]
-    calls = [call for each in messages for call in each.get("tool_calls", ())]
-    for field, tools in (("`tools`", variables.get("tools", ())), ("`tool_calls`", calls)):
-        named = [f if isinstance(f := tool.get("function"), Mapping) else tool for tool in tools]
-        lost += [field] * any(str(each.get("name")) not in text for each in named)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" and message["content"].strip() not in text:
-            other = [*messages[:index], {**message, "content": _BLANK}, *messages[index + 1 :]]
-            if _render(tokenizer, other, variables, reply=reply) == text:
-                lost.append(f"what the role {message['role']} says")
-    if lost:
-        raise TemplateRefusedError(f"the chat template leaves out {', '.join(dict.fromkeys(lost))}")
-    return text
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    variables: Mapping[str, Any],
-    *,
-    reply: bool,
-) -> str:
-    """The text that the template makes of messages."""
-    require_template(tokenizer)
-    try:
-        text: str = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=reply, **variables
-        )
-    except Exception as error:  # whatever a program of somebody else's may raise
-        raise TemplateRefusedError(
-            f"the chat template refuses a conversation of roles "
-            f"{', '.join(message['role'] for message in messages)}: {error}"
-        ) from error
-    return text
-
-
-def _shown(message: Message) -> str:
-    return json.dumps(message["content"][:80], ensure_ascii=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from specdata.prompts.chat_templates import (
     UnmaskableError,
     assistant_mask,
 )
-from specdata.prompts.forms import MESSAGES, conversation_of, recorded_form
+from specdata.prompts.forms import conversation_of, recorded_in
 from specdata.prompts.reading import (
     check_names,
     check_split,
@@ -87,35 +87,37 @@ def conversation_inputs(names: Sequence[str]) -> dict[str, str]:
     return prompt_inputs([PromptSet(name, "train", 0) for name in names])
 
 
-def read_conversations(name: str, seed: int) -> Iterator[tuple[int, Conversation | str]]:
-    """All conversations of a source, each with the number of its row, from 1.
+def read_conversations(account: Account, seed: int) -> Iterator[tuple[int, Conversation]]:
+    """The conversations of a source, each with the number of its row, from 1.
 
     Rows hold them in `messages`, `conversations`, or `prompt` and `completion`. A source is a
     JSONL, JSON or parquet file, a folder, a catalogued set (sharegpt), whose order the seed
-    decides, or a Hub id, of which split train is read. Of one that cannot be trained on it yields
-    why, one of the first three `REASONS`.
+    decides, or a Hub id, of which split train is read. Others are counted in the account; raises
+    ConfigError in the end if none can be trained on.
     """
-    form = CATALOGUE[name].form if name in CATALOGUE else None
+    name = account.source
+    column = CATALOGUE[name].form.messages if name in CATALOGUE else None
     for number, row in read_rows(_checked(name), seed):
+        account.read += 1
         if isinstance(row, str):
-            yield number, "undecodable"
+            account.leave_out(number, "undecodable")
             continue
-        form = form or recorded_form(row) or MESSAGES
-        assert form.messages
-        if form.messages not in row:
+        column = column or recorded_in(row) or "messages"
+        if column not in row:
             raise ConfigError(
-                f"conversations {name!r}, row {number}, has no column {form.messages!r}; it has "
+                f"conversations {name!r}, row {number}, has no column {column!r}; it has "
                 f"{', '.join(map(repr, row)) or 'none'}. Each row must hold {_FORMS}"
             )
-        if form.messages == "prompt" and isinstance(row["prompt"], list):
+        if column == "prompt" and isinstance(row["prompt"], list):
             row = {**row, "prompt": [*row["prompt"], *(row.get("completion") or ())]}
-        talk = conversation_of(row, form.messages)
+        talk = conversation_of(row, column)
         if isinstance(talk, str):
-            yield number, talk
+            account.leave_out(number, talk)
         elif all(message["role"] != "assistant" for message in talk.messages):
-            yield number, "no_assistant_turn"
+            account.leave_out(number, "no_assistant_turn")
         else:
             yield number, talk
+    account.check()
 
 
 def masked_conversations(
@@ -123,18 +125,13 @@ def masked_conversations(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     variables: Mapping[str, Any],
-    vocabulary: float = math.inf,
+    vocabulary: int = sys.maxsize,
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """A source's conversations as `assistant_mask` renders them; the others are counted.
+    """As `read_conversations`, what `assistant_mask` makes of them, of ids in the `vocabulary`.
 
-    What a row gives the chat template precedes the `variables`; ids are below the `vocabulary`.
-    Raises ConfigError in the end if none can be trained on.
+    What a row gives the chat template precedes the `variables`.
     """
-    for row, talk in read_conversations(account.source, seed):
-        account.read += 1
-        if isinstance(talk, str):
-            account.leave_out(row, talk)
-            continue
+    for row, talk in read_conversations(account, seed):
         try:
             ids, mask = assistant_mask(tokenizer, talk.messages, {**variables, **talk.variables})
         except TemplateRefusedError as error:
@@ -146,7 +143,6 @@ def masked_conversations(
                 yield ids, mask
             else:
                 account.leave_out(row, "out_of_vocabulary", f"id {largest}")
-    account.check()
 
 
 def check_conversations(
@@ -155,7 +151,7 @@ def check_conversations(
     *,
     here_alone: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] = {},
 ) -> None:
     """Find before any model is loaded what cannot be trained on.
 
@@ -166,14 +162,10 @@ def check_conversations(
     for name in names:
         if here_alone and is_remote(_checked(name)):
             continue
-        account = Account(name)
-        for row, talk in read_conversations(name, seed):
-            account.read += 1
-            if isinstance(talk, str):
-                account.leave_out(row, talk)
-        account.check()
+        for _ in read_conversations(Account(name), seed):
+            pass
         if tokenizer is not None:
-            next(masked_conversations(Account(name), seed, tokenizer, variables or {}), None)
+            next(masked_conversations(Account(name), seed, tokenizer, variables), None)
 
 
 def _checked(name: str) -> PromptSet:

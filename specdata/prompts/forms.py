@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from string import Formatter
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, NATURAL, Form
 from specdata.prompts.chat_templates import FIELDS, Conversation, Message
 
-MESSAGES = Form(messages="messages")
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "function": "tool"}
 """What exports call the roles of a conversation -> what chat templates call them."""
@@ -42,15 +41,13 @@ class Unusable(NamedTuple):
     """No prompt: the reason (one of `loading.REASONS`), and what is wrong in words."""
 
     reason: str
-    why: str
+    why: str = ""
 
 
-def recorded_form(row: Mapping[str, Any]) -> Form | None:
-    """The form of a row that holds a conversation; None if it does not."""
-    for name in ("messages", "conversations"):
-        if name in row:
-            return Form(messages=name)
-    return Form(messages="prompt") if _are_mappings(row.get("prompt")) else None
+def recorded_in(row: Mapping[str, Any]) -> str | None:
+    """The column of a row that holds a conversation; None if none does."""
+    prompt = "prompt" if _are(Mapping, row.get("prompt")) else None
+    return next((name for name in ("messages", "conversations") if name in row), prompt)
 
 
 def form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
@@ -73,8 +70,9 @@ def form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
     elif dataset.name in NATURAL:
         form = Form(ask=("{prompt}",), plain=("{prompt}",))
     else:
-        form = recorded_form(row) or Form(plain=("{prompt}",))
-        if not form.messages:
+        recorded = recorded_in(row)
+        form = Form(messages=recorded) if recorded else Form(plain=("{prompt}",))
+        if not recorded:
             require_columns(["prompt"], row, f"prompt set {dataset.name!r}")
     if reference := dataset.reference or form.reference or ("reference" in row and "{reference}"):
         if dataset.reference:
@@ -150,7 +148,7 @@ def prompts_in(
             yield RawPrompt(messages=tuple(messages[:end]), variables=variables)
     elif form.questions and chat:
         asked = row[form.questions]
-        if not asked or not _are_texts(asked):
+        if not asked or not _are(str, asked):
             yield Unusable("undecodable", f"`{form.questions}` must be a list of texts")
         else:
             later = tuple(asked[1:]) if turns == "all" else ()
@@ -171,12 +169,10 @@ def prompts_in(
             yield RawPrompt(text, reference=reference)
 
 
-def _are_texts(values: Any) -> bool:
-    return (
-        isinstance(values, Sequence)
-        and not isinstance(values, str)
-        and all(isinstance(value, str) for value in values)
-    )
+def _are(kind: type, values: Any) -> bool:
+    """True for a sequence of values of a kind that is no text itself."""
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    return is_list and all(isinstance(value, kind) for value in values)
 
 
 def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
@@ -186,20 +182,18 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
     """
     recorded, system = row[column], row.get("system")
     tools = _read_json(row.get("tools"))
-    if not tools and _are_mappings(functions := _read_json(row.get("functions"))):
-        tools = [{"type": "function", "function": each} for each in functions]
     variables = _read_json(row.get("chat_template_kwargs")) or {}
-    if not all(map(_are_mappings, (recorded, tools or [], [variables]))):
+    if not all(_are(Mapping, each) for each in (recorded, tools or [], [variables])):
         return "undecodable"
     messages: list[Message] = []
     first = [{"role": "system", "content": system}] if system else []
     for turn in (*first, *recorded):
         role, content = first_of(turn, "role", "from"), first_of(turn, "content", "value")
-        called = turn.get("tool_calls") or [turn.get("function_call") or {}]
-        calls = [_call(each) for each in called if each] if _are_mappings(called) else [None]
+        called = turn.get("tool_calls") or []
+        calls = [_call(each) for each in called] if _are(Mapping, called) else [None]
         text = "" if content is None and calls else _text(content)
         more = {name: turn[name] for name in FIELDS if name != "tool_calls" and turn.get(name)}
-        if text is None or None in calls or not _are_texts([*more.values()]):
+        if text is None or None in calls or not _are(str, [*more.values()]):
             return "undecodable"
         if str(role) not in ROLES:
             return "unknown_role"
@@ -220,9 +214,9 @@ def first_of(values: Mapping[str, Any], *names: str) -> Any:
 def _text(content: Any) -> str | None:
     """A message's content, a text or a list of text parts (lines of one text); None if neither."""
     parts: Any = [content] if isinstance(content, str) else content
-    if _are_mappings(parts):
+    if _are(Mapping, parts):
         parts = [part.get("text") if part.get("type") == "text" else None for part in parts]
-    return "\n".join(parts) if _are_texts(parts) else None
+    return "\n".join(parts) if _are(str, parts) else None
 
 
 def _call(recorded: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -232,11 +226,9 @@ def _call(recorded: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
     arguments = _read_json(function.get("arguments")) or {}
-    if not isinstance(arguments, Mapping):
-        return None
-    known = {name: call[name] for name in ("id",) if name in call}
-    function = {"name": function["name"], "arguments": arguments}
-    return {"type": "function", **known, "function": function}
+    call |= {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    kept = {name: call[name] for name in ("type", "id", "function") if name in call}
+    return kept if isinstance(arguments, Mapping) else None
 
 
 def _read_json(value: Any) -> Any:
@@ -252,11 +244,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
-
-
-def _are_mappings(values: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
-    return is_sequence and all(isinstance(value, Mapping) for value in values)
 
 
 def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:

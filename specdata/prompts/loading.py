@@ -79,7 +79,7 @@ def load_prompts(
     seed: int,
     max_tokens: int | None = None,
     vocabulary: int = sys.maxsize,
-    template_variables: Mapping[str, Any] | None = None,
+    template_variables: Mapping[str, Any] = {},
 ) -> LoadedPrompts:
     """Read, render and tokenize prompt sets, always in the same order.
 
@@ -92,13 +92,10 @@ def load_prompts(
     `template_variables`, such as {"enable_thinking": False}, beside what a row gives it.
     """
     check_names(sets)
-    seen: dict[str, Prompt] = {}
     has_template = bool(tokenizer.chat_template)
-    limits, variables = (max_tokens, vocabulary), template_variables or {}
-    report = [
-        _read(dataset, seed, seen, has_template, tokenizer, limits, variables) for dataset in sets
-    ]
-    return LoadedPrompts(list(seen.values()), report)
+    reading = _Reading(seed, has_template, tokenizer, max_tokens, vocabulary, template_variables)
+    report = [reading.read(dataset) for dataset in sets]
+    return LoadedPrompts(list(reading.seen.values()), report)
 
 
 def check_sets(
@@ -114,12 +111,11 @@ def check_sets(
     `has_template` is None if it is not known whether the target has a chat template.
     """
     check_names(sets)
-    seen: dict[str, Prompt] = {}
-    report = []
+    reading, report = _Reading(seed, has_template), []
     for dataset in sets:
         check_split(dataset)
         if not (here_alone and is_remote(dataset)):
-            report.append(_read(dataset, seed, seen, has_template))
+            report.append(reading.read(dataset))
     return report
 
 
@@ -135,52 +131,105 @@ def check_kept(report: Sequence[Mapping[str, Any]], splits: Sequence[str]) -> No
             )
 
 
-def _read(
-    dataset: PromptSet,
-    seed: int,
-    seen: dict[str, Prompt],
-    has_template: bool | None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    limits: tuple[int | None, int] = (None, sys.maxsize),
-    variables: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Add the prompts of a set, tokenized if there is a tokenizer; returns the set's account."""
-    account: dict[str, Any] = {
-        "name": dataset.name,
-        "split": dataset.split,
-        "source": source_of(dataset) or "embedded",
-        "licence": CATALOGUE[dataset.name].licence if dataset.name in CATALOGUE else None,
-        "asked": dataset.count,
-        "read": 0,
-        "kept": 0,
-        "dropped": dict.fromkeys(REASONS, 0),
-    }
-    for prompt in raw_prompts(dataset, seed, has_template is not False):
-        account["read"] += 1
-        if isinstance(prompt, Unusable):
-            reason: str | None = prompt.reason
-            account.setdefault(f"{reason}_because", prompt.why)
-        else:
-            if prompt.messages and has_template is False:
-                require_template(tokenizer)
-            given = {**(variables or {}), **prompt.variables}
-            reason = _keep(prompt, dataset, tokenizer, seen, limits, account, given)
-        if reason:
-            account["dropped"][reason] += 1
-        else:
-            account["kept"] += 1
-    if not account["read"]:
-        raise ConfigError(
-            f"prompt set {account['name']!r} (split {account['split']!r}) is empty: it must hold "
-            "prompts"
+@dataclass(slots=True)
+class _Reading:
+    """Prompts, by their ids, that sets hold; without a tokenizer nothing is known of tokens."""
+
+    seed: int
+    has_template: bool | None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    max_tokens: int | None = None
+    vocabulary: int = sys.maxsize
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    seen: dict[str, Prompt] = field(default_factory=dict)
+
+    def read(self, dataset: PromptSet) -> dict[str, Any]:
+        """Add the prompts of a set; returns the set's account."""
+        account: dict[str, Any] = {
+            "name": dataset.name,
+            "split": dataset.split,
+            "source": source_of(dataset) or "embedded",
+            "licence": CATALOGUE[dataset.name].licence if dataset.name in CATALOGUE else None,
+            "asked": dataset.count,
+            "read": 0,
+            "kept": 0,
+            "dropped": dict.fromkeys(REASONS, 0),
+        }
+        for prompt in raw_prompts(dataset, self.seed, self.has_template is not False):
+            account["read"] += 1
+            wrong = prompt if isinstance(prompt, Unusable) else self._keep(prompt, dataset)
+            if wrong is None:
+                account["kept"] += 1
+                continue
+            account["dropped"][wrong.reason] += 1
+            if wrong.why:
+                account.setdefault(f"{wrong.reason}_because", wrong.why)
+        if not account["read"]:
+            raise ConfigError(
+                f"prompt set {account['name']!r} (split {account['split']!r}) is empty: it must "
+                "hold prompts"
+            )
+        if not account["kept"] and not account["dropped"]["duplicate"]:
+            raise ConfigError(
+                f"{dropped([account])[0]}. Mend the set, lower max_new_tokens if they are too "
+                "long, or take it out"
+            )
+        return account
+
+    def _keep(self, prompt: RawPrompt, dataset: PromptSet) -> Unusable | None:
+        """Add a prompt, or return the reason why not."""
+        texts = [message["content"] for message in prompt.messages] or [prompt.text]
+        if not is_unicode("".join([*texts, *prompt.follow_ups])):
+            return Unusable("undecodable")
+        if not any(map(str.isalnum, texts[-1])):
+            return Unusable("near_empty")
+        identity = prompt.text
+        if prompt.messages:
+            turns = [[*said.values()][:2] + [*said.items()][2:] for said in prompt.messages]
+            given = [prompt.variables] if prompt.variables else []
+            identity = json.dumps([turns, list(prompt.follow_ups), *given], default=str)
+        example_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        if example_id in self.seen:
+            return Unusable("duplicate")
+        if prompt.messages and self.has_template is False:
+            require_template(self.tokenizer)
+        variables = {**self.variables, **prompt.variables}
+        ids = self._ids(prompt, variables)
+        if isinstance(ids, Unusable):
+            return ids
+        self.seen[example_id] = Prompt(
+            example_id,
+            short_name(dataset.name),
+            dataset.split,
+            ids,
+            prompt.messages,
+            prompt.follow_ups,
+            prompt.reference,
+            variables,
         )
-    if not account["kept"] and not account["dropped"]["duplicate"]:
-        limit = f" (at most {limits[0]} tokens fit beside the completion)" if limits[0] else ""
-        raise ConfigError(
-            f"{dropped([account])[0]}{limit}. Mend the set, lower max_new_tokens if they are too "
-            "long, or take it out"
-        )
-    return account
+        return None
+
+    def _ids(self, prompt: RawPrompt, variables: Mapping[str, Any]) -> list[int] | Unusable:
+        """A prompt's tokens, or why the model cannot read them."""
+        if self.tokenizer is None:
+            return [0]
+        try:
+            if prompt.messages:
+                ids = chat_ids(self.tokenizer, prompt.messages, variables)
+            else:
+                ids = text_ids(self.tokenizer, prompt.text)
+        except TemplateRefusedError as error:
+            return Unusable("refused", str(error))
+        if not ids:
+            return Unusable("near_empty")
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            why = f"at most {self.max_tokens} tokens fit beside the completion"
+            return Unusable("over_long", why)
+        if (largest := max(ids)) >= self.vocabulary:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            why = f"the tokenizer's {token!r} is id {largest}, and the model has rows for ids below"
+            return Unusable("out_of_vocabulary", f"{why} {self.vocabulary}")
+        return ids
 
 
 def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -197,63 +246,3 @@ def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{account['read']} kept; {', '.join(reasons)}{'. '.join(['', *causes])}"
             )
     return lines
-
-
-def _keep(
-    prompt: RawPrompt,
-    dataset: PromptSet,
-    tokenizer: PreTrainedTokenizerBase | None,
-    seen: dict[str, Prompt],
-    limits: tuple[int | None, int],
-    account: dict[str, Any],
-    variables: Mapping[str, Any],
-) -> str | None:
-    """Add a prompt, or return the reason why not."""
-    texts = [message["content"] for message in prompt.messages] or [prompt.text]
-    if not is_unicode("".join([*texts, *prompt.follow_ups])):
-        return "undecodable"
-    if not any(map(str.isalnum, texts[-1])):
-        return "near_empty"
-    identity = prompt.text
-    if prompt.messages:
-        turns = []
-        for (_, role), (_, content), *more in map(dict.items, prompt.messages):
-            turns.append([role, content, *more])
-        given = [prompt.variables] if prompt.variables else []
-        identity = json.dumps([turns, list(prompt.follow_ups), *given], default=str)
-    example_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    if example_id in seen:
-        return "duplicate"
-    try:
-        if tokenizer is None:
-            ids = [0]  # not known
-        elif prompt.messages:
-            ids = chat_ids(tokenizer, prompt.messages, variables)
-        else:
-            ids = text_ids(tokenizer, prompt.text)
-    except TemplateRefusedError as error:
-        account.setdefault("refused_because", str(error))
-        return "refused"
-    if not ids:
-        return "near_empty"
-    max_tokens, vocabulary = limits
-    if max_tokens is not None and len(ids) > max_tokens:
-        return "over_long"
-    if tokenizer is not None and (largest := max(ids)) >= vocabulary:
-        account.setdefault(
-            "out_of_vocabulary_because",
-            f"the tokenizer's {tokenizer.convert_ids_to_tokens(largest)!r} is id {largest}, and "
-            f"the model has rows for ids below {vocabulary}",
-        )
-        return "out_of_vocabulary"
-    seen[example_id] = Prompt(
-        example_id,
-        short_name(dataset.name),
-        dataset.split,
-        ids,
-        prompt.messages,
-        prompt.follow_ups,
-        prompt.reference,
-        variables,
-    )
-    return None
