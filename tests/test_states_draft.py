@@ -22,7 +22,7 @@ from distill import rounds
 from distill import states as distill_states
 from distill.config import DistilConfig, InitConfig
 from distill.initial import cut
-from distill.rounds import along_rounds, check_masks, of_round, weights_of, with_masks
+from distill.rounds import along_rounds, check_masks, of_round, with_masks
 from distill.states import ridge, silence
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
@@ -346,15 +346,6 @@ def test_deeper_masks_are_read_of_fewer_rounds_other_ones_in_each_step_as_withou
         assert counts.max() < share + 0.2
 
 
-def test_a_reading_is_learnt_where_its_round_begins_at_the_prompts_end_or_later() -> None:
-    chosen = torch.tensor([[False, False, True, True, True, False]])
-    assert of_round(chosen, 0).tolist() == chosen.tolist()
-    assert of_round(chosen, 1)[0].nonzero().flatten().tolist() == [3, 4]
-    assert of_round(chosen, 3).sum() == 0
-    assert of_round(chosen, 20).shape == chosen.shape  # more readings than the text has tokens
-    assert weights_of(3) == pytest.approx([1 / 2.44, 0.8 / 2.44, 0.64 / 2.44])  # EAGLE-3's decay
-
-
 @kinds
 def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draft_there(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -373,7 +364,7 @@ def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draf
         for row in rows:
             first, text = len(row["prompt_ids"]), row["prompt_ids"] + row["completion_ids"]
             p = target(torch.tensor([text])).logits[0].log_softmax(-1)
-            for step, weight in enumerate((1, 0.8, 0.64)):
+            for step, weight in enumerate((1, 0.8, 0.64)):  # EAGLE-3's decay
                 for at in range(first + step, len(text)):  # its round began after the prompt
                     began = at - step
                     state = state_after(draft, text[:began], text[began:at])
@@ -383,24 +374,22 @@ def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draf
     batch = next(iter(trainer.get_train_dataloader()))
     loss = trainer.compute_loss(draft, batch, num_items_in_batch=torch.tensor(7))
     assert loss.item() == pytest.approx(total / 7, rel=1e-6)
+    every = torch.ones(1, 3, dtype=torch.bool)
+    assert not of_round(every, 20).any()  # more readings than the text has tokens
 
 
-def test_along_a_text_it_drafts_the_first_token_of_each_round() -> None:
+def test_a_token_drafted_along_a_text_is_read_with_the_drafts_own_state() -> None:
     _, draft = pair(40)
     ids = torch.tensor([[2, 9, 31, 4, 17]])
-    states = hidden_states(draft, ids)[0]
-    for at in range(5):
-        torch.testing.assert_close(states[at], state_after(draft, ids[0, : at + 1].tolist(), []))
-    # And a token drafted there is read with the draft's own state.
     check_tree_states(draft, 5)
     tokens, places = torch.tensor([[7, 30]]), torch.tensor([[3, 5]])
     along, after = tree_states(draft, ids, tokens, places)
-    torch.testing.assert_close(along[0], states)
+    text = ids[0].tolist()
+    for at in range(5):
+        torch.testing.assert_close(along[0, at], state_after(draft, text[: at + 1], []))
     for index, place in enumerate((3, 5)):
-        path = [int(tokens[0, index])]
-        torch.testing.assert_close(
-            after[0, index], state_after(draft, ids[0, :place].tolist(), path)
-        )
+        expected = state_after(draft, text[:place], tokens[0, index : index + 1].tolist())
+        torch.testing.assert_close(after[0, index], expected)
 
 
 @pytest.mark.parametrize("part", [distill_states.PART, 90])
@@ -548,9 +537,11 @@ def test_weights_of_which_a_drafts_config_says_nothing_are_refused(
         load_model(str(tmp_path / "draft"))
 
 
-def test_rollouts_of_other_tokens_or_without_their_taps_are_refused_or_read_again(
+def test_taps_that_cannot_be_had_and_rollouts_of_other_tokens_or_taps_are_refused_or_read_again(
     target: Path, tmp_path: Path
 ) -> None:
+    with pytest.raises(ConfigError, match=r"from 0 .* to 4 .*; got 5"):
+        made(target, tmp_path / "draft", taps=[1, 5])
     for name, ids, message in (
         ("none", [], "at least one completion token"),
         ("negative", [[-1]], "from 0 to .* a text has -1 to"),
@@ -573,35 +564,30 @@ def test_rollouts_of_other_tokens_or_without_their_taps_are_refused_or_read_agai
         reading_stored(draft, [{**row, "taps": taps}], 2).__enter__()
 
 
-def test_taps_and_targets_that_cannot_be_had_are_refused(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"from 0 .* to 4 .*; got 5"):
-        made(target, tmp_path / "draft", taps=[1, 5])
-    with pytest.raises(ValueError, match="in order, each once"):
-        InitConfig(kind="states", taps=[3, 1])
-    with pytest.raises(ValueError, match="taps needs kind states"):
-        InitConfig(kind="target", taps=[1])
+OTHER_TRAININGS = {"logits": "a", "on_policy": 0.5, "finetune": {}, "lora": {}, "depths": 4}
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("settings", "message"),
     [
-        ("logits", "logits"),
-        ("on_policy", 0.5),
-        ("finetune", {}),
-        ("lora", {}),
-        ("depths", 4),
+        *(
+            ({"init": {"kind": "states"}, key: value}, f"{key}.* must be left out with init.kind")
+            for key, value in OTHER_TRAININGS.items()
+        ),
+        ({"init": {"kind": "states", "taps": [3, 1]}}, "in order, each once"),
+        ({"init": {"kind": "target", "taps": [1]}}, "taps needs kind states"),
+        ({"depths": 3, "freeze_embeddings": True}, "embeddings must be left out with depths"),
+        ({"depths": 3, "lora": {}}, "lora must be left out with depths"),
     ],
 )
-def test_trainings_without_the_targets_states_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{key}.* must be left out with init.kind states"):
-        DistilConfig(init={"kind": "states"}, **{key: value})
+def test_settings_that_exclude_each_other_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistilConfig(**settings)
 
 
 def test_depths_that_a_draft_cannot_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="freeze_embeddings must be left out with depths"):
-        DistilConfig(depths=3, freeze_embeddings=True)
-    with pytest.raises(ValueError, match="lora must be left out with depths"):
-        DistilConfig(depths=3, lora={})
     target, draft = pair(40)
     with pytest.raises(ConfigError, match=r"at most 3, the tokens of the longest completion, got"):
         with_masks([draft], 4, [], ROWS.map(lambda row: {"completion_ids": [1, 2, 3]}))
@@ -643,38 +629,26 @@ def test_masks_are_of_drafts_and_may_stand_behind_the_last_position() -> None:
 def test_a_head_that_judges_by_the_state_after_a_token_is_refused_where_there_is_none() -> None:
     _, draft = pair(40, "masks")
     check_head(draft, ImmediateHead(hidden_size=16))
-    with pytest.raises(ConfigError, match="has no state after a token that it drafted"):
+    with pytest.raises(ConfigError, match=r"after masks .* there is none"):
         check_head(draft, AcceptanceHead(hidden_size=16))
 
 
 def test_a_plain_draft_learns_what_its_mask_stands_for(tiny_pair: Path, tmp_path: Path) -> None:
-    target = load_model(str(tiny_pair / "target"))
+    """Another token that no text holds would do as well in a draft that had not learnt it."""
     train, dev = texts_of(tiny_pair, 64, seed=1), texts_of(tiny_pair, 16, seed=2)
     sampling = SamplingConfig(temperature=0.2)
-    held_out = HeldOut(target, dev, sampling)
-
-    def trained(depths: int) -> PreTrainedModel:
-        out = tmp_path / str(depths)
-        config = changed(QUICK, depths=depths, epochs=12, learning_rate=1e-2, keep="last")
-        distilled(tiny_pair, out, config, sampling, train=train, dev=dev)
-        return load_model(str(out))
-
-    learnt, other = trained(3), trained(1)
+    config = changed(QUICK, depths=3, epochs=4, learning_rate=1e-2, keep="last")
+    distilled(tiny_pair, tmp_path / "out", config, sampling, train=train, dev=dev)
+    learnt = load_model(str(tmp_path / "out"))
     assert learnt.config.depths == 3
     texts = [*train["prompt_ids"], *train["completion_ids"], *dev["completion_ids"]]
-    assert learnt.config.pard_token not in {token for text in texts for token in text}
-    add_masks(other, 3, {token for text in texts for token in text})
-    places = [held_out.measure(each).overall.expected_tokens["token_4"] for each in (learnt, other)]
-    assert places[0] > 1.05 * places[1]
-
-
-def test_a_target_is_asked_for_when_a_text_is_read_without_one() -> None:
-    _, draft = pair()
-    made = states_input(draft)
-    assert made is not None
-    fresh = type(made)(made.tokens, 16, 3, 16)
-    with pytest.raises(ConfigError, match="has no target here: load it with"):
-        fresh(torch.tensor([[1, 2]]))
+    free = {*range(learnt.config.vocab_size)} - {token for text in texts for token in text}
+    mask = learnt.config.pard_token
+    assert mask in free
+    held_out = HeldOut(load_model(str(tiny_pair / "target")), dev, sampling)
+    by_mask = held_out.measure(learnt).overall.expected_tokens["token_4"]
+    learnt.config.pard_token = max(free - {mask})
+    assert by_mask > 1.1 * held_out.measure(learnt).overall.expected_tokens["token_4"]
 
 
 @torch.inference_mode()
@@ -721,5 +695,7 @@ def test_a_target_reads_a_text_once_and_what_it_said_is_learnt_from() -> None:
     assert reads.read_target(ids) is first
     assert len(seen) == 1
     assert copy.deepcopy(draft).get_input_embeddings().read_target(ids) is first
+    with pytest.raises(ConfigError, match="has no target here: load it with"):
+        type(reads)(reads.tokens, 16, 3, 16)(ids)
     # Another shape of the same ids is another text.
     assert reads.read_target(ids.view(2, 2)).shape[:2] == (2, 2)
