@@ -22,7 +22,6 @@ from distill.eagle import (
     config_of,
     ids_of,
     not_computed,
-    said,
     settings_of,
     stored,
     tensors_of,
@@ -41,7 +40,6 @@ BETTER = 0.02
 """By so much of the tokens of a round another setting must be better to be named."""
 LOW = 0.2
 """Acceptance below which a draft slows decoding down, whatever its cost."""
-HEADS = {"lm_head.weight", "model.lm_head.weight"}
 SPREAD, TAIL, LEAST = 0.02, 0.15, 8_000
 """How near to .02 and 3 deviation and kurtosis of a matrix never trained are; its least size."""
 
@@ -89,8 +87,7 @@ def examine(
             yield Finding("problem", "config.json", each)
         return
     try:
-        stored_tensors = stored(folder)
-        tensors = tensors_of(stored_tensors, name, target)
+        tensors = tensors_of(stored(folder), name)
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
@@ -106,7 +103,7 @@ def examine(
     new = [token for row in texts["completion_ids"] for token in row]
     share = sum(map({*ids.tolist()}.__contains__, new)) / len(new)
     kind = "ok" if share > 1 - LOW else "warning"
-    head = "" if stored_tensors.keys() & HEADS else "; no lm_head, so the target's rows of them"
+    head = "" if "lm_head.weight" in tensors else "; no lm_head, so the target's rows of them"
     share_said = f"{len(ids):,} tokens, {share:.1%} of the target's text"
     yield Finding(kind, "vocabulary", f"{share_said}{head}")
 
@@ -116,7 +113,7 @@ def examine(
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
-    silent = [each.name for each in fields(norms) if each.name not in said(config)]
+    silent = [each.name for each in fields(norms) if each.name not in config]
     if silent:
         yield Finding(
             "warning",
@@ -202,14 +199,13 @@ def _ids(
     tensors: Mapping[str, Tensor], name: str, target: PreTrainedModel
 ) -> tuple[Tensor | None, str]:
     """(N,) the ids of the draft's tokens, and what is wrong with its maps."""
-    rows = len(tensors["lm_head.weight"])
     try:
         return ids_of(tensors, target, name), ""
     except ConfigError as error:
-        if len(tensors.get("d2t", ())) != rows:
+        if (added := tensors.get("d2t")) is None or added.dim() != 1:
             return None, str(error)
         try:
-            ids = ids_of({**tensors, "d2t": tensors["d2t"] - torch.arange(rows)}, target, name)
+            ids = ids_of({**tensors, "d2t": added - torch.arange(len(added))}, target, name)
         except ConfigError:
             return None, str(error)
     return ids, "d2t holds ids, and must hold what is added to 0, 1, 2, ...: subtract these"

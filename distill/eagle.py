@@ -38,12 +38,12 @@ from specdata.saving import copy_tokenizer
 from specdata.storage.files import atomic_folder, read_object, write_json
 
 METADATA = (
-    *("architectures", "auto_map", "attention_dropout", "base_model_ep_plan", "bos_token_id"),
-    *("base_model_pp_plan", "base_model_tp_plan", "draft_vocab_size", "dtype", "eos_token_id"),
-    *("embed_requires_grad", "has_no_defaults_at_init", "initializer_range", "max_window_layers"),
-    *("name_or_path", "_name_or_path", "num_eagle_features", "pad_token_id", "pretraining_tp"),
-    *("sliding_window", "speculators_config", "speculators_version", "target_hidden_size"),
-    *("target_model_type", "torch_dtype", "transformers_version", "use_cache", "vocab_size"),
+    *("architectures", "auto_map", "attention_dropout", "base_model_ep_plan", "base_model_pp_plan"),
+    *("base_model_tp_plan", "draft_vocab_size", "dtype", "embed_requires_grad", "name_or_path"),
+    *("has_no_defaults_at_init", "initializer_range", "max_window_layers", "_name_or_path"),
+    *("num_eagle_features", "pretraining_tp", "sliding_window", "speculators_config"),
+    *("speculators_version", "target_hidden_size", "target_model_type", "torch_dtype"),
+    *("vocab_size", *GenerationConfig().to_dict()),
 )
 """Keys of published config.json files that change nothing of what is computed. Of Llama's layers
 `sliding_window` is one: engines apply it where `layer_types` says so."""
@@ -128,27 +128,29 @@ def read_eagle3(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
             f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
             "take out what does not matter to it"
         )
-    tensors = tensors_of(stored(folder), name, target)
+    tensors = tensors_of(stored(folder), name)
     taps, norms = settings_of(settings, target)
     ids = ids_of(tensors, target, name)
     return built(settings, taps, norms, tensors, ids, target, name)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The config.json of a draft. Raises ConfigError if there is none, or it cannot be read."""
+    """A draft's config.json, `eagle_config` beside the rest; ConfigError if it cannot be read."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} must be a folder with a config.json, and has none")
     try:
-        return read_object(path)
+        settings = read_object(path)
     except ValueError as error:
         raise ConfigError(f"{path} is damaged ({error}): restore it") from error
+    eagle = settings.get("eagle_config")
+    return {**eagle, **settings} if isinstance(eagle, dict) else settings
 
 
 def not_computed(settings: dict[str, Any]) -> list[str]:
     """What a config.json asks that is not computed here, is not known, or contradicts itself."""
     flags = {*_Taps.model_fields, *(each.name for each in fields(Norms))}
-    known = {*METADATA, *PARTS, *Layer.model_fields, *flags, *GenerationConfig().to_dict()}
+    known = {*METADATA, *PARTS, *Layer.model_fields, *flags}
     defaults, found = PreTrainedConfig().to_dict(), []
     parts = [part for name in PARTS if isinstance(part := settings.get(name), dict)]
     twice = {*flags, *Layer.model_fields} - {"model_type"}
@@ -163,19 +165,13 @@ def not_computed(settings: dict[str, Any]) -> list[str]:
             found.append(f"{key} ({value!r}) is not known here, and may change what is computed")
         elif value != ONLY[key]:
             found.append(f"{key} must be {ONLY[key]!r}, the one computed here, it is {value!r}")
-    return found
-
-
-def said(settings: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with what `eagle_config` says beside the rest."""
-    eagle = settings.get("eagle_config", {})
-    read_stored(_Taps, eagle, "config.json")
-    return {**settings, **eagle}
+    return list(dict.fromkeys(found))
 
 
 def settings_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Norms]:
     """The taps and the norm flags of a config.json, or what engines take where it is silent."""
-    layers, settings = target.config.get_text_config().num_hidden_layers, said(settings)
+    layers = target.config.get_text_config().num_hidden_layers
+    read_stored(_Taps, settings.get("eagle_config", {}), "config.json")
     eagle = read_stored(_Taps, settings, "config.json")
     flags = {each.name: settings[each.name] for each in fields(Norms) if each.name in settings}
     taps = eagle.eagle_aux_hidden_state_layer_ids or [2, layers // 2, layers - 3]
@@ -184,7 +180,9 @@ def settings_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list
 
 def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) -> Tensor:
     """(N,) the ids of the tokens that a draft proposes."""
-    rows, vocabulary = len(tensors["lm_head.weight"]), target.config.get_text_config().vocab_size
+    vocabulary = target.config.get_text_config().vocab_size
+    head = tensors.get("lm_head.weight", tensors.get("d2t"))
+    rows = vocabulary if head is None else len(head)
     if "d2t" not in tensors and rows < vocabulary:
         raise ConfigError(
             f"{name} has no d2t: it must say which of the target's {vocabulary} tokens the "
@@ -224,7 +222,8 @@ def built(
         settings.get("transformer_layer_config", settings),
         f"the layer of {name}'s config.json",
     )
-    tensors = {TOKENS: target.get_input_embeddings().weight, **tensors}
+    head = target.get_output_embeddings().weight.detach()[ids]  # meant where there is no lm_head
+    tensors = {TOKENS: target.get_input_embeddings().weight, "lm_head.weight": head, **tensors}
     for maps in ("d2t", "t2d"):
         tensors.pop(maps, None)
     sizes = layer.model_dump(exclude_none=True)
@@ -418,13 +417,8 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def tensors_of(
-    stored_tensors: Mapping[str, Tensor], folder: str, target: PreTrainedModel
-) -> dict[str, Tensor]:
-    """What a folder holds by our names, but `d2t`, `t2d` and `norm.weight`, which keep theirs.
-
-    Without an `lm_head`, which is the target's then: its rows of the draft's tokens.
-    """
+def tensors_of(stored_tensors: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
+    """What a folder holds by our names, but `d2t`, `t2d` and `norm.weight`, which keep theirs."""
     tensors: dict[str, Tensor] = {}
     for name, each in stored_tensors.items():
         plain = name.removeprefix("model.")
@@ -446,12 +440,6 @@ def tensors_of(
                 f"{name} in {folder} must have rows of {'integers' if is_map else 'floats'},"
                 f" it is {str(each.dtype).removeprefix('torch.')} of shape {[*each.shape]}"
             )
-    if "lm_head.weight" not in tensors:
-        head = target.get_output_embeddings().weight.detach().cpu()
-        if (added := tensors.get("d2t")) is not None and added.dim() == 1:
-            rows = torch.arange(len(added)) + added
-            head = head[rows.clamp(0, len(head) - 1)]  # `ids_of` refuses others
-        tensors["lm_head.weight"] = head
     return tensors
 
 

@@ -50,8 +50,6 @@ from specdata.storage.resume import read_record
 from specdata.texts import IGNORED
 
 Ids = npt.NDArray[np.int32]
-Text = tuple[list[int], list[int]]
-"""Ids (T,) and which of them are learnt (T,), 0 or 1."""
 
 ACCOUNT_FILE = "account.json"
 
@@ -143,11 +141,12 @@ def make_rows(
     return PackedRows(dataset, account)
 
 
-def rollout_texts(rollouts: Sequence[Mapping[str, list[int]]]) -> Iterator[Text]:
-    """Prompts and completions of the target; the completions are learnt.
+def rollout_texts(
+    rollouts: Sequence[Mapping[str, list[int]]],
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Ids of prompts and the target's completions, and which are learnt, 0 or 1: the latter.
 
-    Sequence-level distillation: the draft learns the target's own words as if they were the truth
-    (Kim and Rush, arXiv 1606.07947, section 3.2).
+    That is sequence-level distillation (Kim and Rush, arXiv 1606.07947, section 3.2).
     """
     for row in rollouts:
         prompt, completion = row["prompt_ids"], row["completion_ids"]

@@ -113,9 +113,7 @@ def uses_chat(dataset: PromptSet, form: Form, has_template: bool) -> bool:
             "chat template, which later turns need: save one with its tokenizer "
             "(chat_template.jinja in its folder), or ask the first alone with `turns: first`"
         )
-    if form.questions:
-        return has_template
-    return bool(form.ask) and has_template
+    return bool(form.questions or form.ask) and has_template
 
 
 def prompts_in(
@@ -323,8 +321,4 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
 
 def is_unicode(text: str) -> bool:
     """False if a text holds half of a surrogate pair, as JSON may."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return not re.search("[\ud800-\udfff]", text)

@@ -15,8 +15,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from io import BufferedIOBase
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -181,66 +180,49 @@ def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
     if catalogued := CATALOGUE.get(dataset.name):
         return _catalogued(dataset, catalogued, seed)
     path = Path(dataset.name)
-    if "://" not in dataset.name and not path.is_dir():
-        kind = Path(dataset.name.removesuffix(".gz")).suffix
-        if kind == ".jsonl":
-            return json_lines(path)
-        if kind == ".json":
-            return json_array(path)
+    kind = FORMATS.get(Path(dataset.name.removesuffix(".gz")).suffix)
+    if kind == "json" and "://" not in dataset.name and not path.is_dir():
+        return json_rows(path)
     split = dataset.source_split or dataset.split
     data = load_rows(dataset.name, dataset.name, split, subset=dataset.subset)
     return _at(data, range(len(data)))
 
 
-def json_array(path: Path) -> Iterator[tuple[int, PromptRow]]:
-    """The objects of a JSON file: an array, one alone, or lines; a bad character costs one row."""
-    try:
-        with _opened(path) as file:  # what is no UTF-8 becomes half surrogates
-            rows = json.loads(file.read().decode("utf-8-sig", "surrogateescape"))
-    except (ValueError, RecursionError):
-        yield from json_lines(path)
-        return
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, row {number}: must be an object, not {type(row).__name__}")
-        yield number, row
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BufferedIOBase]:
-    """A file to read, unpacked if it ends in .gz; ConfigError if it cannot be read."""
+def json_rows(path: Path) -> Iterator[tuple[int, PromptRow]]:
+    """The objects of a JSON array, or of lines, so that one bad character costs one row."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ConfigError(f"{path} must be a regular file")
+    array: Any = None
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield file
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            if ".json" in path.suffixes[-2:]:
+                with suppress(ValueError, RecursionError):  # what is no UTF-8 is half surrogates
+                    array = json.loads(lines.read().decode("utf-8-sig", "surrogateescape"))
+                lines.seek(0)
+            where = "row" if isinstance(array, list) else "line"
+            rows = array if where == "row" else lines  # JSON never holds \n inside a string
+            for number, row in enumerate(rows, start=1):
+                try:
+                    if where == "line":
+                        row = row.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                        if not row:
+                            continue
+                        row = json.loads(row)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"it is of type {type(row).__name__}")
+                except UnicodeDecodeError as error:
+                    byte = error.object[error.start]
+                    yield number, f"line {number} holds the byte {byte:#x}: save the file as UTF-8"
+                except (ValueError, RecursionError) as error:
+                    raise ConfigError(
+                        f"{path}, {where} {number}: must be a JSON object with a `prompt` or "
+                        f"`messages` ({error})"
+                    ) from error
+                else:
+                    yield number, row
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"prompt file {path} cannot be read: {reason}") from error
-
-
-def json_lines(path: Path) -> Iterator[tuple[int, PromptRow]]:
-    """The lines of a JSONL file and their objects, so that one bad character costs one row."""
-    with _opened(path) as lines:  # split at \n alone, which JSON never holds inside a string
-        for number, line in enumerate(lines, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                byte = line[error.start]
-                yield number, f"line {number} holds the byte {byte:#x}: save the file as UTF-8"
-                continue
-            if not text:
-                continue
-            try:
-                row = json.loads(text)
-                if not isinstance(row, dict):
-                    raise ValueError(f"it is of type {type(row).__name__}")
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(
-                    f"{path}, line {number}: must be a JSON object with a `prompt` or "
-                    f"`messages` ({error})"
-                ) from error
-            yield number, row
 
 
 def load_rows(
