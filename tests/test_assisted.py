@@ -69,25 +69,15 @@ def test_accepted_tokens_are_those_that_were_drafted_also_where_the_target_ends_
     assert by_draft > 2
 
 
-def test_alone_it_writes_the_targets_own_text_one_token_a_forward() -> None:
-    target, prompt = tiny_llama(0, vocab=12).float(), torch.tensor([2, 5, 3])
-    greedy = SamplingConfig(temperature=0.0)
-    decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig(temperature=0.0))
-    expected = decoder.generate(prompt, max_new_tokens=24, generator=torch.Generator())
-    found = assisted_generate(
-        target, None, prompt, length=6, sampling=greedy, max_new_tokens=24, seed=0
-    )
-    assert found.tokens.tolist() == expected.tokens.tolist()
-    assert [(turn.drafted, turn.emitted) for turn in found.rounds] == [(0, 1)] * len(found.tokens)
-
-
-def test_a_lookup_proposes_what_followed_before_and_writes_the_targets_own_text() -> None:
+def test_alone_and_with_a_lookup_of_what_followed_before_it_writes_the_targets_own_text() -> None:
     target, prompt = tiny_llama(0, vocab=12).float(), torch.tensor([2, 5, 3, 7] * 4)
     asked: dict[str, Any] = {"length": 6, "max_new_tokens": 24, "seed": 0}
     asked["sampling"] = SamplingConfig(temperature=0.0)
     alone, looked = (assisted_generate(target, None, prompt, lookup=n, **asked) for n in (0, 3))
-    assert looked.tokens.tolist() == alone.tokens.tolist()
-    assert [turn.drafted for turn in alone.rounds] == [0] * 24
+    decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig(temperature=0.0))
+    expected = decoder.generate(prompt, max_new_tokens=24, generator=torch.Generator())
+    assert looked.tokens.tolist() == alone.tokens.tolist() == expected.tokens.tolist()
+    assert [(turn.drafted, turn.emitted) for turn in alone.rounds] == [(0, 1)] * 24
     drafted = [turn.drafted for turn in looked.rounds]
     assert drafted[0] == max(drafted) == 3
     assert sum(turn.emitted for turn in looked.rounds) == 24

@@ -43,14 +43,12 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults() -> Non
         (["--sampling.min_p", "1.5"], "min_p must lie in"),
         (["--sampling.repetition_penalty", "1.1"], r"nothing here applies repetition_.*y: 1.0\)"),
         (["--sampling", "{presence_penalty: 1}"], "unknown key: nothing here applies presence_p"),
-        (["--eval.methods", "[{name: a}]"], "no method is 'plain', .* add {name: plain"),
         (["--seed", "[1"], "not a YAML value"),
         (["--eval.sets", "[]"], "at least one prompt set"),
         (["--seed", "4294967296"], "seed: must be less than or equal to 4294967295"),
         (["--toy.target_width", "7"], "toy.target_width: must be a multiple of 2"),
         (["--output", ""], "output: must have at least 1 character"),
         (["--output=~/x"], r"output: must be written out \(got '~/x'\)"),
-        (["--method", "{stop: head}"], r"--method '\{stop: head\}': name: is missing"),
         (["--models", "{target: a, draft: b, target: c}"], "--models: .*: 'target' is given twice"),
     ],
 )
@@ -66,21 +64,11 @@ def test_a_mistake_says_what_must_hold(arguments: list[str], message: str) -> No
         ({"head": {"zzzz": 1}}, "unknown key: known: kind, depth, width"),
         ({"otuput": "y"}, "otuput: unknown key: did you mean 'output'?"),
         ({"eval": {"sets": [{"name": "maths"}, {"nam": 1}]}}, "eval.sets.1.nam: unknown key: did"),
-        (
-            {"eval": {"methods": [{"name": "b", "lenght": 3}]}},
-            "method 'b': lenght: unknown",
-        ),
         ({"sampling": {"tempratur": 1}}, "did you mean 'temperature'?"),
-        ({"head": {"mixing": 1.5}}, "head.mixing: must be less than 1 (got 1.5)"),
         ({"head": {"mixing": float("nan")}}, "head.mixing: must be a finite number"),
         ({"head": {"depth": "deep"}}, "head.depth: must be a valid integer"),
         ({}, "output: is missing"),
         ({"head": {"depth": True}}, "head.depth: must be a number (got true)"),
-        ({"head": {"mixing": False}}, "head.mixing: must be a number (got false)"),
-        (
-            {"sampling": {"temperature": True}},
-            "'temperature' must be a number (got true)",
-        ),
         ({"eval": {"sets": [{"count": True}]}}, "eval.sets: 'count' must be a number (got true)"),
         ({"eval": {"methods": [{"name": "a", "widths": [2, True]}]}}, "widths: must be a number"),
         ({"output": "a\x1b[2Jb"}, r"output: must hold no control characters (got 'a\x1b[2Jb')"),
@@ -92,8 +80,9 @@ def test_a_mistake_says_what_must_hold(arguments: list[str], message: str) -> No
         ({"\x1b[2J": 1}, r"'\x1b[2J': unknown key"),
         ({"sampling": None}, "sampling: must be a section, a mapping of keys, and"),
         ({"eval": {"sets": [3]}}, "eval.sets.0: must be a section, a mapping of keys (got 3)"),
+        # Both at once.
         ({"head": {"depth": -1, "mixing": 2}}, "head.depth: must be greater than or equal to 0"),
-        ({"head": {"depth": -1, "mixing": 2}}, "head.mixing: must be less than 1"),  # both at once
+        ({"head": {"depth": -1, "mixing": 2}}, "head.mixing: must be less than 1 (got 2"),
     ],
 )
 def test_a_mistake_is_one_line_under_its_dotted_key(values: dict[str, Any], line: str) -> None:
@@ -137,11 +126,7 @@ def test_merge_keys_are_loaded_and_a_key_beside_them_wins() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "a: {x: 1, x: 2}",
-        "[&a {x: 1}, {<<: *a, y: 1, y: 2}]",
-        "[&a {x: 1}, {<<: *a, <<: *a}]",
-    ],
+    ["a: {x: 1, x: 2}", "[&a {x: 1}, {<<: *a, y: 1, y: 2}]", "[&a {x: 1}, {<<: *a, <<: *a}]"],
 )
 def test_a_key_that_is_given_twice_is_refused_beside_merge_keys_too(text: str) -> None:
     with pytest.raises(yaml.constructor.ConstructorError, match="is given twice"):
@@ -227,15 +212,14 @@ def test_a_number_that_is_not_finite_is_refused(key: str, text: str) -> None:
         parse([f"--{key}={text}"], "")
 
 
-WRITTEN = "must be a"
 VERIFIERS = ["verifiers", "t", "d", "--prompts", "p"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["init", "target", "--prompts", "{}"], WRITTEN),
-        (["init", "target", "--prompts", str(CONFIGS[0]), "--out", "."], WRITTEN),
+        (["init", "target", "--prompts", "{}"], "must be a"),
+        (["init", "target", "--prompts", str(CONFIGS[0]), "--out", "."], "must be a"),
         *(
             ([*VERIFIERS, f"--seconds={seconds}"], "--seconds: must be a")
             for seconds in ("inf", "nan", "0", "-1", "x")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,13 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
-def uniforms(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(rows, length, generator=generator, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("sampling", [SamplingConfig(), WARPED], ids=["plain", "warped"])
 def test_the_joint_distribution_of_a_batch_is_plain_samplings(sampling: SamplingConfig) -> None:
     model = tiny_llama(0)
     distribution = joint_distribution(model, [2, 3], 4, sampling)
-    rows = sample_batch(model, [[2, 3]] * 4000, uniforms(4000, 4), sampling)
+    draws = torch.Generator().manual_seed(0)
+    uniforms = torch.rand(4000, 4, generator=draws, dtype=torch.float64)
+    rows = sample_batch(model, [[2, 3]] * 4000, uniforms, sampling)
     assert p_value(Counter(map(tuple, rows)), distribution) > 1e-6
 
 
@@ -96,26 +92,20 @@ def test_neither_shards_batches_nor_order_change_a_completion(tmp_path: Path) ->
     assert sum(counts["finish"].values()) == 10
 
 
-@dataclass
-class Watched:
-    """A bar of rollouts, and what it showed each time that it was told: rows ended, its total."""
-
-    count: DrawnTokens
-    shown: list[tuple[int, int]] = field(default_factory=list)
-
-    def __call__(self, ended: int, drawn: int) -> None:
-        self.count(ended, drawn)
-        self.shown.append((self.count.ended, self.count.bar.total))
-
-
 def test_rollouts_count_as_they_end_and_the_estimate_is_of_tokens(tmp_path: Path) -> None:
-    bars = [Watched(DrawnTokens(tqdm(file=io.StringIO()), 10, longest=30)) for _ in range(2)]
-    for bar in bars:  # the second finds every shard made
-        rows = rows_of(tmp_path, backend(), prompts(10), report=bar, shard_size=4)
+    first: list[tuple[int, int]] = []
+    second: list[tuple[int, int]] = []
+    for shown in (first, second):  # the second run finds every shard made
+        count = DrawnTokens(tqdm(file=io.StringIO()), 10, longest=30)
+
+        def report(ended: int, drawn: int, bar: Any = count, shown: Any = shown) -> None:
+            bar(ended, drawn)
+            shown.append((bar.ended, bar.bar.total))
+
+        rows = rows_of(tmp_path, backend(), prompts(10), report=report, shard_size=4)
         tokens = sum(len(row["completion_ids"]) for row in rows)
-        assert bar.count.bar.n == tokens
-        assert bar.shown[-1] == (10, tokens)
-    first, second = (bar.shown for bar in bars)
+        assert count.bar.n == tokens
+        assert shown[-1] == (10, tokens)
     assert first[0] == (0, 2 + 10 * 30), "the last shard, of two rows, is the first that is made"
     assert len({ended for ended, _ in first}) > 5
     assert [ended for ended, _ in second] == [4, 8, 10]

@@ -46,9 +46,9 @@ def target() -> PreTrainedModel:
     return tiny_llama(0, vocab=V, layers=2)
 
 
-def with_logits(count: int) -> Dataset:
+def with_logits() -> Dataset:
     """Rollouts with the columns of stage logits."""
-    source = ModelLogits(find_lm_head(target()), min(count, V))
+    source = ModelLogits(find_lm_head(target()), N)
     return Dataset.from_list(source(rollouts(9, vocab=V)))  # type: ignore[arg-type]
 
 
@@ -57,12 +57,12 @@ def test_a_sampler_that_the_top_logits_do_not_decide_is_refused(
     sampling: SamplingConfig, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        label(tmp_path / "top", TopLogits(N, V), with_logits(N), sampling)
+        label(tmp_path / "top", TopLogits(N, V), with_logits(), sampling)
     assert not (tmp_path / "top").exists()
 
 
 def test_a_bound_is_exact_inside_and_an_upper_bound_of_the_overlap(tmp_path: Path) -> None:
-    cache, plain = with_logits(N), SamplingConfig()
+    cache, plain = with_logits(), SamplingConfig()
     again = label(tmp_path / "top", TopLogits(N, V), cache, plain, bound=True)
     full = label(tmp_path / "full", target(), cache, plain)
     inside = outside = 0
@@ -93,19 +93,18 @@ def test_what_is_kept_of_the_logits_sums_up_to_all_of_them() -> None:
 def test_labels_of_rollouts_with_undecided_positions_are_those_of_the_parts_between(
     tmp_path: Path,
 ) -> None:
-    sampling, width = SamplingConfig(top_k=N), N
-    source = with_logits(N)
+    source = with_logits()
     rows = source.to_list()
     tied = [(1, 1), (1, 2), (2, len(rows[2]["next_logit"]) - 1)]
     for row, index in tied:
-        rows[row]["next_logit"][index] = rows[row]["top_logits"][(index + 1) * width - 1]
+        rows[row]["next_logit"][index] = rows[row]["top_logits"][(index + 1) * N - 1]
     positions = sum(len(row["completion_ids"]) for row in rows)
     assert len(tied) <= 0.05 * positions
 
-    def again(rows: Dataset, name: str) -> list[Label]:
-        return label(tmp_path / name, TopLogits(N, V), rows, sampling)
-
-    whole, parts = again(source, "whole"), again(Dataset.from_list(rows), "parts")
+    whole, parts = (
+        label(tmp_path / name, TopLogits(N, V), given, SamplingConfig(top_k=N))
+        for name, given in (("whole", source), ("parts", Dataset.from_list(rows)))
+    )
     values, found = (
         {
             (*row["prompt_ids"], *row["completion_ids"][:index]): told
@@ -120,9 +119,7 @@ def test_labels_of_rollouts_with_undecided_positions_are_those_of_the_parts_betw
 
 
 @pytest.mark.parametrize(
-    ("sampling", "count"),
-    [(SamplingConfig(top_k=3), 3), (SamplingConfig(temperature=0.0), 1)],
-    ids=["top-k", "greedy"],
+    ("sampling", "count"), [(SamplingConfig(top_k=3), 3), (SamplingConfig(temperature=0.0), 1)]
 )
 def test_an_equal_logit_outside_is_not_decided_because_it_would_be_kept_too(
     sampling: SamplingConfig, count: int
