@@ -7,14 +7,12 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.measuring.experiment import measure_bias
 from eval.verifiers import VERIFIERS, VerifierSpec
 from specdata.probability import probabilities
-from specdata.sampling import SamplingConfig
 from tests.oracles import random_distribution
 from tests.tiny import tiny_llama
 
@@ -46,21 +44,12 @@ def test_the_variation_is_what_a_biased_verifier_declares(spec: VerifierSpec) ->
             assert away == pytest.approx(exact, abs=1e-12)
 
 
-@torch.inference_mode()
-def next_distribution(model: LlamaForCausalLM, ids: Tensor, sampling: SamplingConfig) -> Tensor:
-    return probabilities(model(input_ids=ids).logits[0, -1], sampling)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_bias_of_a_generation_is_that_of_its_own_positions(temperature: float) -> None:
     """Against forwards of every prefix by itself and whole verdicts."""
     target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
-    config = DecodeConfig(
-        verifier="biased_uno",
-        verifier_args={"epsilon": 0.1},
-        length=3,
-        temperature=temperature,
-    )
+    biased = {"verifier": "biased_uno", "verifier_args": {"epsilon": 0.1}, "length": 3}
+    config = DecodeConfig(**biased, temperature=temperature)
     verifier, prompt = config.make_verifier(), torch.tensor([2, 3])
     bias_at = partial(VERIFIERS["biased_uno"].bias_at, epsilon=0.1)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
@@ -72,7 +61,8 @@ def test_the_bias_of_a_generation_is_that_of_its_own_positions(temperature: floa
         at_drafted = [place < r.drafted for r in out.rounds for place in range(r.emitted)]
         for index, drafted in enumerate(at_drafted):
             ids = torch.cat([prompt, out.tokens[:index]]).unsqueeze(0)
-            p, q = (next_distribution(model, ids, config.sampling) for model in (target, draft))
+            logits = (model(input_ids=ids).logits[0, -1].detach() for model in (target, draft))
+            p, q = (probabilities(each, config.sampling) for each in logits)
             if drafted:
                 expected += float((exact_emitted(verifier, p, q) - p).abs().sum()) / 2
         measured = measure_bias(target, draft, bias_at, config.sampling, prompt.tolist(), out)

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from datasets import Dataset
 
 from recipes import make_rollouts, train_draft, train_head
-from recipes.config import PipelineConfig, parse
+from recipes.config import parse
 from specdata.errors import ConfigError
 from specdata.storage.dataset import is_held_out, load_stored, of_split
 from tests.word_pair import with_train_and_dev
 
 SHARE = 0.4
-
-
-def tree_of(word_pair: Path, folder: Path) -> dict[str, Any]:
-    tree = with_train_and_dev(word_pair, folder)
-    tree["rollouts"]["store_states"] = True
-    tree["output"] = str(folder / "out")
-    # The draft is made of the target in float32, the target's states are kept in bfloat16.
-    tree["models"] = {"target": tree["models"]["target"], "dtype": "bfloat16"}
-    init = {"kind": "target", "layers": 1, "align": True}
-    tree["draft"] = {"init": init, "epochs": 1, "held_out_share": SHARE, "report_to": []}
-    tree["head"] = {"depth": 1, "epochs": 1}
-    return tree
-
-
-def config_of(tree: dict[str, Any], folder: Path) -> PipelineConfig:
-    path = folder / "pair.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return parse(["--config", str(path)]).config
 
 
 def test_a_share_of_prompts_is_about_that_share_and_grows_with_it() -> None:
@@ -71,7 +52,15 @@ def test_a_share_and_the_rest_of_a_split_are_all_of_it_and_have_nothing_in_commo
 
 @pytest.mark.slow
 def test_draft_and_head_learn_from_different_rollouts(word_pair: Path, tmp_path: Path) -> None:
-    config = config_of(tree_of(word_pair, tmp_path), tmp_path)
+    tree = with_train_and_dev(word_pair, tmp_path)
+    tree["rollouts"]["store_states"] = True
+    tree["output"] = str(tmp_path / "out")
+    # The draft is made of the target in float32, the target's states are kept in bfloat16.
+    tree["models"] = {"target": tree["models"]["target"], "dtype": "bfloat16"}
+    init = {"kind": "target", "layers": 1, "align": True}
+    tree["draft"] = {"init": init, "epochs": 1, "held_out_share": SHARE, "report_to": []}
+    tree["head"] = {"depth": 1, "epochs": 1}
+    (tmp_path / "pair.yaml").write_text(yaml.safe_dump(tree))
     asked = ["--config", str(tmp_path / "pair.yaml")]
     for recipe in (make_rollouts, train_draft, train_head):
         assert recipe.RECIPE.run(asked) == 0
@@ -82,7 +71,7 @@ def test_draft_and_head_learn_from_different_rollouts(word_pair: Path, tmp_path:
     }
     held_out = {name for name in of["train"] if is_held_out(name, SHARE)}
     assert 0 < len(held_out) < len(of["train"])
-    draft = train_draft.Draft(config)
+    draft = train_draft.Draft(parse(asked).config)
     learnt = draft.rollouts("train")
     assert {*learnt["example_id"]} == of["train"] - held_out
     assert {*draft.rollouts("dev")["example_id"]} == of["dev"]

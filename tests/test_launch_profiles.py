@@ -22,8 +22,8 @@ from recipes.command import LAUNCH
 from specdata.errors import ConfigError
 from specdata.processes import check_launcher
 
-NAMES = ["cpu", "cpu-2", "multi_gpu", "multi_node", "single_gpu"]
-NAMES += ["zero1", "zero2", "zero3", "zero3_offload"]
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+NAMES = ["cpu", "cpu-2", "multi_gpu", "multi_node", "single_gpu", *STAGES]
 TWO_MACHINES = ["--num_machines", "2", "--main_process_ip", "10.0.0.1", "--main_process_port", "1"]
 # Another value of a key that takes certain words only.
 OTHERS = {
@@ -111,16 +111,14 @@ def test_accelerate_heeds_every_key_of_a_profile(name: str, tmp_path: Path) -> N
 
 
 MULTI, ZERO = "multi_gpu_launcher", "deepspeed_launcher"
+FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 SAYS: dict[str, tuple[str, dict[str, str]]] = {
     "cpu": ("simple_launcher", {"ACCELERATE_USE_CPU": "True", "CUDA_VISIBLE_DEVICES": "-1"}),
     "single_gpu": ("simple_launcher", {"ACCELERATE_USE_CPU": "False"}),
     "cpu-2": (MULTI, {"CUDA_VISIBLE_DEVICES": "-1,-1", "OMP_NUM_THREADS": "8"}),
     "multi_gpu": (MULTI, {"ACCELERATE_MIXED_PRECISION": "no"}),
     "multi_node": (MULTI, {"ACCELERATE_MIXED_PRECISION": "no"}),
-    "zero1": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero1.json"}),
-    "zero2": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero2.json"}),
-    "zero3": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero3.json"}),
-    "zero3_offload": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero3_offload.json"}),
+    **{name: (ZERO, {FILE: f"launch/{name}.json"}) for name in STAGES},
 }
 
 
@@ -141,8 +139,6 @@ def test_a_profile_starts_what_its_name_says(name: str) -> None:
 
 
 # --- what the worker makes of it
-
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 
 
 class Read(dict[str, Any]):
@@ -193,7 +189,6 @@ def test_deepspeed_reads_every_key_and_accelerate_takes_its_file_with_the_profil
 
 
 AUTO_BATCH = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
-FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "FSDP": ({"ACCELERATE_USE_FSDP": "true"}, "nothing is trained under FSDP here"),
     "compiled": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend INDUCTOR"),
@@ -221,19 +216,15 @@ def test_launcher_settings_that_contradict_the_recipe_are_refused_by_key(
         check_launcher()
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_what_the_recipe_leaves_open_is_taken(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(LAUNCH.parent)
-    with patch_environment(**launched(LAUNCH / f"{name}.yaml")["environment"]):
-        check_launcher()
-    more = {
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
-        "bf16": {"enabled": False},
-    }
-    (tmp_path / "zero.json").write_text(
-        json.dumps({**AUTO_BATCH, **more, "wall_clock_breakdown": True})
-    )
+    for name in NAMES:
+        with patch_environment(**launched(LAUNCH / f"{name}.yaml")["environment"]):
+            check_launcher()
+    more = {"bf16": {"enabled": False}, "wall_clock_breakdown": True}
+    more |= {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    (tmp_path / "zero.json").write_text(json.dumps(AUTO_BATCH | more))
     with patch_environment(**{"ACCELERATE_USE_DEEPSPEED": "true", FILE: tmp_path / "zero.json"}):
         check_launcher()

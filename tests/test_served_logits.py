@@ -70,15 +70,11 @@ class Handler(test_vllm.Handler):
 
 
 @torch.inference_mode()
-def log_probabilities(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """(T, V) in float32, as servers compute them; row t is after token t."""
-    return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-
-
 def by_vllm(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
     """Token t under what was read before it: the best ones, and it; null for the first."""
     ids, count = body["prompt"], body["prompt_logprobs"]
-    rows = log_probabilities(model, ids)
+    # (T, V) in float32, as servers compute them; row t is after token t.
+    rows = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     found: list[dict[str, Any] | None] = [None]
     for token, row in zip(ids[1:], rows, strict=False):
         ranked = row.argsort(descending=True).tolist()
@@ -281,17 +277,6 @@ def bare(word_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def by_server(server: Server) -> list[str]:
-    """Options that have rollouts and logits made by a server."""
-    vllm = {"url": server.url, "model": "served", "concurrency": 4}
-    given: dict[str, Any] = {"rollouts.backend": "vllm", "rollouts.vllm": vllm}
-    given |= {"logits.backend": "vllm", "logits.server": vllm}
-    words = {
-        key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()
-    }
-    return [word for key, value in words.items() for word in (f"--{key}", value)]
-
-
 @pytest.mark.slow
 def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
     bare: Path, word_pair: Path, capsys: pytest.CaptureFixture[str]
@@ -299,7 +284,9 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
     asked = ["--config", str(bare / "pair.yaml")]
     model = load_model(str(word_pair / "target"))
     with serving(model, troubles=()) as server:
-        given = [*asked, *by_server(server)]
+        vllm = json.dumps({"url": server.url, "model": "served", "concurrency": 4})
+        given = [*asked, "--rollouts.backend=vllm", "--rollouts.vllm", vllm]
+        given += ["--logits.backend=vllm", "--logits.server", vllm]
         for recipe in (make_logits, train_draft):
             assert recipe.RECIPE.run([*given, "--plan"]) == 0
         plan = capsys.readouterr().out
