@@ -129,7 +129,6 @@ def found(fault: Fault, sampling: SamplingConfig, seed: int, *, knows_draft: boo
 
 FULL, WARPED = SamplingConfig(), SamplingConfig(0.7, 0, 0.8)
 FAULTS = {
-    "half of the rejected kept": (Fault(kept=0.5), FULL),
     "a quarter of the rejected kept": (Fault(kept=0.25), FULL),
     "a quarter of the rejected kept, warped": (Fault(kept=0.25), WARPED),
     "first token not verified": (Fault(kept_first=True), FULL),

@@ -132,9 +132,7 @@ CALLS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, "n_draft", lambda: check_identity(replace(by_hand()[0], n_discarded=1))),
     (ValueError, "unique", lambda: results_of("x", "x")),
     (ValueError, PLAIN, lambda: results_of(PLAIN)),
-    (ValueError, "temperature", lambda: SamplingConfig(temperature=-1.0)),
     (ValueError, "top_k", lambda: SamplingConfig(top_k=-1)),
-    (ValueError, "top_p", lambda: SamplingConfig(top_p=0.0)),
     (ConfigError, "dtype must be one of float32", lambda: load_model("any", dtype="int8")),
     (ConfigError, "must hold no password", lambda: hub_source("https://user:hunter2@host/name")),
 ]

@@ -439,7 +439,6 @@ def test_a_context_that_cuts_labels_says_how_many(
         ({"width": 32}, r"kind specdec\+\+ does not read width \(got 32\)"),
         ({"kind": "immediate", "rejection_weight": 6}, "kind immediate does not read rejection_w"),
         ({"batch_size": 0}, r"head\.batch_size: must be "),
-        ({"kind": "immediate", "mixing": 0.1}, "kind immediate does not read mixing"),
         ({"kind": "immediate", "features": ["log_q", "log_q"]}, "features must name each once"),
         ({"kind": "immediate", "features": ["log_p"]}, "head.features"),
         ({"kind": "linear"}, "head.kind: must be 'specdec\\+\\+' or 'immediate'"),

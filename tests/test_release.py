@@ -71,7 +71,7 @@ def measured_of(results: Results, **folders: Path) -> Results:
     return results.model_copy(update={"runs": runs})
 
 
-def with_transformers(results: Results, lengths: tuple[int, ...] = (4, 6)) -> Results:
+def with_transformers(results: Results) -> Results:
     """The same results with fixed lengths of transformers' own loop, as fast as ours were."""
     own = [
         run.model_copy(
@@ -82,7 +82,7 @@ def with_transformers(results: Results, lengths: tuple[int, ...] = (4, 6)) -> Re
             }
         )
         for run in results.runs
-        if run.name in {f"fixed-{length}" for length in lengths}
+        if run.name in {"fixed-4", "fixed-6"}
     ]
     return results.model_copy(update={"runs": [*results.runs, *own]})
 
@@ -496,7 +496,9 @@ def test_repositories_on_the_hub_decode_with_transformers_alone_as_we_do(
         cards = [
             ModelCard.load(root / "acme" / name / "README.md") for name in ("draft-160m", "head")
         ]
+        case: dict[str, Any] = {"target": "target", "draft": "draft", "head": True, "seed": 3}
         asked = {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "repetition_penalty": 1.0}
+        case |= {"prompt": [[5, 6, 7]], "arguments": asked}
         (of_draft,), (of_head, _) = (code_blocks(card, "python") for card in cards)
         examples = [of_draft, uncommented(of_draft), of_head]
         named = json.dumps(loadable(str(pair.target)))
@@ -505,16 +507,7 @@ def test_repositories_on_the_hub_decode_with_transformers_alone_as_we_do(
             "models": {"target": str(pair.target), "draft": "acme/draft-160m"},
             "head": "acme/head",
             "hidden": torch.ones(1, HIDDEN).tolist(),
-            "cases": [
-                {
-                    "target": "target",
-                    "draft": "draft",
-                    "head": True,
-                    "seed": 3,
-                    "prompt": [[5, 6, 7]],
-                    "arguments": asked,
-                }
-            ],
+            "cases": [case],
             "examples": [code.replace(named, json.dumps(str(pair.target))) for code in examples],
         }
         environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(out)}
@@ -560,10 +553,6 @@ def test_a_release_of_other_results_or_of_weights_that_do_not_fit_leaves_nothing
     weights = load_file(broken / "model.safetensors")
     prefixed = {f"module.{name}": value for name, value in weights.items()}
     save_file(prefixed, broken / "model.safetensors", metadata={"format": "pt"})
-
-    def with_runs(runs: list[Any]) -> Results:
-        return pair.results.model_copy(update={"runs": runs})
-
     first, *rest = pair.results.runs
     forged = first.model_copy(update={"tokens_per_second": 1e6})
     named = measured_of(pair.results, target=tmp_path / "other").runs
@@ -577,8 +566,9 @@ def test_a_release_of_other_results_or_of_weights_that_do_not_fit_leaves_nothing
         (release_draft, pair.draft, named, VocabularyMismatchError, "tokenizer|vocabular"),
         (release_draft, broken, of_broken, ManifestError, "do not fit"),
     ):
+        results = pair.results.model_copy(update={"runs": runs})
         with pytest.raises(error, match=message):
-            publish(folder, tmp_path / "out", with_runs(runs))
+            publish(folder, tmp_path / "out", results)
         assert not (tmp_path / "out").exists()
 
 

@@ -168,14 +168,12 @@ def test_no_more_masks_are_read_than_a_path_needs(widths: tuple[int, ...]) -> No
     assert [each.depths for each in decoder._drafts] == [len(widths)]
 
 
-DRAFTED = CASES | {
-    "dynamic tree": DecodeConfig(verifier="naive", drafter="dynamic_tree", nodes=4, depth=3),
-}
 DRAFTED = {
     name: config
-    for name, config in DRAFTED.items()
+    for name, config in CASES.items()
     if not config.stop.needs_head and not config.path_temperatures
 }
+DRAFTED["dynamic tree"] = DecodeConfig("naive", drafter="dynamic_tree", nodes=4, depth=3)
 
 
 def decoded_as_defined(
@@ -217,10 +215,9 @@ SHORT = [
     pytest.param(name, "short", marks=[] if name in FEW else pytest.mark.exhaustive)
     for name in DRAFTED
 ]
-every = pytest.mark.parametrize(("name", "kind"), EVERY)
 
 
-@every
+@pytest.mark.parametrize(("name", "kind"), EVERY)
 def test_what_is_drafted_depends_on_the_text_and_the_path_alone(name: str, kind: str) -> None:
     """In every round: states of accepted tokens are the target's, and later ones the draft's."""
     decoded_as_defined(*pair(40, kind), DRAFTED[name], PROMPT)
@@ -683,7 +680,7 @@ def test_expected_tokens_of_a_round_are_of_what_is_drafted_at_each_place(
     assert found.expected_tokens["token_4"] == pytest.approx(emitted / len(text), rel=1e-6)
 
 
-def test_a_target_reads_a_text_once_and_what_it_said_is_learnt_from() -> None:
+def test_a_target_is_needed_and_reads_a_text_once_and_what_it_said_is_learnt_from() -> None:
     target, draft = pair(40)
     reads = states_input(draft)
     assert reads is not None

@@ -167,10 +167,9 @@ def test_greedy_completions_are_those_of_the_other_back_end() -> None:
     greedy = SamplingConfig(temperature=0.0)
     here = TransformersBackend(tiny_llama(4, vocab=VOCABULARY), greedy, 20, 8, 3)
     expected = here.complete(requests(9))
-    with serving() as server, client(server, sampling=greedy) as there:
-        assert there.complete(requests(9)) == expected
-    with serving(as_llama_server) as server, client(server, sampling=greedy) as there:
-        assert there.complete(requests(9)) == expected
+    for edit in (dict, as_llama_server):
+        with serving(edit) as server, client(server, sampling=greedy) as there:
+            assert there.complete(requests(9)) == expected
 
 
 def as_llama_server(answer: dict[str, Any]) -> dict[str, Any]:

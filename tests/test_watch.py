@@ -191,14 +191,13 @@ def test_rounds_that_reach_an_undecided_position_are_left_out(
 # --- what is kept
 
 
-def measurement(step: int, tokens: float) -> Measurement:
-    figures = Figures(1, 0.5, 0.1, {"token_4": tokens, "token_8": 1, "block_4": 1, "block_8": 9})
-    return Measurement(step, 1, figures, {})
-
-
 def test_the_earliest_of_equally_good_weights_are_the_best() -> None:
-    values = [2.0, 3.5, 3.0, 3.5]
-    assert best_step([measurement(10 * step, value) for step, value in enumerate(values)]) == 10
+    others = {"token_8": 1.0, "block_4": 1.0, "block_8": 9.0}
+    measured = [
+        Measurement(10 * step, 1, Figures(1, 0.5, 0.1, {"token_4": tokens, **others}), {})
+        for step, tokens in enumerate([2.0, 3.5, 3.0, 3.5])
+    ]
+    assert best_step(measured) == 10
 
 
 def test_weights_that_got_worse_are_not_kept(pair: Path, tmp_path: Path) -> None:
