@@ -1,10 +1,8 @@
-"""Several draws a position, and the draft's own numbers: exact, whatever else is asked for."""
+"""Several draws a position, and greedy ones: exact, whatever else is asked for."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from itertools import product
 from pathlib import Path
 
 import datasets
@@ -18,17 +16,17 @@ from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored, of_split, read_manifest
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label
 from tests.chi_square import p_value
-from tests.test_acceptance import SAMPLERS, labelled, labeller, rollout, rollouts, stored
+from tests.test_acceptance import labelled, labeller, rollout, rollouts, stored
 from tests.tiny import tiny_llama
 
-V = 40
+V, PLAIN = 40, SamplingConfig()
 
 
 def label(
     folder: Path,
     name: str,
     config: LabelsConfig,
-    sampling: SamplingConfig = SAMPLERS["plain"],
+    sampling: SamplingConfig = PLAIN,
 ) -> list[Label]:
     """Labels of a few rows, of which every third is not trained on."""
     if not (folder / "rollouts").exists():
@@ -39,24 +37,6 @@ def label(
     models = tiny_llama(0, vocab=V), tiny_llama(1, vocab=V)
     rows = load_stored(folder / "rollouts")
     return labelled(folder / name, *models, rows, config, sampling)
-
-
-@pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS.keys())
-def test_the_drafts_own_numbers_are_those_of_its_distribution(sampling: SamplingConfig) -> None:
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    completion = [4, 5, 6, 7, 8]
-    rows = labeller(target, draft, sampling)([rollout(n, completion) for n in range(20)])
-    one_hot = 0
-    for row, index in product(rows, range(len(completion))):
-        with torch.inference_mode():
-            logits = draft(input_ids=torch.tensor([[2, 3, *completion[:index]]])).logits[0, -1]
-        q = probabilities(logits, sampling).tolist()
-        nats = -sum(chance * math.log(chance) for chance in q if chance)
-        assert row["entropy"][index] == pytest.approx(nats, abs=1e-5)
-        assert row["log_q_max"][index] == pytest.approx(math.log(max(q)), abs=1e-5)
-        assert row["log_q"][index] == pytest.approx(math.log(q[row["draft_ids"][index]]), abs=1e-5)
-        one_hot += sorted(q)[-2] == 0
-    assert (one_hot == 100) == (sampling.temperature == 0)
 
 
 def test_a_greedy_label_is_the_likeliest_token_and_the_targets_chance_of_it(tmp_path: Path) -> None:
