@@ -41,25 +41,12 @@ class ReducedHead(nn.Module):
         return full.index_copy(-1, self.kept, logits)
 
 
-class Doubled(nn.Module):
-    """Like an adapter: a frozen matrix and a trained one beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(H, V, bias=False).requires_grad_(False)
-        self.trained = nn.Linear(H, V, bias=False)
-
-    def forward(self, states: Tensor) -> Tensor:
-        total: Tensor = self.frozen(states) + self.trained(states)
-        return total
-
-
 OUTPUTS: dict[str, Callable[[], nn.Module | None]] = {
     "linear": lambda: nn.Linear(H, V, bias=False),
     "bias": lambda: nn.Linear(H, V),
     "frozen": lambda: nn.Linear(H, V).requires_grad_(False),
     "reduced": lambda: ReducedHead([0, 3, 4, 9], torch.randn(4, H)),
-    "adapted": Doubled,
+    "partly": lambda: nn.Sequential(nn.Linear(H, H).requires_grad_(False), nn.Linear(H, V)),
     "none": lambda: None,
 }
 

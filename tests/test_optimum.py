@@ -20,7 +20,10 @@ from tests.oracles import (
     support,
 )
 
-P3, Q3 = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
+P3, Q3, HOT, COLD = torch.tensor(
+    [[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]], dtype=torch.float64
+)
+EDGES = [(HOT, Q3), (Q3, Q3), (HOT, COLD), (P3, HOT)]
 
 
 def distributions(seed: int, count: int, sizes: Sequence[int] = (2, 3, 4, 5)) -> list[Tensor]:
@@ -59,16 +62,15 @@ def independent_groups(qs: list[Tensor]) -> list[tuple[float, tuple[int, ...]]]:
 def test_optimum_is_the_linear_program_over_all_rules(
     how: Literal["iid", "distinct"], k: int
 ) -> None:
-    for seed in range(9):
-        p, q = distributions(seed, 2, sizes=(2, 3, 4))
+    for p, q in [*(distributions(seed, 2, sizes=(2, 3, 4)) for seed in range(9)), *EDGES]:
         expected = program(p, sibling_groups(q, k, how))
         assert optimal_acceptance(p, q, k, how) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_optimum_of_different_distributions_is_the_linear_program_over_all_rules(k: int) -> None:
-    for seed in range(9):
-        p, *qs = distributions(seed, k + 1, sizes=(2, 3))
+    edges = [(p, *[q] * k) for p, q in EDGES]
+    for p, *qs in [*(distributions(seed, k + 1, sizes=(2, 3)) for seed in range(9)), *edges]:
         expected = program(p, independent_groups(qs))
         assert optimal_acceptance_independent(p, qs) == pytest.approx(expected, abs=1e-9)
 
@@ -80,19 +82,6 @@ def test_equal_distributions_agree_between_both_functions() -> None:
         for k in (2, 3):
             independent = optimal_acceptance_independent(p, [q] * k)
             assert independent == pytest.approx(optimal_acceptance(p, q, k), abs=1e-10)
-
-
-def test_edges() -> None:
-    hot = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
-    cold = torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
-    assert optimal_acceptance(hot, Q3, 2) == pytest.approx(1 - 0.7**2, abs=1e-12)
-    assert optimal_acceptance(Q3, Q3, 4) == 1.0
-    for how in ("iid", "distinct"):
-        assert optimal_acceptance(hot, cold, 2, how) == 0.0
-        assert optimal_acceptance(P3, hot, 3, how) == pytest.approx(0.3, abs=1e-12)
-    assert optimal_acceptance_independent(hot, [cold, cold]) == 0.0
-    # Three draws without replacement from three tokens are all of them.
-    assert optimal_acceptance(P3, Q3, 7, "distinct") == pytest.approx(1.0, abs=1e-12)
 
 
 def test_distinct_drafts_with_tiny_probabilities_are_still_all_drawn() -> None:

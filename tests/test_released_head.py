@@ -85,14 +85,12 @@ def test_a_released_head_keeps_its_acceptance_probabilities(
 def test_the_command_writes_a_head_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs = released(tmp_path / "theirs", 3)
-    hidden = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1))
+    released(tmp_path / "theirs", 3)
     out = tmp_path / "ours"
     command = [str(tmp_path / "theirs"), "--out", str(out)]
     assert not run_tool("import", [*command, "--draft", "org/draft", "--rejection-weight", "12"])
     assert capsys.readouterr().out == f"{out}: head of 3 blocks, width {HIDDEN}\n"
     head = AcceptanceHead.from_pretrained(out)
-    torch.testing.assert_close(torch.sigmoid(head(hidden)).detach(), accepted(theirs, hidden))
     assert (head.draft, head.rejection_weight) == ("org/draft", 12.0)
     assert run_tool("import", command) == 2
     assert "give another --out" in capsys.readouterr().err

@@ -38,14 +38,10 @@ def test_the_nucleus_is_bit_for_bit_that_of_a_sorted_vocabulary(
             chances = tied.softmax(dim=-1)
             for top_p in (0.05, 0.5, 0.9, 0.999, 1 - 1e-6, 1.0):
                 assert torch.equal(nucleus(chances, top_p), sorted_nucleus(chances, top_p))
-
-
-def test_the_nucleus_of_rows_that_miss_mass_is_that_of_a_sorted_vocabulary() -> None:
-    chances = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1)
-    for mass in (0.9000001, 0.9001, 0.95):
-        part = chances.topk(60).values
-        part = mass * part / part.sum(dim=-1, keepdim=True)
-        assert torch.equal(nucleus(part, 0.9), sorted_nucleus(part, 0.9))
+        part = chances.topk(size // 2).values  # rows that miss mass, as after top-k
+        for mass in (0.9000001, 0.9001, 0.95):
+            kept = mass * part / part.sum(dim=-1, keepdim=True)
+            assert torch.equal(nucleus(kept, 0.9), sorted_nucleus(kept, 0.9))
 
 
 def reference(
