@@ -40,9 +40,6 @@ def test_a_tiny_pair_is_measured_against_transformers_and_the_limit(tmp_path: Pa
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     report = json.loads(out.read_text())
-    assert report["agreement"]["acceptance"] == 0.8
-    assert "random weights" in report["agreement"]["how"]
-    assert report["environment"]["hardware"]["cpu"]
     for length in (4, 8):
         row = report["limit"]["lengths"][f"K={length}"]
         forwards = length * row["draft_step_ms"] + row["target_ms"]
