@@ -268,7 +268,7 @@ def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")}
     script = str(ROOT / "recipes" / "pipeline.py")
     shown = run_without_heavy_libraries(script, "--config", "pair.yaml", cwd=finished)
-    assert shown.count("already done") == 7
+    assert shown.count("already done") == 8
     steps = [line.split(maxsplit=1) for line in shown.splitlines()[-5:]]
     assert [purpose for purpose, _ in steps] == ["look", "load", "serve", "load", "upload"]
     assert steps[0][1] == "out/eval/report.html"
