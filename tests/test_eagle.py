@@ -137,7 +137,8 @@ def layer(w: dict[str, Tensor], read: Tensor, x: Tensor, size: int = H // HEADS)
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stored(tmp_path_factory.mktemp("target") / "model", num_hidden_layers=4, hidden_size=H)
+    sizes = {"hidden_size": H, "head_dim": H // 4, "num_hidden_layers": 4}
+    return stored(tmp_path_factory.mktemp("target") / "model", **sizes)
 
 
 @pytest.mark.parametrize("layout", ["eagle", "speculators"])
