@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from distill.config import DistilConfig, check_layout
 from recipes.checks import (
     check_loading,
-    check_room,
     check_states,
     check_training_splits,
     has_chat_template,
@@ -215,9 +214,13 @@ class Draft(_OfDraft):
             reporters(draft.report_to, Path())
         if config.models.draft and draft.init.kind == "model":
             limit = positions_of(config, config.models.draft)
-            if limit is None or limit < (draft.max_length or sys.maxsize):
-                new = config.rollouts.max_new_tokens
-                check_room(config, "rollouts", new, [config.models.draft])
+            new = config.rollouts.max_new_tokens
+            if limit is not None and limit < (draft.max_length or sys.maxsize) and limit <= new:
+                raise ConfigError(
+                    f"{config.models.draft} has positions for {limit} tokens, and rollouts may be "
+                    f"longer (rollouts.max_new_tokens {new}): set draft.max_length to {limit} or "
+                    "less, to learn from their beginnings"
+                )
         if draft.logits:
             check_logits(config, "draft.logits", draft.logits, bound=True)
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=15)
 # DeepSpeed's settings: `auto` is filled in by transformers and accelerate for some keys; some are
 # the recipe's own, and any other value of them would replace it or fail.
-AUTO = "auto"
+AUTO, MISSING = "auto", "1 (accelerate's, as it is missing)"
 BATCH = "batch_size and accumulation of draft, batch_size and micro_batch_size of head"
 DECIDED = {
     "optimizer": "draft.optimizer and learning_rate",
@@ -36,8 +36,8 @@ DECIDED = {
     "train_micro_batch_size_per_gpu": BATCH,
     "gradient_accumulation_steps": BATCH,
     "gradient_clipping": "1.0",
-    "bf16.enabled": "draft.precision",
-    "fp16.enabled": "draft.precision",
+    **dict.fromkeys(("bf16.enabled", "fp16.enabled"), "draft.precision"),
+    **dict.fromkeys(("torch_autocast.enabled", "amp.enabled"), "draft.precision"),
 }
 _ZERO = (
     *("stage", "reduce_bucket_size", "offload_optimizer.device", "offload_param.device"),
@@ -98,11 +98,17 @@ def check_launcher() -> None:
         key: os.environ.get(f"ACCELERATE_{key.upper()}", AUTO)
         for key in ("gradient_accumulation_steps", "gradient_clipping")
     }
-    if Path(name).is_file():  # accelerate takes a missing number of steps for 1
-        settings = {"gradient_accumulation_steps": 1, **json.loads(Path(name).read_text("utf-8"))}
+    if Path(name).is_file():
+        try:
+            settings = {
+                "gradient_accumulation_steps": MISSING,
+                **json.loads(Path(name).read_text()),
+            }
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{name} must hold a JSON object: {error}") from error
     for key, value in _leaves(settings):
         section = key.partition(".")[0]
-        if key in FILLED and (value == AUTO or value is False):
+        if value is None or (key in FILLED and (value == AUTO or value is False)):
             continue
         if key in DECIDED or section in DECIDED:
             remedy = "write auto" if key in FILLED else f"remove {section}"

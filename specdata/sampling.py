@@ -25,8 +25,9 @@ UNAPPLIED: dict[str, Any] = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
     **dict.fromkeys(("force_words_ids", "constraints", "sequence_bias", "watermarking_config")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "stop_strings", "max_time")),
-    **dict.fromkeys(("exponential_decay_length_penalty", "min_new_tokens", "guidance_scale")),
-    **dict.fromkeys(("top_h", "penalty_alpha", "dola_layers")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "min_new_tokens")),
+    **dict.fromkeys(("penalty_alpha", "dola_layers")),
+    **dict.fromkeys(("guidance_scale", "top_h"), 1.0),
     "num_beams": 1,
     "token_healing": False,
 }
@@ -77,7 +78,7 @@ def unapplied(generation: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: generation[name]
         for name, neutral in UNAPPLIED.items()
-        if generation.get(name) not in (None, neutral)
+        if generation.get(name) and generation[name] != neutral  # 0, [] and {} are neutral, too
     }
 
 

@@ -197,7 +197,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer": ({FILE: {"optimizer": {"params": {"lr": 1}}}}, "optimizer.params.lr: 1, "),
     "bf16": ({FILE: {"bf16": {"enabled": True}}}, "bf16.enabled: True, .*draft.precision"),
     "batch": ({FILE: {"train_batch_size": 8}}, "train_batch_size: 8, .* write auto"),
-    "no steps": ({FILE: {}}, "gradient_accumulation_steps: 1, .* write auto"),
+    "no steps": ({FILE: {}}, "steps: 1 .accelerate.s.* write auto"),
     "auto": ({FILE: {"zero_optimization": {"sub_group_size": "auto"}}}, "sub_group_size: auto, "),
 }
 

@@ -88,7 +88,7 @@ def speculation_profile(kind: str, runs: Sequence[Run], date: str) -> dict[str, 
     for record in records:
         reached[0] += sum(record.drafted_by_position[:1])
         reached[1 : 1 + len(record.accepted_by_position)] += record.accepted_by_position
-    marginal, conditional = reached[1:] / reached[0], reached[1:] / reached[:-1].clip(min=1)
+    marginal, conditional = reached[1:] / reached[0].clip(1), reached[1:] / reached[:-1].clip(1)
     return {
         "method": "draft_model" if kind == "pard" else kind,  # as vLLM calls it
         "num_speculative_tokens": length,
