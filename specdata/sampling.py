@@ -27,7 +27,9 @@ UNAPPLIED: dict[str, Any] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "stop_strings", "max_time")),
     **dict.fromkeys(("exponential_decay_length_penalty", "min_new_tokens")),
     **dict.fromkeys(("penalty_alpha", "dola_layers")),
-    **dict.fromkeys(("guidance_scale", "top_h"), 1.0),
+    **dict.fromkeys(("guidance_scale", "top_h", "repeat_penalty"), 1.0),  # the last: llama.cpp's
+    **dict.fromkeys(("dry_multiplier", "xtc_probability", "mirostat", "top_n_sigma"), 0),
+    "logit_bias": None,
     "num_beams": 1,
     "token_healing": False,
 }

@@ -166,6 +166,8 @@ CALLED = [
     {"role": "assistant", "content": "It rains."},
 ]
 THOUGHT = [TALK[0], {**TALK[1], "reasoning_content": "Hm."}]
+SAID = [TALK[0], {**CALLED[1], "content": "Let me see."}, *CALLED[2:]]
+UNLEARNT = [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,11 @@ THOUGHT = [TALK[0], {**TALK[1], "reasoning_content": "Hm."}]
         ("llama3", CALLED, {"tools": TOOLS}, "leaves out `tools`, `tool_calls`"),
         ("phi3", [*TALK, CALLED[2]], {}, "leaves out what the role tool says"),
         ("deepseek_r1_distill", CALLED, {}, "leaves out `tool_calls`"),
+        ("lfm2_training", CALLED, {"tools": TOOLS}, "leaves out `tool_calls`"),
         ("llama3", THOUGHT, {}, "leaves out `reasoning_content`"),
+        ("qwen3_instruct_2507_training", THOUGHT, {}, "leaves out `reasoning_content`"),
+        ("llama3_1", SAID, {"tools": TOOLS}, "leaves out what the role assistant says"),
+        ("qwen3", UNLEARNT, {}, ["At the harbour.\n\nUnder the bridge.<|im_end|>"]),
         ("gemma4", THOUGHT, {}, r"rendered as 'In the kitchen.*leaves out what the assistant says"),
         ("llama3", TALK, {"enable_thinking": False}, "leaves out `enable_thinking`"),
         ("qwen3", TALK, {"messages": []}, "refuses a conversation"),

@@ -96,6 +96,8 @@ def assistant_mask(
             f"(tokenizer.json) for {tokenizer.name_or_path or 'the target'}"
         )
     if _MARKER.search(template.program):
+        if any(message.get("weight") == 0 for message in messages):
+            raise UnmaskableError("an answer has weight 0, and the template marks every answer")
         out = tokenizer.apply_chat_template(
             list(messages), return_assistant_tokens_mask=True, **variables
         )
@@ -112,7 +114,7 @@ def assistant_mask(
             if token in added and whole[slice(*place)].strip()
         ]
         for index, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and message.get("weight") != 0:
                 begin, stop, closing = template.answer(messages, index, whole)
                 # Up to its end token, without the white space that templates put after it.
                 closed = [last for first, last in ends if stop <= first and last <= closing]
@@ -141,8 +143,9 @@ class _Template(NamedTuple):
 
     @property
     def program(self) -> str:
-        """What renders a conversation."""
-        return str(self.tokenizer.get_chat_template(tools=self.variables.get("tools")))
+        """What renders a conversation, without comments."""
+        program = str(self.tokenizer.get_chat_template(tools=self.variables.get("tools")))
+        return re.sub(r"\{#.*?#\}", "", program, flags=re.DOTALL)
 
     def render(self, messages: Sequence[Message], *, reply: bool = False) -> str:
         """The text that it makes of messages."""
@@ -166,15 +169,19 @@ class _Template(NamedTuple):
         # Of earlier turns templates drop thoughts on purpose, and a variable may change nothing.
         is_read = {name: re.search(rf"\b{name}\b", self.program) for name in sorted(given)}
         lost = [f"`{name}`" for name, found in is_read.items() if not found]
-        calls = [call for each in messages for call in each.get("tool_calls", ())]
-        for field, asked in (("`tools`", tools), ("`tool_calls`", calls)):
-            names = [str(tool.get("function", tool).get("name")) for tool in asked]
-            lost += [field] * any(name not in text for name in names)
+        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        lost += ["`tools`"] * any(name not in text for name in names)
         for index, message in enumerate(messages):
-            if message["role"] != "assistant" and message["content"].strip() not in text:
-                other = [*messages[:index], {**message, "content": _BLANK}, *messages[index + 1 :]]
-                if self.render(other, reply=reply) == text:
-                    lost.append(f"what the role {message['role']} says")
+            changes: dict[str, dict[str, Any]] = {}
+            if calls := message.get("tool_calls"):
+                other_name = {"function": {"name": _BLANK, "arguments": {}}}
+                changes["`tool_calls`"] = {"tool_calls": [each | other_name for each in calls]}
+            # Templates take thoughts that stand in the content for thoughts.
+            if message["content"].rsplit("</think>")[-1].strip() not in text:
+                changes[f"what the role {message['role']} says"] = {"content": _BLANK}
+            for part, change in changes.items():
+                other = [*messages[:index], message | change, *messages[index + 1 :]]
+                lost += [part] * (self.render(other, reply=reply) == text)
         if lost:
             parts = ", ".join(dict.fromkeys(lost))
             raise TemplateRefusedError(f"the chat template leaves out {parts}")

@@ -138,7 +138,10 @@ def prompts_in(
         ends = ends[{"all": slice(None), "first": slice(1), "last": slice(-1, None)}[turns]]
         if talk == "undecodable":
             must = f"`{form.messages}` must be a list of {{role, content}} or {{from, value}}"
-            yield Unusable("undecodable", f"{must}, which are texts; `tools` a list of objects")
+            yield Unusable(
+                "undecodable",
+                f"{must}, which are texts; `tools` a list of objects; no documents and images",
+            )
         elif not ends:
             roles = ", ".join(ROLES)
             yield Unusable("no_user_turn", f"it needs a user's turn, and roles of {roles} alone")
@@ -176,8 +179,11 @@ def _are(kind: type, values: Any) -> bool:
 def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
     """A row's conversation, with its `system`, `tools` and `chat_template_kwargs`.
 
-    Or why there is none: "undecodable" if it is not made of texts, "unknown_role".
+    Or why there is none: "undecodable" if it is not made of texts, "unknown_role". A message that
+    is not to be learnt (OpenAI's `weight: 0`, or `train: false`) has weight 0.
     """
+    if any(row.get(name) for name in ("documents", "images", "videos", "audios")):
+        return "undecodable"
     recorded, system = row[column], row.get("system")
     tools = _read_json(row.get("tools"))
     variables = _read_json(row.get("chat_template_kwargs")) or {}
@@ -196,6 +202,8 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
         if str(role) not in ROLES:
             return "unknown_role"
         message = {"role": ROLES[str(role)], "content": text, **more}
+        if turn.get("weight") == 0 or turn.get("train") is False:
+            message["weight"] = 0
         messages.append(message | ({"tool_calls": calls} if calls else {}))
     if system and messages[:1] == messages[1:2]:
         del messages[0]
