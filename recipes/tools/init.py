@@ -82,10 +82,13 @@ def main(given: argparse.Namespace) -> int:
         # What a plan would refuse is refused here, and leaves nothing.
         check_stages(RECIPE.asked(parse(["--config", str(given.out)]).config))
     except Exception as error:
+        said = str(error)
         for path in written:
             path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise ConfigError(str(error)) from error
+            if path != given.out:
+                said = said.replace(str(path), str(given.prompts))  # which is still there
+        if isinstance(error, OSError | ConfigError):
+            raise ConfigError(said) from error
         raise
     counts = ", ".join(f"{len(lines)} {name}" for name, lines in splits.items())
     print(f"wrote {given.out} and its prompts ({counts})")
