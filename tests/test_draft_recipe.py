@@ -94,7 +94,7 @@ PLANS = [
         "--draft.init='{kind: states, layout: eagle3, layers: 1}' --models.target=gemma",
         r"eagle3 needs a target of llama.* is gemma2",
     ),
-    (SHORT, "positions for 32"),
+    (SHORT, "positions for 32 .* set draft.max_length to 32"),
     (f"{SHORT} --draft.max_length=32", None),
     ("--draft.lora.rank=17", None),  # of a draft that is yet to be made, as wide as its target
     (f"{ADAPTED}=16", None),

@@ -96,6 +96,8 @@ def inherited(target: LlamaForCausalLM) -> list[int] | None:
 
 def test_every_field_of_a_generation_configuration_is_known() -> None:
     assert set(vars(GenerationConfig())) - NOT_SET <= set(FIELDS)
+    neutral = {"guidance_scale": 1.0, "min_new_tokens": 0, "stop_strings": [], "sequence_bias": {}}
+    assert unapplied(UNAPPLIED | neutral) == {}
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about values that contradict each other

@@ -196,6 +196,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "scheduler": ({FILE: {"scheduler": {"type": "WarmupLR"}}}, "scheduler.type.*remove scheduler"),
     "optimizer": ({FILE: {"optimizer": {"params": {"lr": 1}}}}, "optimizer.params.lr: 1, "),
     "bf16": ({FILE: {"bf16": {"enabled": True}}}, "bf16.enabled: True, .*draft.precision"),
+    "autocast": ({FILE: {"torch_autocast": {"enabled": True}}}, "draft.precision.: remove torch_a"),
     "batch": ({FILE: {"train_batch_size": 8}}, "train_batch_size: 8, .* write auto"),
     "no steps": ({FILE: {}}, "steps: 1 .accelerate.s.* write auto"),
     "auto": ({FILE: {"zero_optimization": {"sub_group_size": "auto"}}}, "sub_group_size: auto, "),
