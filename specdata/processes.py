@@ -44,7 +44,7 @@ _ZERO = (
     *("offload_optimizer.nvme_path", "offload_param.nvme_path", "stage3_prefetch_bucket_size"),
     *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
 )
-FILLED = {*list(DECIDED)[2:], *(f"zero_optimization.{key}" for key in _ZERO)}
+FILLED = {*list(DECIDED)[2:-2], *(f"zero_optimization.{key}" for key in _ZERO)}
 # Seconds between two looks for the main process, and the numbers of the waits for it.
 PAUSE = 0.2
 _waits = count()
@@ -108,7 +108,7 @@ def check_launcher() -> None:
             raise ConfigError(f"{name} must hold a JSON object: {error}") from error
     for key, value in _leaves(settings):
         section = key.partition(".")[0]
-        if value is None or (key in FILLED and (value == AUTO or value is False)):
+        if value is None or value is False or (key in FILLED and value == AUTO):
             continue
         if key in DECIDED or section in DECIDED:
             remedy = "write auto" if key in FILLED else f"remove {section}"
