@@ -191,7 +191,7 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
     assert "out/nowhere" in refused.stderr
     done = run(tmp_path, "pipeline.py", *flags, paths + "['', out/pair/draft]}")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("already done") == 5
+    assert done.stdout.count("already done") == 6
     assert "20/20" in done.stderr
     assert "not measured" in done.stdout
     results = read_results(tmp_path / "out" / "eval-counts" / "results.json")
@@ -212,8 +212,8 @@ def test_a_draft_on_its_targets_states_goes_through_every_stage(
 ) -> None:
     for name in ("pair", "rollouts"):
         shutil.copytree(finished / "out" / name, tmp_path / "out" / name)
-    flags = ["--toy", "null", "--models.draft", "null", "--draft.init"]
-    flags += ["{kind: states, layers: 1, vocabulary: 400}"]
+    flags = ["--toy", "null", "--models.draft", "null", "--draft.finetune", "null"]
+    flags += ["--draft.init", "{kind: states, layers: 1, vocabulary: 400}"]
     refused = run(tmp_path, "pipeline.py", *flags)
     assert refused.returncode == 2
     assert "leave the methods transformers out of eval.methods" in refused.stderr
