@@ -272,7 +272,7 @@ def test_each_head_learns_once_of_one_set_under_its_sampling_and_is_judged_on_al
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_gemma_protocol_runs_on_gemma_2_and_has_the_papers_figures_beside_ours(
     tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ FAMILIES = [
 # Of many lengths, some longer than a window; the last begin alike, as chat templates make them.
 PROMPTS = [[2 + (7 * n + i) % 90 for i in range(1 + 3 * n % 17)] for n in range(9)]
 PROMPTS += [[*range(50, 62), *range(3, 4 + n)] for n in range(3)]
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -78,7 +79,13 @@ def test_rows_are_sampled_from_the_models_own_forward_and_so_are_kept_states_and
 
 @pytest.mark.smoke
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "llama4_text", "gpt_oss", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize(  # all of them under the newest versions (make smoke-newest)
+    "name",
+    [
+        *("gemma2", "falcon_h1"),
+        *(pytest.param(x, marks=EXHAUSTIVE) for x in ("llama4_text", "gpt_oss", "mamba2")),
+    ],
+)
 def test_rollouts_become_labels_drafts_and_heads_in_families_of_every_cache(
     name: str, tmp_path: Path, tiny_pair: Path
 ) -> None:
