@@ -117,8 +117,7 @@ def draft_width(config: PipelineConfig) -> int | None:
 
 def width_of(values: Mapping[str, Any]) -> int | None:
     """The hidden size, if config.json says it."""
-    width: int | None = values.get("hidden_size", values.get("n_embd"))
-    return width
+    return next((values[name] for name in ("hidden_size", "n_embd") if name in values), None)
 
 
 def draft_size(config: PipelineConfig) -> str:

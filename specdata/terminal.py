@@ -31,14 +31,8 @@ def progress(
     shown: dict[str, Any] = {"file": sys.stderr}
     if not sys.stderr.isatty():
         shown = {"file": _Lines(), "mininterval": LINE_SECONDS, "bar_format": _LINE}
-    return tqdm(
-        total=total,
-        desc=label,
-        unit=unit,
-        initial=done,
-        disable=not is_shown,
-        **shown,
-    )
+    shown |= {"total": total, "desc": label, "unit": unit, "initial": done}
+    return tqdm(disable=not is_shown, **shown)
 
 
 class _Lines(io.TextIOBase):
