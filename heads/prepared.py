@@ -35,7 +35,7 @@ from heads.config import TRAINING, HeadConfig, Tracker
 from heads.loss import HeadMetrics
 from heads.model import BaseHead
 from specdata.errors import ConfigError
-from specdata.processes import begin_training
+from specdata.processes import AUTO, begin_training
 from specdata.storage.checkpoints import checkpoint_folder, complete
 
 STATE = "state.safetensors"
@@ -102,7 +102,7 @@ class PreparedHead:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         zero = settings["zero_optimization"]  # sizes that are filled in by a transformers model's
         settings.update(
-            zero_optimization={key: value for key, value in zero.items() if value != "auto"},
+            zero_optimization={key: value for key, value in zero.items() if value != AUTO},
             train_micro_batch_size_per_gpu=size,
             gradient_accumulation_steps=accumulation,
             train_batch_size=size * accumulation * accelerator.num_processes,

@@ -215,11 +215,12 @@ def check_whole_run(config: PipelineConfig) -> None:
                 f"{name} has a config.json and no weights ({', '.join(WEIGHTS)}), which the "
                 "evaluation reads: copy them there, or run the recipes before it one by one"
             )
-    for name in (*given_models(config), *path_drafts(config.eval)):
-        if not is_made_here(config, config.models.target) and not is_made_here(config, name):
-            prompt_limits(config.models.target, config.eval.max_new_tokens)
-            tokenizer = load_tokenizer(config.models.target)
-            check_shared_vocabulary(tokenizer, load_tokenizer(name))
+    if not is_made_here(config, config.models.target):
+        prompt_limits(config.models.target, config.eval.max_new_tokens)
+        tokenizer = load_tokenizer(config.models.target)
+        for name in (*given_models(config)[1:], *path_drafts(config.eval)):
+            if not is_made_here(config, name):
+                check_shared_vocabulary(tokenizer, load_tokenizer(name))
     check_decodable(config)
     if config.draft and config.draft.finetune and config.draft.finetune.conversations:
         tokenizer = load_tokenizer(config.models.target)

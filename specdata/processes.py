@@ -25,26 +25,32 @@ T = TypeVar("T")
 # the launcher of its node nor a broken connection tells. What may take longer is waited for
 # elsewhere: a stage by `recipes.run.wait_for`, the main process of a group by `broadcast_by_main`.
 TIMEOUT = timedelta(minutes=15)
-# DeepSpeed's settings: `auto` is filled in by transformers and accelerate for some keys; some are
-# the recipe's own, and any other value of them would replace it or fail.
+# DeepSpeed's settings that the recipe decides, and by what: others would replace that, or fail.
+# transformers and accelerate fill in `auto` for the first of them, and for some of DeepSpeed's own.
 AUTO, MISSING = "auto", "1 (accelerate's, as it is missing)"
 BATCH = "batch_size and accumulation of draft, batch_size and micro_batch_size of head"
-DECIDED = {
-    "optimizer": "draft.optimizer and learning_rate",
-    "scheduler": "learning_rate and warmup_ratio",
+AUTOMATIC = {
     "train_batch_size": BATCH,
     "train_micro_batch_size_per_gpu": BATCH,
     "gradient_accumulation_steps": BATCH,
     "gradient_clipping": "1.0",
-    **dict.fromkeys(("bf16.enabled", "fp16.enabled"), "draft.precision"),
-    **dict.fromkeys(("torch_autocast.enabled", "amp.enabled"), "draft.precision"),
+    "bf16.enabled": "draft.precision",
+    "fp16.enabled": "draft.precision",
+}
+DECIDED = {
+    **AUTOMATIC,
+    "optimizer": "draft.optimizer and learning_rate",
+    "scheduler": "learning_rate and warmup_ratio",
+    "torch_autocast.enabled": "draft.precision",
+    "amp.enabled": "draft.precision",
 }
 _ZERO = (
     *("stage", "reduce_bucket_size", "offload_optimizer.device", "offload_param.device"),
     *("offload_optimizer.nvme_path", "offload_param.nvme_path", "stage3_prefetch_bucket_size"),
     *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
 )
-FILLED = {*list(DECIDED)[2:-2], *(f"zero_optimization.{key}" for key in _ZERO)}
+FILLED = {*AUTOMATIC, *(f"zero_optimization.{key}" for key in _ZERO)}
+TRUE = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads its flags
 # Seconds between two looks for the main process, and the numbers of the waits for it.
 PAUSE = 0.2
 _waits = count()
@@ -81,7 +87,7 @@ def check_launcher() -> None:
     They are read as accelerate hands them to its processes, in the environment, with the DeepSpeed
     file that is named there. Raises ConfigError.
     """
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in TRUE:
         raise ConfigError(
             "nothing is trained under FSDP here: launch with launch/multi_gpu.yaml, or with "
             "launch/zero3.yaml where weights do not fit"
@@ -91,7 +97,7 @@ def check_launcher() -> None:
             f"the launcher's dynamo_backend {backend} would train a compiled copy, whose weights "
             "have other names: set it to NO, or leave it out"
         )
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in ("1", "true"):
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
         return
     name = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     settings: dict[str, Any] = {
@@ -102,7 +108,7 @@ def check_launcher() -> None:
         try:
             settings = {
                 "gradient_accumulation_steps": MISSING,
-                **json.loads(Path(name).read_text()),
+                **json.loads(Path(name).read_text(encoding="utf-8")),
             }
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{name} must hold a JSON object: {error}") from error
@@ -116,7 +122,7 @@ def check_launcher() -> None:
                 f"the launcher's DeepSpeed settings ({name}) say {key}: {value}, which the recipe "
                 f"decides ({DECIDED.get(key) or DECIDED[section]}): {remedy}"
             )
-        if value == AUTO and key not in FILLED:
+        if value == AUTO:
             raise ConfigError(
                 f"the launcher's DeepSpeed settings ({name}) say {key}: auto, which nothing fills "
                 "in: give a value, or remove it"
@@ -152,7 +158,8 @@ def join_processes() -> PartialState:
     wants_deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     launched = get_int_from_env(["LOCAL_RANK"], -1) >= 0
-    check_launcher()
+    if not in_group():  # once: a training asks at every step
+        check_launcher()
     if launched and not torch.cuda.is_available():
         state = PartialState(cpu=not wants_deepspeed, backend="gloo", timeout=TIMEOUT)
     else:

@@ -33,7 +33,8 @@ UNAPPLIED: dict[str, Any] = {
     "num_beams": 1,
     "token_healing": False,
 }
-"""What changes the texts of `generate` and is no part of `SamplingConfig`: its neutral values."""
+"""What changes the texts of `generate` or llama.cpp and is no part of `SamplingConfig`: the neutral
+values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,10 @@ def learnt(target: Path, folder: Path, **init: Any) -> dict[str, Any]:
     config = changed(QUICK, init=init, optimizer="muon", **settings)
     rows = {"target": target, "draft": folder / "new", "train": ROWS, "dev": ROWS}
     found = distilled(folder, folder / "draft", config, **rows)
-    assert found.after.overall.kl < found.before.overall.kl - 0.002
+    after, before = found.after.overall, found.before.overall
+    assert after.kl < before.kl - 0.002
+    if "vocabulary" not in init:  # a few tokens have nearly all of their mass from the start
+        assert after.acceptance > before.acceptance + 0.002
     return made
 
 

@@ -114,13 +114,8 @@ def release_draft(
         )
     kind = "pard" if (depths := depths_of(model)) > 1 else "draft_model"
     if states:
-        kind = (
-            states.layout
-            if isinstance(states.layout, str)
-            else "eagle3"
-            if states.layout
-            else "draftsmith"
-        )
+        kind = "draftsmith" if states.layout is None else "eagle3"
+        kind = "eagle" if states.layout == "eagle" else kind
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
