@@ -55,9 +55,7 @@ def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iter
         yield {**shared, "name": "states, two layers", "init": {**STATES, "layers": 2}}
         for name, taps in (("final", [layers]), ("three", [2, layers // 2, layers - 3])):
             yield {**shared, "name": f"states, taps {name}", "init": {**STATES, "taps": taps}}
-        for layout, full in (("eagle", {"vocabulary": None}), ("eagle3", {})):
-            init = {**STATES, "layout": layout, **full}
-            yield {**shared, "name": f"states, layout {layout}", "init": init}
+        yield {**shared, "name": "states, layout eagle3", "init": {**STATES, "layout": "eagle3"}}
         yield {**shared, "name": "plain, depths", "init": PLAIN, "train": {"depths": 4}}
         yield {**shared, "name": "states, least squares alone", "train": {"epochs": 0}}
         yield {**shared, "name": "states, from random weights", "random": True}

@@ -39,7 +39,7 @@ Reporter = Literal["tensorboard", "wandb"]
 
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""Targets whose last layer a draft in EAGLE's layouts can begin with."""
+"""Targets whose last layer a draft in EAGLE-3's layout can begin with."""
 
 
 class InitConfig(Config):
@@ -62,11 +62,10 @@ class InitConfig(Config):
         description="with kind states: the target's states that are read; 0 enters the first of n "
         "layers, n leaves the last (default: 2, n/2, n - 3 and n)",
     )
-    layout: Literal["eagle", "eagle3"] | None = Field(
+    layout: Literal["eagle3"] | None = Field(
         default=None,
         description="with kind states: one that vLLM and SGLang load (`draftsmith export`; "
-        "layers: 1), eagle (EAGLE-1's: no taps, all tokens) or eagle3 (default taps 2, n/2 and "
-        "n - 3), or ours, which learns faster",
+        "layers: 1), eagle3 (default taps 2, n/2 and n - 3), or ours, which learns faster",
     )
     vocabulary: int | None = Field(
         default=None,
@@ -107,11 +106,6 @@ class InitConfig(Config):
                 f"layout {self.layout} needs kind states and layers: 1, got kind {self.kind} and "
                 f"layers: {self.layers}"
             )
-        if self.layout == "eagle" and (self.taps or self.vocabulary):
-            raise ValueError(
-                "layout eagle reads what the target's output matrix reads, and proposes all of its "
-                "tokens: leave taps and vocabulary out"
-            )
         if self.taps is not None and self.taps != sorted(set(self.taps)):
             raise ValueError(f"taps must be in order, each once, got {self.taps}")
         return self
@@ -135,15 +129,13 @@ class InitConfig(Config):
 
         By default early, middle, late (EAGLE-3, arXiv:2503.01840) and, in our layout, final.
         """
-        if self.layout == "eagle":
-            return [count]
         taps = sorted({min(2, count), count // 2, max(count - 3, 0), count})
         check_taps(taps := self.taps or (taps[:-1] if self.layout else taps), count)
         return taps
 
 
 def check_layout(layout: str | None, kind: str | None, target: str) -> None:
-    """Refuse a draft of a layout of EAGLE's that cannot begin with the last layer of such a target.
+    """Refuse a draft of a layout that cannot begin with the last layer of such a target.
 
     `kind` is the target's `model_type`, if it is known. Raises ConfigError.
     """

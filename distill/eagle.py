@@ -1,4 +1,4 @@
-"""EAGLE drafts: begun here, written to folders that engines load, and read from such (EAGLE-3).
+"""EAGLE-3 drafts: begun here, written to folders that engines load, and read from such.
 
 A folder holds a config.json and safetensors in speculators' layout, or in that of EAGLE's own code
 (`midlayer.` or `layers.0.`), which vLLM and SGLang load, too. Every tensor must be there and known.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -26,11 +26,11 @@ from transformers import (
 )
 
 from distill.config import check_layout
-from distill.states import fit_inputs, fit_rows, ridge, silence
+from distill.states import fit_rows, ridge
 from specdata.config import Config, read_stored
 from specdata.draft_models.draft_vocabulary import SIZE
-from specdata.draft_models.eagle import EagleInput, eagle3_class, eagle_class
-from specdata.draft_models.states_draft import KEY, Norms, TargetStates, states_input, unit
+from specdata.draft_models.eagle import eagle3_class
+from specdata.draft_models.states_draft import KEY, Norms, TargetStates, unit
 from specdata.draft_models.taps import attach, decoder_layers, read_taps, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
@@ -80,12 +80,13 @@ TURNED, AT_ITSELF = 8, 32.0
 """The share of a head's dimensions that a token knows itself by, and the score that this gives."""
 DRAFTED = 3
 """Tokens that a released folder asks engines to draft."""
-CARD = """# An {kind} draft for {target}
+CARD = """# An EAGLE-3 draft for {target}
 
-{reads}
+It proposes {tokens:,} tokens and reads the states that enter layers {taps}.
+vLLM takes these numbers as they are. SGLang adds 1 to numbers in config.json: give it {sglang}.
 
     vllm serve {target} --speculative-config \\
-      '{{"method": "{method}", "model": "THIS FOLDER", "num_speculative_tokens": {drafted}}}'
+      '{{"method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {drafted}}}'
 """
 
 
@@ -311,40 +312,6 @@ def _attention_to_itself(
     }
 
 
-@torch.no_grad()
-def first_eagle(target: PreTrainedModel, rollouts: Dataset) -> PreTrainedModel:
-    """A new draft in EAGLE-1's layout: least squares alone, as its layer is silent.
-
-    `fc` predicts the target's last normed state from the one before and the token. The layer's
-    other matrices are those of the target's last layer, made to read normed states.
-    """
-    layer, layers = _layer_of(target, "eagle"), decoder_layers(target)[1]
-    taps = [len(layers)]
-    record = {**record_of(target, taps), "layout": "eagle"}
-    draft: Any = eagle_class(LlamaForCausalLM)(LlamaConfig.from_dict({**layer, KEY: record}))
-    draft.__class__ = LlamaForCausalLM
-    reads, norm = states_input(draft), target.base_model.norm.weight
-    assert isinstance(reads, EagleInput)
-    reads.tokens.weight.copy_(target.get_input_embeddings().weight)
-    reads.norm.weight.copy_(norm)
-    draft.lm_head.weight.copy_(target.get_output_embeddings().weight)
-    last = layers[-1].state_dict()
-    unnormed = 1 / (norm + (norm == 0))  # what a normed state is multiplied by, taken off
-    for name, weight in draft.model.layers[0].named_parameters():
-        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
-            weight.copy_(last[name] * last["input_layernorm.weight"] * unnormed)
-        elif name == "post_attention_layernorm.weight":
-            weight.copy_(last[name] * unnormed * norm.square().mean().sqrt())
-        elif name in last:
-            weight.copy_(last[name])
-    silence(draft)
-    draft.generation_config = special_ids(target.generation_config)
-    draft = draft.float().to(target.device).eval()
-    attach(draft, target)
-    fit_inputs(draft, target, taps, rollouts, reads.scaled)
-    return cast(PreTrainedModel, draft)
-
-
 def _layer_of(target: PreTrainedModel, layout: str) -> dict[str, Any]:
     """The sizes of a draft's layer that begins as a target's last. Raises ConfigError."""
     text = target.config.get_text_config()
@@ -446,28 +413,26 @@ def tensors_of(stored_tensors: Mapping[str, Tensor], folder: str) -> dict[str, T
 def write_eagle(
     draft: Path, out: Path, layout: Literal["eagle", "speculators"]
 ) -> tuple[int, list[int], str]:
-    """Write a draft of `draft.init.layout` eagle or eagle3, or of `read_eagle3`, for engines.
+    """Write a draft of `draft.init.layout: eagle3`, or of `read_eagle3`, for engines.
 
-    In the layout of EAGLE's own code, which vLLM and SGLang load, or speculators' (EAGLE-3 alone).
+    In the layout of EAGLE's own code, which vLLM and SGLang load, or speculators'.
     Returns how many tokens it proposes, the taps that it reads, and its target.
     """
     settings = config_of(draft)
     record = TargetStates.of(settings) if KEY in settings else None
-    of = None if record is None else record.layout
-    if record is None or of is None or (of == "eagle" and layout != "eagle"):
+    if record is None or record.layout is None:
         raise ConfigError(
-            f"{draft} must be a draft of draft.init.layout eagle or eagle3 (of eagle3 for --layout "
-            "speculators, otherwise leave that out), or one that import wrote: engines "
-            "cannot hold any other, train one with this layout"
+            f"{draft} must be a draft of draft.init.layout eagle3, or one that import wrote: "
+            "engines cannot hold any other, train one with this layout"
         )
-    first = "midlayer." if of != "eagle" and layout == "eagle" else "layers.0."
+    first = "midlayer." if layout == "eagle" else "layers.0."
     names = {"lm_head.norm.": "norm.", "model.norm.": "norm."}
     names |= {ours: first if ours == LAYER else former for former, ours in RENAMED.items()}
     tensors = {}
     for name, each in stored(draft).items():
         ours = next((each for each in names if name.startswith(each)), "")
         tensors[name.replace(ours, names[ours], 1) if ours else name] = each
-    norms = {} if of == "eagle" else asdict(of)
+    norms = asdict(record.layout)
     taps, target = record.taps, record.target
     vocabulary = settings["vocab_size"]
     size = {SIZE: settings.get(SIZE, vocabulary)}
@@ -477,12 +442,7 @@ def write_eagle(
     if size[SIZE] == vocabulary:  # vLLM has no map then, and refuses one
         tensors = {name: each for name, each in tensors.items() if name not in ("d2t", "t2d")}
     config: dict[str, Any]
-    if of == "eagle":
-        parts = (tensors.pop("model.embed_tokens.token.weight"), tensors.pop("fc.weight"))
-        tensors["fc.weight"] = torch.cat(parts, dim=1)
-        del tensors["lm_head.weight"], tensors["model.embed_tokens.norm.weight"]  # the target's
-        config = {**layer, "architectures": ["LlamaForCausalLM"]}
-    elif layout == "eagle":
+    if layout == "eagle":
         layer["architectures"] = ["LlamaForCausalLMEagle3"]
         # Where vLLM and SGLang look for them, then where llama.cpp's converter does.
         config = {**layer, **size, **norms, "eagle_config": {**ids, "use_aux_hidden_state": True}}
@@ -509,14 +469,12 @@ def write_eagle(
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         write_json(temporary / "config.json", config)
         copy_tokenizer(str(draft), temporary)
-        kind, method = ("EAGLE", "eagle") if of == "eagle" else ("EAGLE-3", "eagle3")
-        reads = "It reads the state that the target's output matrix reads, and makes such ones."
-        if of != "eagle":
-            reads = (
-                f"It proposes {size[SIZE]:,} tokens and reads the states that enter layers {taps}."
-                "\nvLLM takes these numbers as they are. SGLang adds 1 to numbers in config.json: "
-                f"give it {[tap - 1 for tap in taps]}."
-            )
-        card = CARD.format(kind=kind, method=method, reads=reads, target=target, drafted=DRAFTED)
+        card = CARD.format(
+            target=target,
+            tokens=size[SIZE],
+            taps=taps,
+            sglang=[tap - 1 for tap in taps],
+            drafted=DRAFTED,
+        )
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return size[SIZE], taps, target

@@ -25,7 +25,7 @@ from transformers import (
 
 from distill.batches import check_context
 from distill.config import ARCHITECTURES, InitConfig
-from distill.eagle import first_eagle, first_eagle3
+from distill.eagle import first_eagle3
 from distill.states import can_be_silenced, fit_inputs, fit_rows, llama_draft, silence
 from distill.toy import language_model
 from distill.training import RESULT_FILE, ModelFolder, save_model, take_special_ids
@@ -100,9 +100,7 @@ def make_initial(
                 model = cut(whole, record["layers"])
             else:
                 record["taps"] = taps = config.taps_of(count)
-            if config.layout == "eagle":
-                model = first_eagle(whole, rollouts)
-            elif config.layout is not None:
+            if config.layout is not None:
                 model = first_eagle3(whole, taps, rollouts)
             elif config.kind == "states":
                 model, normed = _silent(whole, record, rollouts, seed)

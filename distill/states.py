@@ -9,7 +9,6 @@ target's final norm and output matrix make tokens of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -76,8 +75,7 @@ def fit_inputs(
 
     First those that read the target: x_t = A e_t + C g_(t-1) nearest to the target's last state at
     t, scaled as a tap is. Then those that read the draft itself: x_t = A' e_t + D h_(t-1), where h
-    is what its output matrix reads with the first maps. Of EAGLE-1 both are the same maps, fitted
-    to both kinds of states.
+    is what its output matrix reads with the first maps.
 
     Args:
         model: the draft, whose layers are silent.
@@ -109,11 +107,7 @@ def fit_inputs(
             yield torch.cat([embedded, seen[0, first - 1 : -2]], dim=-1), final[0, first:-1]
 
     _set(ridge(pairs(after_own=False)), reads.token, reads.states)
-    if hasattr(reads, "own_token"):
-        _set(ridge(pairs(after_own=True)), reads.own_token, reads.own_state)
-    else:
-        both = chain(pairs(after_own=False), pairs(after_own=True))
-        _set(ridge(both), reads.token, reads.states)
+    _set(ridge(pairs(after_own=True)), reads.own_token, reads.own_state)
 
 
 def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:

@@ -189,10 +189,6 @@ def draft_trainer(
     if config.freeze_embeddings or states_input(base_of(student)) is not None:
         _freeze_embeddings(student)
     record = TargetStates.of(student.config) if reads_states(student.config) else None
-    if record and record.layout == "eagle":  # engines take the target's own
-        frozen: Any = student
-        for name in ("lm_head", "model.embed_tokens.norm"):
-            frozen.get_submodule(name).requires_grad_(False)
     if record and has_taps(train) and not {*record.taps} <= {*train[0][TAPS]}:
         logger.warning(
             "the rollouts keep the taps %s, and the draft reads %s: the target reads the rollouts "

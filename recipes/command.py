@@ -39,7 +39,7 @@ DOES = {
     "reproduce": "Run a paper's experiments on a pair, and print its tables.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
     "import": "Read a published EAGLE-3 draft or a SpecDec++ head, to decode with it here.",
-    "export": "Write a draft in EAGLE's or EAGLE-3's layout, for engines.",
+    "export": "Write a draft in EAGLE-3's layout, for engines.",
     "doctor": "Examine a published EAGLE-3 draft: why it is accepted or not.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
-from specdata.draft_models.eagle import eagle3_class, eagle_class
+from specdata.draft_models.eagle import eagle3_class
 from specdata.draft_models.states_draft import (
     KEY,
     MODEL_TYPE,
@@ -145,7 +145,7 @@ def read_model(
         options["config"] = config
     layout = TargetStates.of(config).layout if reads_states(config) else None
     if layout is not None:
-        kind = eagle_class(kind) if layout == "eagle" else eagle3_class(kind)
+        kind = eagle3_class(kind)
     elif reads_states(config):
         kind = states_class(kind)
     if is_reduced(config) and layout is None:

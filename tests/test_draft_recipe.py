@@ -87,8 +87,8 @@ PLANS = [
         "store all that the draft",
     ),
     (
-        "--draft.init='{kind: states, layout: eagle, layers: 1}' --rollouts.store_taps=[3]",
-        r"the draft reads \[4\]",
+        "--draft.init='{kind: states, layout: eagle3, layers: 1}' --rollouts.store_taps=[3]",
+        r"the draft reads \[1, 2\]",
     ),
     (
         "--draft.init='{kind: states, layout: eagle3, layers: 1}' --models.target=gemma",

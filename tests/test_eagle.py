@@ -1,4 +1,4 @@
-"""EAGLE's layouts: drafts are read from them and written to them, and draft as is defined."""
+"""EAGLE-3's layouts: drafts are read from them and written to them, and draft as is defined."""
 
 from __future__ import annotations
 
@@ -116,11 +116,7 @@ def defined(w: dict[str, Tensor], flags: tuple[str, ...], states: Tensor, e: Ten
     w = {name.removeprefix("midlayer.").removeprefix("layers.0."): each for name, each in w.items()}
     normed = norm(states, w["hidden_norm.weight"])
     read = torch.cat([norm(e, w["input_layernorm.weight"]), normed], -1)
-    return layer(w, read, normed if "norm_before_residual" in flags else states)
-
-
-def layer(w: dict[str, Tensor], read: Tensor, x: Tensor, size: int = H // HEADS) -> Tensor:
-    """(T, H) what leaves a layer that attends to what it reads, and adds to x (T, H)."""
+    size = H // HEADS
     q, k, v = (
         linear(read, w[f"self_attn.{name}_proj.weight"]).view(len(read), -1, size) for name in "qkv"
     )
@@ -128,6 +124,7 @@ def layer(w: dict[str, Tensor], read: Tensor, x: Tensor, size: int = H // HEADS)
     scores = torch.einsum("qhs,khs->hqk", turned(q), turned(k)) / size**0.5
     scores = scores.masked_fill(torch.ones(len(read), len(read)).triu(1).bool(), float("-inf"))
     seen = torch.einsum("hqk,khs->qhs", scores.softmax(-1), v).flatten(1)
+    x = normed if "norm_before_residual" in flags else states
     x = x + linear(seen, w["self_attn.o_proj.weight"])
     inner = norm(x, w["post_attention_layernorm.weight"])
     gate = silu(linear(inner, w["mlp.gate_proj.weight"]))
@@ -200,10 +197,7 @@ def learnt(target: Path, folder: Path, **init: Any) -> dict[str, Any]:
     config = changed(QUICK, init=init, optimizer="muon", **settings)
     rows = {"target": target, "draft": folder / "new", "train": ROWS, "dev": ROWS}
     found = distilled(folder, folder / "draft", config, **rows)
-    after, before = found.after.overall, found.before.overall
-    assert after.kl < before.kl - 0.002
-    if "vocabulary" not in init:  # a few tokens have nearly all of their mass from the start
-        assert after.acceptance > before.acceptance + 0.002
+    assert found.after.overall.kl < found.before.overall.kl - 0.002
     return made
 
 
@@ -230,40 +224,6 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     }
     assert config_of["like"].keys() <= config_of["out"].keys() | set(FLAGS)
     assert all(config_of["out"][flag] is False for flag in FLAGS)
-
-
-def test_a_draft_of_eagle_1_learns_and_what_is_released_of_it_drafts_as_engines_define_it(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    learnt(target, tmp_path, layout="eagle")
-    made = tmp_path / "draft"
-    assert run_tool("export", [str(made), "--out", str(tmp_path / "out")]) == 0
-    assert (
-        run_tool("export", [str(made), "--out", str(tmp_path / "no"), "--layout", "speculators"])
-        == 2
-    )
-    assert "of eagle3 for --layout speculators" in capsys.readouterr().err
-
-    model, draft = load_model(str(target)), load_model(str(made), target=str(target))
-    w = load_file(tmp_path / "out" / "model.safetensors")
-    assert w.keys().isdisjoint({"lm_head.weight", "norm.weight", "d2t", "t2d"})
-    assert torch.equal(w["embed_tokens.weight"], model.get_input_embeddings().weight)
-    w = {name.removeprefix("layers.0."): each for name, each in w.items()}
-    text, token = torch.tensor([5, 9, 31, 4, 17, 8]), torch.tensor([12])
-    size = H // model.config.num_attention_heads
-    with torch.no_grad():
-        states = hidden_states(model, text[None])[0, :-1]  # normed: what its matrix reads
-        embedded = w["embed_tokens.weight"][torch.cat([text[1:], token])]
-        x = linear(torch.cat([embedded[:-1], states], -1), w["fc.weight"])
-        first = layer(w, x, x, size)[-1:]
-        x = linear(torch.cat([embedded, torch.cat([states, first])], -1), w["fc.weight"])
-        second = layer(w, x, x, size)[-1:]
-        along, drafted = tree_states(draft, text[None], token[None], torch.tensor([[len(text)]]))
-        logits = find_lm_head(draft).logits(drafted[0, 0])
-        torch.testing.assert_close(along[0, -1:], first, rtol=1e-4, atol=1e-5)
-        wanted = linear(second, model.get_output_embeddings().weight)[0]
-        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
-    decoded_as_defined(model, draft, DRAFTED["traversal"], [5, 9, 31], 1e-4)
 
 
 @pytest.mark.exhaustive
@@ -458,7 +418,7 @@ def test_taps_that_are_not_said_are_the_default(target: Path) -> None:
     assert settings_of({**LAYER, "eagle_config": {AUX: None}}, model) == settings_of(LAYER, model)
 
 
-def test_a_draft_without_weights_is_not_released(
+def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published(tmp_path / "draft", load_model(str(target)).config.vocab_size, "eagle")
@@ -467,4 +427,6 @@ def test_a_draft_without_weights_is_not_released(
     (tmp_path / "ours" / "model.safetensors").unlink()
     assert run_tool("export", [str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
     assert "must hold safetensors" in capsys.readouterr().err
+    assert run_tool("export", [str(target), "--out", str(tmp_path / "out")]) == 2
+    assert "must be a draft of draft.init.layout eagle3" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -114,7 +114,6 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     made = {"plain": (DEMO / "draft/model", DEMO / "release/draft")}
     rollouts = of_split(load_stored(DEMO / "rollouts"), "train", DEMO / "rollouts")
     for name, settings in {
-        "eagle": {"layout": "eagle"},
         "eagle3": {"layout": "eagle3"},
         "eagle3 of 200 tokens": {"layout": "eagle3", "vocabulary": 200},
     }.items():
@@ -184,7 +183,6 @@ def decoded_here(
         ("plain", "draft_model", 4),
         ("plain of 200 tokens", "draft_model", 2),
         ("masks", "draft_model", 4),
-        ("eagle", "eagle", 3),
         ("eagle3", "eagle3", 4),
         ("eagle3 of 200 tokens", "eagle3", 2),
         pytest.param("plain", "draft-simple", 4, marks=needs_llama),

@@ -65,7 +65,6 @@ UPLOAD = "upload.json"
 TAGS = {
     "draft_model": ("vllm", "sglang", "llama-cpp"),
     "pard": ("pard", "vllm", "arxiv:2504.18583"),
-    "eagle": ("eagle", "arxiv:2401.15077"),
     "eagle3": ("eagle3", "arxiv:2503.01840"),
     "draftsmith": (),
 }
@@ -115,7 +114,6 @@ def release_draft(
     kind = "pard" if (depths := depths_of(model)) > 1 else "draft_model"
     if states:
         kind = "draftsmith" if states.layout is None else "eagle3"
-        kind = "eagle" if states.layout == "eagle" else kind
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)

@@ -1,8 +1,8 @@
-"""Write a draft in EAGLE's or EAGLE-3's layout, for engines.
+"""Write a draft in EAGLE-3's layout, for engines.
 
     draftsmith export DRAFT --out FOLDER [--layout speculators]
 
-DRAFT is one of `draft.init.layout: eagle` or `eagle3`, or an imported one.
+DRAFT is one of `draft.init.layout: eagle3`, or an imported one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=("eagle", "speculators"),
         default="eagle",
-        help="of EAGLE's own code, which vLLM and SGLang load (default), or "
-        "speculators' (of EAGLE-3 alone)",
+        help="of EAGLE's own code, which vLLM and SGLang load (default), or speculators'",
     )
 
 

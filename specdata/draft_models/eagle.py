@@ -1,11 +1,9 @@
-"""Drafts in EAGLE's layouts (Li et al. 2024 and 2025, arXiv:2401.15077 and arXiv:2503.01840).
+"""Drafts in EAGLE-3's layout (Li et al. 2025, arXiv:2503.01840).
 
-Engines serve these. Of EAGLE-1 a layer reads one map (`fc`) of a token's embedding and a state: the
-target's last normed one where the target has been, else the draft's own, which is what the target's
-output matrix reads. Of EAGLE-3 the layer reads the embedding and a state beside each other: three
-states of the target, through a matrix (`fc`), or the draft's own. In memory both are transformers'
-Llama with another first layer, input and output embedding, so that they decode as every draft on
-its target's states does (`draft_models.states_draft`). `distill.eagle` makes and reads them.
+Engines serve these. The layer reads a token's embedding and a state beside each other: three states
+of the target, through a matrix (`fc`), or the draft's own. In memory it is transformers' Llama with
+another first layer, input and output embedding, so that it decodes as every draft on its target's
+states does (`draft_models.states_draft`). `distill.eagle` makes and reads them.
 """
 
 from __future__ import annotations
@@ -24,18 +22,6 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 CACHE = cache_argument(LlamaDecoderLayer)
-
-
-class EagleLayer(LlamaDecoderLayer):  # type: ignore[misc]
-    """A decoder layer of EAGLE-1: without a norm of what it reads."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, 0)
-        self.input_layernorm = nn.Identity()
-
-    def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
-        """(B, T, H) -> (B, T, H)."""
-        return cast(Tensor, super().forward(hidden_states, **_masked(hidden_states, named)))
 
 
 class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
@@ -75,30 +61,6 @@ def _masked(hidden_states: Tensor, named: dict[str, Any]) -> dict[str, Any]:
     added = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=visible.device)
     least = torch.finfo(hidden_states.dtype).min
     return {**named, "attention_mask": added.masked_fill(~without_first(visible), least)}
-
-
-class EagleInput(StatesInput):
-    """The input embedding of EAGLE-1: one map of a token's embedding and a normed state.
-
-    `epsilon` is that of the target's final norm, which makes the state that it reads.
-    """
-
-    reads_first = False  # a draft begins with the second token, and the state at the first
-
-    def __init__(self, tokens: nn.Embedding, epsilon: float) -> None:
-        super().__init__(tokens, tokens.embedding_dim, 1, tokens.embedding_dim)
-        del self.own_token, self.own_state
-        self.norm = LlamaRMSNorm(tokens.embedding_dim, eps=epsilon)  # the target's
-
-    def scaled(self, states: Tensor) -> Tensor:
-        """(..., H) what leaves the target's last layer -> what its output matrix reads."""
-        normed: Tensor = self.norm(states)
-        return normed
-
-    def after_own(self, ids: Tensor, states: Tensor) -> Tensor:
-        """As of every draft on states."""
-        x: Tensor = self.token(self.tokens(ids)) + self.states(states)
-        return x
 
 
 class Eagle3Input(StatesInput):
@@ -144,20 +106,6 @@ class Eagle3Output(ReducedOutput):
         """(..., H) states -> (..., H) normalised."""
         normed: Tensor = self.norm(states)
         return normed
-
-
-def eagle_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class of models to make and load drafts of EAGLE-1 with, as `states_class` is."""
-
-    class Eagle(architecture):  # type: ignore[misc]
-        def __init__(self, config: PreTrainedConfig) -> None:
-            super().__init__(config)
-            tokens, model = self.get_input_embeddings(), self.base_model
-            model.layers[0], model.norm = EagleLayer(config), nn.Identity()
-            self.set_input_embeddings(EagleInput(tokens, config.rms_norm_eps))
-
-    Eagle.__name__, Eagle.__module__ = architecture.__name__, architecture.__module__
-    return Eagle
 
 
 def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -56,16 +56,16 @@ class Norms:
 class TargetStates(Config):
     """What config.json says of the target whose states a draft reads (`taps.record_of`).
 
-    `layout` is EAGLE-1's, or the norms of EAGLE-3's; `model_type` that of the layers, where the
-    file's own is `MODEL_TYPE`; `output_bias` is true where their architecture has no bias of the
-    logits, and this draft has.
+    `layout` is the norms of EAGLE-3's; `model_type` that of the layers, where the file's own is
+    `MODEL_TYPE`; `output_bias` is true where their architecture has no bias of the logits, and
+    this draft has.
     """
 
     taps: list[NonNegativeInt] = Field(min_length=1)
     target: str
     width: PositiveInt
     probe: list[float] = Field(min_length=1)
-    layout: Norms | Literal["eagle"] | None = None
+    layout: Norms | None = None
     model_type: str = ""
     output_bias: bool = False
 
