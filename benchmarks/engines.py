@@ -3,9 +3,9 @@
     python benchmarks/engines.py VLLM --config CONFIG --serve 'NAME={"method": ...}' ... [OPTIONS]
 
 VLLM is a Python with vLLM in it (`make test-engines` makes one). Each --serve is a server with that
---speculative-config, all beside one that has no draft; {env: {...}} in it goes to its environment.
-They answer the evaluation of CONFIG in turns, a prompt at a time: OPTIONS are those of run_eval,
-and with the same --eval.folder it goes on where it ended.
+--speculative-config, all beside one that has no draft. They answer the evaluation of CONFIG in
+turns, a prompt at a time: OPTIONS are those of run_eval, and with the same --eval.folder it goes on
+where it ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_
 
 
 @contextmanager
-def started(command: list[str], log: Path, *, at: int = 0, **environment: str) -> Iterator[str]:
+def started(command: list[str], log: Path, *, at: int = 0) -> Iterator[str]:
     """The address of a server on the loopback, once it answers; `{port}` is its port, or any."""
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -47,7 +47,7 @@ def started(command: list[str], log: Path, *, at: int = 0, **environment: str) -
     with log.open("wb") as out:
         process = subprocess.Popen(
             [each.replace("{port}", port) for each in command],
-            env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "2", **environment},
+            env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "2"},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -80,7 +80,6 @@ def vllm(
     *,
     dtype: str = "float32",
     at: int = 0,
-    **environment: str,
 ) -> Any:
     """A context of a vLLM server of a target, by the name "target"; its address."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
@@ -89,7 +88,7 @@ def vllm(
     command += ["--max-num-seqs", "8", "--max-logprobs", "17"]
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
-    return started(command, log, at=at, **environment)
+    return started(command, log, at=at)
 
 
 def main() -> int:
@@ -105,16 +104,13 @@ def main() -> int:
     servers = {SERVED: "}"} | dict(served)
     with ExitStack() as running:
         for number, (name, settings) in enumerate(servers.items()):
-            speculative = json.loads("{" + settings)
-            environment = speculative.pop("env", {})
             server = vllm(
                 given.vllm,
                 config.models.target,
                 logs / f"{name}.log",
-                speculative,
+                json.loads("{" + settings),
                 dtype=config.models.dtype,
                 at=FIRST_PORT + number,  # the same when it is run again
-                **environment,
             )
             method = {"name": name, "decoder": "server", "served_model": "target"}
             method["url"] = running.enter_context(server)

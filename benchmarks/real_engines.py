@@ -2,8 +2,8 @@
 
     python benchmarks/real_engines.py VLLM MODEL [--float32]      # make real-engines
 
-VLLM is a Python with vLLM in it. EAGLE-3's layout, EAGLE-1's, a plain draft, and that one ended by
-a head: none is trained for longer than `make real` trains. Run again, it goes on where it ended.
+VLLM is a Python with vLLM in it. EAGLE-3's layout and a plain draft: none is trained for longer
+than `make real` trains. Run again, it goes on where it ended.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 DOMAINS = ("assistant", "maths", "code", "letters")
 SETS = [f"{{name: chat-{name}, split: test, count: 8}}" for name in DOMAINS]
 PLAIN = "{name: plain, decoder: plain}"
-LAYOUTS = {
-    "eagle3": "{kind: states, layers: 1, layout: eagle3, vocabulary: 8192}",
-    "eagle": "{kind: states, layers: 1, layout: eagle}",
-}
+EAGLE3 = "{kind: states, layers: 1, layout: eagle3, vocabulary: 8192}"
 
 
 def run(*command: str | Path) -> None:
@@ -52,35 +48,24 @@ def main() -> None:
         rollouts.symlink_to(Path("../..") / model / "rollouts")
         return served / name
 
-    passes = {"eagle3": "2" if given.float32 else "3", "eagle": "0.1"}
-    for layout, init in LAYOUTS.items():
-        folder = beside_rollouts(layout)
-        options = [*config, *training, "--output", folder, "--draft.init", init, "--head", "null"]
-        options += ["--draft.epochs", passes[layout], "--draft.held_out_share", "0"]
-        run("recipes/train_draft.py", *options)
-        export, made = folder / "export", (folder / "draft" / "run.json").stat().st_mtime
-        if not export.exists() or export.stat().st_mtime <= made:
-            shutil.rmtree(export, ignore_errors=True)
-            draft = folder / "draft" / "model"
-            run("-m", "recipes.command", "export", draft, "--out", export)
+    folder = beside_rollouts("eagle3")
+    options = [*config, *training, "--output", folder, "--draft.init", EAGLE3, "--head", "null"]
+    options += ["--draft.epochs", "2" if given.float32 else "3", "--draft.held_out_share", "0"]
+    run("recipes/train_draft.py", *options)
+    export, made = folder / "export", (folder / "draft" / "run.json").stat().st_mtime
+    if not export.exists() or export.stat().st_mtime <= made:
+        shutil.rmtree(export, ignore_errors=True)
+        run("-m", "recipes.command", "export", folder / "draft" / "model", "--out", export)
 
     plain = beside_rollouts("plain")
     options = ["--config", f"recipes/configs/{model}-plain.yaml", *training, "--output", plain]
-    options += ["--draft.epochs", "0.4", "--draft.held_out_share", "0.1"]
-    options += ["--labels.greedy", "true", "--head", "{kind: immediate, epochs: 6}"]
-    asked = "{name: K=2, length: 2}, {name: head, stop: head, threshold: 0.5}"
-    options += ["--eval.sets", "[{name: chat-maths, count: 2}]"]
-    run("recipes/pipeline.py", *options, "--eval.methods", f"[{PLAIN}, {asked}]")
+    options += ["--draft.epochs", "0.4", "--eval.sets", "[{name: chat-maths, count: 2}]"]
+    run("recipes/pipeline.py", *options, "--eval.methods", f"[{PLAIN}, {{name: K=2, length: 2}}]")
 
-    release = plain / "release"
-    options = [*config, *dtype, "--output", served, "--models.draft", release / "draft"]
+    release = plain / "release" / "draft"
+    options = [*config, *dtype, "--output", served, "--models.draft", release]
     options += ["--draft", "null", "--head", "null", "--eval.methods", f"[{PLAIN}]"]
     options += ["--eval.sets", f"[{', '.join(SETS)}]"]
-    asking = {
-        "PYTHONPATH": str((release / "head").absolute()),
-        "DRAFT": str((release / "draft").absolute()),
-        "THRESHOLD": "0.5",
-    }
     at_one = ["--sampling.temperature", "1", "--sampling.top_p", "1"]
     for folder_name, sampling, drawn in (
         ("eval-engines", [], {}),
@@ -88,15 +73,10 @@ def main() -> None:
     ):
         serve = []
         longest = 1 if given.float32 else 2
-        rows: list[tuple[str, str, Path | str, int, dict[str, Any]]] = [
-            ("plain", "draft_model", release / "draft", 2, drawn),
-            ("eagle", "eagle", served / "eagle" / "export", 2, drawn),
-            ("eagle3", "eagle3", served / "eagle3" / "export", longest, drawn),
-            ("head", "custom_class", "vllm_proposer.HeadProposer", 4, {"env": asking}),
-        ]
-        for name, method, draft, length, more in rows:
+        rows = [("plain", "draft_model", release, 2), ("eagle3", "eagle3", export, longest)]
+        for name, method, draft, length in rows:
             speculative = {"method": method, "model": str(draft), "num_speculative_tokens": length}
-            serve += ["--serve", f"{name} K={length}={json.dumps(speculative | more)}"]
+            serve += ["--serve", f"{name} K={length}={json.dumps(speculative | drawn)}"]
         of_folder = ["--eval.folder", folder_name, *sampling]
         run("benchmarks/engines.py", given.vllm, *options, *of_folder, *serve)
 

@@ -144,7 +144,7 @@ class Release(Stage):
             trained, tokens = made["results"], f"{draws} drafted token{'' if draws == 1 else 's'}"
             tokens += " a position"
             if made["config"]["labels"].get("greedy"):  # as it was when the head was trained
-                tokens = "the draft's likeliest token, kept with p as in vLLM's `custom_class`"
+                tokens = "the draft's likeliest token, which is kept with p"
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
             predicted = stage_record(eval_folder(config))["results"].get("predictions")

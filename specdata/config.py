@@ -290,8 +290,8 @@ class LabelsConfig(Config):
     )
     greedy: bool = Field(
         default=False,
-        description="label the draft's likeliest token, which is accepted with p: what an engine "
-        "drafts that does not ask for the draft's distribution (vLLM's custom_class)",
+        description="label the draft's likeliest token, which is accepted with p: what engines "
+        "draft that do not ask for the draft's distribution (llama.cpp, vLLM by default)",
     )
     logits: str | None = Field(
         default=None,

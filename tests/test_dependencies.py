@@ -98,6 +98,5 @@ def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None
     optional = {
         Requirement(line).name for name, lines in EXTRAS.items() if name != "dev" for line in lines
     }
-    beside = {"custom_generate"}  # what lies beside vllm_proposer.py in a released head
-    found = imported - {*sys.stdlib_module_names, *PACKAGES, *PARTS, *beside}
+    found = imported - {*sys.stdlib_module_names, *PACKAGES, *PARTS}
     assert found - optional == declared

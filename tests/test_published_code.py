@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -20,8 +15,6 @@ from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from heads import AcceptanceHead, ImmediateHead
 from heads.inputs import FEATURES
 from heads.remote import write_custom_generate
-from specdata.probability import SamplingConfig, probabilities
-from specdata.storage.files import write_json
 from tests.drive_published_code import drive
 from tests.families import FAMILIES, tiny
 from tests.test_head_inputs import batch
@@ -306,74 +299,3 @@ def test_a_draft_loaded_with_its_code_still_generates_and_assists_as_before(
 ) -> None:
     assert folders.answers["own"] == folders.answers["plain"]
     assert folders.answers["assisted"] == folders.answers["unassisted"]
-
-
-@pytest.mark.parametrize("head", [make_head(), IMMEDIATE["all"]], ids=["specdec++", "immediate"])
-def test_vllms_proposer_drafts_each_text_alike_whatever_row_it_stands_in_and_reads_little(
-    head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = tiny("llama", 0, vocab=VOCABULARY, max_position_embeddings=60).float()
-    draft.save_pretrained(tmp_path / "draft")
-    head = copy.deepcopy(head)
-    torch.nn.init.normal_(head.output.weight, std=0.1)
-    torch.nn.init.constant_(head.output.bias, 0.0)
-    head.save_pretrained(tmp_path)
-    for name in ("vllm_proposer", "custom_generate", "custom_generate.generate"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("vllm_proposer")
-    engine = SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=5),
-        model_config=SimpleNamespace(max_model_len=100, get_vocab_size=lambda: VOCABULARY),
-        device_config=SimpleNamespace(device=torch.device("cpu")),
-    )
-    with pytest.raises(ValueError, match="DRAFT must be the draft's folder, got ''"):
-        module.HeadProposer(engine)
-    monkeypatch.setenv("DRAFT", str(tmp_path / "draft"))
-    monkeypatch.setenv("THRESHOLD", "70")
-    with pytest.raises(ValueError, match="THRESHOLD must be a probability"):
-        module.HeadProposer(engine)
-    monkeypatch.setenv("THRESHOLD", "0.88")
-    proposer, fresh = module.HeadProposer(engine), module.HeadProposer(engine)
-    path, sampling = tmp_path / "config.json", SamplingConfig(0.7, 9, 0.8, 0.1)
-    write_json(path, {**json.loads(path.read_text()), "sampling": asdict(sampling)})
-    logits = 3 * torch.randn(50, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    warped = module.HeadProposer(engine).distributions(logits)
-    torch.testing.assert_close(warped, probabilities(logits, sampling))
-    read: list[int] = []
-    one = module._CachedModel.read
-
-    def counted(model: Any, tokens: list[int], count: int) -> Any:
-        read.append(len(tokens))
-        return one(model, tokens, count)
-
-    def proposed(by: Any, texts: list[list[int]]) -> list[list[int]]:
-        ids = np.zeros((len(texts), 100), dtype=np.int32)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)] = text
-        drafted: list[list[int]] = by.propose([[1]] * len(texts), [*map(len, texts)], ids)
-        return drafted
-
-    random = np.random.default_rng(0)
-    shared = [random.integers(5, VOCABULARY, 20).tolist() for _ in range(2)]
-    texts = [shared[each % 2] + random.integers(5, VOCABULARY, 9).tolist() for each in range(4)]
-    lengths = set()
-    for step in range(8):
-        if step == 3:  # one ends, and one with another's beginning takes its row
-            texts[0] = shared[1] + [6, 7, 8]
-        if step == 5:
-            texts.reverse()
-        expected = [proposed(fresh, [text])[0] for text in texts]
-        with monkeypatch.context() as patched:
-            patched.setattr(module._CachedModel, "read", counted)
-            read.clear()
-            found = proposed(proposer, texts)
-        assert found == expected
-        lengths |= {len(each) for each in found}
-        assert max(read) <= 6 or step in (0, 3)
-        assert sum(size > 6 for size in read) == {0: 4, 3: 1}.get(step, 0)
-        for text, drafted in zip(texts, found, strict=True):
-            text += [*drafted[: random.integers(0, len(drafted) + 1)], int(random.integers(5, 40))]
-    assert len(lengths) > 1
-    proposer.threshold = 1.0  # then the draft's positions end a draft
-    assert [len(each) for each in proposed(proposer, [[7] * 59, [7] * 62])] == [2, 0]

@@ -28,7 +28,6 @@ from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.served import ServedEngine
 from eval.rounds import Round
-from recipes.command import run_tool
 from recipes.config import TOY
 from specdata.config import PromptSet, ServerConfig
 from specdata.models import end_ids, load_model, load_tokenizer
@@ -66,9 +65,9 @@ pytestmark = [
 needs_llama = pytest.mark.skipif(not LLAMA, reason="LLAMA_SERVER names no llama-server")
 
 
-def serve(log: Path, speculative: dict[str, Any] | None = None, **environment: str) -> Any:
+def serve(log: Path, speculative: dict[str, Any] | None = None) -> Any:
     """vLLM on the CPU with the demo's target, in float32."""
-    return vllm(VLLM, str(TARGET), log, speculative, **environment)
+    return vllm(VLLM, str(TARGET), log, speculative)
 
 
 @contextmanager
@@ -126,8 +125,8 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     own = {"train": rollouts, "dev": dev, "draft": DEMO / "draft/model"}
     distilled(DEMO / "pair", folder / "masks", config, **own)
     made["masks"] = (folder / "masks", folder / "masks")
-    run = folder / "run"  # of 200 tokens, with a head for what vLLM drafts
-    given = ["--config", str(TOY), "--toy", "null", "--labels.greedy", "true", "--output", str(run)]
+    run = folder / "run"
+    given = ["--config", str(TOY), "--toy", "null", "--head", "null", "--output", str(run)]
     given += ["--models.target", str(TARGET), "--models.draft", "null"]
     given += ["--draft.init", "{kind: target, layers: 2, vocabulary: 200, align: true}"]
     each = [
@@ -137,13 +136,10 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     ]
     given += ["--draft.epochs", "1", "--rollouts.sets", json.dumps(each)]
     given += ["--eval.sets", "[{name: maths, count: 1}]"]
-    methods = ["{name: plain, decoder: plain}", "{name: K=4, length: 4}"]
-    methods += ["{name: head, stop: head, threshold: 0.6}"]
-    given += ["--eval.methods", f"[{', '.join(methods)}]"]
+    given += ["--eval.methods", "[{name: plain, decoder: plain}, {name: K=4, length: 4}]"]
     pipeline = [sys.executable, "-m", "recipes.command", "pipeline", *given]
     subprocess.run(pipeline, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     made["plain of 200 tokens"] = (run / "draft/model", run / "release/draft")
-    made["head"] = (run / "head/model", run / "release/head")
     return made
 
 
@@ -233,36 +229,6 @@ def test_an_engine_accepts_what_our_decoder_counts(
             counted["drafted"] += length * len(drafting)
             counted["accepted"] += sum(each.accepted for each in drafting) - within
     assert found == counted
-
-
-def test_a_head_ends_drafts_inside_vllm(
-    alone: str,
-    target: Any,
-    prompts: list[list[int]],
-    drafts: dict[str, tuple[Path, Path]],
-    tmp_path: Path,
-) -> None:
-    folder, length = drafts["head"][1], 8
-    speculative = {"method": "custom_class", "model": "vllm_proposer.HeadProposer"}
-    speculative["num_speculative_tokens"] = length
-    environment = {"PYTHONPATH": str(folder), "THRESHOLD": "0.5"}
-    environment["DRAFT"] = str(drafts["plain of 200 tokens"][1])
-    requests = [Request(ids, ("rollout", str(number))) for number, ids in enumerate(prompts)]
-    with (
-        asking(alone, target) as expected,
-        serve(tmp_path / "log", speculative, **environment) as url,
-        asking(url, target) as backend,
-    ):
-        engine = ServedEngine(backend)
-        rounds = [each for ids in prompts for each in engine.generate(ids, "").rounds]
-        for one, other in zip(backend.complete(requests), expected.complete(requests), strict=True):
-            assert one.ids == other.ids  # several at once
-        given = ["--server", url, "--model", "target", "--target", str(TARGET), "--count", "8"]
-        given += ["--texts", "64", "--out", str(tmp_path / "certificate")]
-        assert run_tool("certify", given) == 0
-    lengths = {each.drafted for each in rounds if each.drafted}
-    assert len(lengths) > 2, lengths
-    assert max(lengths) <= length
 
 
 def test_rollouts_and_labels_through_vllm_are_those_of_the_local_target(

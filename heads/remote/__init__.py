@@ -1,10 +1,9 @@
 """Code that published folders carry, for users who have transformers and not this project.
 
 `modeling_heads.py` has the heads of each kind as transformers models, `generate.py` is speculative
-decoding with block verification and the heads' stopping rule, and `vllm_proposer.py` asks a head
-inside vLLM, by what is in `generate.py`. They import torch and transformers only, so they repeat
-what is written elsewhere in this project, and `tests/test_published_code.py` keeps them equal.
-Nothing here imports them: they are copied.
+decoding with block verification and the heads' stopping rule. They import torch and transformers
+only, so they repeat what is written elsewhere in this project, and `tests/test_published_code.py`
+keeps them equal. Nothing here imports them: they are copied.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ def auto_config(kind: str) -> dict[str, Any]:
 
 
 def write_modeling(folder: Path) -> None:
-    """Write what `AutoModel.from_pretrained(folder, trust_remote_code=True)` and vLLM run."""
-    for name in (f"{MODELING}.py", "vllm_proposer.py"):
-        write_text(folder / name, _source(name))
+    """Write what `AutoModel.from_pretrained(folder, trust_remote_code=True)` runs."""
+    write_text(folder / f"{MODELING}.py", _source(f"{MODELING}.py"))
 
 
 def write_custom_generate(folder: Path) -> None:
