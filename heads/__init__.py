@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from specdata import __version__
 
 if TYPE_CHECKING:
-    from heads.model import AcceptanceHead, BaseHead, ImmediateHead
+    from heads.model import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 
-__all__ = ["AcceptanceHead", "BaseHead", "ImmediateHead", "__version__"]
+__all__ = ["AcceptanceHead", "BaseHead", "ConfidenceHead", "ImmediateHead", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from specdata.config import MOST_TIMES, Config, Count, Few
 from specdata.errors import ConfigError
 
-Kind = Literal["specdec++", "immediate"]
+Kind = Literal["specdec++", "immediate", "confidence"]
 Tracker = Literal["none", "tensorboard", "wandb"]
 FeatureName = Literal[
     "hidden_before",
@@ -41,10 +41,12 @@ class TrainingDefaults:
         steps: without `head.epochs` as many passes as make so many steps,
         passes: but at least and at most so many. An immediate head learns few rows by heart: after
             107 passes over 162 rows it was worse than chance.
+        rate: the peak of the learning rate: so much over the width of states, but at most so much.
     """
 
     steps: int
     passes: tuple[int, float]
+    rate: tuple[float, float]
     weight_decay: float
     warmup_ratio: float
     defaults: Mapping[str, Any]
@@ -53,15 +55,25 @@ class TrainingDefaults:
 
 TRAINING: dict[Kind, TrainingDefaults] = {
     "specdec++": TrainingDefaults(
-        400, (3, math.inf), 0.0, 0.03, {}, ("width", "features", "draws")
+        400, (3, math.inf), (5e-5 * 4096, 1e-3), 0.0, 0.03, {}, ("width", "features", "draws")
     ),
     "immediate": TrainingDefaults(
         1500,
         (12, 24),
+        (math.inf, 2e-3),
         0.01,
         0.05,
         {"depth": 0, "rejection_weight": 1.0, "batch_size": 12, "micro_batch_size": 12},
         ("mixing", "rejection_weight"),
+    ),
+    "confidence": TrainingDefaults(
+        1500,
+        (12, 24),
+        (2.5, 2e-2),
+        0.01,
+        0.05,
+        {"depth": 0, "rejection_weight": 1.0, "batch_size": 12, "micro_batch_size": 12},
+        ("depth", "width", "features", "mixing"),
     ),
 }
 
@@ -78,20 +90,21 @@ def check_depths(kind: Kind, depths: int) -> None:
 class HeadConfig(Config):
     """Settings of the head and of its training.
 
-    The defaults are those of SpecDec++ (2405.19715); `kind: immediate` has its own where the
+    The defaults are those of SpecDec++ (2405.19715); the other kinds have their own where the
     descriptions say so.
     """
 
     kind: Kind = Field(
         "specdec++",
         description="specdec++: the published head, on the state after the token; immediate: ours, "
-        "on what is known once the token is drawn, and better",
+        "on what is known once the token is drawn, and better; confidence: one linear map of the "
+        "state before the token, as engines ask it of DSpark drafts",
     )
     depth: Few = Field(
         3,
         ge=0,
         description="residual blocks, 0 is a linear head [immediate: layers after the sum of what "
-        "it reads, 0]",
+        "it reads, 0; not of confidence]",
     )
     width: Count = Field(64, ge=1, description="width of its layers [immediate alone]")
     features: tuple[FeatureName, ...] = Field(
@@ -103,40 +116,43 @@ class HeadConfig(Config):
         0.15,
         ge=0.0,
         lt=1.0,
-        description="share of positions that keep the target's token [specdec++ alone: ours judges "
-        "each token after the target's own text]",
+        description="share of positions that keep the target's token [specdec++ alone: the others "
+        "judge each token after the target's own text]",
     )
     draws: Few = Field(
         1,
         ge=1,
         description="drafted tokens a position in one pass, of those that the labels hold; the "
-        "next pass takes the next ones [immediate alone]",
+        "next pass takes the next ones [not of specdec++]",
     )
     rejection_weight: float = Field(
         6.0,
         gt=0.0,
-        description="weight of rejections in the loss, acceptances weigh 1 [specdec++ alone]",
+        description="weight of rejections in the loss, acceptances weigh 1 [confidence: 1; not of "
+        "immediate]",
     )
     epochs: int | None = Field(
         None,
         ge=1,
         le=MOST_TIMES,
         description="passes over the training rows; null: as many as make 400 steps, at least 3 "
-        "[immediate: 1500 steps, 12 to 24 passes]",
+        "[immediate, confidence: 1500 steps, 12 to 24 passes]",
     )
     batch_size: Count = Field(
-        32, ge=1, description="rows a step, over all processes [immediate: 12]"
+        32, ge=1, description="rows a step, over all processes [immediate, confidence: 12]"
     )
     micro_batch_size: Count = Field(
         8,
         ge=1,
-        description="rows a forward pass, per process; does not change the result [immediate: 12]",
+        description="rows a forward pass, per process; does not change the result [immediate, "
+        "confidence: 12]",
     )
     learning_rate: float | None = Field(
         None,
         gt=0.0,
         description="Adam's peak rate, then cosine; null: the paper's 5e-5 for states of width "
-        "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3]",
+        "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3; confidence: 6e-4 "
+        "for that width, at most 2e-2]",
     )
     save_steps: Count = Field(200, ge=1, description="steps between checkpoints")
     report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")
@@ -150,8 +166,10 @@ class HeadConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_its_kind(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("kind") == "immediate":
-            return {**TRAINING["immediate"].defaults, **given}
+        if isinstance(given, Mapping):
+            for kind, training in TRAINING.items():
+                if kind == given.get("kind"):
+                    return {**training.defaults, **given}
         return given
 
     @model_validator(mode="after")
@@ -186,7 +204,8 @@ class HeadConfig(Config):
         """The largest learning rate, for a draft whose states have this width."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return 2e-3 if self.kind == "immediate" else min(1e-3, 5e-5 * 4096 / hidden_size)
+        of_width, most = TRAINING[self.kind].rate
+        return min(most, of_width / hidden_size)
 
     def stored_settings(self) -> dict[str, Any]:
         """The settings that decide the head, and not how it is trained, as JSON values."""

@@ -1,13 +1,14 @@
 """Asking a head about the tokens of a draft under way, one at a time: what decoding pays for.
 
 A small draft takes half a millisecond a token on a CPU, where a head as torch modules takes a third
-of that. So there both kinds of heads are asked by the fewest operations that give the same logits,
+of that. So there heads are asked by the fewest operations that give the same logits,
 which `tests/test_head_inputs.py` holds equal, and by operations that drafting has just run: after
 a forward every other call costs its cache misses, a few microseconds each (in numpy twice as many).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import log
 from typing import Protocol, cast
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.inputs import FEATURES, LEAST_CHANCE, DrawnToken, captured_state, under_way
-from heads.model import AcceptanceHead, BaseHead, ImmediateHead, ResidualBlock
+from heads.model import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead, ResidualBlock
 
 ROWS = 4096
 """Of an embedding that are read at a time."""
@@ -34,7 +35,9 @@ def judge_of(head: BaseHead) -> Judge:
     if on_cpu and type(head) is ImmediateHead:
         return ImmediateJudge(head)
     if on_cpu and type(head) is AcceptanceHead:
-        return ResidualJudge(head)
+        return ResidualJudge(head.blocks, head.output)
+    if on_cpu and type(head) is ConfidenceHead:
+        return ResidualJudge((), head.output)
     return TorchJudge(head)
 
 
@@ -115,15 +118,15 @@ class ImmediateJudge:
 
 
 class ResidualJudge:
-    """Asks SpecDec++'s head on a CPU; its weights are copied."""
+    """Asks SpecDec++'s head or a linear one on a CPU; its weights are copied."""
 
     @torch.no_grad()
-    def __init__(self, head: AcceptanceHead) -> None:
-        self._blocks = [_weights(cast(ResidualBlock, block).linear) for block in head.blocks]
-        self._output, self._bias = head.output.weight[0].clone(), float(head.output.bias)
+    def __init__(self, blocks: Iterable[nn.Module], output: nn.Linear) -> None:
+        self._blocks = [_weights(cast(ResidualBlock, block).linear) for block in blocks]
+        self._output, self._bias = output.weight[0].clone(), float(output.bias)
 
     def logit(self, drawn: DrawnToken) -> float:
-        """See `Judge.logit`: of the token before this one, by the state that this is drawn from."""
+        """See `Judge.logit`: by the state that this token is drawn from."""
         x = captured_state(drawn).to(self._output.dtype)
         for weight, bias in self._blocks:
             x = nn.functional.silu(torch.addmv(bias, weight, x)).add_(x)

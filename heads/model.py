@@ -1,4 +1,4 @@
-"""Acceptance heads: what both kinds share, SpecDec++'s as published, and ours, without its lag."""
+"""Acceptance heads: what all kinds share, SpecDec++'s, and two without its lag."""
 
 from __future__ import annotations
 
@@ -58,17 +58,21 @@ class BaseHead(
         draft: str | None,
         sampling: dict[str, Any] | None,
         probe: Sequence[float] | None,
+        rejection_weight: float = 1.0,
     ) -> None:
         if hidden_size < 1 or depth < 0:
             raise ValueError(
                 f"a head needs hidden_size >= 1 and depth >= 0, got {hidden_size} and {depth}"
             )
+        if not 0.0 < rejection_weight < math.inf:
+            raise ValueError(f"rejection_weight must be positive, got {rejection_weight}")
         super().__init__()
         self.hidden_size = hidden_size
         self.depth = depth
         self.draft = draft
         self.sampling = sampling
         self.probe = probe
+        self.rejection_weight = rejection_weight
 
     @property
     def sampling_config(self) -> SamplingConfig:
@@ -204,10 +208,7 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
         sampling: dict[str, Any] | None = None,
         probe: Sequence[float] | None = None,
     ) -> None:
-        if not 0.0 < rejection_weight < math.inf:
-            raise ValueError(f"rejection_weight must be positive, got {rejection_weight}")
-        super().__init__(hidden_size, depth, draft, sampling, probe)
-        self.rejection_weight = rejection_weight
+        super().__init__(hidden_size, depth, draft, sampling, probe, rejection_weight)
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(depth))
         self.output = nn.Linear(hidden_size, 1)
 
@@ -250,7 +251,6 @@ class ImmediateHead(BaseHead):
 
     kind: ClassVar[Kind] = "immediate"
     lag: ClassVar[int] = 0
-    rejection_weight = 1.0
     number_means: Tensor
     number_deviations: Tensor
 
@@ -336,5 +336,51 @@ class ImmediateHead(BaseHead):
         return logits
 
 
-KINDS: dict[str, type[BaseHead]] = {head.kind: head for head in (AcceptanceHead, ImmediateHead)}
+class ConfidenceHead(BaseHead):
+    """Predict whether the target accepts a drafted token, by one linear map of the state before it.
+
+    That is the form of the slot in DSpark drafts, whose states are [h ; markov_w1[token before]],
+    and the one head that engines ask. It sees neither the token nor its distribution.
+
+    Args:
+        hidden_size: H, the width of the draft's hidden state.
+        rejection_weight: as of `AcceptanceHead`.
+    """
+
+    kind: ClassVar[Kind] = "confidence"
+    lag: ClassVar[int] = 0
+    reads = ("hidden_before",)
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        rejection_weight: float = 1.0,
+        draft: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        probe: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(hidden_size, 0, draft, sampling, probe, rejection_weight)
+        self.output = nn.Linear(hidden_size, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the raw acceptance logit of the token drawn from a state: (..., H) -> (...).
+
+        Raises ValueError if the last dimension is not H.
+        """
+        self._check_width("hidden states", hidden, self.hidden_size)
+        # Autocast would quietly run the layer in half precision.
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits: Tensor = self.output(hidden.to(self.output.weight.dtype))
+        return logits.squeeze(-1)
+
+    def logits(self, drafted: DraftedTokens) -> Tensor:
+        """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`."""
+        logits: Tensor = self(drafted.before())
+        return logits
+
+
+KINDS: dict[str, type[BaseHead]] = {
+    head.kind: head for head in (AcceptanceHead, ImmediateHead, ConfidenceHead)
+}
 """Every kind of head by its name in config.json."""

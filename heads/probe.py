@@ -12,7 +12,7 @@ from specdata.draft_models.depths import depths_of
 from specdata.draft_models.states_draft import reads_states
 from specdata.draft_models.taps import BOUND, probe_error, probe_ids, probe_values
 from specdata.errors import ConfigError
-from specdata.lm_head import hidden_states
+from specdata.lm_head import hidden_states, width_of_states
 from specdata.sampling import SamplingConfig
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
     """
     if not reads_states(draft.config):
         check_depths(head.kind, depths_of(draft))
-    size = int(draft.get_output_embeddings().weight.shape[-1])
+    size = width_of_states(draft)
     if head.hidden_size != size:
         raise ConfigError(
             f"the head reads states of width {head.hidden_size}, and this draft has {size}: give "

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from heads.config import TRAINING, HeadConfig
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
-from heads.model import AcceptanceHead, BaseHead, ImmediateHead
+from heads.model import KINDS, AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.prepared import (
     MOMENTS,
     Checkpoint,
@@ -34,7 +34,7 @@ from heads.probe import probe_of
 from heads.rows import HeadRow, LabelRows, TrainingInputs, feature_scales, labels_of, micro_batches
 from specdata.errors import TrainingDivergedError
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
-from specdata.lm_head import check_hidden_states
+from specdata.lm_head import check_hidden_states, width_of_states
 from specdata.models import positions
 from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
@@ -113,9 +113,9 @@ def train_head(
         seed: of initial weights, order and mixing. How dev rows are read never changes.
         sampling: the distribution under which the labels were made; recorded with the head.
     """
-    longest, is_ours = positions(draft.config), config.kind == "immediate"
-    train_rows = LabelRows.read("train", train, longest, with_draws=is_ours)
-    dev_rows = LabelRows.read("dev", dev, longest, with_draws=is_ours)
+    longest, is_late = positions(draft.config), KINDS[config.kind].lag > 0
+    train_rows = LabelRows.read("train", train, longest, with_draws=not is_late)
+    dev_rows = LabelRows.read("dev", dev, longest, with_draws=not is_late)
     if (out / METRICS_NAME).is_file():
         if is_main():
             # Those of a run that was killed right before its end.
@@ -240,8 +240,9 @@ class Training:
         self.inputs = TrainingInputs(
             draft, head.reads, head.sampling_config, config, longest, self.seed
         )
-        if config.kind == "immediate":
+        if not head.lag:
             self.inputs.keep(self.train_rows)
+        if isinstance(head, ImmediateHead):
             head = self._new_head(feature_scales(self.inputs, self.train_rows))
         if checkpoint is not None:
             head.load_state_dict(checkpoint.weights)
@@ -260,17 +261,20 @@ class Training:
         """An untrained head of the kind that is asked for, the same one for the same seed."""
         draft, config = self.draft, self.config
         about: dict[str, Any] = {
-            "hidden_size": int(draft.get_output_embeddings().weight.shape[-1]),
-            "depth": config.depth,
+            "hidden_size": width_of_states(draft),
             "draft": draft.name_or_path or None,
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "probe": probe_of(draft),
         }
         with torch.random.fork_rng(devices=[]):  # layers initialise from the global generator
             torch.manual_seed(self.seed)
+            weight = config.rejection_weight
             if config.kind == "specdec++":
-                return AcceptanceHead(rejection_weight=config.rejection_weight, **about)
+                return AcceptanceHead(depth=config.depth, rejection_weight=weight, **about)
+            if config.kind == "confidence":
+                return ConfidenceHead(rejection_weight=weight, **about)
             return ImmediateHead(
+                depth=config.depth,
                 embedding_size=int(draft.get_input_embeddings().weight.shape[-1]),
                 reads=config.features,
                 width=config.width,

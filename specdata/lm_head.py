@@ -74,6 +74,11 @@ def hidden_states(
     return states.to(input_ids.device)
 
 
+def width_of_states(model: PreTrainedModel) -> int:
+    """H of a model's last hidden states, by a forward: its configuration need not say it."""
+    return hidden_states(model, torch.zeros(1, 1, dtype=torch.long, device=model.device)).shape[-1]
+
+
 def body_of(model: PreTrainedModel) -> nn.Module:
     """A language model without its output embedding."""
     # Llama 4 calls its body another name than the one by which it says that it goes.

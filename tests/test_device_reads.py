@@ -16,7 +16,7 @@ from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
-from heads import AcceptanceHead, BaseHead, ImmediateHead
+from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.inputs import FEATURES
 from specdata import probability
 from specdata.probability import SamplingConfig, draw, draw_one
@@ -100,6 +100,7 @@ torch.manual_seed(0)  # a head that expects nothing would have `cost` stop
 HEADS: dict[str, BaseHead] = {
     "specdec++": AcceptanceHead(hidden_size=SIZE, depth=1),
     "immediate": ImmediateHead(hidden_size=SIZE, reads=[*FEATURES]),
+    "confidence": ConfidenceHead(hidden_size=SIZE),
 }
 
 

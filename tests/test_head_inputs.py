@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import AcceptanceHead, BaseHead, ImmediateHead
+from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.config import DEFAULT_FEATURES
 from heads.inputs import FEATURES, DraftedTokens, Feature, under_way
 from heads.judge import TorchJudge, judge_of
@@ -192,17 +192,18 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("kind", [AcceptanceHead, ImmediateHead])
+@pytest.mark.parametrize("kind", [AcceptanceHead, ImmediateHead, ConfidenceHead])
 def test_a_saved_head_loads_offline_with_its_weights_and_settings_by_any_class(
     kind: type[BaseHead], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sampling = {"temperature": 0.7, "top_k": 50, "top_p": 1.0}
-    given: dict[str, Any] = {"hidden_size": HIDDEN, "depth": 2, "draft": "org/draft"}
+    given: dict[str, Any] = {"hidden_size": HIDDEN, "draft": "org/draft"}
     given |= {"sampling": sampling, "probe": [0.5, -1.25]}
-    given |= {"rejection_weight": 3.0} if kind is AcceptanceHead else {"reads": [*READS["vectors"]]}
-    head = kind(**given) if kind is AcceptanceHead else make_head(**given)
+    given |= {} if kind is ConfidenceHead else {"depth": 2}
+    given |= {"reads": [*READS["vectors"]]} if kind is ImmediateHead else {"rejection_weight": 3.0}
+    head = make_head(**given) if kind is ImmediateHead else kind(**given)
     head.save_pretrained(tmp_path / "a")
-    for loader in (BaseHead, ImmediateHead, AcceptanceHead):
+    for loader in (BaseHead, ImmediateHead, AcceptanceHead, ConfidenceHead):
         loaded = loader.from_pretrained(tmp_path / "a")
         assert type(loaded) is kind
         assert not loaded.training
@@ -246,11 +247,14 @@ def test_a_feature_that_was_added_is_judged_by_its_definition(
     assert judge_of(head).logit(drawn[-1]) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_the_published_head_is_judged_as_it_does(depth: int) -> None:
-    """Of the token before the one that was drawn last, by the state that this is drawn from."""
+@pytest.mark.parametrize("depth", [0, 2, None])
+def test_heads_of_states_alone_are_judged_as_they_do(depth: int | None) -> None:
+    """By the state that the last token was drawn from: of it, or the published of the one before"""
     torch.manual_seed(0)
-    head, drawn = AcceptanceHead(hidden_size=HIDDEN, depth=depth).eval(), drafted_tokens(3)
+    head: Any = ConfidenceHead(hidden_size=HIDDEN, rejection_weight=2.0)
+    if depth is not None:
+        head = AcceptanceHead(hidden_size=HIDDEN, depth=depth)
+    drawn = drafted_tokens(3)
     expected = float(head(drawn[1].state).detach())
     judges = judge_of(head), TorchJudge(head)
     assert type(judges[0]) is not TorchJudge

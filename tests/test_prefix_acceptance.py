@@ -12,7 +12,7 @@ from eval.drafting.stopping.cost import Cost, CostEstimates
 from eval.drafting.stopping.logistic import OnlineLogistic, sigmoid
 from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 from eval.rounds import Round
-from heads import AcceptanceHead, BaseHead, ImmediateHead
+from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.inputs import under_way
 
 WIDTH = 8
@@ -38,8 +38,9 @@ def tokens(count: int) -> list[DraftedToken]:
     ]
 
 
-def test_every_token_counts_as_the_head_judges_it_when_it_is_drawn() -> None:
-    head, drafted = immediate(), tokens(5)
+@pytest.mark.parametrize("head", [immediate(), ConfidenceHead(hidden_size=WIDTH)], ids=type)
+def test_every_token_counts_as_the_head_judges_it_when_it_is_drawn(head: BaseHead) -> None:
+    drafted = tokens(5)
     prefix_acceptance = PrefixAcceptance(head)
     for _ in range(2):  # a second round starts afresh
         prefix_acceptance.begin()

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
-from heads import AcceptanceHead, ImmediateHead
+from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.inputs import FEATURES
 from heads.remote import write_custom_generate
 from tests.drive_published_code import drive
@@ -90,9 +90,18 @@ def make_immediate_head(*reads: str) -> ImmediateHead:
     return head.eval()
 
 
-IMMEDIATE = {
+def make_confidence_head() -> ConfidenceHead:
+    torch.manual_seed(7)
+    head = ConfidenceHead(hidden_size=HIDDEN, rejection_weight=3.0)
+    torch.nn.init.normal_(head.output.weight, std=1.0)
+    torch.nn.init.constant_(head.output.bias, 2.0)
+    return head.eval()
+
+
+WITHOUT_LAG: dict[str, BaseHead] = {
     "all": make_immediate_head(*FEATURES),
     "default": make_immediate_head("hidden_before", "embedding", "log_q"),
+    "confidence": make_confidence_head(),
 }
 
 
@@ -150,7 +159,7 @@ SAME = [
     case("opt, projected", longest=4),
     *(
         case(head=name, threshold=threshold, seed=seed, tokens=40)
-        for name in IMMEDIATE
+        for name in WITHOUT_LAG
         for seed, threshold in enumerate((0.4, 0.8))
     ),
     case(head="all", threshold=0.7, temperature=0.7, top_k=9, top_p=0.8),
@@ -173,7 +182,7 @@ def ours(
         rule = {"stop": "head", "threshold": arguments["threshold"], "limit": limit}
     config = DecodeConfig(verifier="block", **rule, **case["warps"])
     decoder = SpeculativeDecoder.from_config(
-        models[case["target"]], models[case["draft"]], config, IMMEDIATE.get(case["head"], head)
+        models[case["target"]], models[case["draft"]], config, WITHOUT_LAG.get(case["head"], head)
     )
     return decoder.generate(
         torch.tensor(case["prompt"][0]),
@@ -208,7 +217,7 @@ class Folders:
             model.save_pretrained(root / name)
         self.head = root / "head"
         self.made.save_pretrained(self.head)
-        for name, made in IMMEDIATE.items():
+        for name, made in WITHOUT_LAG.items():
             made.save_pretrained(root / name)
         write_custom_generate(root / "llama: draft")
         refused = [
@@ -222,7 +231,7 @@ class Folders:
             "whole": str(root / "llama: draft"),
             "head": str(self.head),
             "hidden": HEAD_VALUES.tolist(),
-            "heads": {name: str(root / name) for name in IMMEDIATE},
+            "heads": {name: str(root / name) for name in WITHOUT_LAG},
             "judged": {
                 "head": "all",
                 "features": {
@@ -251,7 +260,7 @@ def test_auto_model_gives_the_heads_logits(folders: Folders) -> None:
     logits = loaded(HEAD_VALUES).detach()
     torch.testing.assert_close(torch.tensor(folders.answers["logits"]), logits)
     assert float(logits.std()) > 0.1
-    logits = IMMEDIATE["all"].logits(batch(2, *JUDGED)).detach()
+    logits = WITHOUT_LAG["all"].logits(batch(2, *JUDGED)).detach()
     found = torch.tensor(folders.answers["judged"])
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     assert float(logits.std()) > 0.1

@@ -16,7 +16,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
-from heads import AcceptanceHead, BaseHead, ImmediateHead
+from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from recipes.papers.replay import Counts, Times, oracle_counts, replayed
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
@@ -120,6 +120,8 @@ GIVEN = {"stop": "cost", "draft_seconds": 0.1, "token_seconds": 1.0}
         ("specdec++", GIVEN),
         ("immediate", {"stop": "head", "threshold": 0.5}),
         ("immediate", GIVEN),
+        ("confidence", {"stop": "head", "threshold": 0.5}),
+        ("confidence", GIVEN),
     ],
     ids=str,
 )
@@ -132,11 +134,12 @@ def test_greedy_decoding_drafts_as_far_as_replay_of_what_it_decoded(
     with torch.no_grad():  # some tokens are rejected, most are not
         draft.lm_head.weight += 0.25 * noise
     torch.manual_seed(5)
-    head: BaseHead = (
-        AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0)
-        if kind == "specdec++"
-        else ImmediateHead(hidden_size=16, width=16, depth=1)
-    ).eval()
+    made: dict[str, BaseHead] = {
+        "specdec++": AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0),
+        "immediate": ImmediateHead(hidden_size=16, width=16, depth=1),
+        "confidence": ConfidenceHead(hidden_size=16, rejection_weight=6.0),
+    }
+    head = made[kind].eval()
     torch.nn.init.normal_(head.output.weight, std=1.5)
     config = DecodeConfig(temperature=0.0, **parameters)
     decoder = SpeculativeDecoder.from_config(target, draft, config, head)

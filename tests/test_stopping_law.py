@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +24,8 @@ from eval.drafting.stopping import (
 from eval.drafts import DraftTree
 from eval.rounds import Round
 from eval.verifiers import VERIFIERS
-from heads import AcceptanceHead, BaseHead, ImmediateHead
+from heads import BaseHead, ImmediateHead
+from heads.model import KINDS
 
 V, DEEPEST, WIDTH = 3, 3, 8
 Path = tuple[int, ...]
@@ -46,7 +47,7 @@ def every_case() -> dict[str, Case]:
     for kind in STOPPING_RULES.values():
         for number, example in enumerate(kind.examples):
             rule = kind.model_validate(example)
-            for head in ("specdec++", "immediate") if rule.reads_head else ("",):
+            for head in KINDS if rule.reads_head else ("",):
                 made[f"{kind.name}-{number}-{head}".rstrip("-")] = rule, head
     return made
 
@@ -77,12 +78,13 @@ EMBEDDINGS = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(3))
 def head_of(kind: str) -> BaseHead | None:
     if not kind:
         return None
-    torch.manual_seed(5 if kind == "specdec++" else 39)
-    head: BaseHead = (
-        AcceptanceHead(hidden_size=WIDTH, depth=1, rejection_weight=6.0)
-        if kind == "specdec++"
-        else ImmediateHead(hidden_size=WIDTH, width=8, depth=1)
-    )
+    torch.manual_seed({"specdec++": 5, "immediate": 39, "confidence": 2}[kind])
+    settings: dict[str, Any] = {
+        "specdec++": {"depth": 1, "rejection_weight": 6.0},
+        "immediate": {"width": 8, "depth": 1},
+        "confidence": {"rejection_weight": 6.0},
+    }
+    head: Any = KINDS[kind](**{"hidden_size": WIDTH, **settings[kind]})
     if isinstance(head, ImmediateHead):
         for layer in head.vectors.values():
             torch.nn.init.normal_(cast(nn.Linear, layer).weight)

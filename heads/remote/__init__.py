@@ -17,6 +17,7 @@ from specdata.storage.files import write_text
 MODELS = {
     "specdec++": ("AcceptanceHead", "acceptance_head"),
     "immediate": ("ImmediateHead", "immediate_acceptance_head"),
+    "confidence": ("ConfidenceHead", "confidence_acceptance_head"),
 }
 MODELING = "modeling_heads"
 

@@ -208,8 +208,8 @@ class _PrefixAcceptance:
     """The probability, by a head, that all tokens of the draft under way are accepted.
 
     SpecDec++'s head, whose `lag` is 1, judges a token from the draft's state after it, which exists
-    once the next token can be drawn; until then the newest token counts as accepted. Heads of kind
-    immediate judge a token when it is drawn.
+    once the next token can be drawn; until then the newest token counts as accepted. Heads of other
+    kinds judge a token when it is drawn.
     """
 
     def __init__(self, head: Any, draft: Any) -> None:
@@ -228,7 +228,7 @@ class _PrefixAcceptance:
         self.drafted += 1
         if self.drafted <= self.head.lag:
             return self.product
-        if self.head.lag:
+        if self.head.reads_state_alone:
             logit = self.head(state)
         else:
             ids = distribution.new_tensor(token, dtype=torch.long)

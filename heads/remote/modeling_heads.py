@@ -2,7 +2,8 @@
 
 A head predicts whether the target will accept a drafted token: SpecDec++'s (Huang et al.,
 arXiv:2405.19715) from the draft's last hidden state after it consumed the token, the immediate one
-from what is known of the token once it is drawn. The file needs torch and transformers only.
+from what is known of the token once it is drawn, that of kind confidence from the state before it.
+The file needs torch and transformers only.
 """
 
 from __future__ import annotations
@@ -69,10 +70,12 @@ class AcceptanceHeadModel(PreTrainedModel):  # type: ignore[misc]
 
     Attributes:
         lag: tokens that must be drawn after a token before the head judges it.
+        reads_state_alone: what its forward takes.
     """
 
-    config_class = AcceptanceHeadConfig
+    config_class: type[PretrainedConfig] = AcceptanceHeadConfig
     lag = 1
+    reads_state_alone = True
 
     def __init__(self, config: AcceptanceHeadConfig) -> None:
         super().__init__(config)
@@ -97,6 +100,22 @@ class AcceptanceHeadModel(PreTrainedModel):  # type: ignore[misc]
                 state = block(state)
             logits: Tensor = self.output(state)
         return logits.squeeze(-1)
+
+
+class ConfidenceHeadConfig(AcceptanceHeadConfig):
+    """The same settings, without blocks."""
+
+    model_type = "confidence_acceptance_head"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "depth": 0})
+
+
+class ConfidenceHeadModel(AcceptanceHeadModel):
+    """One linear map of the draft's last hidden state, of the token that is drawn from it."""
+
+    config_class = ConfidenceHeadConfig
+    lag = 0
 
 
 class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
@@ -143,6 +162,7 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
 
     config_class = ImmediateHeadConfig
     lag = 0
+    reads_state_alone = False
 
     def __init__(self, config: ImmediateHeadConfig) -> None:
         super().__init__(config)
