@@ -336,11 +336,11 @@ class ImmediateHead(BaseHead):
         return logits
 
 
-class ConfidenceHead(BaseHead):
+class ConfidenceHead(BaseHead, paper_url="https://arxiv.org/abs/2607.05147"):
     """Predict whether the target accepts a drafted token, by one linear map of the state before it.
 
-    That is the form of the slot in DSpark drafts, whose states are [h ; markov_w1[token before]],
-    and the one head that engines ask. It sees neither the token nor its distribution.
+    That is the form of DSpark's (2607.05147), whose states are [h ; markov_w1[token before]], and
+    the one head that engines ask. It sees neither the token nor its distribution.
 
     Args:
         hidden_size: H, the width of the draft's hidden state.
