@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from specdata.draft_models.draft_vocabulary import ReducedOutput
+from specdata.draft_models.draft_vocabulary import ReducedOutput, narrow_logits
 from specdata.lm_head import LMHead
 
 T = TypeVar("T")
@@ -58,11 +58,14 @@ def chunked_loss(
     linear = head.embedding
     if is_narrow:
         assert isinstance(linear, ReducedOutput)
+        # Not the rows of the matrix: under ZeRO-3 it has none here.
+        at_once = at_once or positions_at_once(len(linear.vocabulary_ids))
+        if not linear.is_matrix:
+            with narrow_logits(head.model):
+                return chunked_loss(states, head, loss, at_once=at_once)
     elif type(linear) is not nn.Linear:
         linear = None
-    # Not the rows of the matrix: under ZeRO-3 it has none here.
-    width = len(linear.vocabulary_ids) if isinstance(linear, ReducedOutput) else head.vocabulary
-    size = at_once or positions_at_once(width)
+    size = at_once or positions_at_once(head.vocabulary)
     if not torch.is_grad_enabled():
         logits = head.logits if linear is None else partial(_linear_logits, head, linear)
         parts = (loss(logits(states[chunk]), chunk) for chunk in chunks(states, size))

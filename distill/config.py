@@ -39,7 +39,9 @@ Reporter = Literal["tensorboard", "wandb"]
 
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""Targets whose last layer a draft in EAGLE-3's layout can begin with."""
+"""Targets that a draft in an engine's layout can begin with."""
+BLOCK = 7
+"""Tokens that a draft in DSpark's layout proposes after one forward, as published ones do."""
 
 
 class InitConfig(Config):
@@ -62,10 +64,16 @@ class InitConfig(Config):
         description="with kind states: the target's states that are read; 0 enters the first of n "
         "layers, n leaves the last (default: 2, n/2, n - 3 and n)",
     )
-    layout: Literal["eagle3"] | None = Field(
+    layout: Literal["eagle3", "dspark"] | None = Field(
         default=None,
-        description="with kind states: one that vLLM and SGLang load (`draftsmith export`; "
-        "layers: 1), eagle3 (default taps 2, n/2 and n - 3), or ours, which learns faster",
+        description="with kind states: one that engines load (`draftsmith export`; default taps 2, "
+        "n/2 and n - 3), eagle3 (layers: 1) or dspark (new layers, which draft a block after one "
+        "forward), or ours",
+    )
+    block: Few | None = Field(
+        default=None,
+        ge=2,
+        description=f"with layout dspark: tokens drafted after one forward (default: {BLOCK})",
     )
     vocabulary: int | None = Field(
         default=None,
@@ -101,11 +109,17 @@ class InitConfig(Config):
             raise ValueError(f"align needs kind target, whose layers are cut, got {self.kind}")
         if self.taps is not None and self.kind != "states":
             raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
-        if self.layout is not None and (self.kind != "states" or self.layers != 1):
+        if self.layout is not None and self.kind != "states":
+            raise ValueError(f"layout {self.layout} needs kind states, got {self.kind}")
+        if self.layout == "eagle3" and self.layers != 1:
+            raise ValueError(f"layout eagle3 needs layers: 1, got {self.layers}")
+        if self.layout == "dspark" and not isinstance(self.layers, int):
             raise ValueError(
-                f"layout {self.layout} needs kind states and layers: 1, got kind {self.kind} and "
-                f"layers: {self.layers}"
+                f"layers must be how many with layout dspark, whose layers are new, got "
+                f"{self.layers}"
             )
+        if self.block is not None and self.layout != "dspark":
+            raise ValueError(f"block needs layout dspark, got layout {self.layout}")
         if self.taps is not None and self.taps != sorted(set(self.taps)):
             raise ValueError(f"taps must be in order, each once, got {self.taps}")
         return self
@@ -131,6 +145,11 @@ class InitConfig(Config):
         """
         taps = sorted({min(2, count), count // 2, max(count - 3, 0), count})
         check_taps(taps := self.taps or (taps[:-1] if self.layout else taps), count)
+        if self.layout == "dspark" and taps[-1] == count:
+            raise ConfigError(
+                f"draft.init.taps must be at most {count - 1} with layout dspark, got {taps}: "
+                "llama.cpp hands out what enters a layer, and nothing of the last one's"
+            )
         return taps
 
 
@@ -141,8 +160,8 @@ def check_layout(layout: str | None, kind: str | None, target: str) -> None:
     """
     if layout and kind and kind not in KINDS:
         raise ConfigError(
-            f"draft.init.layout {layout} needs a target of {', '.join(KINDS)}, whose last layer it "
-            f"begins with, and {target} is {kind}: leave layout out"
+            f"draft.init.layout {layout} needs a target of {', '.join(KINDS)}, whose last layer or "
+            f"norm it begins with, and {target} is {kind}: leave layout out"
         )
 
 

@@ -25,6 +25,7 @@ from transformers import (
 
 from distill.batches import check_context
 from distill.config import ARCHITECTURES, InitConfig
+from distill.dspark import first_dspark
 from distill.eagle import first_eagle3
 from distill.states import can_be_silenced, fit_inputs, fit_rows, llama_draft, silence
 from distill.toy import language_model
@@ -100,7 +101,10 @@ def make_initial(
                 model = cut(whole, record["layers"])
             else:
                 record["taps"] = taps = config.taps_of(count)
-            if config.layout is not None:
+            if config.layout == "dspark":
+                special = load_tokenizer(str(target)).all_special_ids
+                model = first_dspark(whole, taps, rollouts, config, special, seed)
+            elif config.layout is not None:
                 model = first_eagle3(whole, taps, rollouts)
             elif config.kind == "states":
                 model, normed = _silent(whole, record, rollouts, seed)

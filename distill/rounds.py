@@ -8,6 +8,8 @@ kind of draft (`Place`):
 - a draft on its target's states reads it once for each place, first after the target's states, then
   after its own of the time before, as while decoding (training-time test: Li et al. 2025, EAGLE-3,
   arXiv:2503.01840);
+- a draft in blocks (`draft_models.dspark`) reads blocks behind the target's states, of which
+  training samples some;
 - a draft with masks (`draft_models.depths`) reads it once, and behind it the masks of the rounds
   that begin in it, each of which sees the text up to its round and the masks before it. Training
   keeps them of fewer rounds the deeper they stand (PARD, arXiv:2504.18583, section 3), so
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from datasets import Dataset
@@ -28,6 +30,7 @@ from transformers import DynamicCache, PreTrainedModel
 from distill.batches import tokens_of
 from specdata.cache import cache_argument
 from specdata.draft_models.depths import MASK, add_masks, depths_of
+from specdata.draft_models.dspark import BlockModel, read_blocks
 from specdata.draft_models.states_draft import before, states_input, without_first
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, body_of
@@ -37,6 +40,8 @@ DECAY = 0.8
 """Weight of each place of a round over the one before it (EAGLE-3's)."""
 KEPT, LEAST_KEPT = 0.7, 0.2
 """Share of the rounds of depth d - 1 that are kept at depth d, and the least share of all."""
+ANCHORS, BLOCKS = 0.25, 256
+"""Share of the blocks of a text that training reads, and blocks that are read at a time."""
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -78,7 +83,10 @@ def along_rounds(
         dropping: a number, other in each step, that decides which rounds lose their masks; None:
             none does.
     """
-    if taps is not None:
+    reads = states_input(draft.model)
+    if taps is not None and reads is not None and reads.blocks:
+        yield from in_blocks(draft.model, ids, taps, count, begins=begins, dropping=dropping)
+    elif taps is not None:
         everywhere = torch.ones_like(ids, dtype=torch.bool)
         for states in readings(draft.model, ids, taps, count, begins):
             yield Place(states, everywhere)
@@ -129,6 +137,46 @@ def readings(
         same = [read_at == read_at[:, None] - back for back in range(step, -1, -1)]
         began = at <= places[..., None] - (step + 1)  # up to where the round of each position did
         visible = torch.cat([began, *(each.expand(len(ids), -1, -1) for each in same)], dim=-1)
+
+
+def in_blocks(
+    model: PreTrainedModel,
+    ids: Tensor,
+    taps: Tensor,
+    count: int,
+    *,
+    begins: Tensor | None = None,
+    dropping: int | None = None,
+) -> Iterator[Place]:
+    """The states of a draft in blocks that begin along texts (`draft_models.dspark`).
+
+    State s at position t is that of slot s of the block that began at t - s; beyond its last slot,
+    that one. Training reads `ANCHORS` of the blocks. Arguments are those of `along_rounds`.
+    """
+    (rows, length), size = ids.shape, depths_of(model)
+    row = torch.arange(rows, device=ids.device)[:, None]
+    at = torch.arange(length, device=ids.device).expand(rows, -1)
+    begin = at if begins is None else window(begins)
+    share = 1.0
+    if dropping is not None:  # evenly spread
+        rank = (begin + dropping * GOLDEN**2) * GOLDEN % 1.0
+        kept = max(1, round(ANCHORS * begin.shape[1]))
+        share, begin = kept / begin.shape[1], begin.gather(1, rank.argsort(dim=1)[:, :kept])
+    parts = (
+        read_blocks(cast(BlockModel, body_of(model)), ids, taps, part, size).last_hidden_state
+        for part in torch.split(begin, BLOCKS, dim=1)
+    )
+    read = torch.cat([*parts], dim=1)  # (B, A, size, H + r)
+    for step in range(count):
+        states = read.new_zeros(rows, length, read.shape[-1])
+        states = states.index_put((row, begin), read[:, :, min(step, size - 1)])
+        is_kept = torch.zeros_like(ids, dtype=torch.bool)
+        is_kept[row, begin] = True
+        yield Place(
+            nn.functional.pad(states, (0, 0, step, 0))[:, :length],
+            nn.functional.pad(is_kept, (step, 0))[:, :length],
+            share,
+        )
 
 
 def after_masks(
@@ -215,11 +263,11 @@ def with_masks(
 ) -> None:
     """Let drafts with the same weights learn to propose `depths` tokens after one forward.
 
-    With 1, as many as they have learnt to.
+    With 1, as many as they have learnt to. Those on their target's states need none.
     """
     if depths == 1:
         depths = depths_of(drafts[0])
-    if depths == 1:
+    if depths == 1 or states_input(drafts[0]) is not None:
         return
     used, longest, completion = {*special}, 0, 0
     for row in chain.from_iterable(map(tokens_of, rollouts)):

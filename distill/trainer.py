@@ -28,6 +28,7 @@ from distill.teacher import Part, Teacher, TopLogitsTeacher
 from distill.training import Schedule, training_arguments, whole_batches
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
+from specdata.draft_models.dspark import MarkovOutput
 from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.states_draft import TargetStates, reads_states, states_input
 from specdata.draft_models.taps import decoder_layers
@@ -100,7 +101,9 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         ids, attention = inputs["input_ids"], inputs["attention_mask"]  # (B, T)
         is_learnt = inputs["labels"][:, 1:] != IGNORED  # (B, T - 1): N of them
         taught, taps = self.teacher.columns(inputs), self._taps(inputs)
-        places = depths_of(base_of(self.student)) if taps is None else self.settings.readings
+        places = depths_of(base_of(self.student))
+        if taps is not None and places == 1:
+            places = self.settings.readings
         weights = weights_of(places)
 
         def forward() -> Tensor:  # of the engine's module: it prepares for it
@@ -120,7 +123,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
                     # Learnt positions whose round began at one that is learnt.
                     is_read = of_round(is_learnt, step) & place.kept[:, :-1]
                     of_place = taught
-                    if step:
+                    if step or place.share < 1:
                         of_place = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
                     total = total + weight / place.share * chunked_loss(
                         place.states[:, :-1][is_read],
@@ -189,6 +192,9 @@ def draft_trainer(
     if config.freeze_embeddings or states_input(base_of(student)) is not None:
         _freeze_embeddings(student)
     record = TargetStates.of(student.config) if reads_states(student.config) else None
+    output = base_of(student).get_output_embeddings()
+    if isinstance(output, MarkovOutput) and len(output.vocabulary_ids) == output.vocabulary:
+        output.weight.requires_grad = False  # engines take the target's own
     if record and has_taps(train) and not {*record.taps} <= {*train[0][TAPS]}:
         logger.warning(
             "the rollouts keep the taps %s, and the draft reads %s: the target reads the rollouts "

@@ -172,7 +172,8 @@ def find_lm_head(model: PreTrainedModel) -> LMHead:
     vocabulary = model(input_ids=ids, use_cache=False).logits.shape[-1]
     if getattr(embedding, "weight", None) is not None:
         states = hidden_states(model, ids)
-        if isinstance(states, Tensor) and embedding.weight.shape[-1] == states.shape[-1]:
+        width = getattr(embedding, "in_features", embedding.weight.shape[-1])
+        if isinstance(states, Tensor) and width == states.shape[-1]:
             for logit_transform in _logit_transforms(model):
                 if all(
                     _agrees(model, embedding, logit_transform, ids, large)

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
+from specdata.draft_models.dspark import dspark_class
 from specdata.draft_models.eagle import eagle3_class
 from specdata.draft_models.states_draft import (
     KEY,
@@ -143,12 +144,15 @@ def read_model(
             architecture = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
         kind = architecture
         options["config"] = config
-    layout = TargetStates.of(config).layout if reads_states(config) else None
-    if layout is not None:
+    record = TargetStates.of(config) if reads_states(config) else None
+    is_ours = record is not None and not (record.layout or record.blocks)
+    if record and record.blocks:
+        kind = dspark_class(kind)
+    elif record and record.layout:
         kind = eagle3_class(kind)
-    elif reads_states(config):
+    elif is_ours:
         kind = states_class(kind)
-    if is_reduced(config) and layout is None:
+    if is_reduced(config) and (record is None or is_ours):
         kind = reduced_class(kind, getattr(config, SIZE))
     model, info = kind.from_pretrained(
         source,

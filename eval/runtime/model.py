@@ -26,6 +26,7 @@ from eval.runtime.layout import Layout, pack, places
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.recurrent import keeping_states, mixers_of
 from eval.runtime.sequence import (
+    BlockSequence,
     CachedSequence,
     Forward,
     MaskedSequence,
@@ -110,6 +111,7 @@ class CachedModel:
         self.reads_states = states_input(model) is not None
         self._capture_hidden = capture_hidden or self.reads_states
         self.depths = min(depths_of(model), deepest) if deepest > 1 else 1
+        self.in_blocks = (reads := states_input(model)) is not None and reads.blocks is not None
         self._taps = tuple(taps)
         ids = draft_vocabulary_ids(model)
         self._vocabulary_ids = None if ids is None else ids[ids < vocabulary]
@@ -131,7 +133,7 @@ class CachedModel:
         self.refresh_graphs()
         # Flash attention takes no mask; its causal attention is aligned as ours is.
         self._takes_masks = takes_masks(model)
-        self.packs = can_pack(model) and self.depths == 1
+        self.packs = can_pack(model) and self.depths == 1 and not self.in_blocks
         # Some of its layers make masks of their own, of what they are given here.
         self._has_rules = self._takes_masks and has_rules(model)
         self._cache_argument = cache_argument(model)
@@ -150,7 +152,9 @@ class CachedModel:
 
     def _empty_sequence(self, slot: int, sampling: SamplingConfig) -> CachedSequence:
         kind = RecurrentSequence if self._recurrent else CachedSequence
-        if self.reads_states:
+        if self.in_blocks:
+            kind = BlockSequence
+        elif self.reads_states:
             kind = StatesSequence
         elif self.depths > 1:
             kind = MaskedSequence
@@ -188,7 +192,8 @@ class CachedModel:
         sequence = self._prompted(1)
         for count, logits_to_keep in appends:
             self.run(sequence.append(self._different(count), logits_to_keep))
-        if not self._takes_masks or self.depths > 1:  # the layers of the latter read no nodes
+        # The layers of the latter read no nodes.
+        if not self._takes_masks or self.depths > 1 or self.in_blocks:
             nodes = ()
         for count in nodes:
             self.run(sequence.append_tree(self._different(count), [0] * count))
@@ -308,13 +313,14 @@ class CachedModel:
         read, masks = sequence.with_masks(forward), sequence.masks
         if read is None:
             return Outputs(*sequence.drafted(forward))
-        layout = read.layout()
+        layout = sequence.seen(read.layout())
         at = [min(each, self.positions - 1) for each in layout.positions]  # masks may stand beyond
         outputs = self._run_single(read, replace(layout, positions=at))
         root, (logits, states, _) = sequence.length + len(forward.tokens) - 1, outputs
-        sequence.look_ahead(logits[-masks:], None if states is None else states[-masks:], root)
-        kept = slice(-read.logits_to_keep, -masks)
-        return Outputs(logits[kept], None if states is None else states[kept])
+        ahead, kept = len(logits) - masks, len(logits) - read.logits_to_keep
+        sequence.look_ahead(logits[ahead:], None if states is None else states[ahead:], root)
+        kept_rows = slice(kept, ahead)
+        return Outputs(logits[kept_rows], None if states is None else states[kept_rows])
 
     def _run_slot(
         self,

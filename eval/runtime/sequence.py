@@ -19,6 +19,7 @@ from torch import Tensor
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
 from specdata.draft_models.depths import MASK
+from specdata.draft_models.dspark import BlockInput
 from specdata.draft_models.states_draft import states_input, without_first
 from specdata.probability import SamplingConfig
 
@@ -461,13 +462,23 @@ class MaskedSequence(RereadSequence):
         """Whether a forward's tokens are drafted ones; `crop` and `pieces` keep the kinds apart."""
         return self._is_held or len(forward.tokens) == len(forward.parents) + forward.drafted
 
+    @property
+    def mask(self) -> int:
+        """The token that it reads for those that are not known yet."""
+        mask: int = getattr(self.model.model.config, MASK)
+        return mask
+
     def with_masks(self, forward: Forward) -> Forward | None:
         """The forward that reads a forward's tokens and the masks; None if it reads no token."""
         if self._is_drafted(forward):
             return None
         assert forward.drafted + len(forward.parents) == 0
-        tokens = forward.tokens + [getattr(self.model.model.config, MASK)] * self.masks
+        tokens = forward.tokens + [self.mask] * self.masks
         return Forward(self, tokens, forward.logits_to_keep + self.masks)
+
+    def seen(self, layout: Layout) -> Layout:
+        """What tokens and masks attend to."""
+        return layout
 
     def look_ahead(self, logits: Tensor, states: Tensor | None, root: int) -> None:
         """Draft from what a forward gave at the masks behind the token at `root`: (D - 1, ...)."""
@@ -491,3 +502,63 @@ class MaskedSequence(RereadSequence):
             self._read += len(forward.tokens)
         super().commit(forward, layout, states, taps)
         self.forwards -= is_drafted
+
+
+class BlockSequence(MaskedSequence):
+    """A sequence of a draft that drafts in blocks (`draft_models.dspark`).
+
+    Of committed tokens it reads the target's states, but of the last one, the anchor, which is read
+    again as long as the target has not read it. What a drafted token adds is a bias of the logits.
+    """
+
+    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+        super().__init__(model, slot, sampling)
+        self._target: CachedSequence | None = None
+        embedding = states_input(model.model)
+        assert isinstance(embedding, BlockInput)
+        self._embedding = embedding
+
+    @property
+    def mask(self) -> int:
+        """The target's token that the draft was trained with."""
+        return self._embedding.blocks.mask
+
+    def follow(self, target: CachedSequence) -> None:
+        """Read the states of a target's sequence; without one, as in a warm-up, they are 0."""
+        self._target = target
+
+    def seen(self, layout: Layout) -> Layout:
+        """What contexts and the block attend to: the block to all of itself."""
+        count, size = len(layout.positions), self.masks + 1
+        visible = torch.ones(count, layout.start + count, dtype=torch.bool).tril(layout.start)
+        visible[count - size :] = True
+        return replace(layout, visible=visible)
+
+    def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
+        """(n, 2 H + r) what the draft reads of contexts and a block, (n,) ids."""
+        embedding, contexts = self._embedding, len(forward.tokens) - self.masks - 1
+        block = ids[contexts:]
+        before = torch.full_like(block, -1)
+        before[0] = block[0]
+        states = embedding.weight.new_zeros(contexts, embedding.states.in_features)
+        if self._target is not None and self._target.taps is not None:
+            states = self._target.taps[self.length : self.length + contexts]
+        return torch.cat([embedding.contexts(states), embedding.slots(block, before)])
+
+    def drafted(self, forward: Forward) -> tuple[Tensor, Tensor | None]:
+        """Logits and states of a forward's tokens, of which the bias alone is computed."""
+        logits, states = super().drafted(forward)
+        output = self.model.model.get_output_embeddings()
+        markov = self._embedding.markov(torch.tensor(forward.tokens, device=logits.device))
+        if states is not None:
+            states = torch.cat([states[:, : -markov.shape[-1]], markov], dim=-1)
+        return logits + output.bias_by(markov), states
+
+    def commit(
+        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
+    ) -> None:
+        """Take account of a forward that has run, whose last token was an anchor."""
+        is_drafted, read = self._is_drafted(forward), self._read
+        super().commit(forward, layout, states, taps)
+        if not is_drafted:
+            self._read = read + len(forward.tokens) - 1

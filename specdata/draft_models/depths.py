@@ -2,7 +2,7 @@
 
 Behind the last token they read D - 1 masks, one token again and again, which stand for tokens that
 are not known yet (PARD, An et al. 2025, arXiv:2504.18583; `pard_token` in a draft's config.json, as
-vLLM and TensorRT-LLM read it). Drafts on their target's states have none.
+vLLM and TensorRT-LLM read it), or they draft in blocks (`draft_models.dspark`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DEPTHS = "depths"
 
 def depths_of(model: Any) -> int:
     """D: tokens that a draft proposes after one forward. Raises ConfigError without its mask."""
-    if states_input(model) is not None:
-        return 1
+    if (reads := states_input(model)) is not None:
+        return reads.blocks.size if reads.blocks else 1
     depths, mask = getattr(model.config, DEPTHS, 1), getattr(model.config, MASK, None)
     if depths == 1:
         return 1
@@ -52,11 +52,17 @@ def add_masks(model: Any, depths: int, used: Iterable[int]) -> None:
         return
     weight = model.get_input_embeddings().weight
     ids = sorted({token for token in used if token < len(weight)})
-    free = max({*range(len(weight))} - {*ids}, default=None)
-    if free is None:
-        raise ConfigError(
-            "draft.depths needs a token of the draft that no text holds, for its mask, and all "
-            f"{len(weight)} are in the rollouts or special"
-        )
+    free = unused_token(ids, len(weight))
     weight[free] = weight[ids].mean(dim=0)
     setattr(model.config, MASK, free)
+
+
+def unused_token(used: Iterable[int], vocabulary: int) -> int:
+    """The last token that no text holds, for a mask. Raises ConfigError if there is none."""
+    free = max({*range(vocabulary)} - {*used}, default=None)
+    if free is None:
+        raise ConfigError(
+            f"a mask must be a token that no text holds, and all {vocabulary} of the model are in "
+            "the rollouts or special: leave draft.depths or draft.init.layout dspark out"
+        )
+    return int(free)

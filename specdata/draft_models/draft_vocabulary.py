@@ -38,6 +38,7 @@ class ReducedOutput(nn.Module):
     Of (N, H) weight, (N,) bias or None, and (N,) int64 increasing ids of the N tokens among V.
     """
 
+    is_matrix = True  # alone makes the logits, of `before(states)`
     vocabulary_ids: Tensor
 
     def __init__(
@@ -51,13 +52,27 @@ class ReducedOutput(nn.Module):
         # Follows from d2t, which the model itself stores.
         self.register_buffer("vocabulary_ids", vocabulary_ids, persistent=False)
 
+    @property
+    def in_features(self) -> int:
+        """H of the states that it reads."""
+        return self.weight.shape[1]
+
     def before(self, states: Tensor) -> Tensor:
         """(..., H) states -> (..., H) what the matrix multiplies."""
         return states
 
+    def scores(self, states: Tensor) -> Tensor:
+        """(..., H) states -> (..., N) logits of the tokens that can be proposed."""
+        return nn.functional.linear(self.before(states), self.weight, self.bias)
+
+    def keep(self, rows: Tensor) -> None:
+        """Propose some of the tokens alone; `rows` are those of `vocabulary_ids`."""
+        self.weight = nn.Parameter(self.weight.detach()[rows].clone())
+        self.vocabulary_ids = self.vocabulary_ids[rows]
+
     def forward(self, states: Tensor) -> Tensor:
         """(..., H) states -> (..., V) logits, -inf at the other tokens; see `narrow_logits`."""
-        logits = nn.functional.linear(self.before(states), self.weight, self.bias)
+        logits = self.scores(states)
         if self.is_narrow:
             return logits
         everywhere = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
@@ -112,11 +127,11 @@ def reduce_vocabulary(model: PreTrainedModel, vocabulary_ids: Sequence[int]) -> 
             f"ids of the draft's tokens must be from 0 to {vocabulary - 1}, and at least one"
         )
     ids = ids.to(output.weight.device)
-    weight = output.weight.detach()[ids].clone()
-    if isinstance(output, ReducedOutput):  # of all tokens, as of a new draft in EAGLE-3's layout
-        output.weight, output.vocabulary_ids = nn.Parameter(weight), ids
+    if isinstance(output, ReducedOutput):  # of all tokens, as of a new draft in an engine's layout
+        output.keep(ids)
         install_output(model, output)
         return
+    weight = output.weight.detach()[ids].clone()
     bias = None if output.bias is None else output.bias.detach()[ids].clone()
     install_output(model, ReducedOutput(weight, bias, ids, vocabulary))
 

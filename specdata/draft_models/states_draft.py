@@ -53,12 +53,27 @@ class Norms:
     norm_output: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How a draft in DSpark's form drafts (`draft_models.dspark`).
+
+    Attributes:
+        size: tokens after one forward.
+        mask: the target's token that stands for those not known yet.
+        rank: of the bias by the token before.
+    """
+
+    size: PositiveInt
+    mask: NonNegativeInt
+    rank: PositiveInt
+
+
 class TargetStates(Config):
     """What config.json says of the target whose states a draft reads (`taps.record_of`).
 
-    `layout` is the norms of EAGLE-3's; `model_type` that of the layers, where the file's own is
-    `MODEL_TYPE`; `output_bias` is true where their architecture has no bias of the logits, and
-    this draft has.
+    `layout` is the norms of EAGLE-3's, `blocks` are DSpark's; `model_type` is that of the layers,
+    where the file's own is `MODEL_TYPE`; `output_bias` is true where their architecture has no bias
+    of the logits, and this draft has.
     """
 
     taps: list[NonNegativeInt] = Field(min_length=1)
@@ -66,6 +81,7 @@ class TargetStates(Config):
     width: PositiveInt
     probe: list[float] = Field(min_length=1)
     layout: Norms | None = None
+    blocks: Blocks | None = None
     model_type: str = ""
     output_bias: bool = False
 
@@ -85,10 +101,12 @@ class StatesInput(nn.Module):
 
     Attributes:
         reads_first: whether the first token of a text, which nothing precedes, is read by others.
+        blocks: of a draft that drafts in blocks.
         read_target: ids (B, T) -> the target's taps (B, T, states) along them.
     """
 
     reads_first = True
+    blocks: Blocks | None = None
 
     def __init__(self, tokens: nn.Embedding, width: int, taps: int, size: int) -> None:
         super().__init__()

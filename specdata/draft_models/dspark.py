@@ -1,0 +1,204 @@
+"""Drafts in DSpark's form: a block of tokens after one forward (published for Qwen3 by DeepSpec).
+
+A block stands behind the context: the last token of the text, its anchor, and masks for the tokens
+that are not known yet. Each layer makes keys and values of the context from the target's states
+there (`fc`, then `hidden_norm`), and the block attends to the context and to the whole of itself.
+Slot i gives logits of the token behind it, through the target's output matrix, and a bias by the
+token that came before, W2 w1[token] (a Markov chain's, of rank r). So a block's tokens are drawn in
+order, without another forward.
+
+What enters the layers is [context; block; w1] of width 2 H + r, where a token has the one or the
+other; what leaves them is [h; w1] of width H + r, of which logits are one linear map. So all other
+code sees an ordinary draft, and a head on its states reads what DSpark's confidence head reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model, Qwen3RMSNorm
+
+from specdata.draft_models.draft_vocabulary import SIZE, ReducedOutput, install_output
+from specdata.draft_models.states_draft import Blocks, StatesInput, TargetStates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class BlockInput(StatesInput):
+    """The input embedding: of contexts the target's states, of a block's tokens the target's own.
+
+    `markov` (V, r) is w1. The mask is one of the target's tokens, since engines embed it as such.
+    """
+
+    blocks: Blocks
+
+    def __init__(
+        self, tokens: nn.Embedding, taps: int, size: int, blocks: Blocks, epsilon: float
+    ) -> None:
+        super().__init__(tokens, tokens.embedding_dim, taps, size)
+        del self.token, self.own_token, self.own_state
+        self.hidden_norm = Qwen3RMSNorm(tokens.embedding_dim, eps=epsilon)
+        self.markov = nn.Embedding(tokens.num_embeddings, blocks.rank)
+        self.blocks, self.width = blocks, tokens.embedding_dim
+
+    def contexts(self, states: Tensor) -> Tensor:
+        """(..., 2 H + r) inputs of tokens of the context, by the target's states (..., F)."""
+        context = self.hidden_norm(self.states(states.to(self.weight.dtype)))
+        return nn.functional.pad(context, (0, self.width + self.blocks.rank))
+
+    def slots(self, ids: Tensor, before: Tensor) -> Tensor:
+        """(..., 2 H + r) inputs of the tokens and masks (...) of blocks.
+
+        `before` is the token before the one that each slot proposes; -1 where it is not known yet.
+        """
+        markov = self.markov(before.clamp(min=0)).masked_fill(before[..., None] < 0, 0.0)
+        return nn.functional.pad(torch.cat([self.tokens(ids), markov], -1), (self.width, 0))
+
+
+class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
+    """A decoder layer over (B, n, 2 H + r), whose contexts stay as they are."""
+
+    def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
+        """(B, n, 2 H + r) -> the same shape."""
+        context, x, markov = split(hidden_states, self.hidden_size)
+        read = torch.where(context.any(dim=-1, keepdim=True), context, self.input_layernorm(x))
+        attended, _ = self.self_attn(hidden_states=read, **named)
+        x = x + attended
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return torch.cat([context, x, markov], dim=-1)
+
+
+class BlockNorm(nn.Module):
+    """The norm behind the last layer: (..., 2 H + r) -> (..., H + r)."""
+
+    def __init__(self, norm: nn.Module, width: int) -> None:
+        super().__init__()
+        self.norm, self.width = norm, width
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Of the block alone."""
+        _, x, markov = split(states, self.width)
+        return torch.cat([self.norm(x), markov], dim=-1)
+
+
+class MarkovOutput(ReducedOutput):
+    """The output embedding: (..., H + r) states -> logits, of which `markov` (N, r) is the bias."""
+
+    is_matrix = False
+
+    def __init__(self, weight: Tensor, markov: Tensor, ids: Tensor, vocabulary: int) -> None:
+        super().__init__(weight, None, ids, vocabulary)
+        self.markov = nn.Parameter(markov)
+
+    @property
+    def in_features(self) -> int:
+        """H + r."""
+        return self.weight.shape[1] + self.markov.shape[1]
+
+    def scores(self, states: Tensor) -> Tensor:
+        """(..., H + r) states -> (..., N) logits of the tokens that can be proposed."""
+        x, markov = torch.split(states, [self.weight.shape[1], self.markov.shape[1]], dim=-1)
+        return nn.functional.linear(x, self.weight) + self.bias_by(markov)
+
+    def bias_by(self, markov: Tensor) -> Tensor:
+        """(..., r) w1 of tokens -> (..., N) the bias of logits behind them."""
+        return nn.functional.linear(markov, self.markov)
+
+    def keep(self, rows: Tensor) -> None:
+        """Propose some of the tokens alone; `rows` are those of `vocabulary_ids`."""
+        super().keep(rows)
+        self.markov = nn.Parameter(self.markov.detach()[rows].clone())
+
+
+class BlockModel(Qwen3Model):  # type: ignore[misc]
+    """The layers. Along a text, given as ids, it drafts block after block, from the first token on.
+
+    So its state at t is that of slot t mod block, with the text's own token there as `before`.
+    """
+
+    def forward(self, input_ids: Tensor | None = None, **named: Any) -> Any:
+        """(B, T) ids, or (B, n, 2 H + r) `inputs_embeds` -> the last states, (B, T | n, H + r)."""
+        if input_ids is None:
+            return super().forward(**named)
+        reads = cast(BlockInput, self.embed_tokens)
+        length, size = input_ids.shape[1], reads.blocks.size
+        anchors = torch.arange(0, length, size, device=input_ids.device).expand(len(input_ids), -1)
+        output = read_blocks(self, input_ids, reads.read_target(input_ids), anchors, size)
+        output.last_hidden_state = output.last_hidden_state.flatten(1, 2)[:, :length]
+        return output
+
+
+def read_blocks(body: BlockModel, ids: Tensor, taps: Tensor, anchors: Tensor, size: int) -> Any:
+    """What a draft's layers say in blocks along texts: `last_hidden_state` (B, A, size, H + r).
+
+    Args:
+        body: the draft's layers.
+        ids: (B, T) texts, whose tokens count as drawn in the slots before.
+        taps: (B, T, F) the target's states along them.
+        anchors: (B, A) positions at which blocks begin; those of padding have no meaning.
+        size: slots of a block.
+    """
+    reads = cast(BlockInput, body.embed_tokens)
+    (rows, length), device = ids.shape, ids.device
+    count = anchors.shape[1]
+    slot = torch.arange(size, device=device)
+    at = (anchors[..., None] + slot).flatten(1)  # (B, A size)
+    block = torch.arange(count, device=device).repeat_interleave(size)
+    before = ids.gather(1, at.clamp(max=length - 1))
+    tokens = torch.where(slot.repeat(count) == 0, before, reads.blocks.mask)
+    places = torch.cat([torch.arange(length, device=device).expand(rows, -1), at], dim=1)
+    total = places.shape[1]
+    visible = torch.zeros(rows, total, total, dtype=torch.bool, device=device)
+    visible[:, :length, :length] = torch.eye(length, dtype=torch.bool, device=device)
+    begin = anchors.repeat_interleave(size, dim=1)
+    visible[:, length:, :length] = torch.arange(length, device=device) < begin[..., None]
+    visible[:, length:, length:] = block == block[:, None]
+    x = torch.cat([reads.contexts(taps), reads.slots(tokens, before)], dim=1)
+    mask = torch.zeros(visible.shape, dtype=x.dtype, device=device)
+    mask.masked_fill_(~visible, torch.finfo(x.dtype).min)
+    output = Qwen3Model.forward(
+        body,
+        inputs_embeds=x,
+        attention_mask=mask[:, None],
+        position_ids=places.clamp(max=body.config.max_position_embeddings - 1),
+        use_cache=False,
+    )
+    output.last_hidden_state = output.last_hidden_state[:, length:].unflatten(1, (count, size))
+    return output
+
+
+def split(states: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., 2 H + r) -> context (..., H), block (..., H), w1 (..., r)."""
+    rank = states.shape[-1] - 2 * width
+    context, x, markov = torch.split(states, [width, width, rank], dim=-1)
+    return context, x, markov
+
+
+def dspark_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class of models to make and load such drafts with; see `draft_models.states_draft`."""
+
+    class DSpark(architecture):  # type: ignore[misc]
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            record = TargetStates.of(config)
+            assert record.blocks is not None
+            taps, epsilon, width = len(record.taps), config.rms_norm_eps, config.hidden_size
+            body = BlockModel(config)
+            for index in range(config.num_hidden_layers):
+                body.layers[index] = BlockLayer(config, index)
+            body.norm = BlockNorm(body.norm, width)
+            self.model = body
+            size = record.width // taps
+            tokens = body.embed_tokens
+            self.set_input_embeddings(BlockInput(tokens, taps, size, record.blocks, epsilon))
+            rows = tokens.num_embeddings
+            ids = torch.arange(getattr(config, SIZE), device=tokens.weight.device)
+            weight = tokens.weight.new_empty(len(ids), width)
+            markov = weight.new_empty(len(ids), record.blocks.rank)
+            install_output(self, MarkovOutput(weight, markov, ids, rows))
+
+    DSpark.__name__, DSpark.__module__ = architecture.__name__, architecture.__module__
+    return DSpark
