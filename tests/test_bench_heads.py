@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.head_figures.__main__ import RIVALS
 from benchmarks.head_figures.data import DOMAINS
-from benchmarks.head_figures.variants import ABLATION, ALONE, SHIPPED
+from benchmarks.head_figures.variants import ABLATION, ALONE, KINDS, SHIPPED
 from distill.toy import language_model, save_tokenizer, train_tokenizer
 from specdata.toy.corpus import corpus
 
@@ -31,8 +31,8 @@ def test_from_rollouts_to_figures_in_one_command(tmp_path: Path) -> None:
         save_tokenizer(tokenizer, tmp_path / name)
     script = [sys.executable, "-m", "benchmarks.head_figures", "--run", "run"]
     script += ["--pair", "pair", "--draft", "draft", "--out", "out/heads.json"]
-    small = "--train 6 5 4 --dev 4 --test 4 --draws 2 --epochs 1 --parts goals clock --prompts 2"
-    script += small.split()
+    small = "--train 6 5 4 --dev 4 --test 4 --draws 2 --epochs 1 --prompts 2"
+    script += [*small.split(), "--parts", "goals", "kinds", "clock"]
     for attempt in range(2):
         done = subprocess.run(
             script,
@@ -45,8 +45,12 @@ def test_from_rollouts_to_figures_in_one_command(tmp_path: Path) -> None:
         assert ("rollouts: already done" in done.stdout) == bool(attempt)
     report = json.loads((tmp_path / "out" / "heads.json").read_text())
     check(report)
+    kinds = report["kinds"]
+    assert kinds.keys() == {variant.name for variant in KINDS}
     for domain in DOMAINS:
         assert {"fixed", "head"} <= report["clock"][domain]["rules"].keys()
+        judged_on = {(of[domain]["tokens"], of[domain]["kl_constant"]) for of in kinds.values()}
+        assert len(judged_on) == 1, "the same labels judge all kinds"
 
 
 def test_the_committed_clock_report_holds_every_comparison_of_the_contract() -> None:

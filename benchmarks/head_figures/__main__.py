@@ -8,7 +8,8 @@ dev rows and judged on test rows. Intervals are 95 % bootstraps over prompts, wi
 resamples for every comparison.
 
 `goals` trains the shipped head on all three domains and on instructions alone; `ablation` drops one
-ingredient at a time; `clock` decodes. What is missing is made: the pair and the draft (`--pair`,
+ingredient at a time; `kinds` compares how well heads of every kind, max q and the margin predict
+acceptance; `clock` decodes. What is missing is made: the pair and the draft (`--pair`,
 `--draft`; by default those of recipes/configs/toy-full.yaml), then rollouts, labels and heads in
 `--run`. Whatever is finished there is used again, so a killed benchmark goes on; parts that are not
 asked for stay in FILE as they are.
@@ -55,19 +56,20 @@ from benchmarks.head_figures.variants import (
     ABLATION,
     ALONE,
     FULL,
+    KINDS,
     PUBLISHED,
     Variant,
     trained,
 )
 from eval.measuring.environment import describe_environment
 from heads import BaseHead
-from heads.loss import soft_auroc
+from heads.loss import head_metrics, soft_auroc
 from recipes.papers.replay import Times, saving
 from recipes.run import prepare_libraries
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1
-PARTS = ("goals", "ablation", "clock")
+PARTS = ("goals", "ablation", "kinds", "clock")
 RIVALS = ("logit", "cumulative")
 Judged = Mapping[str, tuple[Recorded, Recorded]]
 """Domain -> its dev and test rows."""
@@ -90,6 +92,7 @@ def main() -> None:
             "test": dict.fromkeys(DOMAINS, options.test),
         },
         draws=options.draws,
+        greedy=options.greedy,
         head=FULL.config(options.epochs),
     )
     times = Times(options.draft_seconds, options.target_seconds)
@@ -105,6 +108,7 @@ def main() -> None:
         "goals": lambda: _goals_part(data, judged, times, options),
         "clock": lambda: _clock_part(data, judged, times, options),
         "ablation": lambda: _ablation_part(data, judged, times, options, console),
+        "kinds": lambda: _kinds_part(data, judged, options),
     }
     for part, measure in parts.items():
         if part in options.parts:
@@ -138,6 +142,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dev", type=int, default=256, help="dev rollouts of each domain")
     parser.add_argument("--test", type=int, default=512, help="test rollouts of each domain")
     parser.add_argument("--draws", type=int, default=6, help="labelled draws of each position")
+    parser.add_argument("--greedy", action="store_true", help="label likeliest tokens, as engines")
     parser.add_argument("--epochs", type=int, help="passes of each head (default: the recipe's)")
     parser.add_argument("--small", type=int, default=512, help="rollouts a domain of the ablation")
     parser.add_argument("--passes", type=int, default=3, help="of the ablation's training")
@@ -171,6 +176,7 @@ def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
             "dev": options.dev,
             "test": options.test,
             "draws": options.draws,
+            "greedy": options.greedy,
             "ablation_rollouts": options.small,
             "ablation_passes": options.passes,
             "seeds": options.seeds,
@@ -317,6 +323,21 @@ def _ablation_part(
         yield {"ablation": {**about, "rows": rows}}
 
 
+def _kinds_part(
+    data: Data, judged: Judged, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """How well each kind of head, and each score alone, predicts the labels."""
+    train, kinds = dict(zip(DOMAINS, options.train, strict=True)), {}
+    for variant in KINDS:
+        name = f"kinds, {variant.name}"
+        head = trained(variant, data, train, passes=options.epochs, seed=SEED, name=name)
+        kinds[variant.name] = {
+            domain: asdict(head_metrics(test.logits(head), test.accept, head.rejection_weight))
+            for domain, (_, test) in judged.items()
+        }
+        yield {"kinds": kinds}
+
+
 def _clock_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
@@ -359,6 +380,10 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
             for each in of_each
         ]
         console.print(f"{row['variant']:46}", *shown)
+    for name, of_domain in report.get("kinds", {}).items():
+        numbers = ("auroc", "kl", "ece")
+        found = [" ".join(f"{of_domain[domain][n]:.3f}" for n in numbers) for domain in DOMAINS]
+        console.print(f"{name:46}", *found, sep="  ")
 
 
 def _percent(figure: Mapping[str, float]) -> str:

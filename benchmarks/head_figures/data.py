@@ -60,6 +60,7 @@ def prepare(
     draft: Path,
     counts: Mapping[str, Mapping[str, int]],
     draws: int,
+    greedy: bool,
     head: HeadConfig,
 ) -> Data:
     """Make what is missing.
@@ -70,6 +71,7 @@ def prepare(
         draft: folder of the distilled draft; likewise.
         counts: split -> domain -> prompts.
         draws: drafted tokens a position of the training rollouts.
+        greedy: label the draft's likeliest tokens.
         head: the shipped head, for `train_shipped`.
     """
     if not draft.exists() and pair == DEMO_PAIR:
@@ -85,7 +87,7 @@ def prepare(
             "seed": SEED,
             "models": {"target": str(pair / "target"), "draft": str(draft)},
             "rollouts": {"max_new_tokens": MAX_NEW_TOKENS, "sets": sets},
-            "labels": {"draws": draws},
+            "labels": {"draws": draws, "greedy": greedy},
             "head": head.model_dump(mode="json"),
             # Nothing is evaluated by the recipe; a configuration has to say what would be.
             "eval": {"sets": sets[-1:], "methods": [{"name": "plain", "decoder": "plain"}]},
@@ -101,7 +103,7 @@ def prepare(
     return Data(
         config=config,
         target=config.models.target,
-        draft=load_model(config.models.draft, dtype="float32"),
+        draft=load_model(config.models.draft, dtype="float32", target=config.models.target),
         sampling=config.sampling,
         train=train,
         dev=dev,

@@ -100,6 +100,15 @@ ABLATION = (
     PUBLISHED,
 )
 
+KINDS = (
+    FULL,
+    PUBLISHED,
+    Variant("confidence", {"kind": "confidence"}),
+    # What needs no head, as a curve that is fitted on the same labels.
+    Variant("max q alone", {"features": ("log_q_max",)}),
+    Variant("margin alone", {"features": ("margin",)}),
+)
+
 
 def trained(
     variant: Variant,
