@@ -16,11 +16,12 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.eagle import (
-    RENAMED,
+from distill.engine_layouts import (
+    Layout,
     built,
     config_of,
     ids_of,
+    layout_of,
     not_computed,
     settings_of,
     stored,
@@ -87,11 +88,11 @@ def examine(
             yield Finding("problem", "config.json", each)
         return
     try:
-        tensors = tensors_of(stored(folder), name)
+        tensors = tensors_of(stored(folder), name, layout := layout_of(config))
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
-    findings = [*_of_tensors(tensors)]
+    findings = [*_of_tensors(tensors, layout)]
     yield from findings
     if any(each.kind == "problem" for each in findings):
         return
@@ -166,16 +167,13 @@ def _acceptance(figures: Figures) -> Finding:
     return Finding("ok", "acceptance", text)
 
 
-def _of_tensors(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+def _of_tensors(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[Finding]:
     """Tensors that hold nothing, or what they were filled with before training."""
     untrained = []
     for ours, each in tensors.items():
         if not each.is_floating_point():
             continue
-        name = ours
-        for stored_as, prefix in RENAMED.items():
-            name = name.replace(prefix, stored_as, 1) if ours.startswith(prefix) else name
-        wide = each.float()
+        name, wide = layout.theirs(ours), each.float()
         if not wide.isfinite().all() or not wide.any():
             what = "only zeros" if not wide.any() else "NaN or infinity"
             yield Finding("problem", "tensors", f"{name} holds {what}: it was not trained, or lost")

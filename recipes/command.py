@@ -38,8 +38,8 @@ DOES = {
     "engine": "Measure a served engine on a run's prompts, with and without its draft.",
     "reproduce": "Run a paper's experiments on a pair, and print its tables.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
-    "import": "Read a published EAGLE-3 draft or a SpecDec++ head, to decode with it here.",
-    "export": "Write a draft in EAGLE-3's layout, for engines.",
+    "import": "Read a published EAGLE-3 or DSpark draft, or a SpecDec++ head, to decode with it.",
+    "export": "Write a draft in EAGLE-3's or DSpark's layout, for engines.",
     "doctor": "Examine a published EAGLE-3 draft: why it is accepted or not.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""

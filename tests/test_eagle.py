@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from distill.chunked import chunked_loss
-from distill.eagle import read_eagle3, settings_of
+from distill.engine_layouts import read_published, settings_of
 from distill.rounds import readings
 from eval.analysis.traces import tree_states
 from recipes.command import run_tool
@@ -147,7 +147,7 @@ def test_a_draft_of_each_layout_is_what_its_definition_says(
     model = load_model(str(target))
     vocabulary = model.config.vocab_size
     w = published(tmp_path / "theirs", vocabulary, layout, *flags)
-    draft = read_eagle3(tmp_path / "theirs", model)
+    draft = read_published(tmp_path / "theirs", model)
     text = torch.tensor([5, 9, 31, 4, 17, 8])
     embedding = w.get("embed_tokens.weight", model.get_input_embeddings().weight)
     taps = read_taps(model, TAPS, text[None])[0]
@@ -211,7 +211,7 @@ def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     assert "40 tokens, taps [1, 2]" in capsys.readouterr().out
     model = load_model(str(target))
     mine = load_model(str(tmp_path / "draft"), target=str(target))
-    theirs = read_eagle3(tmp_path / "out", model)
+    theirs = read_published(tmp_path / "out", model)
     ids = torch.tensor([[5, 9, 31, 4, 17, 8]])
     with torch.inference_mode():
         assert torch.equal(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
@@ -270,7 +270,7 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
 def test_training_reads_what_drafting_does(target: Path, tmp_path: Path) -> None:
     model = load_model(str(target))
     published(tmp_path / "theirs", model.config.vocab_size, "eagle", *FLAGS[:3])
-    draft = read_eagle3(tmp_path / "theirs", model)
+    draft = read_published(tmp_path / "theirs", model)
     ids = torch.tensor([[5, 9, 31, 4, 17, 8, 3]])
     first, second, _ = readings(draft, ids, read_taps(model, TAPS, ids), 3)
     torch.testing.assert_close(first[:, 1:], hidden_states(draft, ids)[:, 1:])
@@ -283,7 +283,7 @@ def test_training_reads_what_drafting_does(target: Path, tmp_path: Path) -> None
 def test_gradients_of_the_norm_are_those_of_all_logits(target: Path, tmp_path: Path) -> None:
     model = load_model(str(target))
     published(tmp_path / "theirs", model.config.vocab_size, "eagle")
-    draft = read_eagle3(tmp_path / "theirs", model)
+    draft = read_published(tmp_path / "theirs", model)
     head, output = find_lm_head(draft), draft.get_output_embeddings()
     states = torch.randn(9, H, generator=torch.Generator().manual_seed(0))
     wanted = torch.randn(9, KEPT, generator=torch.Generator().manual_seed(1))
@@ -310,7 +310,7 @@ def test_gradients_of_the_norm_are_those_of_all_logits(target: Path, tmp_path: P
         ("fc.weight", None, "has no tensor fc"),
         ("fc.weight", torch.ones(H, 2 * H), "have another shape"),
         ("midlayer.mlp.up_proj.weight", None, "1 tensors .* are missing"),
-        ("fc_norm.0.weight", torch.ones(H), "are not known .*norm flags"),
+        ("fc_norm.0.weight", torch.ones(H), "are not known .*: flags"),
         ("d2t", torch.full((KEPT,), -1), "d2t .* must give ids below"),
         ("d2t", None, "has no d2t: .* the 40 rows"),
         ("d2t", torch.zeros(KEPT - 1, dtype=int), "d2t .* a number for each of the 40 rows"),
@@ -342,7 +342,7 @@ def test_gradients_of_the_norm_are_those_of_all_logits(target: Path, tmp_path: P
         ("lm_head.weight", torch.tensor(1.0), "lm_head.weight .* rows of floats, .* shape .."),
         ("norm.weight", torch.ones(H, dtype=torch.int8), "must have rows of floats, it is int8"),
         ("t2d", torch.ones(320, dtype=torch.bool), "t2d marks other tokens"),
-        ("layer_types", ["sliding_attention"], "layer_types must be .'full_attention'., the one"),
+        ("layer_types", ["sliding_attention"], "layer_types.0: must be 'full_attention'"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor must be 1.0"),
         ("rope_scaling", {"partial_rotary_factor": 0.5}, "factor in rope_scaling must be 1.0"),
         ("embedding_multiplier", 2.0, "embedding_multiplier must be 1.0, .* it is 2.0"),
@@ -370,7 +370,7 @@ def test_a_folder_that_is_no_published_draft_is_refused_with_what_is_wrong(
     else:
         path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     with pytest.raises(ConfigError, match=message):
-        read_eagle3(folder, model)
+        read_published(folder, model)
 
 
 OF_PUBLISHED: dict[str, Any] = {
@@ -394,7 +394,7 @@ def test_what_published_files_say_beside_is_taken_and_flags_and_scale_wherever_t
     tensors = published(tmp_path / "plain", model.config.vocab_size, "eagle", "norm_before_fc")
 
     def read() -> Tensor:
-        logits: Tensor = read_eagle3(tmp_path / "plain", model)(input_ids=ids).logits
+        logits: Tensor = read_published(tmp_path / "plain", model)(input_ids=ids).logits
         return logits
 
     logits, path = read(), tmp_path / "plain" / "config.json"

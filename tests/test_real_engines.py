@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.engines import started, vllm
 from distill.config import DistilConfig
-from distill.eagle import write_eagle
+from distill.engine_layouts import write_eagle
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.served import ServedEngine

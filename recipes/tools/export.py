@@ -1,17 +1,24 @@
-"""Write a draft in EAGLE-3's layout, for engines.
+"""Write a draft in EAGLE-3's or DSpark's layout, for engines.
 
     draftsmith export DRAFT --out FOLDER [--layout speculators]
+    draftsmith export DRAFT --out FOLDER [--head HEAD]
 
-DRAFT is one of `draft.init.layout: eagle3`, or an imported one.
+DRAFT is one of `draft.init.layout: eagle3` or `dspark`, or an imported one. DSpark's has a slot for
+HEAD, of `head.kind: confidence`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recipes.run import say
 from specdata.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +28,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         choices=("eagle", "speculators"),
-        default="eagle",
-        help="of EAGLE's own code, which vLLM and SGLang load (default), or speculators'",
+        help="of EAGLE-3: of EAGLE's own code, which vLLM and SGLang load (default), or "
+        "speculators'",
     )
+    parser.add_argument("--head", type=Path, help="of DSpark: its acceptance head")
 
 
 def main(given: argparse.Namespace) -> int:
@@ -32,8 +40,38 @@ def main(given: argparse.Namespace) -> int:
         raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
     if given.out.exists():
         raise ConfigError(f"{given.out} exists: give another --out, or remove it")
-    from distill.eagle import write_eagle
+    from distill.engine_layouts import of_layout, write_dspark, write_eagle
 
-    tokens, taps, target = write_eagle(given.folder, given.out, given.layout)
+    in_blocks = of_layout(given.folder)[1].blocks is not None
+    if wrong := given.layout if in_blocks else given.head:
+        raise ConfigError(
+            f"{wrong} cannot be given with {given.folder}: --layout is EAGLE-3's, of which engines "
+            "ask no head, and --head is DSpark's"
+        )
+    if in_blocks:
+        head = given.head and _confidence(given.folder, given.head)
+        tokens, taps, target = write_dspark(given.folder, given.out, head)
+    else:
+        tokens, taps, target = write_eagle(given.folder, given.out, given.layout or "eagle")
     say(f"{given.out}: {tokens:,} tokens, taps {taps}, for {target}")
     return 0
+
+
+def _confidence(draft: Path, source: Path) -> tuple[Tensor, Tensor]:
+    """The weight (1, H + r) and bias (1,) of a head, whose sigmoid is the probability."""
+    from heads import BaseHead, ConfidenceHead
+    from heads.probe import check_head
+    from specdata.models import load_model
+
+    try:
+        head = BaseHead.from_pretrained(source)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(head, ConfidenceHead):
+        raise ConfigError(
+            f"{source} must be a head of kind confidence, the one form that engines ask, and is of "
+            f"kind {head.kind}: train one with head.kind: confidence"
+        )
+    check_head(load_model(str(draft)), head)
+    output = head.output
+    return output.weight.detach(), output.bias.detach() + math.log(head.rejection_weight)

@@ -3,7 +3,7 @@
 Engines serve these. The layer reads a token's embedding and a state beside each other: three states
 of the target, through a matrix (`fc`), or the draft's own. In memory it is transformers' Llama with
 another first layer, input and output embedding, so that it decodes as every draft on its target's
-states does (`draft_models.states_draft`). `distill.eagle` makes and reads them.
+states does (`draft_models.states_draft`). `distill.eagle` makes them.
 """
 
 from __future__ import annotations
