@@ -147,7 +147,7 @@ class InitConfig(Config):
         check_taps(taps := self.taps or (taps[:-1] if self.layout else taps), count)
         if self.layout == "dspark" and taps[-1] == count:
             raise ConfigError(
-                f"draft.init.taps must be at most {count - 1} with layout dspark, got {taps}: "
+                f"taps must be at most {count - 1} with layout dspark, got {taps}: "
                 "llama.cpp hands out what enters a layer, and nothing of the last one's"
             )
         return taps

@@ -102,6 +102,7 @@ def make_initial(
             else:
                 record["taps"] = taps = config.taps_of(count)
             if config.layout == "dspark":
+                record["layers"] = config.layers  # new ones
                 special = load_tokenizer(str(target)).all_special_ids
                 model = first_dspark(whole, taps, rollouts, config, special, seed)
             elif config.layout is not None:

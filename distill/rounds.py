@@ -30,7 +30,7 @@ from transformers import DynamicCache, PreTrainedModel
 from distill.batches import tokens_of
 from specdata.cache import cache_argument
 from specdata.draft_models.depths import MASK, add_masks, depths_of
-from specdata.draft_models.dspark import BlockModel, read_blocks
+from specdata.draft_models.dspark import BlockInput, BlockModel, read_blocks
 from specdata.draft_models.states_draft import before, states_input, without_first
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, body_of
@@ -151,8 +151,10 @@ def in_blocks(
     """The states of a draft in blocks that begin along texts (`draft_models.dspark`).
 
     State s at position t is that of slot s of the block that began at t - s; beyond its last slot,
-    that one. Training reads `ANCHORS` of the blocks. Arguments are those of `along_rounds`.
+    that one, with the bias by the token at t. Training reads `ANCHORS` of the blocks. Arguments are
+    those of `along_rounds`.
     """
+    reads = cast(BlockInput, states_input(model))
     (rows, length), size = ids.shape, depths_of(model)
     row = torch.arange(rows, device=ids.device)[:, None]
     at = torch.arange(length, device=ids.device).expand(rows, -1)
@@ -168,8 +170,12 @@ def in_blocks(
     )
     read = torch.cat([*parts], dim=1)  # (B, A, size, H + r)
     for step in range(count):
+        there = read[:, :, min(step, size - 1)]
+        if step >= size:
+            token = ids.gather(1, (begin + step).clamp(max=length - 1))
+            there = torch.cat([there[..., : reads.width], reads.markov(token)], dim=-1)
         states = read.new_zeros(rows, length, read.shape[-1])
-        states = states.index_put((row, begin), read[:, :, min(step, size - 1)])
+        states = states.index_put((row, begin), there)
         is_kept = torch.zeros_like(ids, dtype=torch.bool)
         is_kept[row, begin] = True
         yield Place(
@@ -263,11 +269,11 @@ def with_masks(
 ) -> None:
     """Let drafts with the same weights learn to propose `depths` tokens after one forward.
 
-    With 1, as many as they have learnt to. Those on their target's states need none.
+    With 1, as many as they have learnt to; those on their target's states have no masks to learn.
     """
-    if depths == 1:
+    if depths == 1 and states_input(drafts[0]) is None:
         depths = depths_of(drafts[0])
-    if depths == 1 or states_input(drafts[0]) is not None:
+    if depths == 1:
         return
     used, longest, completion = {*special}, 0, 0
     for row in chain.from_iterable(map(tokens_of, rollouts)):

@@ -300,6 +300,18 @@ class Method(Config):
         of_trees = {"tree": len(self.widths), "dynamic_tree": self.depth}
         return of_trees.get(self.drafter, self.stop.longest)
 
+    def check_block(self, size: int) -> None:
+        """Refuse to draft longer paths than a draft's block; what a rule ends is cut there.
+
+        Raises ConfigError.
+        """
+        if self.uses_draft and not self.stop.adaptive and self.deepest > size:
+            raise ConfigError(
+                f"a draft in blocks of {size} tokens proposes no longer paths, and {self.deepest} "
+                f"tokens are asked for: lower length, depth or the number of widths to {size}, or "
+                "train it with a larger draft.init.block"
+            )
+
     def columns(self) -> dict[str, Any]:
         """The method as a row of results keeps it; `of_columns` reads it.
 

@@ -30,6 +30,7 @@ from eval.runtime.transformers_models import check_rope, check_trees
 from eval.verifiers.rule import Drawn, Verifier
 from heads import BaseHead
 from heads.probe import check_head, warn_of_other_sampling
+from specdata.draft_models.depths import most_tokens
 from specdata.draft_models.states_draft import reads_states
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, NotFiniteError
@@ -70,6 +71,7 @@ class SpeculativeDecoder:
         self._tree_attention = tree_attention
         self._reads_states = any(draft.reads_states for draft in self._drafts)
         self._readable = min((draft.positions for draft in self._drafts), default=sys.maxsize)
+        self._most = min((most_tokens(draft.model) for draft in self._drafts), default=sys.maxsize)
         # What decodes one sequence at a time: the target's KV cache of it, and a drafter.
         self._slots: list[tuple[CachedSequence, Drafter | None]] = []
 
@@ -118,6 +120,7 @@ class SpeculativeDecoder:
                     f"path_drafts {config.path_drafts} needs {len(config.drafts)} draft models, "
                     f"got {len(drafts)}"
                 )
+            config.check_block(min(map(most_tokens, drafts)))
             if config.stop.needs_head and head is None:
                 raise ConfigError(
                     f"stop={config.stop.name!r} needs an acceptance head: pass head=..."
@@ -272,6 +275,7 @@ class SpeculativeDecoder:
             if drafter is not None:
                 before = drafter.forwards
                 most = max(0, min(max_length - 1, self._readable + 1) - len(committed))
+                most = min(most, self._most)
                 if self._reads_states and target.length == 0:
                     most = 0  # the target reads the prompt first, and emits a token
                 with _naming(self._drafts):

@@ -79,11 +79,11 @@ TRAINING: dict[Kind, TrainingDefaults] = {
 
 
 def check_depths(kind: Kind, depths: int) -> None:
-    """Refuse a head of states that a plain draft with masks does not have. Raises ConfigError."""
+    """Refuse a head of states that a draft with masks does not have. Raises ConfigError."""
     if kind == "specdec++" and depths != 1:
         raise ConfigError(
             "head.kind specdec++ judges a token by the draft's state after it, and after masks "
-            f"(depths {depths}) there is none: train one of kind immediate"
+            f"(depths {depths}) there is none: train one of kind immediate, or confidence"
         )
 
 

@@ -9,7 +9,6 @@ import torch
 
 from heads.config import check_depths
 from specdata.draft_models.depths import depths_of
-from specdata.draft_models.states_draft import reads_states
 from specdata.draft_models.taps import BOUND, probe_error, probe_ids, probe_values
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states, width_of_states
@@ -43,8 +42,7 @@ def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
 
     A head without a probe is judged by its width and its kind alone.
     """
-    if not reads_states(draft.config):
-        check_depths(head.kind, depths_of(draft))
+    check_depths(head.kind, depths_of(draft))
     size = width_of_states(draft)
     if head.hidden_size != size:
         raise ConfigError(

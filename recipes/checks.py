@@ -20,6 +20,7 @@ from recipes.layout import absolute, is_within
 from recipes.run import Stage
 from recipes.sizes import (
     WEIGHTS,
+    block_of,
     described,
     is_made_here,
     is_without_weights,
@@ -86,8 +87,8 @@ def check_training_splits(config: PipelineConfig) -> None:
 
 
 def check_states(config: PipelineConfig) -> None:
-    """Refuse a head of states that a plain draft with masks does not have. Raises ConfigError."""
-    depths = config.draft.depths if config.draft else 1
+    """Refuse a head of states that a draft with masks does not have. Raises ConfigError."""
+    depths = block_of(config) or (config.draft.depths if config.draft else 1)
     if depths == 1 and config.models.draft:  # as many as it has learnt to
         depths = described(config.models.draft).get("depths", 1)
     if config.head:

@@ -36,12 +36,13 @@ from recipes.checks import (
     check_shared,
     given_models,
     has_chat_template,
+    named,
 )
 from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
 from recipes.recipe import Recipe
 from recipes.run import RUN, Stage, console, say, stage_record
-from recipes.sizes import generation_of, prompt_count, reads_states
+from recipes.sizes import block_of, generation_of, prompt_count, reads_states
 from recipes.steps import CommandLine, Step
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
@@ -131,6 +132,10 @@ class Eval(Stage):
                 "transformers' assisted generation does not hand a draft its target's states, "
                 f"which this one reads: leave the methods {', '.join(assisted)} out of eval.methods"
             )
+        if (block := block_of(config)) is not None:
+            for method in methods:
+                with named(f"method {method.name!r}"):
+                    method.check_block(block)
         if config.models.load.target.is_spread and config.eval.engine != "eager":
             raise ConfigError(
                 f"eval.engine {config.eval.engine!r} captures the forward of a model on one "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distill.config import ARCHITECTURES, TOY_POSITIONS
+from distill.config import ARCHITECTURES, BLOCK, TOY_POSITIONS
 from recipes.config import PipelineConfig
 from recipes.layout import absolute, is_within, makes_initial_draft
 from specdata.config import PromptSet
@@ -106,6 +106,17 @@ def reads_states(config: PipelineConfig) -> bool:
     if config.draft and config.draft.init.kind != "model":
         return config.draft.init.kind == "states"
     return config.models.draft is not None and "target_states" in described(config.models.draft)
+
+
+def block_of(config: PipelineConfig) -> int | None:
+    """Tokens of a block, if the draft drafts in blocks (`draft_models.dspark`)."""
+    draft, given = config.draft, config.models.draft
+    if draft and draft.init.kind != "model":
+        return (draft.init.block or BLOCK) if draft.init.layout == "dspark" else None
+    try:
+        return int(described(given)["target_states"]["blocks"]["size"]) if given else None
+    except (KeyError, TypeError, ValueError):  # it has none, or loading it says what is wrong
+        return None
 
 
 def draft_width(config: PipelineConfig) -> int | None:

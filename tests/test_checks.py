@@ -230,6 +230,10 @@ SHORT = ["--rollouts.max_new_tokens=8", "--eval.max_new_tokens=64"]
 ROOM = "eval.max_new_tokens must leave room for a prompt: {}/"
 ASKED, NO_HEAD = "--head={kind: specdec++}", "after masks (depths 3) there is none"
 MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+NO_DRAFT = ["--draft=null"]
+MADE = ["--models.draft=null", "--draft.init={kind: states, layout: dspark, layers: 1}"]
+IN_BLOCKS = {"target_states": {"blocks": {"size": 3}}}
+TOO_LONG = "a draft in blocks of 3 tokens proposes no longer paths, and 4 tokens are asked for"
 CHAIN = methods("{name: mine, length: 4}")
 TREE = methods("{name: mine, verifier: naive, drafter: tree, widths: [2]}")
 ASSISTED = methods("{name: theirs, decoder: assisted}")
@@ -245,6 +249,12 @@ ASSISTED = methods("{name: theirs, decoder: assisted}")
         ("pipeline", {}, {"depths": 3}, ["--draft=null", ASKED], NO_HEAD),
         ("pipeline", {}, {}, ["--draft.depths=3", ASKED], NO_HEAD),
         ("train-draft", {}, {}, ["--draft.depths=3", ASKED], NO_HEAD),
+        ("pipeline", {}, IN_BLOCKS, [*NO_DRAFT, ASKED], NO_HEAD),
+        ("train-draft", {}, {}, [*MADE, "--draft.init.block=3", ASKED], NO_HEAD),
+        ("pipeline", {}, IN_BLOCKS, [*NO_DRAFT, *CHAIN], "method 'mine': " + TOO_LONG),
+        ("pipeline", {}, IN_BLOCKS, [*NO_DRAFT, *TREE], ""),
+        ("pipeline", {}, {}, [*MADE, "--draft.init.block=3", *CHAIN], "'mine': " + TOO_LONG),
+        ("pipeline", {}, {}, [*MADE, *CHAIN], ""),
         ("pipeline", {"model_type": "rwkv"}, {}, CHAIN, "{}/target, which is refused: rwkv takes"),
         ("pipeline", {}, {"model_type": "falcon", "alibi": True}, CHAIN, "falcon derives position"),
         ("pipeline", MAMBA, {}, TREE, "{}/target: mamba has recurrent layers"),

@@ -16,6 +16,7 @@ from distill.chunked import CHUNK_BYTES, ENTRY_BYTES, chunked_loss, positions_at
 from distill.config import DistilConfig
 from distill.losses import LOSSES, Loss
 from distill.trainer import DistilTrainer, draft_trainer
+from specdata.draft_models.dspark import MarkovOutput
 from specdata.lm_head import LMHead
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig
@@ -46,6 +47,9 @@ OUTPUTS: dict[str, Callable[[], nn.Module | None]] = {
     "bias": lambda: nn.Linear(H, V),
     "frozen": lambda: nn.Linear(H, V).requires_grad_(False),
     "reduced": lambda: ReducedHead([0, 3, 4, 9], torch.randn(4, H)),
+    "bias by tokens": lambda: MarkovOutput(
+        torch.randn(4, H - 2), torch.randn(4, 2), torch.tensor([0, 3, 4, 9]), V
+    ),
     "partly": lambda: nn.Sequential(nn.Linear(H, H).requires_grad_(False), nn.Linear(H, V)),
     "none": lambda: None,
 }

@@ -20,6 +20,7 @@ from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.inputs import FEATURES
 from specdata import probability
 from specdata.probability import SamplingConfig, draw, draw_one
+from tests.block_draft import block_draft
 from tests.tiny import tiny_llama
 
 READS = frozenset(
@@ -109,14 +110,17 @@ HEADS: dict[str, BaseHead] = {
     [
         *((name, None) for name in STOPPING_RULES if name != "head"),
         *((name, head) for name in ("head", "cost") for head in HEADS),
+        ("confidence", "blocks"),
     ],
 )
 def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(
     name: str, head: str | None, device: None
 ) -> None:
     """With what the rule asks of it, or of a head. Nothing else of a draft is read."""
-    asked = None if head is None else HEADS[head].eval()
     draft = tiny_llama(0, vocab=VOCABULARY)
+    if head == "blocks":
+        draft, head = block_draft(draft, size=13, taps=[0]), None
+    asked = None if head is None else HEADS[head].eval()
     model = CachedModel(draft, VOCABULARY, capture_hidden=asked is not None)
     never = {"threshold": 0.0 if name in ("confidence", "cumulative") else 1e9}
     fields = STOPPING_RULES[name].model_fields

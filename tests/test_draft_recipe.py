@@ -94,6 +94,10 @@ PLANS = [
         "--draft.init='{kind: states, layout: eagle3, layers: 1}' --models.target=gemma",
         r"eagle3 needs a target of llama.* is gemma2",
     ),
+    (
+        "--draft.init='{kind: states, layout: dspark, layers: 1, taps: [1, 4]}'",
+        r"^draft\.init: taps must be at most 3 .* got \[1, 4\]",
+    ),
     (SHORT, "positions for 32 .* set draft.max_length to 32"),
     (f"{SHORT} --draft.max_length=32", None),
     ("--draft.lora.rank=17", None),  # of a draft that is yet to be made, as wide as its target

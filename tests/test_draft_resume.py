@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def trained(pair: Path, out: Path, changes: dict[str, Any], **given: Any) -> Non
     distilled(pair, out, changed(BASE, **changes), rows=24, **given)
 
 
-def trained_on_states(pair: Path, out: Path, changes: dict[str, Any]) -> None:
+def trained_on_states(pair: Path, out: Path, changes: dict[str, Any], layout: Any = None) -> None:
     """Distil a draft that reads the states of the pair's target, made of the same rollouts."""
     initial = out.parent / "on-states"
     make_initial(
@@ -50,7 +51,7 @@ def trained_on_states(pair: Path, out: Path, changes: dict[str, Any]) -> None:
         draft=None,
         rollouts=texts_of(pair, 24, seed=1),
         out=initial,
-        config=InitConfig(kind="states", layers=1, vocabulary=200),
+        config=InitConfig(kind="states", layers=1, vocabulary=200, layout=layout),
         seed=0,
     )
     trained(pair, out, changes, draft=initial)
@@ -71,6 +72,7 @@ def tuned(pair: Path, out: Path, changes: dict[str, Any]) -> None:
     )
 
 
+trained_in_blocks = partial(trained_on_states, layout="dspark")
 ON_POLICY = {"on_policy": 0.4, "epochs": 3}
 CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "accumulated": (trained, {"accumulation": 2, "epochs": 10, "save_steps": 4}),
@@ -80,6 +82,7 @@ CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "the last weights": (trained, {"keep": "last"}),
     "the target's states": (trained_on_states, {"optimizer": "muon", "epochs": 4}),
     "masks": (trained, {"depths": 3}),
+    "blocks": (trained_in_blocks, {"optimizer": "muon", "epochs": 4}),
     "fine-tuning": (tuned, {}),
     "fine-tuning of adapters": (tuned, LORA),
 }
@@ -174,6 +177,8 @@ CASES_OF_TWO = {
     "states, DDP": (trained_on_states, {}, ON_CPU),
     # The output matrix is of a reduced vocabulary, and ZeRO-3 divides it, too.
     "states, ZeRO-3": (trained_on_states, {}, ZERO_3),
+    "blocks, DDP": (trained_in_blocks, {}, ON_CPU),
+    "blocks, ZeRO-3": (trained_in_blocks, {}, ZERO_3),
 }
 
 
@@ -186,7 +191,7 @@ def test_two_processes_end_in_the_weights_of_one(
     changes = {"epochs": 1, **changes}
     train(pair, tmp_path / "alone", changes)
     finish(start_two(server, train, pair, tmp_path / "two", changes, **engine))
-    initial = tmp_path / "on-states" if train is trained_on_states else pair / "draft"
+    initial = pair / "draft" if train is trained else tmp_path / "on-states"
     assert_trained_alike(tmp_path / "two", tmp_path / "alone", initial)
 
 

@@ -191,7 +191,7 @@ def test_an_imported_draft_decodes_as_it_is_defined(
 
 def learnt(target: Path, folder: Path, **init: Any) -> dict[str, Any]:
     """What was made as `folder/new`, from which `folder/draft` learnt, as is made sure of."""
-    init |= {"kind": "states", "layers": 1}
+    init = {"kind": "states", "layers": 1} | init
     made = make(target, folder / "new", **init)
     settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw", "keep": "last"}
     config = changed(QUICK, init=init, optimizer="muon", **settings)

@@ -16,6 +16,7 @@ from specdata.draft_models.states_draft import states_input
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import Request, TransformersBackend
+from tests.block_draft import block_draft
 from tests.families import tiny
 from tests.test_decoder import head
 from tests.test_states_draft import states_draft
@@ -33,6 +34,9 @@ def pair(kind: str) -> tuple[Any, Any]:
         return target, tiny("gpt2", 1, n_positions=READ, n_embd=16)
     draft: Any = states_draft(target) if kind == "states" else tiny_llama(2, vocab=40)
     draft.config.max_position_embeddings = READ
+    if kind == "blocks":
+        draft = block_draft(target, size=4)
+        draft.config.max_position_embeddings = READ
     if kind == "masks":
         draft.config.depths, draft.config.pard_token = 3, 39
     return target, draft
@@ -49,6 +53,8 @@ def pair(kind: str) -> tuple[Any, Any]:
         ("gpt2", "eager", {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 4, "depth": 3}),
         ("states", "captured", {"verifier": "greedy_block", "length": 4}),
         ("masks", "eager", {"verifier": "block", "length": 4}),
+        ("blocks", "captured", {"verifier": "greedy_block", "length": 4}),
+        ("blocks", "eager", {"stop": "confidence", "threshold": 0.05}),
     ],
 )
 def test_a_draft_proposes_while_it_has_positions_and_decoding_goes_on_without_it(

@@ -37,8 +37,9 @@ from eval.reporting.recommendation import fastest_lengths
 from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.report import positions_of
 from eval.reporting.table import shown_methods
-from heads import AcceptanceHead, BaseHead, ImmediateHead
+from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
+from specdata.lm_head import width_of_states
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
@@ -443,7 +444,7 @@ def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: 
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("layout", [None, "eagle3"])
+@pytest.mark.parametrize("layout", [None, "eagle3", "dspark"])
 def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_measured(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any
 ) -> None:
@@ -451,7 +452,11 @@ def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_m
     made, target = tmp_path / "made", str(pair.target)
     make_initial(target=target, draft=None, rollouts=ROWS, out=made, config=init, seed=0)
     runs = [run for run in pair.results.runs if run.method.decoder != "assisted"]
-    results = measured_of(pair.results.model_copy(update={"runs": runs}), draft=made)
+    results, head = pair.results.model_copy(update={"runs": runs}), pair.head
+    if layout == "dspark":
+        head = tmp_path / "confidence"
+        ConfidenceHead(hidden_size=width_of_states(load_model(str(made)))).save_pretrained(head)
+    results = measured_of(results, draft=made, head=head)
     root, names = tmp_path / "hub", ("acme/draft", "acme/head")
     with Server(root) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
@@ -460,7 +465,7 @@ def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_m
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         release_draft(made, tmp_path / "draft", results, push_to=names[0])
-        release_head(pair.head, tmp_path / "head", results, About(names[0]), push_to=names[1])
+        release_head(head, tmp_path / "head", results, About(names[0]), push_to=names[1])
         with pytest.raises(ValueError, match=r"load-with-draftsmith_see-README\.md"):
             AutoModelForCausalLM.from_pretrained(names[0])
         cards = [(root / name / "README.md").read_text(encoding="utf-8") for name in names]
@@ -475,6 +480,12 @@ def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_m
     for card in cards:
         assert str(tmp_path) not in card
     assert ("export" in cards[0]) == (layout is not None)
+    assert ("DSpark's form: after one forward it drafts a block of up to 7" in cards[0]) == (
+        layout == "dspark"
+    )
+    assert "parallel_drafting" not in cards[0]
+    profile = json.loads((root / names[0] / "speculation_profile.json").read_text())
+    assert profile["method"] == (layout or "draftsmith")
     assert str(pair.target.parent) not in (root / names[0] / "config.json").read_text()
     assert "40 of" in cards[0]
     assert not (root / names[0] / "custom_generate").exists()

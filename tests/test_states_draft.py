@@ -46,6 +46,7 @@ from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, draw_one
 from specdata.target_states import reading_stored, target_taps
+from tests.block_draft import block_draft, defined
 from tests.families import tiny
 from tests.random_pair import texts_of
 from tests.test_branching import CASES
@@ -78,11 +79,14 @@ def pair(vocab: int = 4, kind: str = "states") -> tuple[PreTrainedModel, PreTrai
         return target, draft
     if kind == "short":
         return target, tiny("gpt2", 2, vocab=vocab, n_positions=len(PROMPT) + 1)
+    if kind == "blocks":
+        return target, block_draft(target, size=4, layers=2)
     return target, states_draft(target)
 
 
-kinds = pytest.mark.parametrize("kind", ["states", "masks"])
-"""A forward for each token of a path; one for all, of which the third depth is repeated."""
+kinds = pytest.mark.parametrize("kind", ["states", "masks", "blocks"])
+"""A forward for each token of a path; one for all, of which the third depth is repeated; one for a
+block of four, of which a token adds a bias, and the fourth state stands for deeper ones."""
 
 
 @torch.inference_mode()
@@ -92,6 +96,8 @@ def state_after(draft: PreTrainedModel, committed: list[int], path: list[int]) -
     if made is None:
         after = torch.tensor([committed + [draft.config.pard_token] * 2])
         return hidden_states(draft, after)[0, len(committed) - 1 + min(len(path), 2)]
+    if made.blocks:
+        return defined(draft, committed, path)
     x = made(ids)
     begin = 0 if made.reads_first or len(committed) == 1 else 1
 
@@ -209,7 +215,7 @@ EVERY = [
         marks=[] if kind == "states" or name in FEW else pytest.mark.exhaustive,
     )
     for name in DRAFTED
-    for kind in ("states", "masks")
+    for kind in ("states", "masks", "blocks")
 ]
 SHORT = [
     pytest.param(name, "short", marks=[] if name in FEW else pytest.mark.exhaustive)
@@ -265,7 +271,8 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(
     ("name", "kind"),
     [
         *((name, "states") for name in (*sorted(FEW), "rrs", "multipath_block")),
-        *((name, "masks") for name in sorted(FEW)),
+        *((name, kind) for name in sorted(FEW) for kind in ("masks", "blocks")),
+        ("multipath_block", "blocks"),
     ],
 )
 def test_batches_and_engines_decode_as_one_sequence_does(name: str, kind: str) -> None:
@@ -300,7 +307,7 @@ def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
         return [place.states for place in along]
 
     with torch.inference_mode():
-        found = read(4)
+        found = read(5)
     for row, length in ((0, 7), (1, 5)):
         for step, states in enumerate(found):
             for at in range(step, length):
@@ -347,6 +354,7 @@ def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draf
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "KEPT", 1.0)
+    monkeypatch.setattr(rounds, "ANCHORS", 1.0)
     target, draft = pair(40, kind)
     rows = [
         {"prompt_ids": [2, 9], "completion_ids": [31, 4, 17, 8, 22]},
@@ -355,18 +363,19 @@ def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draf
     config = DistilConfig(objective="forward_kl", readings=3, batch_size=2, report_to=[])
     data, plain = Dataset.from_list(rows), SamplingConfig()
     trainer = draft_trainer(target, draft, data, tmp_path, config, plain, 0)
-    total = 0.0
+    total, weights = 0.0, (1, 0.8, 0.64, 0.512)  # EAGLE-3's decay
+    weights = weights if kind == "blocks" else weights[:3]
     with torch.no_grad():
         for row in rows:
             first, text = len(row["prompt_ids"]), row["prompt_ids"] + row["completion_ids"]
             p = target(torch.tensor([text])).logits[0].log_softmax(-1)
-            for step, weight in enumerate((1, 0.8, 0.64)):  # EAGLE-3's decay
+            for step, weight in enumerate(weights):
                 for at in range(first + step, len(text)):  # its round began after the prompt
                     began = at - step
                     state = state_after(draft, text[:began], text[began:at])
                     q = draft.get_output_embeddings()(state).log_softmax(-1)
                     divergence = (p[at - 1].exp() * (p[at - 1] - q)).sum()
-                    total += weight / 2.44 * float(divergence)
+                    total += weight / sum(weights) * float(divergence)
     batch = next(iter(trainer.get_train_dataloader()))
     loss = trainer.compute_loss(draft, batch, num_items_in_batch=torch.tensor(7))
     assert loss.item() == pytest.approx(total / 7, rel=1e-6)
@@ -567,6 +576,13 @@ OTHER_TRAININGS = {"logits": "a", "on_policy": 0.5, "finetune": {}, "lora": {}, 
             for key, value in OTHER_TRAININGS.items()
         ),
         ({"init": {"kind": "states", "taps": [3, 1]}}, "in order, each once"),
+        ({"init": {"kind": "states", "block": 3}}, "block needs layout dspark, got layout None"),
+        (
+            {"init": {"kind": "states", "layout": "dspark", "block": 1}},
+            "greater than or equal to 2",
+        ),
+        ({"init": {"kind": "states", "layout": "dspark", "layers": [2]}}, "must be how many with"),
+        ({"init": {"kind": "target", "layout": "dspark"}}, "dspark needs kind states, got target"),
         ({"init": {"kind": "target", "taps": [1]}}, "taps needs kind states"),
         ({"depths": 3, "freeze_embeddings": True}, "embeddings must be left out with depths"),
         ({"depths": 3, "lora": {}}, "lora must be left out with depths"),
@@ -585,7 +601,7 @@ def test_depths_that_a_draft_cannot_have_are_refused() -> None:
         with_masks([draft], 4, [], ROWS.map(lambda row: {"completion_ids": [1, 2, 3]}))
     with pytest.raises(ConfigError, match="is for drafts that read tokens alone: leave it out"):
         add_masks(draft, 3, [])
-    with pytest.raises(ConfigError, match="needs a token of the draft that no text holds"):
+    with pytest.raises(ConfigError, match="must be a token that no text holds, and all 40"):
         add_masks(target, 3, range(40))
     for depths, mask in ((3, None), (3, 40), (3, "x"), (0, 1), ("x", 1), (10**9, 1)):
         target.config.depths, target.config.pard_token = depths, mask

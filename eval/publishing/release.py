@@ -66,6 +66,7 @@ TAGS = {
     "draft_model": ("vllm", "sglang", "llama-cpp"),
     "pard": ("pard", "vllm", "arxiv:2504.18583"),
     "eagle3": ("eagle3", "arxiv:2503.01840"),
+    "dspark": ("dspark", "arxiv:2607.05147"),
     "draftsmith": (),
 }
 """Kind of a draft -> its name, the engines that load it as it is released, its paper."""
@@ -113,7 +114,7 @@ def release_draft(
         )
     kind = "pard" if (depths := depths_of(model)) > 1 else "draft_model"
     if states:
-        kind = "draftsmith" if states.layout is None else "eagle3"
+        kind = "eagle3" if states.layout else "dspark" if states.blocks else "draftsmith"
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)

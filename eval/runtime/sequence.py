@@ -542,7 +542,7 @@ class BlockSequence(MaskedSequence):
         before[0] = block[0]
         states = embedding.weight.new_zeros(contexts, embedding.states.in_features)
         if self._target is not None and self._target.taps is not None:
-            states = self._target.taps[self.length : self.length + contexts]
+            states[:] = self._target.taps[self.length : self.length + contexts]
         return torch.cat([embedding.contexts(states), embedding.slots(block, before)])
 
     def drafted(self, forward: Forward) -> tuple[Tensor, Tensor | None]:

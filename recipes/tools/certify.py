@@ -169,6 +169,7 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from eval.decoder import SpeculativeDecoder
     from eval.runtime.transformers_models import check_trees
     from heads import BaseHead
+    from specdata.draft_models.depths import most_tokens
     from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
 
@@ -191,6 +192,10 @@ def _compare_greedy(given: argparse.Namespace) -> int:
         except ConfigError as error:
             console.print(f"without trees and paths: {error}", markup=False)
             configs = {text: each for text, each in configs.items() if each.drafter == "chain"}
+        most = most_tokens(draft)
+        if any(each.deepest > most for each in configs.values()):
+            console.print(f"without drafts longer than a block of {most}", markup=False)
+            configs = {text: each for text, each in configs.items() if each.deepest <= most}
     for text, config in configs.items():
         asked = head if config.stop.reads_head else None
         decoder = SpeculativeDecoder.from_config(target, draft, config, asked, engine=given.engine)

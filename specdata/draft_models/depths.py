@@ -7,6 +7,7 @@ vLLM and TensorRT-LLM read it), or they draft in blocks (`draft_models.dspark`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,12 @@ def depths_of(model: Any) -> int:
             f"or remove {DEPTHS}"
         )
     return depths
+
+
+def most_tokens(model: Any) -> int:
+    """The longest path that a draft was made for: its block's, where it drafts in blocks."""
+    reads = states_input(model)
+    return reads.blocks.size if reads is not None and reads.blocks else sys.maxsize
 
 
 @torch.no_grad()

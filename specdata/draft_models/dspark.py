@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model, Qwen3RMSNorm
 
 from specdata.draft_models.draft_vocabulary import SIZE, ReducedOutput, install_output
-from specdata.draft_models.states_draft import Blocks, StatesInput, TargetStates
+from specdata.draft_models.states_draft import KEY, Blocks, StatesInput, TargetStates
+from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -185,6 +186,11 @@ def dspark_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             super().__init__(config)
             record = TargetStates.of(config)
             assert record.blocks is not None
+            if record.blocks.mask >= config.vocab_size:
+                raise ConfigError(
+                    f"blocks.mask in {KEY} of the draft's config.json must be below "
+                    f"{config.vocab_size}, got {record.blocks.mask}: restore it"
+                )
             taps, epsilon, width = len(record.taps), config.rms_norm_eps, config.hidden_size
             body = BlockModel(config)
             for index in range(config.num_hidden_layers):

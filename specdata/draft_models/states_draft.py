@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -63,7 +63,7 @@ class Blocks:
         rank: of the bias by the token before.
     """
 
-    size: PositiveInt
+    size: Annotated[int, Field(ge=2)]
     mask: NonNegativeInt
     rank: PositiveInt
 

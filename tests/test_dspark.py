@@ -1,0 +1,278 @@
+"""Drafts in blocks: what one forward gives, how long a draft may be, what heads read, bad input.
+
+What every draft must do is in `test_states_draft.py`, where they are a row.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distill.chunked import chunked_loss
+from distill.rounds import in_blocks
+from eval.analysis.round_times import measure_times
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from heads import AcceptanceHead, ConfidenceHead, ImmediateHead
+from heads.probe import check_head
+from recipes.command import run_tool
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.states_draft import states_input
+from specdata.errors import ConfigError
+from specdata.labels.make import Labeller
+from specdata.lm_head import find_lm_head, hidden_states, width_of_states
+from specdata.models import load_model
+from specdata.probability import SamplingConfig, overlap
+from specdata.target_states import target_taps
+from specdata.texts import ModelSource
+from tests.block_draft import RANK, block_draft, defined
+from tests.test_decoder import PROMPT
+from tests.test_eagle import learnt
+from tests.test_initial import ROWS, make, stored
+from tests.test_states_draft import DRAFTED, decoded_as_defined
+from tests.tiny import tiny_llama
+
+PAIR = tiny_llama(0, vocab=40, layers=3)
+PAIR.generation_config.eos_token_id = None
+TEXT = [2, 9, 31, 4, 17, 8, 22, 5, 30, 30, 7]
+
+
+def decoded(draft: Any, config: DecodeConfig, seed: int = 0, **given: Any) -> Any:
+    decoder = SpeculativeDecoder.from_config(PAIR, draft, config, **given)
+    generator = torch.Generator().manual_seed(seed)
+    return decoder.generate(torch.tensor(PROMPT), max_new_tokens=24, generator=generator)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_states_along_a_text_are_those_of_block_after_block(layers: int) -> None:
+    """So labels are, and what heads learn from."""
+    draft = block_draft(PAIR, layers=layers)
+    found = hidden_states(draft, torch.tensor([TEXT]))[0]
+    for at in range(len(TEXT)):
+        anchor = at - at % 3
+        expected = defined(draft, TEXT[: anchor + 1], TEXT[anchor + 1 : at + 1])
+        torch.testing.assert_close(found[at], expected, rtol=1e-9, atol=1e-9)
+    row: dict[str, Any] = {"example_id": "a", "sample": 0, "split": "dev", "finish": "length"}
+    row |= {"prompt_ids": TEXT[:4], "completion_ids": TEXT[4:]}
+    sampling = SamplingConfig()
+    label = Labeller(
+        ModelSource(find_lm_head(PAIR), sampling), find_lm_head(draft), sampling, 0, 64
+    )
+    (labelled,) = label([row])  # type: ignore[list-item]
+    p = PAIR(torch.tensor([TEXT])).logits[0, 3:-1].softmax(-1)
+    q = draft.lm_head(found[3:-1]).softmax(-1)
+    assert labelled["overlap"] == pytest.approx(overlap(p, q).tolist())
+
+
+@pytest.mark.parametrize("vocabulary", [40, 12])
+@pytest.mark.parametrize("name", ["greedy_block", "traversal", "dynamic tree"])
+def test_a_draft_of_one_layer_or_of_few_tokens_drafts_as_it_is_defined(
+    name: str, vocabulary: int
+) -> None:
+    draft = block_draft(PAIR, size=4)
+    if vocabulary < 40:
+        reduce_vocabulary(draft, range(0, 24, 2))
+    decoded_as_defined(PAIR, draft, DRAFTED[name], PROMPT)
+    config = DRAFTED[name].model_copy(update={"temperature": 0.0})
+    eager, captured = (decoded(draft, config, engine=each) for each in ("eager", "captured"))
+    assert eager.tokens.equal(captured.tokens)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_of_a_block_no_more_slots_are_read_than_are_drafted(length: int) -> None:
+    """As engines read it: with fewer masks, which all slots see."""
+    whole, shorter = (block_draft(PAIR, size=size) for size in (4, max(2, length)))
+    config, accepted = DecodeConfig(length=length), []
+    for draft in (whole, shorter):
+        made = [decoded(draft, config, seed) for seed in range(4)]
+        accepted.append([[each.accepted for each in out.rounds] for out in made])
+    if length > 1:  # there is no block of one
+        assert accepted[0] == accepted[1]
+    model = SpeculativeDecoder.from_config(PAIR, whole, config)._drafts[0]
+    assert model.depths == length
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"length": 4},
+    {"verifier": "greedy_block", "length": 4},
+    {"verifier": "kseq", "drafter": "paths", "paths": 2, "length": 4},
+    {"verifier": "rrs", "drafter": "tree", "widths": (2, 1, 1, 1)},
+    {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 4, "depth": 4},
+]
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_a_path_longer_than_the_block_is_refused_before_anything_runs(
+    settings: dict[str, Any],
+) -> None:
+    config = DecodeConfig(**settings)
+    SpeculativeDecoder.from_config(PAIR, block_draft(PAIR, size=4), config)
+    with pytest.raises(ConfigError, match=r"blocks of 3 tokens .* and 4 tokens are asked .* to 3"):
+        SpeculativeDecoder.from_config(PAIR, block_draft(PAIR), config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stop": "confidence", "threshold": 0.0},
+        {"stop": "head", "threshold": 1.0},
+        {"stop": "cost", "draft_seconds": 1e-9, "token_seconds": 1.0},
+    ],
+)
+def test_a_rule_that_ends_drafts_ends_them_at_the_block(settings: dict[str, Any]) -> None:
+    draft = block_draft(PAIR)
+    head = ConfidenceHead(hidden_size=width_of_states(draft)).double()
+    asked = head if settings["stop"] == "head" else None
+    out = decoded(draft, DecodeConfig(**settings), head=asked)
+    assert out.rounds[1].drafted == max(each.drafted for each in out.rounds) == 3
+
+
+@torch.no_grad()
+def test_a_head_is_asked_of_the_slots_states_which_hold_the_token_before() -> None:
+    """Drafts are as long as the head says of the states by definition."""
+    draft = block_draft(PAIR, size=4)
+    torch.manual_seed(1)
+    head = ConfidenceHead(hidden_size=16 + RANK).double()
+    torch.nn.init.normal_(head.output.weight)
+    config = DecodeConfig(stop="head", threshold=0.8, temperature=0.0)
+    out, committed, lengths = decoded(draft, config, head=head), list(PROMPT), []
+    for each in out.rounds:
+        if each.drafted:
+            path: list[int] = []
+            chance = torch.ones(())
+            room = len(PROMPT) + 24 - 1 - len(committed)
+            while len(path) < min(4, room) and 1 - chance <= 0.8:
+                state = defined(draft, committed, path)
+                path.append(int(draft.lm_head(state).argmax()))
+                chance = chance * head(state).sigmoid()
+            lengths.append(len(path))
+            assert each.drafted == len(path)
+        done = len(committed) - len(PROMPT)
+        committed += out.tokens[done : done + each.emitted].tolist()
+    assert len({*lengths}) > 2
+    check_head(draft, ImmediateHead(hidden_size=16 + RANK, embedding_size=16))
+    with pytest.raises(ConfigError, match=r"after masks \(depths 4\) there is none"):
+        check_head(draft, AcceptanceHead(hidden_size=16 + RANK))
+
+
+def test_training_reads_a_quarter_of_the_blocks_other_ones_in_each_step_as_they_all_are() -> None:
+    draft = block_draft(PAIR)
+    ids = torch.arange(80).reshape(2, 40) % 40
+    begins = torch.zeros_like(ids, dtype=torch.bool)
+    begins[:, 5:35] = True
+    taps = target_taps(draft, [], ids)
+    assert taps is not None
+    seen = torch.zeros(2, 40)
+    with torch.inference_mode():
+        whole = [*in_blocks(draft, ids, taps, 3, begins=begins)]
+        for step in range(40):
+            for depth, place in enumerate(
+                in_blocks(draft, ids, taps, 3, begins=begins, dropping=step)
+            ):
+                assert place.kept[:, 5 + depth : 35 + depth].sum(dim=1).tolist() == [8, 8]
+                assert place.share == 8 / 30
+                states = whole[depth].states[place.kept]
+                torch.testing.assert_close(place.states[place.kept], states)
+            seen += place.kept
+    counts = seen[:, 7:37] / 40  # none is left out for long
+    assert counts.min() > 0.1
+    assert counts.max() < 0.45
+
+
+def test_gradients_of_few_tokens_are_those_of_all_logits() -> None:
+    draft = block_draft(PAIR)
+    reduce_vocabulary(draft, range(0, 24, 2))
+    head, output = find_lm_head(draft), draft.get_output_embeddings()
+    states, wanted = torch.randn(9, 16 + RANK).double(), torch.randn(9, 12).double()
+    found = []
+    for is_narrow in (True, False):
+
+        def loss(logits: Tensor, chunk: slice | Tensor, is_narrow: bool = is_narrow) -> Tensor:
+            narrow = logits if is_narrow else logits[:, output.vocabulary_ids]
+            return (narrow.log_softmax(-1) * wanted[chunk]).sum()
+
+        given = states.clone().requires_grad_()
+        total = chunked_loss(given, head, loss, at_once=4, is_narrow=is_narrow)
+        found.append(torch.autograd.grad(total, [given, output.weight, output.markov]))
+    for narrow, whole in zip(*found, strict=True):
+        torch.testing.assert_close(narrow, whole)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 16, "head_dim": 4, "num_hidden_layers": 4}
+    return stored(tmp_path_factory.mktemp("target") / "model", **sizes)
+
+
+@pytest.mark.parametrize(("layers", "vocabulary"), [(1, None), (2, 40)])
+def test_a_new_draft_learns_and_a_stored_one_is_the_one_that_was_made(
+    target: Path, tmp_path: Path, layers: int, vocabulary: int | None
+) -> None:
+    init: dict[str, Any] = {"layers": layers, "vocabulary": vocabulary, "block": 3}
+    made = learnt(target, tmp_path, layout="dspark", **init)  # compares the logits itself
+    assert (made["layers"], made["taps"]) == (layers, [1, 2])
+    new, draft = (load_model(str(tmp_path / each)) for each in ("new", "draft"))
+    assert draft.config.num_hidden_layers == layers
+    # Engines take the target's rows, if the draft can propose every token.
+    same = new.lm_head.weight.equal(draft.lm_head.weight)
+    assert same == (vocabulary is None)
+    for moved in ("lm_head.markov", "model.embed_tokens.markov.weight"):
+        assert not new.get_parameter(moved).equal(draft.get_parameter(moved)), moved
+    reads = states_input(draft)
+    assert reads is not None
+    assert reads.blocks is not None
+    texts = [*ROWS["prompt_ids"], *ROWS["completion_ids"]]
+    assert reads.blocks.mask not in {token for text in texts for token in text}
+
+
+def test_states_that_leave_the_last_layer_are_refused(target: Path, tmp_path: Path) -> None:
+    init: dict[str, Any] = {"kind": "states", "layout": "dspark", "layers": 1}
+    with pytest.raises(ConfigError, match=r"taps must be at most 3 .*got \[1, 4\]"):
+        make(target, tmp_path / "draft", taps=[1, 4], **init)
+    make(target, tmp_path / "draft", taps=[1, 3], **init)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blocks": None}, "of which it says nothing|are missing"),
+        ({"blocks": {"size": 3, "mask": 2}}, "blocks.rank: is missing"),
+        ({"blocks": {"size": 1, "mask": 2, "rank": 64}}, "blocks.size: must be greater than .* 2"),
+        ({"blocks": {"size": 3, "mask": -1, "rank": 64}}, "blocks.mask: must be greater than"),
+        ({"blocks": {"size": 3, "mask": 999, "rank": 64}}, "blocks.mask .* must be below 298"),
+        ({"blocks": {"size": 3, "mask": 2, "rank": 9}}, "cannot load the model"),
+    ],
+)
+def test_a_draft_says_how_it_drafts_or_is_refused(
+    target: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    make(target, tmp_path / "draft", kind="states", layout="dspark", layers=1, block=3)
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    config["target_states"] |= change
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        load_model(str(tmp_path / "draft"))
+
+
+def test_comparisons_leave_out_what_is_longer_than_a_block(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(target, tmp_path / "draft", kind="states", layout="dspark", layers=1, block=4)
+    draft, model = load_model(str(tmp_path / "draft")), load_model(str(target))
+    prompts = [torch.tensor([5, 6, 7])]
+    times = measure_times(model, draft, prompts, SamplingConfig(), engine="eager", seed=0)
+    assert times.keys() == {False, True}
+    pair = ["--target", str(target), "--draft", str(tmp_path / "draft"), "--count", "1"]
+    pair += ["--max-new-tokens", "4"]
+    assert run_tool("certify", pair) == 0
+    said = capsys.readouterr().out
+    assert "without drafts longer than a block of 4" in said
+    assert "length: 4" in said
+    assert "length: 8" not in said
+    assert run_tool("certify", [*pair, "--method", "{length: 5}"]) == 2
+    assert "blocks of 4 tokens" in capsys.readouterr().err
