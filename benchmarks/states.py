@@ -56,6 +56,10 @@ def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iter
         for name, taps in (("final", [layers]), ("three", [2, layers // 2, layers - 3])):
             yield {**shared, "name": f"states, taps {name}", "init": {**STATES, "taps": taps}}
         yield {**shared, "name": "states, layout eagle3", "init": {**STATES, "layout": "eagle3"}}
+        dspark = {"kind": "states", "layers": 1, "layout": "dspark", "block": 4}
+        yield {**shared, "name": "states, layout dspark", "init": dspark}
+        for name, train in (("alone", {"epochs": 0}), ("twice", {"epochs": 4})):
+            yield {**shared, "name": f"dspark, {name}", "init": dspark, "train": train}
         yield {**shared, "name": "plain, depths", "init": PLAIN, "train": {"depths": 4}}
         yield {**shared, "name": "states, least squares alone", "train": {"epochs": 0}}
         yield {**shared, "name": "states, from random weights", "random": True}

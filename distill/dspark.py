@@ -1,10 +1,12 @@
 """Drafts in DSpark's form: how they begin (`specdata.draft_models.dspark`).
 
-Without training they would begin with noise, and learn little from few rollouts. So the first slot
-begins as the least squares of our other layouts, its state the target's last one as predicted
-from the anchor's embedding and the target's states at the token before it. One group of
-heads looks at the token itself, the other at the nearest context. The bias is the part of such a
-map that a token's embedding decides, in few dimensions.
+A random start learns little from few rollouts: the first token of a block is accepted as often as
+the last, hardly ever. So the first layer begins as least squares, of the target's last state.
+
+The first slot reads the anchor's embedding and the context before it; later slots read the same two
+by maps of their own. Each of these four is a group of heads, which looks at the anchor or at the
+nearest context, and which masks or anchors turn away from. What the token before adds to the state
+of a later slot is the bias: a map of its embedding, of as many dimensions as the bias has.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any, cast
 
 import torch
 from datasets import Dataset
+from scipy.optimize import nnls
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from distill.config import BLOCK, InitConfig, check_layout
 from distill.states import fit_rows, ridge
@@ -25,13 +28,18 @@ from specdata.draft_models.draft_vocabulary import SIZE
 from specdata.draft_models.dspark import BlockInput, MarkovOutput, dspark_class
 from specdata.draft_models.states_draft import KEY, states_input, unit
 from specdata.draft_models.taps import attach, decoder_layers, read_taps, record_of
+from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.target_states import target_taps
 
 RANK = 64
-"""Of the bias; drafts that were published have 256."""
-PEAK, REACH, SLOW = 60.0, 6.0, 16.0
+"""Of the bias; published drafts have 256."""
+GROUPS = 4
+"""Of heads: the first slot's and later ones', at the anchor and at the nearest context."""
+PEAK, REACH = 84.0, 6.0
 """Score of a head at the token that it looks at, and in how many tokens it falls e-fold, nearly."""
+SLOW = 16.0
+"""Size of the matrices that a norm follows: the larger, the less a step of the training turns."""
 
 
 @torch.no_grad()
@@ -41,7 +49,6 @@ def first_dspark(
     rollouts: Dataset,
     init: InitConfig,
     special: Sequence[int],
-    seed: int,
 ) -> PreTrainedModel:
     """A new draft for a target of Llama's or Qwen's kind, of whose tokens some are special."""
     text: Any = target.config.get_text_config()
@@ -49,25 +56,21 @@ def first_dspark(
     used = {*chain.from_iterable(chain(rollouts["prompt_ids"], rollouts["completion_ids"]))}
     mask = unused_token(used | {*special}, text.vocab_size)
     width = text.hidden_size
-    size = getattr(text, "head_dim", None) or width // text.num_attention_heads
-    groups = max(1, width // size)
-    set_seed(seed)
-    record = {
-        **record_of(target, taps),
-        "blocks": {"size": init.block or BLOCK, "mask": mask, "rank": RANK},
-    }
+    size = (getattr(text, "head_dim", None) or width // text.num_attention_heads) // 2 * 2 or 2
+    groups = -(-width // size)
+    blocks = {"size": init.block or BLOCK, "mask": mask, "rank": min(RANK, width)}
     config = Qwen3Config(
         vocab_size=text.vocab_size,
         hidden_size=width,
         intermediate_size=text.intermediate_size,
         num_hidden_layers=init.layers,
-        num_attention_heads=4 * groups,
+        num_attention_heads=GROUPS * groups,
         num_key_value_heads=groups,
         head_dim=size,
         max_position_embeddings=text.max_position_embeddings,
         rms_norm_eps=text.rms_norm_eps,
         tie_word_embeddings=False,
-        **{KEY: record, SIZE: text.vocab_size},
+        **{KEY: {**record_of(target, taps), "blocks": blocks}, SIZE: text.vocab_size},
     )
     draft: Any = dspark_class(Qwen3ForCausalLM)(config)
     draft.__class__ = Qwen3ForCausalLM
@@ -78,12 +81,15 @@ def first_dspark(
     draft.model.norm.norm.weight.copy_(target.base_model.norm.weight)
     draft.d2t, draft.t2d = torch.zeros_like(draft.d2t), torch.ones_like(draft.t2d)
     attach(draft, target)
-    _fit(draft, target, taps, rollouts)
+    for layer in draft.model.layers:
+        layer.mlp.down_proj.weight.zero_()
+        layer.self_attn.o_proj.weight.zero_()
+    _fit(draft, target, rollouts)
     return cast(PreTrainedModel, draft)
 
 
-def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset) -> None:
-    """Set the first layer by least squares, and silence the rest."""
+def _fit(draft: Any, target: PreTrainedModel, rollouts: Dataset) -> None:
+    """Set the context's map, the bias and the attention of the first layer."""
     reads, last = cast(BlockInput, states_input(draft)), len(decoder_layers(target)[1])
     width, size = reads.width, reads.blocks.size
     embedded, seen, final = [], [], []
@@ -91,143 +97,136 @@ def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset
         if len(row["completion_ids"]) <= size:
             continue
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=draft.device)
-        first = len(row["prompt_ids"])
-        read = target_taps(draft, [row], ids)
+        first, read = len(row["prompt_ids"]), target_taps(draft, [row], ids)
         assert read is not None
         embedded.append(reads.tokens(ids)[0, first:-1])
         seen.append(read[0, first - 1 : -2])
         final.append(unit(read_taps(target, [last], ids)[0, first:-1], 1))
-    both = (torch.cat(each, dim=-1) for each in zip(embedded, seen, strict=True))
+    if not embedded:
+        raise ConfigError(
+            f"a draft in DSpark's layout begins from completions of more than {size} tokens, the "
+            "tokens of a block, and no rollout has one: lower draft.init.block, or raise "
+            "rollouts.max_new_tokens and make the rollouts again"
+        )
+    reads.scale.copy_(1 / torch.cat(seen).square().mean(dim=0).sqrt().clamp(min=1e-6))
+    both = (torch.cat([x, g * reads.scale], dim=-1) for x, g in zip(embedded, seen, strict=True))
     reads.states.weight.copy_(ridge(zip(both, final, strict=True))[width:].T)
     contexts = [reads.contexts(each)[:, :width] for each in seen]
     tokens = [unit(each, 1) for each in embedded]
     mask = reads.tokens.weight[reads.blocks.mask]
-    normed_mask = unit(mask[None], 1)
-    # Later slots: of the anchor, the context before it, and the token before, one map for all.
-    later = [
-        (
-            torch.cat(
-                [t[:-step], c[:-step], t[step:], t.new_ones(len(t) - step, 1)], dim=-1
-            ),
-            y[step:] - mask,
-        )
-        for t, c, y in zip(tokens, contexts, final, strict=True)
-        for step in range(1, size)
-    ]
-    of_anchor, of_context, of_before, constant = ridge(later).float().split([width, width, width, 1])
-    print("later explained", _explained(later, torch.cat([of_anchor, of_context, of_before, constant])))
-    # The last of these in few dimensions is the bias.
+
+    later = []
+    for token, context, state in zip(tokens, contexts, final, strict=True):
+        for step in range(1, size):
+            x = (token[:-step], context[:-step], token[step:], token.new_ones(len(token) - step, 1))
+            later.append((torch.cat(x, dim=-1), state[step:] - mask))
+    fitted = ridge(later).float()
+    of_anchor, of_context, of_before, constant = torch.split(fitted, [width, width, width, 1])
+    # The token before, in as many dimensions as keep most of what it adds.
     spread = torch.cat(tokens).double()
-    factor = torch.linalg.cholesky(spread.T @ spread / len(spread) + 1e-6 * torch.eye(width))
-    left, strength, right = torch.linalg.svd(factor.T @ of_before.double(), full_matrices=False)
-    rank = reads.blocks.rank
-    into = torch.linalg.solve(factor.T, left[:, :rank] * strength[:rank].sqrt()).float()
-    out = (right[:rank].T * strength[:rank].sqrt()).float()  # (H, r)
-    predicted = torch.cat([x @ torch.cat([of_anchor, of_context, torch.zeros_like(of_before), constant]) + mask for x, _ in later])
-    scale = predicted.square().mean(-1).sqrt().mean()
-    print("scale", scale, "kept", (strength[:rank].square().sum()/strength.square().sum()).item())
-    reads.markov.weight.copy_(unit(reads.tokens.weight, 1) @ into)
-    head = cast(MarkovOutput, draft.lm_head)
-    norm = draft.model.norm.norm.weight
-    head.markov.copy_(head.weight * norm @ out / scale)
-    # The first slot, which has the bias, too, in proportion to its own size.
-    alone = [
-        (torch.cat([t, c], dim=-1), y - e)
-        for t, c, e, y in zip(tokens, contexts, embedded, final, strict=True)
-    ]
-    fitted = ridge(alone).float()
-    x = torch.cat([each @ fitted for each, _ in alone]) + torch.cat(embedded)
-    ratio = x.square().mean(-1).sqrt().mean() / scale
+    spread = spread.T @ spread / len(spread)
+    spread.diagonal().add_(1e-6)
+    root = torch.linalg.cholesky(spread)
+    left, strength, right = torch.linalg.svd(root.T @ of_before.double())
+    half = strength[: reads.blocks.rank].sqrt()
+    w1 = torch.linalg.solve(root.T, left[:, : len(half)] * half).float()
+    w2 = (right[: len(half)].T * half).float()
+    reads.markov.weight.copy_(unit(reads.tokens.weight, 1) @ w1)
+    # The final norm makes states of one size, which logits and the bias share.
+    alone = torch.cat([of_anchor, of_context, torch.zeros_like(of_before), constant])
+    scale = _size(torch.cat([x for x, _ in later]) @ alone + mask)
+    head, norm = cast(MarkovOutput, draft.lm_head), draft.model.norm.norm.weight
+    head.markov.copy_(head.weight * norm @ w2 / scale)
+
     now = [
-        (both, y - ratio * t @ into @ out.T)
-        for (both, y), t in zip(alone, tokens, strict=True)
+        (torch.cat([token, context], dim=-1), state - x)
+        for token, context, x, state in zip(tokens, contexts, embedded, final, strict=True)
     ]
-    fitted = ridge(now).float()
-    print("ratio", ratio)
-    print("now explained", _explained(now, fitted))
-    first_anchor, first_context = fitted.split(width)
+    size_now = _size(torch.cat([x for x, _ in now]) @ ridge(now).float() + torch.cat(embedded))
+    bias = size_now / scale * w1 @ w2.T  # which the first slot has, too
+    now = [(x, y - x[:, :width] @ bias) for x, y in now]
+    first_anchor, first_context = torch.split(ridge(now).float(), width)
     _set_attention(
-        draft.model.layers[0].self_attn,
-        draft.model.rotary_emb.inv_freq,
-        torch.cat(contexts), torch.cat(tokens), normed_mask,
-        first_anchor, first_context, of_anchor, of_context, constant[0],
+        draft.model,
+        torch.cat(contexts),
+        torch.cat(tokens),
+        unit(mask[None], 1),
+        (first_anchor, first_context, of_anchor, of_context),
+        constant[0],
     )
-    for layer in draft.model.layers:
-        layer.mlp.down_proj.weight.zero_()
-    for layer in draft.model.layers[1:]:
-        layer.self_attn.o_proj.weight.zero_()
 
 
-def _explained(pairs, fitted):
-    y = torch.cat([b for _, b in pairs]); p = torch.cat([a.float() @ fitted for a, _ in pairs])
-    return 1 - ((y-p).square().sum() / (y - y.mean(0)).square().sum()).item()
+def _set_attention(
+    body: Any,
+    contexts: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    maps: tuple[Tensor, Tensor, Tensor, Tensor],
+    constant: Tensor,
+) -> None:
+    """Have the first layer's groups of heads add linear maps of the anchor and of the context.
 
-
-def _set_attention(attention, frequencies, contexts, tokens, mask, first_anchor, first_context, later_anchor, later_context, constant):
-    """Four groups of heads: of the first slot and of later ones, at the anchor and at the nearest context."""
+    Keys tell contexts, anchors and masks apart, and queries anchors and masks, by linear functions
+    of what is read. In some pairs of dimensions, which turn with the position, scores fall with
+    the distance; in the slowest they do not.
+    """
+    attention = body.layers[0].self_attn
     size, width = attention.head_dim, contexts.shape[1]
     groups = attention.k_proj.out_features // size
     many = mask.expand(len(tokens), -1)
     zeros, ones = tokens.new_zeros(len(tokens), 1), tokens.new_ones(len(tokens), 1)
     is_mask = ridge([(contexts, zeros), (tokens, zeros), (many, ones)])[:, 0].float()
     is_anchor = _at_least_one(tokens, many)
-    side = _at_least_one(torch.cat([contexts, -tokens]), many)
-    print("wrong", (contexts @ side < 0.1).float().mean(), (tokens @ side > -0.1).float().mean(), (tokens @ is_anchor < 0.1).float().mean())
-    print("kinds", [[(f"{(x @ y).mean().item():.3f}", f"{(x @ y).std().item():.3f}") for y in (side, is_anchor, is_mask)] for x in (contexts, tokens, many)])
+    side = _at_least_one(torch.cat([contexts, -tokens]), many)  # of contexts, not of tokens
     pairs = size // 2
     slow = max(1, pairs // 8)
-    near = torch.zeros(pairs)
-    near[: pairs - slow] = _nearness(frequencies[: pairs - slow]).sqrt()
-    still = torch.zeros(pairs)
+    near, still = contexts.new_zeros(2, pairs)
+    near[: pairs - slow] = _nearness(body.rotary_emb.inv_freq[: pairs - slow]).to(near).sqrt()
     still[pairs - slow :] = slow**-0.5
     near, still = near.repeat(2), still.repeat(2)
     key = torch.outer(near + still, side) + torch.outer(still - near, is_mask)
-    attention.k_proj.weight.copy_(SLOW * key.repeat(groups, 1))
     at_context, at_anchor, at_mask = near, -still, still - near
-    queries = [
-        torch.outer(anchor, is_anchor) + torch.outer(mask, is_mask)
-        for anchor, mask in (
-            (at_anchor, at_mask), (at_context, at_mask), (at_anchor, at_anchor), (at_anchor, at_context)
-        )
-    ]
+    looks = [(at_anchor, at_mask), (at_context, at_mask)]  # of anchors and of masks
+    looks += [(at_anchor, at_anchor), (at_anchor, at_context)]
+    queries = [torch.outer(one, is_anchor) + torch.outer(other, is_mask) for one, other in looks]
+    attention.k_proj.weight.copy_(SLOW * key.repeat(groups, 1))
     attention.q_proj.weight.copy_(SLOW * torch.cat(queries).repeat(groups, 1))
-    strength = (2**0.5 * PEAK / size**0.5) ** 0.5
     for norm in (attention.q_norm, attention.k_norm):
-        norm.weight.fill_(strength)
-    value = torch.zeros_like(attention.v_proj.weight)
-    value[:width, :width] = torch.eye(width)[: len(value)]
-    attention.v_proj.weight.copy_(value)
-    # An anchor in the later groups reads itself, a mask in the first ones itself.
-    first_anchor = first_anchor - later_anchor - later_context
-    rows = torch.cat([tokens, many])
-    wanted = torch.cat([tokens @ first_anchor, (constant - mask @ first_context).expand(len(many), -1)])
-    first_anchor = ridge([(rows, wanted)]).float()
-    maps = torch.stack([first_anchor.T, first_context.T, later_anchor.T, later_context.T])
-    parts = maps.view(4, width, groups, size).permute(1, 2, 0, 3)
+        norm.weight.fill_((PEAK / size**0.5) ** 0.5)
+    nn.init.eye_(attention.v_proj.weight)
+    # Turned away, an anchor reads itself, and a mask a mask.
+    first_anchor, first_context, of_anchor, of_context = maps
+    first_anchor = first_anchor - of_anchor - of_context
+    rest = constant - mask[0] @ (first_anchor + first_context)
+    first_anchor = first_anchor + torch.outer(is_mask, rest)
+    maps = (first_anchor, first_context, of_anchor, of_context)
+    whole = torch.stack([nn.functional.pad(each.T, (0, groups * size - width)) for each in maps])
+    parts = whole.view(GROUPS, width, groups, size).permute(1, 2, 0, 3)
     attention.o_proj.weight.copy_(parts.flatten(1))
 
 
 def _at_least_one(x: Tensor, mask: Tensor) -> Tensor:
-    """(H,) a linear function of 1 or more on vectors (n, H), 0 on masks: squared hinges."""
+    """(H,) a linear function of 1 or more on vectors (n, H), by squared hinges, and 0 on masks."""
     function = x.new_zeros(x.shape[1])
-    masks = 10 * mask, mask.new_zeros(len(mask), 1)
-    for _ in range(15):
+    for _ in range(16):
         short = x[x @ function < 1]
         if not len(short):
             break
-        function = ridge([(short, short.new_ones(len(short), 1)), masks])[:, 0].float()
+        wanted = [(short, short.new_ones(len(short), 1)), (10 * mask, mask.new_zeros(len(mask), 1))]
+        function = ridge(wanted)[:, 0].float()
     return function
 
 
 def _nearness(frequencies: Tensor) -> Tensor:
-    """(n,) shares of a head's pairs of dimensions, of which scores fall with distance."""
+    """(n,) shares of pairs of dimensions, 1 together, by which scores fall with the distance."""
     distance = torch.arange(512.0, dtype=torch.float64)
     turned = (distance[:, None] * frequencies.double().cpu()).cos()
-    weights = 1.0 + 7.0 * (distance < 12)
-    import scipy.optimize
+    weight = 1.0 + 7.0 * (distance < 2 * REACH)  # near tokens matter most
+    wanted = torch.exp(-distance / REACH)
+    shares, _ = nnls((turned * weight[:, None]).numpy(), (wanted * weight).numpy())
+    return torch.tensor(shares / shares.sum())
 
-    shares, _ = scipy.optimize.nnls(
-        (turned * weights[:, None]).numpy(), (torch.exp(-distance / REACH) * weights).numpy()
-    )
-    shares = torch.tensor(shares)
-    return (shares / shares.sum()).float()
+
+def _size(states: Tensor) -> Tensor:
+    """Mean root mean square of states (n, H)."""
+    return states.square().mean(dim=-1).sqrt().mean()

@@ -104,7 +104,7 @@ def make_initial(
             if config.layout == "dspark":
                 record["layers"] = config.layers  # new ones
                 special = load_tokenizer(str(target)).all_special_ids
-                model = first_dspark(whole, taps, rollouts, config, special, seed)
+                model = first_dspark(whole, taps, rollouts, config, special)
             elif config.layout is not None:
                 model = first_eagle3(whole, taps, rollouts)
             elif config.kind == "states":

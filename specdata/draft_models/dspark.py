@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3Model,
+    Qwen3RMSNorm,
+    rotate_half,
+)
 
 from specdata.draft_models.draft_vocabulary import SIZE, ReducedOutput, install_output
 from specdata.draft_models.states_draft import KEY, Blocks, StatesInput, TargetStates
@@ -32,7 +37,11 @@ class BlockInput(StatesInput):
     """The input embedding: of contexts the target's states, of a block's tokens the target's own.
 
     `markov` (V, r) is w1. The mask is one of the target's tokens, since engines embed it as such.
+    `scale` (F,) makes the target's states about 1 in size: some are thousands, and a step of `fc`
+    by them would be a leap of the draft. Engines get it as a part of `fc`.
     """
+
+    scale: Tensor
 
     blocks: Blocks
 
@@ -44,10 +53,11 @@ class BlockInput(StatesInput):
         self.hidden_norm = Qwen3RMSNorm(tokens.embedding_dim, eps=epsilon)
         self.markov = nn.Embedding(tokens.num_embeddings, blocks.rank)
         self.blocks, self.width = blocks, tokens.embedding_dim
+        self.register_buffer("scale", tokens.weight.new_ones(taps * size))
 
     def contexts(self, states: Tensor) -> Tensor:
         """(..., 2 H + r) inputs of tokens of the context, by the target's states (..., F)."""
-        context = self.hidden_norm(self.states(states.to(self.weight.dtype)))
+        context = self.hidden_norm(self.states(states.to(self.weight.dtype) * self.scale))
         return nn.functional.pad(context, (0, self.width + self.blocks.rank))
 
     def slots(self, ids: Tensor, before: Tensor) -> Tensor:
@@ -62,14 +72,43 @@ class BlockInput(StatesInput):
 class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
     """A decoder layer over (B, n, 2 H + r), whose contexts stay as they are."""
 
-    def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
-        """(B, n, 2 H + r) -> the same shape."""
+    def forward(self, hidden_states: Tensor, *, contexts: int = 0, **named: Any) -> Tensor:
+        """(B, n, 2 H + r) -> the same shape; so many of the first are known to be contexts."""
         context, x, markov = split(hidden_states, self.hidden_size)
         read = torch.where(context.any(dim=-1, keepdim=True), context, self.input_layernorm(x))
-        attended, _ = self.self_attn(hidden_states=read, **named)
+        if not contexts:
+            attended, _ = self.self_attn(hidden_states=read, **named)
+        else:
+            x, attended = x[:, contexts:], self._attended(read, contexts, **named)
         x = x + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
-        return torch.cat([context, x, markov], dim=-1)
+        return torch.cat([context, nn.functional.pad(x, (0, 0, contexts, 0)), markov], dim=-1)
+
+    def _attended(
+        self,
+        read: Tensor,
+        contexts: int,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        **_: Any,
+    ) -> Tensor:
+        """What the blocks attend to, as `self_attn` gives it without queries of the contexts."""
+        attention = self.self_attn
+        heads = (-1, attention.head_dim)
+        queries = attention.q_proj(read[:, contexts:]).unflatten(-1, heads)
+        queries = attention.q_norm(queries).transpose(1, 2)
+        keys = attention.k_norm(attention.k_proj(read).unflatten(-1, heads)).transpose(1, 2)
+        values = attention.v_proj(read).unflatten(-1, heads).transpose(1, 2)
+        cos, sin = (turn[:, None] for turn in position_embeddings)
+        keys = keys * cos + rotate_half(keys) * sin
+        cos, sin = cos[:, :, contexts:], sin[:, :, contexts:]
+        queries = queries * cos + rotate_half(queries) * sin
+        attended = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attention_mask[:, :, contexts:].to(keys.dtype), enable_gqa=True
+        )
+        projected: Tensor = attention.o_proj(attended.transpose(1, 2).flatten(2))
+        return projected
 
 
 class BlockNorm(nn.Module):
@@ -166,6 +205,7 @@ def read_blocks(body: BlockModel, ids: Tensor, taps: Tensor, anchors: Tensor, si
         attention_mask=mask[:, None],
         position_ids=places.clamp(max=body.config.max_position_embeddings - 1),
         use_cache=False,
+        contexts=length,
     )
     output.last_hidden_state = output.last_hidden_state[:, length:].unflatten(1, (count, size))
     return output
