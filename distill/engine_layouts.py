@@ -58,6 +58,7 @@ PARTS = ("eagle_config", "dflash_config", "transformer_layer_config")
 IGNORED = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "confidence_head.")
 """Tensors that are the target's, follow from others, or are a head's."""
 TOKENS, LAYER, MAPS = "model.embed_tokens.tokens.weight", "model.layers.0.", ("d2t", "t2d")
+FC, SCALE = "model.embed_tokens.states.weight", "model.embed_tokens.scale"
 DRAFTED = 3
 """Tokens that a released folder asks engines to draft."""
 CARD = """# An EAGLE-3 draft for {target}
@@ -358,7 +359,9 @@ def built_blocks(
     """A draft in DSpark's form of a config.json and its tensors, with these taps and blocks."""
     sizes, ids = _layers(BlockLayers, settings, name), ids_of(tensors, target, name)
     tensors = _with_shared(tensors, ids, target)
-    config = {**sizes, KEY: {**record_of(target, taps), "blocks": asdict(blocks)}}
+    record = record_of(target, taps)
+    tensors[SCALE] = torch.ones(record["width"])
+    config = {**sizes, KEY: {**record, "blocks": asdict(blocks)}}
     return _filled(Qwen3ForCausalLM, dspark_class, DSPARK, config, tensors, ids, target, name)
 
 
@@ -516,6 +519,7 @@ def write_dspark(
     settings, record = of_layout(draft)
     assert record.blocks is not None
     target, blocks, given = load_model(record.target), record.blocks, stored(draft)
+    given[FC] = given[FC] * given.pop(SCALE)
     vocabulary, tokens = settings["vocab_size"], settings[SIZE]
     shared = {TOKENS: target.get_input_embeddings()}
     if tokens == vocabulary:
