@@ -108,7 +108,8 @@ def _fit(draft: Any, target: PreTrainedModel, rollouts: Dataset) -> None:
             "tokens of a block, and no rollout has one: lower draft.init.block, or raise "
             "rollouts.max_new_tokens and make the rollouts again"
         )
-    reads.scale.copy_(1 / torch.cat(seen).square().mean(dim=0).sqrt().clamp(min=1e-6))
+    largest = torch.cat(seen).square().mean(dim=0).sqrt().clamp(min=1e-6)
+    reads.scale.copy_(2.0 ** -largest.log2().round())  # powers of two, so that nothing is rounded
     both = (torch.cat([x, g * reads.scale], dim=-1) for x, g in zip(embedded, seen, strict=True))
     reads.states.weight.copy_(ridge(zip(both, final, strict=True))[width:].T)
     contexts = [reads.contexts(each)[:, :width] for each in seen]
