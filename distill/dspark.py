@@ -94,7 +94,7 @@ def _fit(draft: Any, target: PreTrainedModel, rollouts: Dataset) -> None:
     width, size = reads.width, reads.blocks.size
     embedded, seen, final = [], [], []
     for row in fit_rows(rollouts):
-        if len(row["completion_ids"]) <= size:
+        if len(row["completion_ids"]) < 3:
             continue
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=draft.device)
         first, read = len(row["prompt_ids"]), target_taps(draft, [row], ids)
@@ -104,9 +104,8 @@ def _fit(draft: Any, target: PreTrainedModel, rollouts: Dataset) -> None:
         final.append(unit(read_taps(target, [last], ids)[0, first:-1], 1))
     if not embedded:
         raise ConfigError(
-            f"a draft in DSpark's layout begins from completions of more than {size} tokens, the "
-            "tokens of a block, and no rollout has one: lower draft.init.block, or raise "
-            "rollouts.max_new_tokens and make the rollouts again"
+            "a draft in DSpark's layout begins from completions of three tokens and more, and no "
+            "rollout has one: raise rollouts.max_new_tokens and make the rollouts again"
         )
     largest = torch.cat(seen).square().mean(dim=0).sqrt().clamp(min=1e-6)
     reads.scale.copy_(2.0 ** -largest.log2().round())  # powers of two, so that nothing is rounded
@@ -118,7 +117,7 @@ def _fit(draft: Any, target: PreTrainedModel, rollouts: Dataset) -> None:
 
     later = []
     for token, context, state in zip(tokens, contexts, final, strict=True):
-        for step in range(1, size):
+        for step in range(1, min(size, len(token))):
             x = (token[:-step], context[:-step], token[step:], token.new_ones(len(token) - step, 1))
             later.append((torch.cat(x, dim=-1), state[step:] - mask))
     fitted = ridge(later).float()
