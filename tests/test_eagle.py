@@ -280,12 +280,18 @@ def test_training_reads_what_drafting_does(target: Path, tmp_path: Path) -> None
         torch.testing.assert_close(second[0, at], drafted[0, 0])
 
 
-def test_gradients_of_the_norm_are_those_of_all_logits(target: Path, tmp_path: Path) -> None:
-    model = load_model(str(target))
-    published(tmp_path / "theirs", model.config.vocab_size, "eagle")
-    draft = read_published(tmp_path / "theirs", model)
+@pytest.mark.parametrize("layout", ["eagle3", "dspark"])
+def test_gradients_of_few_logits_are_those_of_all(
+    target: Path, tmp_path: Path, layout: str
+) -> None:
+    """Of the norm and of the bias by tokens, too."""
+    init: dict[str, Any] = {"kind": "states", "layers": 1, "layout": layout, "vocabulary": KEPT}
+    make(target, tmp_path / "draft", **init)
+    draft = load_model(str(tmp_path / "draft"), target=str(target))
     head, output = find_lm_head(draft), draft.get_output_embeddings()
-    states = torch.randn(9, H, generator=torch.Generator().manual_seed(0))
+    width, more = output.in_features, output.markov if layout == "dspark" else output.norm.weight
+    torch.nn.init.normal_(more)
+    states = torch.randn(9, width, generator=torch.Generator().manual_seed(0))
     wanted = torch.randn(9, KEPT, generator=torch.Generator().manual_seed(1))
     found = []
     for is_narrow in (True, False):
@@ -296,7 +302,7 @@ def test_gradients_of_the_norm_are_those_of_all_logits(target: Path, tmp_path: P
 
         given = states.clone().requires_grad_()
         total = chunked_loss(given, head, loss, at_once=4, is_narrow=is_narrow)
-        of = torch.autograd.grad(total, [given, output.weight, output.norm.weight])
+        of = torch.autograd.grad(total, [given, output.weight, more])
         with torch.no_grad():
             alone = chunked_loss(states, head, loss, at_once=4, is_narrow=is_narrow)
         found.append([total.detach(), alone, *of])

@@ -46,7 +46,7 @@ from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, draw_one
 from specdata.target_states import reading_stored, target_taps
-from tests.block_draft import block_draft, defined
+from tests.block_draft import block_draft, state_in_block
 from tests.families import tiny
 from tests.random_pair import texts_of
 from tests.test_branching import CASES
@@ -97,7 +97,7 @@ def state_after(draft: PreTrainedModel, committed: list[int], path: list[int]) -
         after = torch.tensor([committed + [draft.config.pard_token] * 2])
         return hidden_states(draft, after)[0, len(committed) - 1 + min(len(path), 2)]
     if made.blocks:
-        return defined(draft, committed, path)
+        return state_in_block(draft, committed, path)
     x = made(ids)
     begin = 0 if made.reads_first or len(committed) == 1 else 1
 
@@ -188,13 +188,14 @@ def decoded_as_defined(
     config: DecodeConfig,
     prompt: list[int],
     tolerance: float = 1e-9,
+    **engine: Any,
 ) -> None:
     """Decode, and compare every distribution of every round with its definition."""
     nodes = rounds = 0
     for seed in range(3):
         checked = Checked(config.make_verifier(), draft, prompt, tolerance)
         decoder = SpeculativeDecoder.from_config(
-            target, draft, config, verifier=cast(Verifier, checked)
+            target, draft, config, verifier=cast(Verifier, checked), **engine
         )
         out = decoder.generate(
             torch.tensor(prompt),
@@ -271,8 +272,8 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(
     ("name", "kind"),
     [
         *((name, "states") for name in (*sorted(FEW), "rrs", "multipath_block")),
-        *((name, kind) for name in sorted(FEW) for kind in ("masks", "blocks")),
-        ("multipath_block", "blocks"),
+        *((name, "masks") for name in sorted(FEW)),
+        *((name, "blocks") for name in ("greedy_block", "traversal")),
     ],
 )
 def test_batches_and_engines_decode_as_one_sequence_does(name: str, kind: str) -> None:
