@@ -159,11 +159,13 @@ def in_blocks(
     row = torch.arange(rows, device=ids.device)[:, None]
     at = torch.arange(length, device=ids.device).expand(rows, -1)
     begin = at if begins is None else window(begins)
-    share = 1.0
-    if dropping is not None:  # evenly spread
-        rank = (begin + dropping * GOLDEN**2) * GOLDEN % 1.0
-        kept = max(1, round(ANCHORS * begin.shape[1]))
-        share, begin = kept / begin.shape[1], begin.gather(1, rank.argsort(dim=1)[:, :kept])
+    share, kept = 1.0, torch.ones_like(begin, dtype=torch.bool)
+    if dropping is not None:  # evenly spread, and the same ones whatever else is in the batch
+        share = ANCHORS
+        rank, order = ((begin + dropping * GOLDEN**2) * GOLDEN % 1.0).sort(dim=1)
+        kept = rank < share
+        most = max(1, int(kept.sum(dim=1).max()))
+        kept, begin = kept[:, :most], begin.gather(1, order[:, :most])
     parts = (
         read_blocks(cast(BlockModel, body_of(model)), ids, taps, part, size).last_hidden_state
         for part in torch.split(begin, BLOCKS, dim=1)
@@ -177,7 +179,7 @@ def in_blocks(
         states = read.new_zeros(rows, length, read.shape[-1])
         states = states.index_put((row, begin), there)
         is_kept = torch.zeros_like(ids, dtype=torch.bool)
-        is_kept[row, begin] = True
+        is_kept[row, begin] = kept
         yield Place(
             nn.functional.pad(states, (0, 0, step, 0))[:, :length],
             nn.functional.pad(is_kept, (step, 0))[:, :length],
