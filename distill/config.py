@@ -350,6 +350,7 @@ class DistilConfig(Config):
             ("finetune", self.finetune, "the target does not read texts there"),
             ("lora", self.lora, "its maps are trained whole"),
             ("depths", self.depths > 1, "masks are of drafts that read tokens alone"),
+            ("readings", self.readings > 2 and self.init.layout == "dspark", "a block has one"),
         ):
             if given:
                 raise ValueError(f"{name} must be left out with init.kind states: {why}")

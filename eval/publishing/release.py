@@ -118,6 +118,8 @@ def release_draft(
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
+    if reduced is not None and len(reduced) == config.vocab_size:  # of an engine's layout
+        reduced = None
     # The metadata gives the metrics of the best length, else of the longest.
     fixed = [run for run in measured.runs if run.method.fixed_length and run.method.lossless]
     best = fastest["draftsmith"] or fastest["transformers"]
