@@ -14,9 +14,12 @@ import torch
 
 from distill.rounds import in_blocks
 from eval.analysis.round_times import measure_times
+from eval.analysis.verifier_table import drafted
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from heads import AcceptanceHead, ConfidenceHead, ImmediateHead
+from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
+from heads.config import HeadConfig
 from heads.probe import check_head
+from heads.train import train_head
 from recipes.command import run_tool
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.states_draft import states_input
@@ -28,6 +31,7 @@ from specdata.probability import SamplingConfig, overlap
 from specdata.target_states import target_taps
 from specdata.texts import ModelSource
 from tests.block_draft import RANK, block_draft, state_in_block
+from tests.drive_head import LEVELS, VOCABULARY, synthetic_rows
 from tests.test_decoder import PROMPT
 from tests.test_eagle import learnt
 from tests.test_initial import ROWS, make, stored
@@ -66,18 +70,16 @@ def test_a_draft_of_one_layer_and_few_tokens_drafts_as_it_is_defined_in_a_graph(
     decoded_as_defined(PAIR, draft, DRAFTED[name], PROMPT, engine="captured")
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("length", [2, 3])
 def test_of_a_block_no_more_slots_are_read_than_are_drafted(length: int) -> None:
     """As engines read it: with fewer masks, which all slots see."""
-    whole, shorter = (block_draft(PAIR, size=size) for size in (4, max(2, length)))
-    config, accepted = DecodeConfig(length=length), []
-    for draft in (whole, shorter):
-        made = [decoded(draft, config, seed) for seed in range(4)]
-        accepted.append([[each.accepted for each in out.rounds] for out in made])
-    if length > 1:  # there is no block of one
-        assert accepted[0] == accepted[1]
-    model = SpeculativeDecoder.from_config(PAIR, whole, config)._drafts[0]
-    assert model.depths == length
+    prompts, config, q = [torch.tensor(PROMPT)], DecodeConfig(length=length), []
+    for size in (4, length):
+        places = drafted(PAIR, block_draft(PAIR, size=size), prompts, config)
+        q.append(torch.cat([each.tree.distributions for each in places if len(each.tree)]))
+    torch.testing.assert_close(*q)
+    decoder = SpeculativeDecoder.from_config(PAIR, block_draft(PAIR), DecodeConfig(length=1))
+    assert decoder._drafts[0].depths == 1
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -141,6 +143,19 @@ def test_a_head_is_asked_of_the_slots_states_which_hold_the_token_before() -> No
     check_head(draft, ImmediateHead(hidden_size=16 + RANK, embedding_size=16))
     with pytest.raises(ConfigError, match=r"after masks \(depths 4\) there is none"):
         check_head(draft, AcceptanceHead(hidden_size=16 + RANK))
+
+
+@pytest.mark.parametrize("kind", ["immediate", "confidence"])
+def test_heads_learn_from_the_states_of_slots(tmp_path: Path, kind: Any) -> None:
+    draft = block_draft(tiny_llama(0, vocab=VOCABULARY, layers=3).float())
+    levels = 4 * torch.tensor(LEVELS)[torch.arange(VOCABULARY) % 4]
+    draft.get_input_embeddings().markov.weight.data[:, 0] = levels  # type: ignore[union-attr, index]
+    labels = synthetic_rows(40, seed=0).map(lambda row: {"accept_prob": row["overlap"]})
+    rows = {"train": labels, "dev": labels}  # accepted by the token before
+    config = HeadConfig(kind=kind, epochs=12, batch_size=8)
+    done = train_head(draft=draft, out=tmp_path / "head", config=config, seed=0, **rows)
+    assert done.after.kl < 0.7 * done.after.kl_constant
+    check_head(draft, BaseHead.from_pretrained(tmp_path / "head"))
 
 
 def test_training_reads_a_quarter_of_the_blocks_other_ones_in_each_step_as_they_all_are() -> None:

@@ -39,6 +39,7 @@ from specdata.storage.schema import LOGITS
 from specdata.target_states import COLUMN, TAPPED, reading_stored, stored_states, to_bytes
 from specdata.texts import ModelSource, TopLogitSource
 from specdata.top_logits import TopLogits
+from tests.block_draft import block_draft
 from tests.test_states_draft import states_draft
 from tests.tiny import tiny_llama
 from tests.trainings import QUICK, batch_gradients, changed, trainer_of
@@ -248,10 +249,11 @@ def figures(draft: PreTrainedModel, rows: datasets.Dataset) -> list[float]:
     return [measured, sum(labelled) / len(labelled), float(loss)]
 
 
+@pytest.mark.parametrize("made", [states_draft, block_draft])
 def test_drafts_are_taught_measured_and_labelled_with_stored_taps(
-    tapped: datasets.Dataset, caplog: pytest.LogCaptureFixture
+    tapped: datasets.Dataset, caplog: pytest.LogCaptureFixture, made: Any
 ) -> None:
-    draft = states_draft(TARGET, taps=TAPS)
+    draft = made(TARGET, taps=TAPS)
     read = figures(draft, tapped.remove_columns([TAPPED, "taps"]))
     assert figures(draft, tapped) == pytest.approx(read, rel=2e-3)
     others = tapped.map(lambda row: {TAPPED: bytes(len(row[TAPPED]))})
