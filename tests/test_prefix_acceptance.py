@@ -41,13 +41,16 @@ def tokens(count: int) -> list[DraftedToken]:
 @pytest.mark.parametrize("head", [immediate(), ConfidenceHead(hidden_size=WIDTH)], ids=type)
 def test_every_token_counts_as_the_head_judges_it_when_it_is_drawn(head: BaseHead) -> None:
     drafted = tokens(5)
-    prefix_acceptance = PrefixAcceptance(head)
+    of_draft, of_token = PrefixAcceptance(head), PrefixAcceptance(head, cumulative=False)
     for _ in range(2):  # a second round starts afresh
-        prefix_acceptance.begin()
+        of_draft.begin()
+        of_token.begin()
         product = 1.0
         for token in drafted:
-            product *= sigmoid(float(head.logits(under_way(token)).detach()))
-            assert prefix_acceptance.after(token, newest=0.5) == pytest.approx(product)
+            accept = sigmoid(float(head.logits(under_way(token)).detach()))
+            product *= accept
+            assert of_draft.after(token, newest=0.5) == pytest.approx(product)
+            assert of_token.after(token, newest=0.5) == pytest.approx(accept)
 
 
 def test_specdecs_head_is_one_token_late_and_its_bias_is_undone_only_if_asked() -> None:

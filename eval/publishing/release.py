@@ -222,7 +222,7 @@ def release_head(
             "draft": loadable(draft),
         },
         head=head,
-        by_transformers=not reads_states(read),
+        by_transformers=not reads_states(read) and getattr(used.method.stop, "cumulative", True),
         depths=getattr(read, DEPTHS, 1),
         width=getattr(head, "width", None),
         trained=trained,

@@ -32,6 +32,7 @@ class PrefixAcceptance:
         head: the acceptance head, or what one says of recorded tokens.
         calibrated: undo the bias of the loss that the head was trained with. SpecDec++'s own
             threshold is compared with the biased output.
+        cumulative: whether it is of the whole draft, or of the newest judged token alone.
         refit: recalibrate while decoding: two coefficients, first (0, 1), turn the head's logit
             into odds, and every outcome that becomes known refits them.
 
@@ -40,7 +41,12 @@ class PrefixAcceptance:
     """
 
     def __init__(
-        self, head: BaseHead | RecordedHead, *, calibrated: bool = True, refit: bool = False
+        self,
+        head: BaseHead | RecordedHead,
+        *,
+        calibrated: bool = True,
+        cumulative: bool = True,
+        refit: bool = False,
     ) -> None:
         if isinstance(head, RecordedHead):
             self._judge = cast(Judge, head)
@@ -48,7 +54,7 @@ class PrefixAcceptance:
             self._judge, self._on_device = judge_of(head), TorchJudge(head)
         self._lag = head.lag
         self._bias = math.log(head.rejection_weight) if calibrated else 0.0
-        self._refit = refit
+        self._cumulative, self._refit = cumulative, refit
         self.model = OnlineLogistic((0.0, 1.0))
         self.begin()
 
@@ -77,7 +83,7 @@ class PrefixAcceptance:
             logit = raw + self._bias
             self._logits.append(logit)
             accept = self.model.accept(logit) if self._refit else sigmoid(logit)
-            self._product = self._product * accept
+            self._product = self._product * accept if self._cumulative else accept
         return self._product * newest if self._lag else self._product
 
     def observe(self, record: Round) -> None:

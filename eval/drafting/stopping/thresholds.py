@@ -150,8 +150,8 @@ class Head(AdaptiveRule):
 
     Huang et al. (SpecDec++, arXiv:2405.19715), section 4.3: stop when
     1 - prod_i sigmoid(f(e_i)) > threshold. Their e_i exists only after the draft has consumed token
-    i, that is when token i + 1 has been drawn, so the newest token is sent unscored. A head of kind
-    `immediate` judges the newest token as well. A lower threshold stops earlier: 1 never stops. The
+    i, that is when token i + 1 has been drawn, so the newest token is sent unscored. Heads of other
+    kinds judge the newest token as well. A lower threshold stops earlier: 1 never stops. The
     raw output of a head that was trained with a weight on rejections overstates them, and it is the
     raw output that is compared: the paper's best thresholds rise with that weight, from 0.3 for 1
     to 0.9 for 12 (appendix D.3). The default of 0.7 is the one for 6.
@@ -161,7 +161,10 @@ class Head(AdaptiveRule):
     varies: ClassVar[str] = "threshold"
     grid: ClassVar[tuple[float, ...]] = THRESHOLDS
     symbol: ClassVar[str] = "h="
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 0.6},)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"threshold": 0.6},
+        {"threshold": 0.4, "cumulative": False},
+    )
     needs_head: ClassVar[bool] = True
 
     threshold: float = Field(
@@ -169,6 +172,11 @@ class Head(AdaptiveRule):
         ge=0.0,
         le=1.0,
         description="stop once a rejection has more probability, by the head",
+    )
+    cumulative: bool = Field(
+        default=True,
+        description="a rejection anywhere in the draft; false: of the newest judged token, as "
+        "llama.cpp has it",
     )
 
     def start(self, head: BaseHead | None) -> ActiveRule:
@@ -181,7 +189,9 @@ class _HeadModel(ActiveRule):
     def __init__(self, rule: Head, head: BaseHead) -> None:
         from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 
-        self.prefix_acceptance = PrefixAcceptance(head, calibrated=False)
+        self.prefix_acceptance = PrefixAcceptance(
+            head, calibrated=False, cumulative=rule.cumulative
+        )
         super().__init__(rule.limit, self.prefix_acceptance.reads)
         self.threshold = rule.threshold
 
