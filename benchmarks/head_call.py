@@ -26,7 +26,8 @@ from eval.drafting.stopping.thresholds import Fixed, Head
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
-from heads import AcceptanceHead, BaseHead, ImmediateHead
+from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
+from specdata.lm_head import width_of_states
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
@@ -106,7 +107,7 @@ def drafting_seconds(
 def heads_for(draft: Any) -> dict[str, BaseHead | None]:
     """The heads and rules that are compared, by name."""
     sizes = {
-        "hidden_size": int(draft.get_output_embeddings().weight.shape[-1]),
+        "hidden_size": width_of_states(draft),
         "embedding_size": int(draft.get_input_embeddings().weight.shape[-1]),
     }
     hidden = sizes["hidden_size"]
@@ -114,6 +115,7 @@ def heads_for(draft: Any) -> dict[str, BaseHead | None]:
         "no head": None,
         "specdec++, depth 3": AcceptanceHead(hidden_size=hidden, depth=3),
         "immediate, drawn": ImmediateHead(**sizes),
+        "confidence": ConfidenceHead(hidden_size=hidden),
         "immediate, drawn, width 128, depth 2": ImmediateHead(**sizes, width=128, depth=2),
     }
 

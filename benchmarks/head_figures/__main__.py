@@ -66,6 +66,7 @@ from heads import BaseHead
 from heads.loss import head_metrics, soft_auroc
 from recipes.papers.replay import Times, saving
 from recipes.run import prepare_libraries
+from specdata.draft_models.depths import depths_of
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1
@@ -329,6 +330,8 @@ def _kinds_part(
     """How well each kind of head, and each score alone, predicts the labels."""
     train, kinds = dict(zip(DOMAINS, options.train, strict=True)), {}
     for variant in KINDS:
+        if variant is PUBLISHED and depths_of(data.draft) > 1:
+            continue  # no state knows a drafted token
         name = f"kinds, {variant.name}"
         head = trained(variant, data, train, passes=options.epochs, seed=SEED, name=name)
         kinds[variant.name] = {
