@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from distill.rounds import in_blocks
 from eval.analysis.round_times import measure_times
 from eval.analysis.verifier_table import drafted
 from eval.decoder import DecodeConfig, SpeculativeDecoder
@@ -28,7 +27,6 @@ from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head, width_of_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, overlap
-from specdata.target_states import target_taps
 from specdata.texts import ModelSource
 from tests.block_draft import RANK, block_draft, state_in_block
 from tests.drive_head import LEVELS, VOCABULARY, synthetic_rows
@@ -158,30 +156,6 @@ def test_heads_learn_from_the_states_of_slots(tmp_path: Path, kind: Any) -> None
     check_head(draft, BaseHead.from_pretrained(tmp_path / "head"))
 
 
-def test_training_reads_a_quarter_of_the_blocks_other_ones_in_each_step_as_they_all_are() -> None:
-    draft = block_draft(PAIR)
-    ids = torch.arange(80).reshape(2, 40) % 40
-    begins = torch.zeros_like(ids, dtype=torch.bool)
-    begins[:, 5:35] = True
-    taps = target_taps(draft, [], ids)
-    assert taps is not None
-    seen = torch.zeros(2, 40)
-    with torch.inference_mode():
-        whole = [*in_blocks(draft, ids, taps, 3, begins=begins)]
-        for step in range(40):
-            for depth, place in enumerate(
-                in_blocks(draft, ids, taps, 3, begins=begins, dropping=step)
-            ):
-                count = place.kept[:, 5 + depth : 35 + depth].sum(dim=1)
-                assert ((count - 30 * place.share).abs() <= 2).all()
-                states = whole[depth].states[place.kept]
-                torch.testing.assert_close(place.states[place.kept], states)
-            seen += place.kept
-    counts = seen[:, 7:37] / 40  # none is left out for long
-    assert counts.min() > 0.1
-    assert counts.max() < 0.45
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 16, "head_dim": 4, "num_hidden_layers": 4}
@@ -207,13 +181,6 @@ def test_a_new_draft_learns_and_a_stored_one_is_the_one_that_was_made(
     assert reads.blocks is not None
     texts = [*ROWS["prompt_ids"], *ROWS["completion_ids"]]
     assert reads.blocks.mask not in {token for text in texts for token in text}
-
-
-def test_states_that_leave_the_last_layer_are_refused(target: Path, tmp_path: Path) -> None:
-    init: dict[str, Any] = {"kind": "states", "layout": "dspark", "layers": 1}
-    with pytest.raises(ConfigError, match=r"taps must be at most 3 .*got \[1, 4\]"):
-        make(target, tmp_path / "draft", taps=[1, 4], **init)
-    make(target, tmp_path / "draft", taps=[1, 3], **init)
 
 
 @pytest.mark.parametrize(

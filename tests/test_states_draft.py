@@ -327,27 +327,37 @@ def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
             torch.testing.assert_close(states[row, here], found[step][row, here])
 
 
-def test_deeper_masks_are_read_of_fewer_rounds_other_ones_in_each_step_as_without_dropping() -> (
-    None
-):
-    head = find_lm_head(pair(40, "masks")[1])
+@pytest.mark.parametrize(("kind", "shares"), [("masks", (1, 0.7, 0.49)), ("blocks", (0.25,) * 3)])
+def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_dropping(
+    kind: str, shares: tuple[float, ...]
+) -> None:
+    draft = pair(40, kind)[1]
     ids = torch.arange(80).reshape(2, 40) % 40
+    head, taps = find_lm_head(draft), target_taps(draft, [], ids)
     begins = torch.zeros_like(ids, dtype=torch.bool)
     begins[:, 5:35] = True
-    seen = torch.zeros(3, *ids.shape, dtype=torch.int)
-    with torch.inference_mode():
-        whole = [each.states for each in along_rounds(head, ids, 3, begins=begins)]
-        for step in range(60):
-            found = along_rounds(head, ids, 3, begins=begins, dropping=step)
-            for depth, (states, kept, _) in enumerate(found):
-                seen[depth] += kept
-                of_30 = (30, 21, 14.7)[depth]
-                assert depth == 0 or ((kept.sum(dim=1) - of_30).abs() <= 2).all()
-                torch.testing.assert_close(states[kept], whole[depth][kept])
-    for depth, share in ((1, 0.7), (2, 0.49)):  # none is left out for long
+
+    def read(step: int | None, begins: Tensor = begins, rows: int = 2) -> list[rounds.Place]:
+        of_rows = None if taps is None else taps[:rows]
+        asked: dict[str, Any] = {"taps": of_rows, "begins": begins[:rows], "dropping": step}
+        with torch.inference_mode():
+            return [*along_rounds(head, ids[:rows], 3, **asked)]
+
+    seen, whole = torch.zeros(3, *ids.shape, dtype=torch.int), read(None)
+    for step in range(60):
+        for depth, (states, kept, _) in enumerate(read(step)):
+            seen[depth] += kept
+            of_30 = 30 * shares[depth]
+            assert shares[depth] == 1 or ((kept.sum(dim=1) - of_30).abs() <= 2).all()
+            torch.testing.assert_close(states[kept], whole[depth].states[kept])
+    for depth, share in enumerate(shares):  # none is left out for long
         counts = seen[depth][:, 5 + depth : 35 + depth] / 60
         assert counts.min() > share - 0.2
         assert counts.max() < share + 0.2
+    longer = begins.clone()  # another text of the batch decides nothing
+    longer[1] = True
+    for alone, beside in zip(read(7, rows=1), read(7, longer), strict=True):
+        assert alone.kept[0, 7:35].equal(beside.kept[0, 7:35])
 
 
 @kinds
