@@ -356,8 +356,9 @@ def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_droppi
         assert counts.max() < share + 0.2
     longer = begins.clone()  # another text of the batch decides nothing
     longer[1] = True
-    for alone, beside in zip(read(7, rows=1), read(7, longer), strict=True):
-        assert alone.kept[0, 7:35].equal(beside.kept[0, 7:35])
+    for step in range(12):
+        for alone, beside in zip(read(step, rows=1), read(step, longer), strict=True):
+            assert alone.kept[0, 7:35].equal(beside.kept[0, 7:35])
 
 
 @kinds
