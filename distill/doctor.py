@@ -1,24 +1,28 @@
-"""Examine a published EAGLE-3 draft: why its acceptance is what it is.
+"""Examine a published EAGLE-3 or DSpark draft: why its acceptance is what it is.
 
-Examined are its tensors, norm flags, taps, vocabulary map and chat template; then the target
-continues some prompts, and the draft is measured along that text as it says it is, with each norm
-flag turned and with its taps one layer off. Of any other draft: vocabulary, template, acceptance.
+Examined are its tensors, flags, taps, vocabulary map and chat template; then the target continues
+some prompts, and the draft is measured along that text as it says it is, with each flag turned and
+with its taps one layer off. Of any other draft: vocabulary, template, acceptance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.engine_layouts import (
+    DSPARK,
     Layout,
+    blocks_of,
     built,
+    built_blocks,
     config_of,
     ids_of,
     layout_of,
@@ -37,10 +41,18 @@ from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.sampling import SamplingConfig
 
-BETTER = 0.02
-"""By so much of the tokens of a round another setting must be better to be named."""
-LOW = 0.2
-"""Acceptance below which a draft slows decoding down, whatever its cost."""
+BETTER, FAR_BETTER = 0.02, 0.25
+"""By so much of the tokens of a round another setting must be better to be named. Where a token
+depends on the one before it alone, slots are nearly as good in another's place: by much more."""
+LOW, FLAG = 0.2, 0.01
+"""Acceptance below which a draft slows decoding down, whatever its cost, or is read wrongly."""
+TURNED = ("norm_before_residual", "norm_output", "sample_from_anchor")
+"""Flags that are turned; the others have tensors of their own."""
+HANDED_OUT = (
+    *("llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("gemma3n_text", "gemma4_text", "gpt_oss", "lfm2", "nemotron_h", "minimax", "minimax_m2"),
+)
+"""`model_type` of targets inside of which llama.cpp b11434 lets drafts look."""
 SPREAD, TAIL, LEAST = 0.02, 0.15, 8_000
 """How near to .02 and 3 deviation and kurtosis of a matrix never trained are; its least size."""
 
@@ -74,48 +86,96 @@ def examine(
     prompts = prompts or ("chat-assistant" if tokenizer.chat_template else "instruct")
     texts = written_texts(target, tokenizer, prompts, count, max_new_tokens, sampling)
     held = HeldOut(target, texts, sampling)
-    is_published = "speculators_model_type" in config or "Eagle3" in str(
-        config.get("architectures")
-    )
+    layout = layout_of(config)
+    is_published = layout is DSPARK or "speculators_model_type" in config
+    is_published |= "Eagle3" in str(config.get("architectures"))
     if not is_published:
         draft = load_model(name, target=target_name)
         kind = "on states, for this decoder alone" if states_input(draft) else "an ordinary draft"
         yield Finding("ok", "layout", f"{kind}, {type(draft).__name__}")
         yield _acceptance(held.measure(draft).overall)
         return
-    if found := not_computed(config):
-        for each in found:
-            yield Finding("problem", "config.json", each)
-        return
+    new = [token for row in texts["completion_ids"] for token in row]
+    read = yield from _of_files(folder, config, layout, target, new)
+    if read is not None:
+        yield from _of_settings(config, layout, *read, target, name, held)
+
+
+def _of_files(
+    folder: Path,
+    config: dict[str, Any],
+    layout: Layout,
+    target: PreTrainedModel,
+    new: Sequence[int],
+) -> Generator[Finding, None, tuple[dict[str, Tensor], Tensor] | None]:
+    """Keys and tensors, against new tokens of the target; returns what can be measured."""
+    name = str(folder)
     try:
-        tensors = tensors_of(stored(folder), name, layout := layout_of(config))
+        theirs = stored(folder)
+        if layout is DSPARK:
+            yield from _of_engines(config, theirs, target)
+            config["sample_from_anchor"] = True  # as it is measured at first
+        if found := not_computed(config):
+            for each in found:
+                yield Finding("problem", "config.json", each)
+            return None
+        tensors = tensors_of(theirs, name, layout)
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
-        return
+        return None
     findings = [*_of_tensors(tensors, layout)]
     yield from findings
     if any(each.kind == "problem" for each in findings):
-        return
+        return None
     ids, wrong = _ids(tensors, name, target)
     if wrong:
         yield Finding("problem", "vocabulary map", wrong)
     if ids is None:
-        return
-    new = [token for row in texts["completion_ids"] for token in row]
+        return None
     share = sum(map({*ids.tolist()}.__contains__, new)) / len(new)
     kind = "ok" if share > 1 - LOW else "warning"
     head = "" if "lm_head.weight" in tensors else "; no lm_head, so the target's rows of them"
     share_said = f"{len(ids):,} tokens, {share:.1%} of the target's text"
     yield Finding(kind, "vocabulary", f"{share_said}{head}")
+    return tensors, ids
 
-    taps, norms = settings_of(config, target)
+
+def _of_settings(
+    config: dict[str, Any],
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    ids: Tensor,
+    target: PreTrainedModel,
+    name: str,
+    held: HeldOut,
+) -> Iterator[Finding]:
+    """How the draft is accepted as it says it is, and with other flags and taps."""
+    flags = {"sample_from_anchor": True}
     try:
-        draft = built(config, taps, norms, tensors, ids, target, name)
+        if layout is DSPARK:
+            taps, blocks = blocks_of(config, target)
+        else:
+            taps, norms = settings_of(config, target)
+            flags = asdict(norms)
+    except ConfigError as error:
+        yield Finding("problem", "config.json", str(error))
+        return
+
+    def read(taps: Sequence[int], flags: Mapping[str, bool]) -> PreTrainedModel:
+        if layout is not DSPARK:
+            return built(config, taps, Norms(**flags), tensors, ids, target, name)
+        draft: Any = built_blocks(config, taps, blocks, tensors, ids, target, name)
+        if not flags["sample_from_anchor"]:
+            draft.model.norm = _FilledIn(draft.model.norm)
+        made: PreTrainedModel = draft
+        return made
+
+    try:
+        draft = read(taps, flags)
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
-    silent = [each.name for each in fields(norms) if each.name not in config]
-    if silent:
+    if silent := [flag for flag in flags if flag not in config]:
         yield Finding(
             "warning",
             "norm flags",
@@ -125,36 +185,87 @@ def examine(
     figures = held.measure(draft).overall
     rounds = figures.expected_tokens["token_4"]
     others = {
-        f"{flag} {not value}": (taps, replace(norms, **{flag: not value}))
-        for flag, value in asdict(norms).items()
-        if flag in ("norm_before_residual", "norm_output")  # the others have tensors of their own
+        f"{flag} {not value}": (taps, {**flags, flag: not value})
+        for flag, value in flags.items()
+        if flag in TURNED
     }
     last = target.config.get_text_config().num_hidden_layers
     for step in (-1, 1):
         moved = [tap + step for tap in taps]
         if moved[0] >= 0 and moved[-1] <= last:
-            others[f"taps {moved}"] = (moved, norms)
+            others[f"taps {moved}"] = (moved, flags)
     is_better = False
-    for what, (other_taps, other_norms) in others.items():
-        other = built(config, other_taps, other_norms, tensors, ids, target, name)
-        better = held.measure(other).overall.expected_tokens["token_4"]
-        if better > rounds * (1 + BETTER):
+    for what, other in others.items():
+        better = held.measure(read(*other)).overall.expected_tokens["token_4"]
+        least = FAR_BETTER if what.startswith("sample_from_anchor") else BETTER
+        if better > rounds * (1 + least):
             is_better = True
             yield Finding(
                 "problem",
                 "settings",
                 f"with {what} the draft is accepted more, {better:.2f} tokens a round of four "
-                f"instead of {rounds:.2f}: config.json (taps {taps}, {_flags(norms)}) is not how "
+                f"instead of {rounds:.2f}: config.json (taps {taps}, {_flags(flags)}) is not how "
                 "it was trained",
             )
     if not is_better:
-        yield Finding("ok", "settings", f"taps {taps}, {_flags(norms)}: no other is better")
+        yield Finding("ok", "settings", f"taps {taps}, {_flags(flags)}: no other is better")
     yield _acceptance(figures)
 
 
-def _flags(norms: Norms) -> str:
-    on = [name for name, value in asdict(norms).items() if value]
-    return ", ".join(on) or "no norm flags"
+def _flags(flags: Mapping[str, bool]) -> str:
+    return ", ".join(name for name, value in flags.items() if value) or "no norm flags"
+
+
+class _FilledIn(nn.Module):
+    """The last norm of a draft whose anchor proposes nothing, and each mask the token in its place.
+
+    So what slot i would say here is the state of slot i + 1.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.width = norm, norm.width
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(B, n, 2 H + r) -> (B, n, H + r)."""
+        read: Tensor = self.norm(states)
+        return torch.cat([read[..., : self.width].roll(-1, dims=-2), read[..., self.width :]], -1)
+
+
+def _of_engines(
+    config: Mapping[str, Any], names: Collection[str], target: PreTrainedModel
+) -> Iterator[Finding]:
+    """What engines read in DSpark's layout without a word, and otherwise than was meant."""
+    anchor = config.get("sample_from_anchor")
+    if anchor is None:
+        text = "is not said: vLLM's reader of speculators' folders takes false, SGLang true, and "
+        yield Finding("problem", "sample_from_anchor", f"{text}llama.cpp either: say it")
+    elif anchor is not True:
+        text = f"is {anchor}: a draft whose anchor proposes nothing cannot decode here"
+        yield Finding("problem", "sample_from_anchor", text)
+    has = {part: any(part in name for name in names) for part in ("embed_tokens", "confidence")}
+    vocabulary = target.config.get_text_config().vocab_size
+    is_reduced = (config.get("draft_vocab_size") or vocabulary) < vocabulary
+    if has["embed_tokens"] and not is_reduced:
+        text = (
+            "is in the folder: llama.cpp would take it as output matrix, which leaves lm_head out"
+        )
+        yield Finding("warning", "embed_tokens", f"{text}: remove it, engines take the target's")
+    if is_reduced and "lm_head.weight" not in names:
+        yield Finding("problem", "lm_head", "is missing, and vLLM refuses few tokens without it")
+    if (kind := target.config.get_text_config().model_type) not in HANDED_OUT:
+        text = f"llama.cpp lets no draft look inside of {kind}: it can be served elsewhere alone"
+        yield Finding("warning", "target", text)
+    for flag, what in {
+        "enable_confidence_head": "drops the head without a word",
+        "confidence_head_with_markov": "takes it for one of the state alone, by default",
+    }.items():
+        if has["confidence"] and config.get(flag) is not True:
+            text = f"{flag} must be true, or vLLM {what}"
+            yield Finding("warning", "confidence head", text)
+    if config.get("enable_confidence_head") and not has["confidence"]:
+        text = "enable_confidence_head is true and no tensor is there: vLLM then asks none silently"
+        yield Finding("warning", "confidence head", text)
 
 
 def _acceptance(figures: Figures) -> Finding:
@@ -162,6 +273,8 @@ def _acceptance(figures: Figures) -> Finding:
         f"{figures.acceptance:.3f}, the sum of min(p, q) along {figures.positions:,} tokens of the "
         f"target's text; {figures.expected_tokens['token_4']:.2f} tokens a round of four"
     )
+    if figures.acceptance < FLAG:
+        text += ", nearly always a flag or taps"
     if not figures.acceptance >= LOW:  # NaN, too
         return Finding("problem", "acceptance", f"{text}: too little, see what is above")
     return Finding("ok", "acceptance", text)

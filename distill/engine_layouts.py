@@ -221,7 +221,8 @@ def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     tensors = tensors_of(stored(folder), name, layout := layout_of(settings))
     if layout is DSPARK:
         taps, blocks = blocks_of(settings, target)
-        return built_blocks(settings, taps, blocks, tensors, target, name)
+        ids = ids_of(tensors, target, name)
+        return built_blocks(settings, taps, blocks, tensors, ids, target, name)
     taps, norms = settings_of(settings, target)
     return built(settings, taps, norms, tensors, ids_of(tensors, target, name), target, name)
 
@@ -353,11 +354,12 @@ def built_blocks(
     taps: Sequence[int],
     blocks: Blocks,
     tensors: Mapping[str, Tensor],
+    ids: Tensor,
     target: PreTrainedModel,
     name: str,
 ) -> PreTrainedModel:
     """A draft in DSpark's form of a config.json and its tensors, with these taps and blocks."""
-    sizes, ids = _layers(BlockLayers, settings, name), ids_of(tensors, target, name)
+    sizes = _layers(BlockLayers, settings, name)
     tensors = _with_shared(tensors, ids, target)
     record = record_of(target, taps)
     tensors[SCALE] = torch.ones(record["width"])

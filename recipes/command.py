@@ -40,7 +40,7 @@ DOES = {
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
     "import": "Read a published EAGLE-3 or DSpark draft, or a SpecDec++ head, to decode with it.",
     "export": "Write a draft in EAGLE-3's or DSpark's layout, for engines.",
-    "doctor": "Examine a published EAGLE-3 draft: why it is accepted or not.",
+    "doctor": "Examine a published EAGLE-3 or DSpark draft: why it is accepted or not.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
 CONFIGURED = ("reproduce", "engine")

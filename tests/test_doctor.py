@@ -20,6 +20,8 @@ from distill.initial import make_initial
 from recipes.command import run_tool
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
+from tests.test_dspark_layout import H, published
+from tests.test_initial import stored
 
 KEPT = 300
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
@@ -141,6 +143,124 @@ def test_each_fault_is_named(
     line = [each for each in said.splitlines() if each.startswith(("problem", "warning"))]
     assert any(re.search(expected, each) for each in line), said
     assert status == any(each.startswith("problem") for each in line)
+
+
+@pytest.fixture(scope="module")
+def in_blocks(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of least squares alone, in DSpark's layout."""
+    folder, target = tmp_path_factory.mktemp("blocks"), str(trained_pair / "target")
+    models = load_model(target), load_tokenizer(target)
+    make_initial(
+        target=target,
+        draft=None,
+        rollouts=written_texts(*models, "instruct", 64, 48, SamplingConfig()),
+        out=folder / "draft",
+        config=InitConfig(kind="states", layout="dspark", layers=1, block=4),
+        seed=0,
+    )
+    assert run_tool("export", [str(folder / "draft"), "--out", str(folder / "out")]) == 0
+    draws = torch.Generator().manual_seed(0)
+
+    def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
+        for name, each in tensors.items():
+            if not each.any():
+                tensors[name] = 1e-3 * torch.rand(each.shape, generator=draws)
+
+    return changed(folder / "out", folder / "released", train)
+
+
+def ids_of_the_last_layer(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    for part in (config, config["dflash_config"]):
+        part["target_layer_ids"] = [config["num_target_layers"] - 1]
+
+
+def with_head(**said: bool) -> Change:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors["confidence_head.proj.weight"] = torch.ones(1, 8)
+        config.update({"enable_confidence_head": True, **said})
+
+    return change
+
+
+TRAPS: dict[str, tuple[Change, str]] = {
+    "anchor not said": (
+        lambda _, config: config.pop("sample_from_anchor"),
+        "sample_from_anchor: is not said: vLLM",
+    ),
+    "anchor says nothing": (
+        lambda _, config: config.update(sample_from_anchor=False),
+        "sample_from_anchor: is False",
+    ),
+    "last layer": (ids_of_the_last_layer, "llama.cpp hands out nothing of the last one"),
+    "embedding": (
+        lambda tensors, _: tensors.update({"embed_tokens.weight": torch.ones(8, 8)}),
+        "embed_tokens: is in the folder: llama.cpp would take it as output matrix",
+    ),
+    "few tokens": (
+        lambda _, config: config.update(draft_vocab_size=KEPT),
+        "lm_head: is missing, and vLLM refuses",
+    ),
+    "head off": (with_head(enable_confidence_head=False), "enable_confidence_head must be true"),
+    "head of states alone": (
+        with_head(confidence_head_with_markov=False),
+        "confidence_head_with_markov must be true",
+    ),
+    "no head": (
+        lambda _, config: config.update(enable_confidence_head=True),
+        "enable_confidence_head is true and no tensor is there",
+    ),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_each_trap_of_dsparks_layout_is_named(
+    trap: str,
+    in_blocks: Path,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, expected = TRAPS[trap]
+    folder = changed(in_blocks, tmp_path / "ill", change)
+    assert expected in said_of(folder, trained_pair, capsys)[1]
+
+
+def test_a_sound_draft_in_dsparks_layout_is_told_from_one_whose_anchor_proposes_nothing(
+    in_blocks: Path, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = said_of(in_blocks, trained_pair, capsys)
+    assert (status, "problem" in said, "warning" in said) == (0, False, False), said
+    assert "taps [1], sample_from_anchor: no other is better" in said
+    target = load_model(str(trained_pair / "target"))
+    with torch.inference_mode():
+        after = target(input_ids=torch.arange(target.config.vocab_size)[:, None]).logits[:, 0]
+    left, values, right = torch.linalg.svd(after.log_softmax(-1), full_matrices=False)
+
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        """What follows a token is in the bias alone, which the anchor's own state drowns."""
+        rank, mask = config["markov_rank"], config["mask_token_id"]
+        tensors["markov_head.markov_w1.weight"] = (left * values)[:, :rank].contiguous()
+        tensors["markov_head.markov_w2.weight"] = right[:rank].T.contiguous()
+        for name in (
+            "layers.0.self_attn.o_proj.weight",
+            "layers.0.mlp.down_proj.weight",
+            "norm.weight",
+        ):
+            tensors[name].fill_(1e-9)
+        tensors["norm.weight"][target.get_input_embeddings().weight[mask].abs().argmin()] = 30.0
+
+    status, said = said_of(changed(in_blocks, tmp_path / "ill", change), trained_pair, capsys)
+    assert "with sample_from_anchor False the draft is accepted more" in said
+
+
+def test_a_target_that_llama_cpp_hands_out_nothing_of_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    stored(tmp_path / "target", "qwen2", hidden_size=H, **layers)
+    published(tmp_path / "draft", 298)
+    said = said_of(tmp_path / "draft", tmp_path, capsys)[1]
+    assert "warning  target: llama.cpp lets no draft look inside of qwen2" in said
 
 
 def test_another_chat_template_is_named(

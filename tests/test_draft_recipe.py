@@ -96,7 +96,7 @@ PLANS = [
     ),
     (
         "--draft.init='{kind: states, layout: dspark, layers: 1, taps: [1, 4]}'",
-        r"^draft\.init: taps must be at most 3 .* got \[1, 4\]",
+        r"^draft\.init: taps must be from 1 to 3 .* got \[1, 4\]",
     ),
     (SHORT, "positions for 32 .* set draft.max_length to 32"),
     (f"{SHORT} --draft.max_length=32", None),

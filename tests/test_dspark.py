@@ -185,6 +185,13 @@ def test_a_new_draft_learns_and_a_stored_one_is_the_one_that_was_made(
     assert reads.blocks.mask not in {token for text in texts for token in text}
 
 
+def test_states_that_leave_the_last_layer_are_refused(target: Path, tmp_path: Path) -> None:
+    init: dict[str, Any] = {"kind": "states", "layout": "dspark", "layers": 1}
+    with pytest.raises(ConfigError, match=r"taps must be from 1 to 3 .*got \[1, 4\]"):
+        make(target, tmp_path / "draft", taps=[1, 4], **init)
+    make(target, tmp_path / "draft", taps=[1, 3], **init)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -7,19 +7,24 @@ test-engines`).
 from __future__ import annotations
 
 import json
+import math
+import operator
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.engines import started, vllm
 from distill.config import DistilConfig
@@ -28,8 +33,13 @@ from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.served import ServedEngine
 from eval.rounds import Round
+from heads import ConfidenceHead
+from heads.probe import probe_of
+from recipes.command import run_tool
 from recipes.config import TOY
 from specdata.config import PromptSet, ServerConfig
+from specdata.draft_models.dspark import read_blocks
+from specdata.draft_models.taps import read_taps
 from specdata.models import end_ids, load_model, load_tokenizer
 from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request
@@ -71,7 +81,7 @@ def serve(log: Path, speculative: dict[str, Any] | None = None) -> Any:
 
 
 @contextmanager
-def llama(folder: Path, draft: Path, kind: str, length: int) -> Iterator[str]:
+def llama(folder: Path, draft: Path, kind: str, length: int, least: float = 0.0) -> Iterator[str]:
     """llama-server with the demo's target and a draft, of files that its own converter makes."""
     tree = next(each for each in Path(LLAMA).absolute().parents if (each / CONVERTER).exists())
     for path, name in ((TARGET, "target"), (draft, "draft")):
@@ -81,7 +91,9 @@ def llama(folder: Path, draft: Path, kind: str, length: int) -> Iterator[str]:
     command = [LLAMA, "--model", str(folder / "target.gguf"), "--port", "{port}", "--parallel", "1"]
     command += ["--alias", "target", "--spec-draft-model", str(folder / "draft.gguf")]
     command += ["--spec-type", kind, "--spec-draft-n-max", str(length), "--threads", "1"]
-    command += ["--spec-draft-p-min", "0", "--ctx-size", "512"]
+    command += ["--spec-draft-p-min", str(least), "--ctx-size", "512", "--metrics"]
+    for cache in ("--cache-type-k", "--cache-type-v", "--spec-draft-type-k", "--spec-draft-type-v"):
+        command += [cache, "f32"]
     with started(command, folder / "log") as url:
         yield url
 
@@ -229,6 +241,125 @@ def test_an_engine_accepts_what_our_decoder_counts(
             counted["drafted"] += length * len(drafting)
             counted["accepted"] += sum(each.accepted for each in drafting) - within
     assert found == counted
+
+
+Blocks = tuple[Path, Path, ConfidenceHead]
+BLOCKS = {"dspark": {"layers": 1}, "dspark of 200 tokens": {"layers": 2, "vocabulary": 200}}
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Blocks]:
+    """Name -> a draft of blocks of four, as it is exported, and its head of any numbers."""
+    folder, made = tmp_path_factory.mktemp("blocks"), {}
+    rollouts = of_split(load_stored(DEMO / "rollouts"), "train", DEMO / "rollouts")
+    for name, settings in BLOCKS.items():
+        ours, theirs = folder / name, folder / f"{name} exported"
+        make(TARGET, ours, rollouts, kind="states", layout="dspark", block=4, **settings)
+        draft = load_model(str(ours))
+        torch.manual_seed(0)
+        size = draft.get_output_embeddings().in_features
+        head = ConfidenceHead(hidden_size=size, probe=probe_of(draft), rejection_weight=2.0)
+        head.save_pretrained(folder / f"{name} head")
+        given = [str(ours), "--out", str(theirs), "--head", str(folder / f"{name} head")]
+        assert run_tool("export", given) == 0
+        made[name] = (ours, theirs, head)
+    return made
+
+
+@torch.inference_mode()
+def greedy_blocks(
+    draft: Any, head: ConfidenceHead, text: list[int], size: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """What is drafted behind each token of a text, and how probably each is accepted: (T, size)."""
+    ids, reads, output = torch.tensor([text]), draft.model.embed_tokens, draft.lm_head
+    every = torch.arange(len(text))[None]
+    read = read_blocks(draft.model, ids, reads.read_target(ids), every, size).last_hidden_state[0]
+    before, tokens, chances = ids[0], [], []
+    for slot in range(size):
+        states = torch.cat([read[:, slot, : reads.width], reads.markov(before)], dim=-1)
+        before = output(states).argmax(dim=-1)
+        tokens.append(before)
+        chances.append(torch.sigmoid(head(states) + math.log(head.rejection_weight)))
+    return torch.stack(tokens, dim=1).tolist(), torch.stack(chances, dim=1).tolist()
+
+
+@needs_llama
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("length", "asks"), [(3, False), (4, True)])
+def test_llama_server_drafts_blocks_as_ours_and_cuts_them_where_the_head_doubts(
+    name: str,
+    length: int,
+    asks: bool,
+    target: Any,
+    prompts: list[list[int]],
+    blocks: dict[str, Blocks],
+    tmp_path: Path,
+) -> None:
+    """It drops the first token of less probability and what follows, so it may draft nothing."""
+    ours, theirs, head = blocks[name]
+    draft = load_model(str(ours))
+    config = DecodeConfig(length=length, temperature=0.0)
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    budget, least = {"max_new_tokens": LONGEST, "generator": torch.Generator()}, 0.0
+    here = [decoder.generate(torch.tensor(ids), **budget) for ids in prompts]
+    texts = [[*ids, *each.tokens.tolist()] for ids, each in zip(prompts, here, strict=True)]
+    read = [greedy_blocks(draft, head, text, length) for text in texts]
+    if asks:  # in the widest gap near the median, as rounding differs
+        every = sorted(chance for _, chances in read for each in chances for chance in each)
+        middle = pairwise(every[len(every) * 2 // 5 : len(every) * 3 // 5])
+        least = sum(max(middle, key=lambda pair: pair[1] - pair[0])) / 2
+    counted: Counter[str] = Counter()
+    with llama(tmp_path, theirs, "draft-dspark", length, least) as url:
+        for ids, text, each, (tokens, chances) in zip(prompts, texts, here, read, strict=True):
+            body = {"prompt": ids, "n_predict": LONGEST, "temperature": 0, "return_tokens": True}
+            served = httpx2.post(f"{url}/completion", json=body, timeout=60).json()["tokens"]
+            assert [*ids, *served] == text
+            at, rounds = len(ids), []
+            while at < len(text) - 1:
+                doubted = [slot for slot, chance in enumerate(chances[at]) if chance < least]
+                drafted = tokens[at][: min([length, LONGEST + len(ids) - at - 2, *doubted])]
+                same = map(operator.eq, drafted, text[at + 1 :])
+                accepted = len([*takewhile(bool, same)])
+                at += accepted + 1
+                rounds += [accepted] * bool(drafted)
+                # It drafts past an end token, which is not accepted then.
+                within = at == len(text) and accepted < len(drafted)
+                counted.update(["rounds"] * bool(drafted), drafted=len(drafted))
+                counted.update(map(str, range(accepted - within)))
+            if not asks:
+                assert [one.accepted for one in each.rounds if one.drafted] == rounds
+        metrics = httpx2.get(f"{url}/metrics").text
+    said = re.compile(r"^llamacpp:spec_decode_num_(\w+)_total(?:{position=\"(\d)\"})? (\d+)", re.M)
+    names = {"drafts": "rounds", "draft_tokens": "drafted"}
+    found = {names.get(kind, place): int(count) for kind, place, count in said.findall(metrics)}
+    found.pop("")  # accepted, wherever
+    assert {kind: count for kind, count in found.items() if count} == counted
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_vllms_classes_give_the_logits_and_chances_of_a_draft_in_blocks(
+    name: str, target: Any, prompts: list[list[int]], blocks: dict[str, Blocks], tmp_path: Path
+) -> None:
+    ours, theirs, head = blocks[name]
+    draft = load_model(str(ours))
+    ids = torch.tensor([prompts[0]])
+    begin, size = ids.shape[1] - 4, 4
+    taps = read_taps(target, draft.config.target_states["taps"], ids)
+    given = {"taps": taps[0, :begin].contiguous(), "ids": ids[0, begin:].contiguous()}
+    save_file(given, tmp_path / "given")
+    files = [str(tmp_path / each) for each in ("given", "found")]
+    script = [VLLM, str(ROOT / "tests/drive_vllm_dspark.py"), str(theirs), str(TARGET), *files]
+    subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
+    found = load_file(tmp_path / "found")
+    with torch.inference_mode():
+        states = read_blocks(draft.model, ids, taps, torch.tensor([[begin]]), size)
+        states = states.last_hidden_state[0, 0]
+        logits = draft.lm_head(states)[:, found["ids"]]
+        chances = torch.sigmoid(head(states) + math.log(head.rejection_weight))
+    torch.testing.assert_close(found["logits"], logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["chances"], chances, rtol=1e-4, atol=1e-4)
+    kept = draft.get_output_embeddings().vocabulary_ids
+    assert torch.equal(found["ids"], kept)
 
 
 def test_rollouts_and_labels_through_vllm_are_those_of_the_local_target(

@@ -1,10 +1,10 @@
-"""Examine a published EAGLE-3 draft: why its acceptance is what it is.
+"""Examine a published EAGLE-3 or DSpark draft: why its acceptance is what it is.
 
     draftsmith doctor FOLDER --target TARGET [--prompts FILE]
 
-Examined are its tensors, norm flags, taps, vocabulary map and chat template; then the target
-continues some prompts, and the draft is measured along that text as it says it is, with each norm
-flag turned and with its taps one layer off. Of any other draft: vocabulary, template, acceptance.
+Examined are its tensors, flags, taps, vocabulary map and chat template; then the target continues
+some prompts, and the draft is measured along that text as it says it is, with each flag turned and
+with its taps one layer off. Of any other draft: vocabulary, template, acceptance.
 Ends with 1 if a problem was found.
 """
 
