@@ -144,10 +144,12 @@ class InitConfig(Config):
         By default early, middle, late (EAGLE-3, arXiv:2503.01840) and, in our layout, final.
         """
         taps = sorted({min(2, count), count // 2, max(count - 3, 0), count})
-        if self.layout == "dspark":
-            taps = [tap for tap in taps if tap]
-        check_taps(taps := self.taps or (taps[:-1] if self.layout else taps), count)
-        if self.layout == "dspark" and not 0 < taps[0] <= taps[-1] < count:
+        if self.layout:
+            taps = taps[:-1]
+        if self.layout == "dspark":  # of a target of one layer nothing else is left
+            taps = [tap for tap in taps if tap] or taps
+        check_taps(taps := self.taps or taps, count)
+        if self.layout == "dspark" and (taps[-1] == count or (self.taps and not taps[0])):
             raise ConfigError(
                 f"taps must be from 1 to {count - 1} with layout dspark, got {taps}: engines call "
                 "a tap by the layer before it, and llama.cpp hands out nothing behind the last one"

@@ -520,6 +520,11 @@ def write_dspark(
     """
     settings, record = of_layout(draft)
     assert record.blocks is not None
+    if not record.taps[0]:
+        raise ConfigError(
+            f"{draft} reads what enters its target's first layer, and engines call a tap by the "
+            "layer before it: train a draft with draft.init.taps of 1 and more"
+        )
     target, blocks, given = load_model(record.target), record.blocks, stored(draft)
     given[FC] = given[FC] * given.pop(SCALE)
     vocabulary, tokens = settings["vocab_size"], settings[SIZE]
