@@ -124,6 +124,7 @@ def test_a_head_is_asked_of_the_slots_states_which_hold_the_token_before() -> No
     torch.manual_seed(1)
     head = ConfidenceHead(hidden_size=16 + RANK).double()
     torch.nn.init.normal_(head.output.weight)
+    head.output.weight[:, 16:] *= 10  # the token before decides
     config = DecodeConfig(stop="head", threshold=0.8, temperature=0.0)
     out, committed, lengths = decoded(draft, config, head=head), list(PROMPT), []
     for each in out.rounds:
