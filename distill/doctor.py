@@ -20,9 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distill.engine_layouts import (
     DSPARK,
     Layout,
-    blocks_of,
     built,
-    built_blocks,
     config_of,
     ids_of,
     layout_of,
@@ -98,7 +96,7 @@ def examine(
     new = [token for row in texts["completion_ids"] for token in row]
     read = yield from _of_files(folder, config, layout, target, new)
     if read is not None:
-        yield from _of_settings(config, layout, *read, target, name, held)
+        yield from _of_settings(config, *read, target, name, held)
 
 
 def _of_files(
@@ -142,7 +140,6 @@ def _of_files(
 
 def _of_settings(
     config: dict[str, Any],
-    layout: Layout,
     tensors: Mapping[str, Tensor],
     ids: Tensor,
     target: PreTrainedModel,
@@ -150,22 +147,17 @@ def _of_settings(
     held: HeldOut,
 ) -> Iterator[Finding]:
     """How the draft is accepted as it says it is, and with other flags and taps."""
-    flags = {"sample_from_anchor": True}
     try:
-        if layout is DSPARK:
-            taps, blocks = blocks_of(config, target)
-        else:
-            taps, norms = settings_of(config, target)
-            flags = asdict(norms)
+        taps, form = settings_of(config, target)
     except ConfigError as error:
         yield Finding("problem", "config.json", str(error))
         return
+    flags = asdict(form) if isinstance(form, Norms) else {"sample_from_anchor": True}
 
     def read(taps: Sequence[int], flags: Mapping[str, bool]) -> PreTrainedModel:
-        if layout is not DSPARK:
-            return built(config, taps, Norms(**flags), tensors, ids, target, name)
-        draft: Any = built_blocks(config, taps, blocks, tensors, ids, target, name)
-        if not flags["sample_from_anchor"]:
+        said = Norms(**flags) if isinstance(form, Norms) else form
+        draft: Any = built(config, taps, said, tensors, ids, target, name)
+        if not flags.get("sample_from_anchor", True):
             draft.model.norm = _FilledIn(draft.model.norm)
         made: PreTrainedModel = draft
         return made

@@ -30,7 +30,6 @@ from specdata.draft_models.states_draft import KEY, states_input, unit
 from specdata.draft_models.taps import attach, decoder_layers, read_taps, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
-from specdata.target_states import target_taps
 
 RANK = 64
 """Of the bias; published drafts have 256."""
@@ -84,11 +83,11 @@ def first_dspark(
     for layer in draft.model.layers:
         layer.mlp.down_proj.weight.zero_()
         layer.self_attn.o_proj.weight.zero_()
-    _fit(draft, target, rollouts)
+    _fit(draft, target, taps, rollouts)
     return cast(PreTrainedModel, draft)
 
 
-def _fit(draft: Any, target: PreTrainedModel, rollouts: Dataset) -> None:
+def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset) -> None:
     """Set the context's map, the bias and the attention of the first layer."""
     reads, last = cast(BlockInput, states_input(draft)), len(decoder_layers(target)[1])
     width, size = reads.width, reads.blocks.size
@@ -97,11 +96,10 @@ def _fit(draft: Any, target: PreTrainedModel, rollouts: Dataset) -> None:
         if len(row["completion_ids"]) < 3:
             continue
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=draft.device)
-        first, read = len(row["prompt_ids"]), target_taps(draft, [row], ids)
-        assert read is not None
+        first, read = len(row["prompt_ids"]), read_taps(target, [*taps, last], ids)[0]
         embedded.append(reads.tokens(ids)[0, first:-1])
-        seen.append(read[0, first - 1 : -2])
-        final.append(unit(read_taps(target, [last], ids)[0, first:-1], 1))
+        seen.append(read[first - 1 : -2, :-width])
+        final.append(unit(read[first:-1, -width:], 1))
     if not embedded:
         raise ConfigError(
             "a draft in DSpark's layout begins from completions of three tokens and more, and no "

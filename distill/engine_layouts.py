@@ -218,13 +218,9 @@ def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
             f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
             "take out what does not matter to it"
         )
-    tensors = tensors_of(stored(folder), name, layout := layout_of(settings))
-    if layout is DSPARK:
-        taps, blocks = blocks_of(settings, target)
-        ids = ids_of(tensors, target, name)
-        return built_blocks(settings, taps, blocks, tensors, ids, target, name)
-    taps, norms = settings_of(settings, target)
-    return built(settings, taps, norms, tensors, ids_of(tensors, target, name), target, name)
+    tensors = tensors_of(stored(folder), name, layout_of(settings))
+    taps, form = settings_of(settings, target)
+    return built(settings, taps, form, tensors, ids_of(tensors, target, name), target, name)
 
 
 def layout_of(settings: Mapping[str, Any]) -> Layout:
@@ -274,8 +270,15 @@ def not_computed(settings: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def settings_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Norms]:
-    """The taps and the norm flags of a config.json, or what engines take where it is silent."""
+def settings_of(
+    settings: dict[str, Any], target: PreTrainedModel
+) -> tuple[list[int], Norms | Blocks]:
+    """The taps and the norm flags of a config.json, or the blocks of one in DSpark's layout.
+
+    Of EAGLE-3 what engines take where it is silent. Raises ConfigError.
+    """
+    if layout_of(settings) is DSPARK:
+        return _blocks_of(settings, target)
     layers = target.config.get_text_config().num_hidden_layers
     read_stored(_Taps, settings.get("eagle_config", {}), "config.json")
     eagle = read_stored(_Taps, settings, "config.json")
@@ -284,8 +287,7 @@ def settings_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list
     return taps, read_stored(Norms, flags, "config.json")
 
 
-def blocks_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Blocks]:
-    """The taps and the blocks of a config.json in DSpark's layout. Raises ConfigError."""
+def _blocks_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list[int], Blocks]:
     said, text = read_stored(_Blocks, settings, "config.json"), target.config.get_text_config()
     layers, vocabulary = text.num_hidden_layers, text.vocab_size
     taps = said.aux_hidden_state_layer_ids or [each + 1 for each in said.target_layer_ids or ()]
@@ -336,34 +338,22 @@ def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) ->
 def built(
     settings: Mapping[str, Any],
     taps: Sequence[int],
-    norms: Norms,
+    form: Norms | Blocks,
     tensors: Mapping[str, Tensor],
     ids: Tensor,
     target: PreTrainedModel,
     name: str,
 ) -> PreTrainedModel:
-    """A draft of a config.json and its tensors, with these taps and flags."""
-    sizes = _layers(Layer, settings, name)
+    """A draft of a config.json and its tensors, with these taps, and flags or blocks."""
     tensors = _with_shared(tensors, ids, target)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"] * sizes.pop("logit_scale", 1.0)
-    return made_eagle3(sizes, taps, norms, tensors, ids, target, name)
-
-
-def built_blocks(
-    settings: Mapping[str, Any],
-    taps: Sequence[int],
-    blocks: Blocks,
-    tensors: Mapping[str, Tensor],
-    ids: Tensor,
-    target: PreTrainedModel,
-    name: str,
-) -> PreTrainedModel:
-    """A draft in DSpark's form of a config.json and its tensors, with these taps and blocks."""
-    sizes = _layers(BlockLayers, settings, name)
-    tensors = _with_shared(tensors, ids, target)
+    if isinstance(form, Norms):
+        sizes = _layers(Layer, settings, name)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] * sizes.pop("logit_scale", 1.0)
+        return made_eagle3(sizes, taps, form, tensors, ids, target, name)
     record = record_of(target, taps)
     tensors[SCALE] = torch.ones(record["width"])
-    config = {**sizes, KEY: {**record, "blocks": asdict(blocks)}}
+    layers = _layers(BlockLayers, settings, name)
+    config = {**layers, KEY: {**record, "blocks": asdict(form)}}
     return _filled(Qwen3ForCausalLM, dspark_class, DSPARK, config, tensors, ids, target, name)
 
 

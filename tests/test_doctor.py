@@ -27,20 +27,26 @@ KEPT = 300
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
 
-@pytest.fixture(scope="module")
-def released(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft of least squares alone, in EAGLE's layout: only its own taps and flags fit it."""
-    folder, target = tmp_path_factory.mktemp("doctor"), str(trained_pair / "target")
+def least_squares(pair: Path, folder: Path, **init: Any) -> None:
+    """Write a draft that is not trained, and as `folder/out` what engines load."""
+    target = str(pair / "target")
     models = load_model(target), load_tokenizer(target)
     make_initial(
         target=target,
         draft=None,
         rollouts=written_texts(*models, "instruct", 64, 48, SamplingConfig()),
         out=folder / "draft",
-        config=InitConfig(kind="states", layout="eagle3", layers=1, vocabulary=KEPT),
+        config=InitConfig(kind="states", layers=1, **init),
         seed=0,
     )
     assert run_tool("export", [str(folder / "draft"), "--out", str(folder / "out")]) == 0
+
+
+@pytest.fixture(scope="module")
+def released(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of least squares alone, in EAGLE's layout: only its own taps and flags fit it."""
+    folder = tmp_path_factory.mktemp("doctor")
+    least_squares(trained_pair, folder, layout="eagle3", vocabulary=KEPT)
     draws = torch.Generator().manual_seed(0)
 
     def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
@@ -148,17 +154,8 @@ def test_each_fault_is_named(
 @pytest.fixture(scope="module")
 def in_blocks(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft of least squares alone, in DSpark's layout."""
-    folder, target = tmp_path_factory.mktemp("blocks"), str(trained_pair / "target")
-    models = load_model(target), load_tokenizer(target)
-    make_initial(
-        target=target,
-        draft=None,
-        rollouts=written_texts(*models, "instruct", 64, 48, SamplingConfig()),
-        out=folder / "draft",
-        config=InitConfig(kind="states", layout="dspark", layers=1, block=4),
-        seed=0,
-    )
-    assert run_tool("export", [str(folder / "draft"), "--out", str(folder / "out")]) == 0
+    folder = tmp_path_factory.mktemp("blocks")
+    least_squares(trained_pair, folder, layout="dspark", block=4)
     draws = torch.Generator().manual_seed(0)
 
     def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
@@ -199,6 +196,12 @@ TRAPS: dict[str, tuple[Change, str]] = {
     "few tokens": (
         lambda _, config: config.update(draft_vocab_size=KEPT),
         "lm_head: is missing, and vLLM refuses",
+    ),
+    "all wrong": (  # the least likely tokens are proposed
+        lambda tensors, _: [
+            tensors[name].mul_(-50) for name in ("norm.weight", "markov_head.markov_w2.weight")
+        ],
+        "nearly always a flag or taps: too little",
     ),
     "head off": (with_head(enable_confidence_head=False), "enable_confidence_head must be true"),
     "head of states alone": (

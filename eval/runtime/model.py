@@ -108,10 +108,13 @@ class CachedModel:
         self.model: Any = model
         self.vocabulary = vocabulary
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
-        self.reads_states = states_input(model) is not None
+        reads = states_input(model)
+        self.reads_states = reads is not None
+        self.in_blocks = reads is not None and reads.blocks is not None
         self._capture_hidden = capture_hidden or self.reads_states
         self.depths = min(depths_of(model), deepest) if deepest > 1 else 1
-        self.in_blocks = (reads := states_input(model)) is not None and reads.blocks is not None
+        # Drafted tokens are not read: what they add is known beforehand.
+        self._looks_ahead = self.depths > 1 or self.in_blocks
         self._taps = tuple(taps)
         ids = draft_vocabulary_ids(model)
         self._vocabulary_ids = None if ids is None else ids[ids < vocabulary]
@@ -133,7 +136,7 @@ class CachedModel:
         self.refresh_graphs()
         # Flash attention takes no mask; its causal attention is aligned as ours is.
         self._takes_masks = takes_masks(model)
-        self.packs = can_pack(model) and self.depths == 1 and not self.in_blocks
+        self.packs = can_pack(model) and not self._looks_ahead
         # Some of its layers make masks of their own, of what they are given here.
         self._has_rules = self._takes_masks and has_rules(model)
         self._cache_argument = cache_argument(model)
@@ -192,8 +195,7 @@ class CachedModel:
         sequence = self._prompted(1)
         for count, logits_to_keep in appends:
             self.run(sequence.append(self._different(count), logits_to_keep))
-        # The layers of the latter read no nodes.
-        if not self._takes_masks or self.depths > 1 or self.in_blocks:
+        if not self._takes_masks or self._looks_ahead:  # the latter reads no nodes
             nodes = ()
         for count in nodes:
             self.run(sequence.append_tree(self._different(count), [0] * count))

@@ -42,7 +42,6 @@ class BlockInput(StatesInput):
     """
 
     scale: Tensor
-
     blocks: Blocks
 
     def __init__(
