@@ -237,13 +237,13 @@ def test_stored_taps_are_those_of_a_forward_over_prompt_and_completion(
             assert ((stored.view_as(each) - each).abs() <= close + 2e-3 * each.abs()).all()
 
 
-def figures(draft: PreTrainedModel, rows: datasets.Dataset) -> list[float]:
+def figures(draft: PreTrainedModel, rows: datasets.Dataset, work: Path) -> list[float]:
     """Acceptance as it is measured, labelled, and the loss of a training step."""
     measured = HeldOut(TARGET, rows, SAMPLING).measure(draft).overall.acceptance
     label = Labeller(ModelSource(P, SAMPLING), find_lm_head(draft), SAMPLING, 0, 64)
     labelled = [x for row in label(rows.to_list()) for x in row["overlap"]]
     config = changed(QUICK, epochs=1, batch_size=4)
-    trainer = trainer_of(TARGET, draft, rows, Path("unused"), config, SAMPLING)
+    trainer = trainer_of(TARGET, draft, rows, work, config, SAMPLING)
     batch = collate(0)([Numbered(rows)[index] for index in range(4)])
     loss = trainer.compute_loss(draft, batch).detach()
     return [measured, sum(labelled) / len(labelled), float(loss)]
@@ -251,18 +251,18 @@ def figures(draft: PreTrainedModel, rows: datasets.Dataset) -> list[float]:
 
 @pytest.mark.parametrize("made", [states_draft, block_draft])
 def test_drafts_are_taught_measured_and_labelled_with_stored_taps(
-    tapped: datasets.Dataset, caplog: pytest.LogCaptureFixture, made: Any
+    tapped: datasets.Dataset, caplog: pytest.LogCaptureFixture, tmp_path: Path, made: Any
 ) -> None:
     draft = made(TARGET, taps=TAPS)
-    read = figures(draft, tapped.remove_columns([TAPPED, "taps"]))
-    assert figures(draft, tapped) == pytest.approx(read, rel=2e-3)
+    read = figures(draft, tapped.remove_columns([TAPPED, "taps"]), tmp_path)
+    assert figures(draft, tapped, tmp_path) == pytest.approx(read, rel=2e-3)
     others = tapped.map(lambda row: {TAPPED: bytes(len(row[TAPPED]))})
-    for other, right in zip(figures(draft, others), read, strict=True):
+    for other, right in zip(figures(draft, others, tmp_path), read, strict=True):
         assert other != pytest.approx(right, rel=1e-2)
     # Those of other taps are not taken for these, which is said.
     unlike = others.map(lambda row: {"taps": [0]})
     assert not caplog.messages
-    assert figures(draft, unlike) == pytest.approx(read)
+    assert figures(draft, unlike, tmp_path) == pytest.approx(read)
     assert "keep the taps [0], and the draft reads [0, 1]" in caplog.text
 
 
