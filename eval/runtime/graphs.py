@@ -40,6 +40,7 @@ from eval.runtime.transformers_models import (
 )
 from specdata.cache import cache_argument
 from specdata.draft_models.draft_vocabulary import narrow_logits
+from specdata.draft_models.states_draft import is_in_blocks
 from specdata.draft_models.taps import capturing_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
@@ -95,12 +96,12 @@ class _GraphKind(NamedTuple):
 
     Args:
         masks: 0 without one, 1 with one, 2 with those of a `Sight`.
-        last: logits after the last token only; else after all.
+        keep: logits after so many of the last tokens only; 0: after all.
     """
 
     single: bool
     masks: int
-    last: bool
+    keep: int
     compiled: bool
 
 
@@ -136,6 +137,7 @@ class ForwardGraphs:
         self._model = weakref.ref(model)
         self._compiled = compiled
         self._taps = taps
+        self._in_blocks = is_in_blocks(model)
         self._prepacker = Prepacker()
         self._graphs: dict[_GraphKind, Graph] = {}
 
@@ -167,7 +169,7 @@ class ForwardGraphs:
         kind = _GraphKind(
             single=count == 1,
             masks=0 if mask is None else 2 if isinstance(mask, Sight) else 1,
-            last=logits_to_keep == 1 < count,
+            keep=logits_to_keep if self._in_blocks or logits_to_keep == 1 < count else 0,
             compiled=self._compiled and count < cache[0].shape[2],
         )
         graph = self._graphs.get(kind)
@@ -181,14 +183,14 @@ class ForwardGraphs:
         """Make the graph of a kind, and compare it with the eager forward on the given inputs."""
         model = self._model()
         assert model is not None
-        forward = eager_forward(model, kind.masks, kind.last, self._taps)
+        forward = eager_forward(model, kind.masks, kind.keep, self._taps)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 make = make_fx(
                     forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
                 )
                 with _sharing_keys(model):  # not in the forward that the graph is compared with
-                    traced = make(*_examples(inputs, kind.masks))
+                    traced = make(*_examples(inputs, kind))
                 if multiplies(model.device, model.dtype):
                     self._prepacker.rewrite(traced)
                 graph: Graph = torch.compile(traced, dynamic=True) if kind.compiled else traced
@@ -248,14 +250,13 @@ def named_inputs(inputs: Tensor) -> dict[str, Tensor]:
     return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
 
 
-def eager_forward(
-    model: PreTrainedModel, masks: int, last: bool, taps: Sequence[int] = ()
-) -> Graph:
+def eager_forward(model: PreTrainedModel, masks: int, keep: int, taps: Sequence[int] = ()) -> Graph:
     """The model's forward as a function of tensors only, which gives `taps`, too.
 
-    `masks` are as of `_GraphKind`, those of a sight with its key positions; with `last`, logits of
-    the last token alone are needed.
+    `masks` and `keep` are as of `_GraphKind`, masks of a sight with its key positions. What a draft
+    in blocks keeps is its block.
     """
+    in_blocks = is_in_blocks(model)
     kinds, cached = cached_layers(model.config), cache_argument(model)
 
     def forward(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -274,21 +275,24 @@ def eager_forward(
                 attention_mask=rest[0] if masks == 1 else None,
                 **{cached: _CacheView(kinds, rest[masks:])},
                 use_cache=True,
-                logits_to_keep=int(last),  # 0: all
+                logits_to_keep=keep,
+                **({"contexts": ids.shape[1] - keep} if in_blocks else {}),
             ).logits
         return logits, hidden[0], *tapped
 
     return forward
 
 
-def _examples(inputs: Sequence[Tensor], masks: int) -> list[Tensor]:
+def _examples(inputs: Sequence[Tensor], kind: _GraphKind) -> list[Tensor]:
     """Inputs to trace with, whose lengths are unlike each other and every other size.
 
     Sizes that are equal while tracing would be taken for one.
     """
-    ids, cache = inputs[0], inputs[2 + masks :]
+    ids, masks, cache = inputs[0], kind.masks, inputs[2 + kind.masks :]
     sizes = {size for buffer in cache for size in buffer.shape}
-    count = 1 if ids.shape[1] == 1 else next(n for n in TOKEN_LENGTHS if n not in sizes)
+    block = kind.keep if kind.keep > 1 else 0  # behind the contexts
+    lengths = (block + n for n in TOKEN_LENGTHS)
+    count = 1 if kind.single else next(n for n in lengths if n not in sizes)
     length = next(n for n in CACHE_LENGTHS if n not in sizes)
     examples = [ids.new_zeros(1, count, *ids.shape[2:]), inputs[1].new_zeros(1, count)]
     if masks:

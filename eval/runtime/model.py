@@ -46,7 +46,7 @@ from eval.runtime.transformers_models import (
 from specdata.cache import cache_argument
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids, narrow_logits
-from specdata.draft_models.states_draft import states_input, token_embedding
+from specdata.draft_models.states_draft import is_in_blocks, states_input, token_embedding
 from specdata.draft_models.taps import capturing_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
@@ -83,7 +83,7 @@ class CachedModel:
         vocabulary: V of the logits: the target's.
         capture_hidden: also keep, in `CachedSequence.hidden`, what the lm_head reads (after the
             final norm) at the last token of each forward, for acceptance heads, and give the
-            input embeddings of tokens. Always of a draft that reads its target's states.
+            input embeddings of tokens. Always of a draft that reads its own states, too.
         taps: keep these states in `CachedSequence.taps`, for such a draft.
         deepest: the most tokens of a path that it drafts, by default any number. No more masks are
             read than that takes (`draft_models.depths`); with 1 none, as by a target.
@@ -110,14 +110,15 @@ class CachedModel:
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
         reads = states_input(model)
         self.reads_states = reads is not None
-        self.in_blocks = reads is not None and reads.blocks is not None
-        self._capture_hidden = capture_hidden or self.reads_states
+        self.in_blocks = is_in_blocks(model)
+        self._capture_hidden = capture_hidden or (self.reads_states and not self.in_blocks)
         self.depths = min(depths_of(model), deepest) if deepest > 1 else 1
         # Drafted tokens are not read: what they add is known beforehand.
         self._looks_ahead = self.depths > 1 or self.in_blocks
         self._taps = tuple(taps)
         ids = draft_vocabulary_ids(model)
-        self._vocabulary_ids = None if ids is None else ids[ids < vocabulary]
+        ids = None if ids is None else ids[ids < vocabulary]
+        self._vocabulary_ids = None if ids is None or len(ids) == vocabulary else ids
         self._embeddings = token_embedding(model)
         # A model looks through its parameters for these each time it is asked.
         self.device: torch.device = model.device
@@ -292,7 +293,7 @@ class CachedModel:
         mask: Tensor | None = None
         if layout.visible is not None:
             mask = self._additive(layout.visible)[None, None]
-        elif self._takes_masks:
+        elif self._takes_masks and not self.in_blocks:  # a block attends to everything
             graph = self._graphs is not None and count <= LONGEST_GRAPH_FORWARD
             needs = (graph and not self._sdpa) if count == 1 else (graph or layout.start > 0)
             if needs or self._has_rules:
@@ -315,14 +316,17 @@ class CachedModel:
         read, masks = sequence.with_masks(forward), sequence.masks
         if read is None:
             return Outputs(*sequence.drafted(forward))
-        layout = sequence.seen(read.layout())
+        layout = read.layout()
         at = [min(each, self.positions - 1) for each in layout.positions]  # masks may stand beyond
         outputs = self._run_single(read, replace(layout, positions=at))
         root, (logits, states, _) = sequence.length + len(forward.tokens) - 1, outputs
         ahead, kept = len(logits) - masks, len(logits) - read.logits_to_keep
         sequence.look_ahead(logits[ahead:], None if states is None else states[ahead:], root)
-        kept_rows = slice(kept, ahead)
-        return Outputs(logits[kept_rows], None if states is None else states[kept_rows])
+        rows = slice(kept, ahead)
+        last = forward.tokens[-forward.logits_to_keep :]
+        return Outputs(
+            *sequence.behind(last, logits[rows], None if states is None else states[rows])
+        )
 
     def _run_slot(
         self,
@@ -367,6 +371,8 @@ class CachedModel:
         options: dict[str, Any] = {self._cache_argument: cache}
         if self._takes_positions:
             options["position_ids"] = positions
+        if self.in_blocks:
+            options["contexts"] = inputs.shape[1] - logits_to_keep
         with narrow_logits(self.model), capturing, tapping, sighted:
             logits = self.model(
                 **named_inputs(inputs),

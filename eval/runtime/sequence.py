@@ -476,10 +476,6 @@ class MaskedSequence(RereadSequence):
         tokens = forward.tokens + [self.mask] * self.masks
         return Forward(self, tokens, forward.logits_to_keep + self.masks)
 
-    def seen(self, layout: Layout) -> Layout:
-        """What tokens and masks attend to."""
-        return layout
-
     def look_ahead(self, logits: Tensor, states: Tensor | None, root: int) -> None:
         """Draft from what a forward gave at the masks behind the token at `root`: (D - 1, ...)."""
         self._ahead, self._depths = (logits, states), {root: 0}
@@ -491,7 +487,14 @@ class MaskedSequence(RereadSequence):
             self._depths[place] = self._depths[parent] + 1
         masks = [min(self._depths[place], self.masks) - 1 for place in places]
         logits, states = self._ahead
-        return logits[masks], None if states is None else states[masks]
+        logits = torch.stack([logits[mask] for mask in masks])  # faster than logits[masks]
+        return self.behind(forward.tokens, logits, None if states is None else states[masks])
+
+    def behind(
+        self, _tokens: list[int], logits: Tensor, states: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits and states behind these tokens, of what was read there."""
+        return logits, states
 
     def commit(
         self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
@@ -516,7 +519,7 @@ class BlockSequence(MaskedSequence):
         self._target: CachedSequence | None = None
         embedding = states_input(model.model)
         assert isinstance(embedding, BlockInput)
-        self._embedding = embedding
+        self._embedding, self._output = embedding, model.model.get_output_embeddings()
 
     @property
     def mask(self) -> int:
@@ -527,32 +530,23 @@ class BlockSequence(MaskedSequence):
         """Read the states of a target's sequence; without one, as in a warm-up, they are 0."""
         self._target = target
 
-    def seen(self, layout: Layout) -> Layout:
-        """What contexts and the block attend to: the block to all of itself."""
-        count, size = len(layout.positions), self.masks + 1
-        visible = torch.ones(count, layout.start + count, dtype=torch.bool).tril(layout.start)
-        visible[count - size :] = True
-        return replace(layout, visible=visible)
-
     def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
-        """(n, 2 H + r) what the draft reads of contexts and a block, (n,) ids."""
-        embedding, contexts = self._embedding, len(forward.tokens) - self.masks - 1
-        block = ids[contexts:]
-        before = torch.full_like(block, -1)
-        before[0] = block[0]
-        states = embedding.weight.new_zeros(contexts, embedding.states.in_features)
+        """(n, F + H) what the draft reads of contexts and a block, (n,) ids."""
+        contexts = len(forward.tokens) - self.masks - 1
         if self._target is not None and self._target.taps is not None:
-            states[:] = self._target.taps[self.length : self.length + contexts]
-        return torch.cat([embedding.contexts(states), embedding.slots(block, before)])
+            taps = self._target.taps[self.length : self.length + contexts]
+        else:
+            taps = self._embedding.scale.new_zeros(contexts, len(self._embedding.scale))
+        return self._embedding.unread(taps, ids[contexts:])
 
-    def drafted(self, forward: Forward) -> tuple[Tensor, Tensor | None]:
-        """Logits and states of a forward's tokens, of which the bias alone is computed."""
-        logits, states = super().drafted(forward)
-        output = self.model.model.get_output_embeddings()
-        markov = self._embedding.markov(torch.tensor(forward.tokens, device=logits.device))
+    def behind(
+        self, tokens: list[int], logits: Tensor, states: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits and states of slots behind these tokens, of which the bias alone is computed."""
+        markov = self._embedding.markov.weight[tokens]
         if states is not None:
-            states = torch.cat([states[:, : -markov.shape[-1]], markov], dim=-1)
-        return logits + output.bias_by(markov), states
+            states = torch.cat([states, markov], dim=-1)
+        return logits + self._output.bias_by(markov), states
 
     def commit(
         self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None

@@ -9,7 +9,8 @@ order, without another forward.
 
 What enters the layers is [context; block; w1] of width 2 H + r, where a token has the one or the
 other; what leaves them is [h; w1] of width H + r, of which logits are one linear map. So all other
-code sees an ordinary draft, and a head on its states reads what DSpark's confidence head reads.
+code sees an ordinary draft, and a head on its states reads what DSpark's confidence head reads. In
+decoding w1 is left out of a forward, and added behind it as each token is drawn.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from specdata.cache import cache_argument
 from specdata.draft_models.draft_vocabulary import SIZE, ReducedOutput, install_output
 from specdata.draft_models.states_draft import KEY, Blocks, StatesInput, TargetStates
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+CACHE = cache_argument(Qwen3DecoderLayer)
 
 
 class BlockInput(StatesInput):
@@ -59,6 +63,13 @@ class BlockInput(StatesInput):
         context = self.hidden_norm(self.states(states.to(self.weight.dtype) * self.scale))
         return nn.functional.pad(context, (0, self.width + self.blocks.rank))
 
+    def unread(self, taps: Tensor, block: Tensor) -> Tensor:
+        """(n, F + H) what engines give the layers: (m, F) of contexts, (n - m,) ids of a block."""
+        count, size = len(taps), len(self.scale)
+        x = self.weight.new_zeros(count + len(block), size + self.width)
+        x[:count, :size], x[count:, size:] = taps, self.tokens(block)
+        return x
+
     def slots(self, ids: Tensor, before: Tensor) -> Tensor:
         """(..., 2 H + r) inputs of the tokens and masks (...) of blocks.
 
@@ -71,15 +82,12 @@ class BlockInput(StatesInput):
 class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
     """A decoder layer over (B, n, 2 H + r), whose contexts stay as they are."""
 
-    def forward(self, hidden_states: Tensor, *, contexts: int = 0, **named: Any) -> Tensor:
-        """(B, n, 2 H + r) -> the same shape; so many of the first are known to be contexts."""
+    def forward(self, hidden_states: Tensor, *, contexts: int, **named: Any) -> Tensor:
+        """(B, n, 2 H + r) -> the same shape; so many of the first are contexts."""
         context, x, markov = split(hidden_states, self.hidden_size)
-        read = torch.where(context.any(dim=-1, keepdim=True), context, self.input_layernorm(x))
-        if not contexts:
-            attended, _ = self.self_attn(hidden_states=read, **named)
-        else:
-            x, attended = x[:, contexts:], self._attended(read, contexts, **named)
-        x = x + attended
+        x = x[:, contexts:]
+        read = torch.cat([context[:, :contexts], self.input_layernorm(x)], dim=1)
+        x = x + self._attended(read, contexts, **named)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return torch.cat([context, nn.functional.pad(x, (0, 0, contexts, 0)), markov], dim=-1)
 
@@ -89,8 +97,8 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         contexts: int,
         *,
         position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor,
-        **_: Any,
+        attention_mask: Tensor | None,
+        **named: Any,
     ) -> Tensor:
         """What the blocks attend to, as `self_attn` gives it without queries of the contexts."""
         attention = self.self_attn
@@ -101,10 +109,14 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         values = attention.v_proj(read).unflatten(-1, heads).transpose(1, 2)
         cos, sin = (turn[:, None] for turn in position_embeddings)
         keys = keys * cos + rotate_half(keys) * sin
+        if (cache := named.get(CACHE)) is not None:
+            keys, values = cache.update(keys, values, attention.layer_idx)
         cos, sin = cos[:, :, contexts:], sin[:, :, contexts:]
         queries = queries * cos + rotate_half(queries) * sin
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :, contexts:].to(keys.dtype)
         attended = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attention_mask[:, :, contexts:].to(keys.dtype), enable_gqa=True
+            queries, keys, values, attention_mask, enable_gqa=True
         )
         projected: Tensor = attention.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
@@ -138,9 +150,12 @@ class MarkovOutput(ReducedOutput):
         return self.weight.shape[1] + self.markov.shape[1]
 
     def scores(self, states: Tensor) -> Tensor:
-        """(..., H + r) states -> (..., N) logits of the tokens that can be proposed."""
-        x, markov = torch.split(states, [self.weight.shape[1], self.markov.shape[1]], dim=-1)
-        return nn.functional.linear(x, self.weight) + self.bias_by(markov)
+        """(..., H + r | H) states -> (..., N) logits of the tokens that can be proposed."""
+        width = self.weight.shape[1]
+        logits = nn.functional.linear(states[..., :width], self.weight)
+        if states.shape[-1] == width:
+            return logits
+        return logits + self.bias_by(states[..., width:])
 
     def bias_by(self, markov: Tensor) -> Tensor:
         """(..., r) w1 of tokens -> (..., N) the bias of logits behind them."""
@@ -158,11 +173,21 @@ class BlockModel(Qwen3Model):  # type: ignore[misc]
     So its state at t is that of slot t mod block, with the text's own token there as `before`.
     """
 
-    def forward(self, input_ids: Tensor | None = None, **named: Any) -> Any:
-        """(B, T) ids, or (B, n, 2 H + r) `inputs_embeds` -> the last states, (B, T | n, H + r)."""
-        if input_ids is None:
-            return super().forward(**named)
+    def forward(self, input_ids: Tensor | None = None, contexts: int = 0, **named: Any) -> Any:
+        """(B, T) ids -> the last states (B, T, H + r).
+
+        Or (B, n, F + H) `inputs_embeds` -> (B, n, H): by `BlockInput.unread`, of so many contexts
+        and of one block behind them, which attends to all; what w1 adds is known later.
+        """
         reads = cast(BlockInput, self.embed_tokens)
+        if input_ids is None:
+            read, size = named["inputs_embeds"], len(reads.scale)
+            blocks = nn.functional.pad(read[:, contexts:, size:], (reads.width, 0))
+            context = reads.contexts(read[:, :contexts, :size])[..., : 2 * reads.width]
+            x = torch.cat([context, blocks], dim=1)
+            masks = dict.fromkeys(self.config.layer_types)
+            named |= {"inputs_embeds": x, "attention_mask": masks}
+            return super().forward(contexts=contexts, **named)
         length, size = input_ids.shape[1], reads.blocks.size
         anchors = torch.arange(0, length, size, device=input_ids.device).expand(len(input_ids), -1)
         output = read_blocks(self, input_ids, reads.read_target(input_ids), anchors, size)

@@ -177,6 +177,12 @@ def states_input(model: Any) -> StatesInput | None:
     return embedding if isinstance(embedding, StatesInput) else None
 
 
+def is_in_blocks(model: Any) -> bool:
+    """True of a draft that drafts in blocks (`draft_models.dspark`)."""
+    reads = states_input(model)
+    return reads is not None and reads.blocks is not None
+
+
 def without_first(visible: Tensor) -> Tensor:
     """(..., n, T) bool what tokens attend to, but the first, which itself has nothing else."""
     alone = visible.sum(dim=-1, keepdim=True) == 1
