@@ -40,8 +40,9 @@ DECAY = 0.8
 """Weight of each place of a round over the one before it (EAGLE-3's)."""
 KEPT, LEAST_KEPT = 0.7, 0.2
 """Share of the rounds of depth d - 1 that are kept at depth d, and the least share of all."""
-ANCHORS, BLOCKS = 0.25, 256
-"""Share of the blocks of a text that training reads, and blocks that are read at a time."""
+WHOLE, BLOCKS = 0.25, 256
+"""Share of the blocks of a text that training reads beyond their first slot, and blocks that are
+read at a time."""
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -151,26 +152,28 @@ def in_blocks(
     """The states of a draft in blocks that begin along texts (`draft_models.dspark`).
 
     State s at position t is that of slot s of the block that began at t - s; beyond its last slot,
-    that one, with the bias by the token at t. Training reads `ANCHORS` of the blocks. Arguments are
-    those of `along_rounds`.
+    that one, with the bias by the token at t. Training reads the first slot of all blocks, as a
+    draft learns most from it, and the others of a share of them (`WHOLE`). Arguments are those of
+    `along_rounds`.
     """
     reads = cast(BlockInput, states_input(model))
     (rows, length), size = ids.shape, depths_of(model)
     row = torch.arange(rows, device=ids.device)[:, None]
     at = torch.arange(length, device=ids.device).expand(rows, -1)
     begin = at if begins is None else window(begins)
-    share, kept = 1.0, torch.ones_like(begin, dtype=torch.bool)
+    share, whole = 1.0, begin.shape[1]
+    kept = torch.ones_like(begin, dtype=torch.bool)
     if dropping is not None:  # evenly spread, and the same ones whatever else is in the batch
-        share = ANCHORS
+        share = WHOLE
         rank, order = ((begin + dropping * GOLDEN**2) * GOLDEN % 1.0).sort(dim=1)
-        kept = rank < share
-        most = max(1, int(kept.sum(dim=1).max()))
-        kept, begin = kept[:, :most], begin.gather(1, order[:, :most])
+        kept, begin = rank < share, begin.gather(1, order)
+        whole = max(1, int(kept.sum(dim=1).max()))
+    body = cast(BlockModel, body_of(model))
     parts = (
-        read_blocks(cast(BlockModel, body_of(model)), ids, taps, part, size).last_hidden_state
-        for part in torch.split(begin, BLOCKS, dim=1)
+        read_blocks(body, ids, taps, part, size, whole=max(0, whole - number * BLOCKS))
+        for number, part in enumerate(torch.split(begin, BLOCKS, dim=1))
     )
-    read = torch.cat([*parts], dim=1)  # (B, A, size, H + r)
+    read = torch.cat([each.last_hidden_state for each in parts], dim=1)  # (B, A, size, H + r)
     for step in range(count):
         there = read[:, :, min(step, size - 1)]
         if step >= size:
@@ -179,11 +182,11 @@ def in_blocks(
         states = read.new_zeros(rows, length, read.shape[-1])
         states = states.index_put((row, begin), there)
         is_kept = torch.zeros_like(ids, dtype=torch.bool)
-        is_kept[row, begin] = kept
+        is_kept[row, begin] = kept if step else True
         yield Place(
             nn.functional.pad(states, (0, 0, step, 0))[:, :length],
             nn.functional.pad(is_kept, (step, 0))[:, :length],
-            share,
+            share if step else 1.0,
         )
 
 

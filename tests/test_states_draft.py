@@ -327,7 +327,7 @@ def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
             torch.testing.assert_close(states[row, here], found[step][row, here])
 
 
-@pytest.mark.parametrize(("kind", "shares"), [("masks", (1, 0.7, 0.49)), ("blocks", (0.25,) * 3)])
+@pytest.mark.parametrize(("kind", "shares"), [("masks", (1, 0.7, 0.49)), ("blocks", (1, 0.25, 0.25))])
 def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_dropping(
     kind: str, shares: tuple[float, ...]
 ) -> None:
@@ -366,7 +366,7 @@ def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draf
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "KEPT", 1.0)
-    monkeypatch.setattr(rounds, "ANCHORS", 1.0)
+    monkeypatch.setattr(rounds, "WHOLE", 1.0)
     target, draft = pair(40, kind)
     rows = [
         {"prompt_ids": [2, 9], "completion_ids": [31, 4, 17, 8, 22]},

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3Model,
@@ -82,44 +83,95 @@ class BlockInput(StatesInput):
 class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
     """A decoder layer over (B, n, 2 H + r), whose contexts stay as they are."""
 
-    def forward(self, hidden_states: Tensor, *, contexts: int, **named: Any) -> Tensor:
-        """(B, n, 2 H + r) -> the same shape; so many of the first are contexts."""
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.is_last = layer_idx + 1 == config.num_hidden_layers
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        contexts: int,
+        unread: int = 0,
+        own: Tensor | None = None,
+        **named: Any,
+    ) -> Tensor:
+        """(B, n, 2 H + r) -> the same shape.
+
+        So many of the first are contexts. Nobody reads so many slots behind them in the end, so
+        the last layer makes no more of these than keys and values. `own` is as of `read_blocks`.
+        """
+        first = contexts + unread * self.is_last
         context, x, markov = split(hidden_states, self.hidden_size)
         x = x[:, contexts:]
         read = torch.cat([context[:, :contexts], self.input_layernorm(x)], dim=1)
-        x = x + self._attended(read, contexts, **named)
+        x = x[:, first - contexts :] + self._attended(read, first, contexts, own, **named)
         x = x + self.mlp(self.post_attention_layernorm(x))
-        return torch.cat([context, nn.functional.pad(x, (0, 0, contexts, 0)), markov], dim=-1)
+        return torch.cat([context, nn.functional.pad(x, (0, 0, first, 0)), markov], dim=-1)
 
     def _attended(
         self,
         read: Tensor,
+        first: int,
         contexts: int,
+        own: Tensor | None,
         *,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
         **named: Any,
     ) -> Tensor:
-        """What the blocks attend to, as `self_attn` gives it without queries of the contexts."""
+        """What slots attend to, as `self_attn` gives it, without queries of others."""
         attention = self.self_attn
         heads = (-1, attention.head_dim)
-        queries = attention.q_proj(read[:, contexts:]).unflatten(-1, heads)
+        queries = attention.q_proj(read[:, first:]).unflatten(-1, heads)
         queries = attention.q_norm(queries).transpose(1, 2)
         keys = attention.k_norm(attention.k_proj(read).unflatten(-1, heads)).transpose(1, 2)
         values = attention.v_proj(read).unflatten(-1, heads).transpose(1, 2)
         cos, sin = (turn[:, None] for turn in position_embeddings)
         keys = keys * cos + rotate_half(keys) * sin
-        if (cache := named.get(CACHE)) is not None:
-            keys, values = cache.update(keys, values, attention.layer_idx)
-        cos, sin = cos[:, :, contexts:], sin[:, :, contexts:]
+        cos, sin = cos[:, :, first:], sin[:, :, first:]
         queries = queries * cos + rotate_half(queries) * sin
-        if attention_mask is not None:
-            attention_mask = attention_mask[:, :, contexts:].to(keys.dtype)
-        attended = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attention_mask, enable_gqa=True
-        )
+        if own is None:  # one block, which attends to everything
+            if (cache := named.get(CACHE)) is not None:
+                keys, values = cache.update(keys, values, attention.layer_idx)
+            attended = nn.functional.scaled_dot_product_attention(
+                queries, keys, values, enable_gqa=True
+            )
+        else:
+            assert attention_mask is not None
+            asked = slice(first - contexts, None)
+            mask, own = attention_mask[:, :, asked], own[asked]
+            attended = checkpoint(
+                attention_along, queries, keys, values, mask, own, use_reentrant=False
+            )
         projected: Tensor = attention.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
+
+
+def attention_along(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own: Tensor
+) -> Tensor:
+    """Attention of slots along texts to contexts and to their own block: (B, heads, N, size).
+
+    No tensor has each slot of a text beside each other one, which would be most of the work.
+
+    Args:
+        queries: (B, heads, N, size).
+        keys: (B, groups, T + slots, size).
+        values: as keys.
+        mask: (B, 1, N, T) additive, of contexts.
+        own: (N, block) places behind the contexts of the slots of each query's block.
+    """
+    contexts, groups = mask.shape[-1], keys.shape[1]
+    queries = queries.unflatten(1, (groups, -1)) * queries.shape[-1] ** -0.5
+    near, near_values = (each[:, :, contexts:][:, :, own] for each in (keys, values))
+    along = queries @ keys[:, :, None, :contexts].transpose(-1, -2) + mask[:, :, None]
+    inside = torch.einsum("bghnd,bgnkd->bghnk", queries, near)
+    scores = torch.cat([along, inside], dim=-1)
+    weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    attended = weights[..., :contexts] @ values[:, :, None, :contexts]
+    attended = attended + torch.einsum("bghnk,bgnkd->bghnd", weights[..., contexts:], near_values)
+    return attended.flatten(1, 2)
 
 
 class BlockNorm(nn.Module):
@@ -195,7 +247,15 @@ class BlockModel(Qwen3Model):  # type: ignore[misc]
         return output
 
 
-def read_blocks(body: BlockModel, ids: Tensor, taps: Tensor, anchors: Tensor, size: int) -> Any:
+def read_blocks(
+    body: BlockModel,
+    ids: Tensor,
+    taps: Tensor,
+    anchors: Tensor,
+    size: int,
+    *,
+    whole: int | None = None,
+) -> Any:
     """What a draft's layers say in blocks along texts: `last_hidden_state` (B, A, size, H + r).
 
     Args:
@@ -204,34 +264,43 @@ def read_blocks(body: BlockModel, ids: Tensor, taps: Tensor, anchors: Tensor, si
         taps: (B, T, F) the target's states along them.
         anchors: (B, A) positions at which blocks begin; those of padding have no meaning.
         size: slots of a block.
+        whole: of so many blocks, the first, all slots are read, of the others the first slot; the
+            rest is 0 (default: all blocks).
     """
     reads = cast(BlockInput, body.embed_tokens)
     (rows, length), device = ids.shape, ids.device
     count = anchors.shape[1]
-    slot = torch.arange(size, device=device)
-    at = (anchors[..., None] + slot).flatten(1)  # (B, A size)
-    block = torch.arange(count, device=device).repeat_interleave(size)
+    whole = count if whole is None else min(whole, count)
+    every, later = torch.arange(count, device=device), torch.arange(1, size, device=device)
+    rest, of_whole = (part.repeat_interleave(size - 1) for part in (every[whole:], every[:whole]))
+    block = torch.cat([rest, every, of_whole])
+    slot = torch.cat([later.repeat(count - whole), torch.zeros_like(every), later.repeat(whole)])
+    begin = anchors[:, block]
+    at = begin + slot  # (B, A size)
     before = ids.gather(1, at.clamp(max=length - 1))
-    tokens = torch.where(slot.repeat(count) == 0, before, reads.blocks.mask)
+    tokens = torch.where(slot == 0, before, reads.blocks.mask)
     places = torch.cat([torch.arange(length, device=device).expand(rows, -1), at], dim=1)
-    total = places.shape[1]
-    visible = torch.zeros(rows, total, total, dtype=torch.bool, device=device)
-    visible[:, :length, :length] = torch.eye(length, dtype=torch.bool, device=device)
-    begin = anchors.repeat_interleave(size, dim=1)
-    visible[:, length:, :length] = torch.arange(length, device=device) < begin[..., None]
-    visible[:, length:, length:] = block == block[:, None]
     x = torch.cat([reads.contexts(taps), reads.slots(tokens, before)], dim=1)
-    mask = torch.zeros(visible.shape, dtype=x.dtype, device=device)
-    mask.masked_fill_(~visible, torch.finfo(x.dtype).min)
+    mask = torch.zeros(rows, 1, len(block), length, dtype=x.dtype, device=device)
+    hidden = torch.arange(length, device=device) >= begin[..., None]
+    mask.masked_fill_(hidden[:, None], torch.finfo(x.dtype).min)
+    # Where the slots of each slot's block stand: in the order of blocks, the first slot first.
+    own = torch.argsort(block * size + slot).view(count, size)[block]
     output = Qwen3Model.forward(
         body,
         inputs_embeds=x,
-        attention_mask=mask[:, None],
+        attention_mask=dict.fromkeys(body.config.layer_types, mask),
         position_ids=places.clamp(max=body.config.max_position_embeddings - 1),
         use_cache=False,
         contexts=length,
+        unread=len(rest),
+        own=own,
     )
-    output.last_hidden_state = output.last_hidden_state[:, length:].unflatten(1, (count, size))
+    read = output.last_hidden_state[:, length + len(rest) :]
+    states = read.new_zeros(rows, count, size, read.shape[-1])
+    states[:, :, 0] = read[:, :count]
+    states[:, :whole, 1:] = read[:, count:].unflatten(1, (whole, size - 1))
+    output.last_hidden_state = states
     return output
 
 
