@@ -163,7 +163,8 @@ def attention_along(
         own: (N, block) places behind the contexts of the slots of each query's block.
     """
     contexts, groups = mask.shape[-1], keys.shape[1]
-    queries = queries.unflatten(1, (groups, -1)) * queries.shape[-1] ** -0.5
+    queries = queries.reshape(len(queries), groups, -1, *queries.shape[2:])
+    queries = queries * queries.shape[-1] ** -0.5
     near, near_values = (each[:, :, contexts:][:, :, own] for each in (keys, values))
     along = queries @ keys[:, :, None, :contexts].transpose(-1, -2) + mask[:, :, None]
     inside = torch.einsum("bghnd,bgnkd->bghnk", queries, near)
