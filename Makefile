@@ -3,7 +3,8 @@
 #             make real-more: temperature 1, transformers, public sets, prompts of yours; make real-choose
 # make test   what a change must pass; make test-all: everything    make bench  benchmarks -> runs/bench/
 # make test-engines   drafts of `make demo` in vLLM on this CPU, in an environment of its own; with
-#                     LLAMA_SERVER=FILE, built in llama.cpp's tree, there, too. make real-engines: `make real`'s target in vLLM
+#                     LLAMA_SERVER=FILE, built in llama.cpp's tree, there, too. make real-engines: `make real`'s target in
+#                     llama.cpp, by LLAMA_SERVER=FILE beside its llama-quantize, else in vLLM
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
 #                                      allows, each in an environment of its own; make newest smoke-newest: a few
 #                                      of its tests with the newest, as .ci/run does
@@ -92,9 +93,9 @@ $(ENGINES)/installed: $(INSTALLED) tests/vllm_cpu_expand.py
 	cat tests/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
 	@touch $@
 
-# After `make real`: its target in vLLM, alone and with drafts of the same rollouts.
-real-engines: recipes/configs/$(MODEL)-plain.yaml $(ENGINES)/installed
-	@$(RUN) $(BIN)/python benchmarks/real_engines.py $(ENGINES)/bin/python $(MODEL) $(if $(IN_FLOAT32),--float32)
+# After `make real`: its target in llama.cpp, or in vLLM, alone and with drafts of the same rollouts.
+real-engines: recipes/configs/$(MODEL)-plain.yaml $(if $(LLAMA_SERVER),$(INSTALLED),$(ENGINES)/installed)
+	@$(RUN) $(BIN)/python benchmarks/real_engines.py $(or $(LLAMA_SERVER),$(ENGINES)/bin/python) $(MODEL) $(if $(IN_FLOAT32),--float32)
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)

@@ -1,11 +1,13 @@
-"""vLLM on this CPU with drafts of several kinds, beside our decoder on the same prompts.
+"""vLLM or llama.cpp on this CPU with drafts of several kinds, beside our decoder.
 
     python benchmarks/engines.py VLLM --config CONFIG --serve 'NAME={"method": ...}' ... [OPTIONS]
+    python benchmarks/engines.py LLAMA_SERVER --gguf TARGET --config CONFIG --serve 'NAME={}' ...
 
-VLLM is a Python with vLLM in it (`make test-engines` makes one). Each --serve is a server with that
---speculative-config, all beside one that has no draft. They answer the evaluation of CONFIG in
-turns, a prompt at a time: OPTIONS are those of run_eval, and with the same --eval.folder it goes on
-where it ended.
+VLLM is a Python with vLLM in it (`make test-engines` makes one), LLAMA_SERVER a llama-server. Each
+--serve is a server with that --speculative-config, or with such options of llama-server
+({"spec-type": "draft-dspark", ...}), all beside one that has no draft. They answer the evaluation
+of CONFIG in turns, a prompt at a time: OPTIONS are those of run_eval, and with the same
+--eval.folder it goes on where it ended.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,19 @@ from recipes.run_eval import RECIPE
 WAIT = 600
 """Seconds that a server may take to start."""
 FIRST_PORT = 8400
+CONVERTER = "convert_hf_to_gguf.py"
+CONVERT = f"""
+import runpy, sys
+from types import SimpleNamespace
+tree, *arguments = sys.argv[1:]
+sys.path[:0] = [tree, f"{{tree}}/gguf-py"]
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda *_: "gpt-2"  # ids come and go, so any will do
+# It is imported before another kind of tokenizer is looked for, and need not be installed.
+sys.modules["sentencepiece"] = SimpleNamespace(SentencePieceProcessor=None)
+sys.argv = ["convert", *arguments]
+runpy.run_path(f"{{tree}}/{CONVERTER}", run_name="__main__")
+"""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -44,7 +60,7 @@ def started(command: list[str], log: Path, *, at: int = 0) -> Iterator[str]:
         except OSError as error:
             raise RuntimeError(f"port {at} is taken: stop the server of a killed run") from error
         port = str(free.getsockname()[1])
-    with log.open("wb") as out:
+    with log.open("ab") as out:
         process = subprocess.Popen(
             [each.replace("{port}", port) for each in command],
             env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "2"},
@@ -91,27 +107,43 @@ def vllm(
     return started(command, log, at=at)
 
 
+def to_gguf(server: str, model: str, target: str, out: Path, kind: str) -> None:
+    """Convert a target or its draft with the converter of the tree that llama-server is from."""
+    tree = next(each for each in Path(server).absolute().parents if (each / CONVERTER).exists())
+    command = [sys.executable, "-c", CONVERT, str(tree), model, "--outtype", kind]
+    command += ["--outfile", str(out), "--target-model-dir", target]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def llama(server: str, gguf: str, log: Path, options: Mapping[str, Any], *, at: int = 0) -> Any:
+    """A context of a llama-server of a target, by the name "target"; its address."""
+    command = [server, "--model", gguf, "--alias", "target", "--port", "{port}", "--metrics"]
+    command += ["--log-verbosity", "4"]  # says how long it drafted
+    for name, value in {"parallel": 1, "threads": 2, "ctx-size": 1024, **options}.items():
+        command += [f"--{name}", str(value)]
+    return started(command, log, at=at)
+
+
 def main() -> int:
     """Start the servers, evaluate, stop them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("vllm", help="a Python with vLLM")
-    parser.add_argument("--serve", action="append", default=[], help="NAME=SPECULATIVE_CONFIG")
+    parser.add_argument("engine", help="a Python with vLLM, or a llama-server")
+    parser.add_argument("--gguf", help="the target as llama-server loads it")
+    parser.add_argument("--serve", action="append", default=[], help="NAME=SETTINGS")
     given, options = parser.parse_known_args()
     config = parse(options, "", ("eval",), None).config
-    logs = Path(config.output) / "engines"
+    logs = Path(config.output) / "engines" / (config.eval.folder or "eval")
     logs.mkdir(parents=True, exist_ok=True)
     served = (each.partition("={")[::2] for each in given.serve)
-    servers = {SERVED: "}"} | dict(served)
+    servers = {name: json.loads("{" + rest) for name, rest in ((SERVED, "}"), *served)}
     with ExitStack() as running:
         for number, (name, settings) in enumerate(servers.items()):
-            server = vllm(
-                given.vllm,
-                config.models.target,
-                logs / f"{name}.log",
-                json.loads("{" + settings),
-                dtype=config.models.dtype,
-                at=FIRST_PORT + number,  # the same when it is run again
-            )
+            log, at = logs / f"{name}.log", FIRST_PORT + number  # the same when it is run again
+            if given.gguf:
+                server = llama(given.engine, given.gguf, log, settings, at=at)
+            else:
+                target, dtype = config.models.target, config.models.dtype
+                server = vllm(given.engine, target, log, settings, dtype=dtype, at=at)
             method = {"name": name, "decoder": "server", "served_model": "target"}
             method["url"] = running.enter_context(server)
             options += ["--method", json.dumps(method)]

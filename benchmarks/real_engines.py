@@ -1,9 +1,9 @@
-"""The target of `make real` in vLLM, alone and with drafts of the same rollouts (docs/engines.md).
+"""The target of `make real` in an engine, alone and with drafts of the same rollouts.
 
-    python benchmarks/real_engines.py VLLM MODEL [--float32]      # make real-engines
+    python benchmarks/real_engines.py ENGINE MODEL [--float32]      # make real-engines
 
-VLLM is a Python with vLLM in it. EAGLE-3's layout and a plain draft: none is trained for longer
-than `make real` trains. Run again, it goes on where it ended.
+ENGINE is a llama-server, in llama.cpp's tree and beside its llama-quantize, or a Python with vLLM
+in it (docs/engines.md). Run again, it goes on where it ended.
 """
 
 from __future__ import annotations
@@ -14,11 +14,39 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from engines import to_gguf
+
+from eval.measuring.pooled import pool
+from eval.measuring.results import read_results
+from recipes.layout import RESULTS
 
 DOMAINS = ("assistant", "maths", "code", "letters")
-SETS = [f"{{name: chat-{name}, split: test, count: 8}}" for name in DOMAINS]
 PLAIN = "{name: plain, decoder: plain}"
-EAGLE3 = "{kind: states, layers: 1, layout: eagle3, vocabulary: 8192}"
+BEGIN = {
+    "eagle3": "{kind: states, layers: 1, layout: eagle3, vocabulary: 8192}",
+    "dspark": "{kind: states, layers: 1, layout: dspark, block: 7, vocabulary: 8192, "
+    "taps: [2, 15, 27]}",
+}
+"""`draft.init` of the drafts that read the target's states."""
+TRAINING = {
+    "plain": ["--draft.epochs", "0.4"],
+    "eagle3": ["--draft.epochs", "1", "--draft.held_out_share", "0", "--head", "null"],
+    "dspark": [
+        *("--draft.epochs", "0.6", "--draft.learning_rate", "1.5e-3"),
+        *("--head", "{kind: confidence, epochs: 6}"),
+    ],
+}
+"""What differs from the model's configuration: all three are trained within half an hour."""
+LLAMA_CPP = {"plain": "draft-simple", "eagle3": "draft-eagle3", "dspark": "draft-dspark"}
+"""Their names in llama.cpp."""
+LENGTHS = {"plain": (2, 4), "eagle3": (2, 4), "dspark": (2, 4, 7)}
+"""Tokens to draft at most."""
+THRESHOLDS = (0.3, 0.5, 0.7, 0.8)
+"""Least probabilities of the head, one of which is chosen on dev."""
+LOOKUPS = ((2, 4), (3, 7))
+"""Tokens to look up, and to draft at most; chosen on dev, too."""
 
 
 def run(*command: str | Path) -> None:
@@ -27,14 +55,97 @@ def run(*command: str | Path) -> None:
         raise SystemExit(status)
 
 
+def sets(split: str, count: int) -> str:
+    """Prompts of every domain, as an option."""
+    return json.dumps([{"name": f"chat-{n}", "split": split, "count": count} for n in DOMAINS])
+
+
+def measure(engine: str, options: list[str | Path], rows: dict[str, Any]) -> None:
+    """Evaluate the target with each draft, by name, beside the target alone."""
+    serve = [f"--serve={name}={json.dumps(settings)}" for name, settings in rows.items()]
+    run("benchmarks/engines.py", engine, *options, *serve)
+
+
+def in_vllm(
+    python: str, drafts: dict[str, Path], options: list[str | Path], *, longest: int
+) -> None:
+    """Both drafts at both temperatures."""
+    at_one = ["--sampling.temperature", "1", "--sampling.top_p", "1"]
+    for folder, sampling, drawn in (
+        ("eval-engines", [], {}),
+        ("eval-engines-t1", at_one, {"draft_sample_method": "probabilistic"}),
+    ):
+        rows = {}
+        for name, method, length in (("plain", "draft_model", 2), ("eagle3", "eagle3", longest)):
+            settings = {"method": method, "model": str(drafts[name]), **drawn}
+            rows[f"{name} K={length}"] = {**settings, "num_speculative_tokens": length}
+        measure(
+            python,
+            [*options, *sampling, "--eval.folder", folder, "--eval.sets", sets("test", 8)],
+            rows,
+        )
+
+
+def in_llama_cpp(
+    server: str, target: str, drafts: dict[str, Path], options: list[str | Path], out: Path
+) -> None:
+    """All drafts with 16-bit and 8-bit weights, greedily and as the target's card says."""
+    files, folders = out / "gguf", []
+    files.mkdir(exist_ok=True)
+    for name, model in {"target": target, **drafts}.items():
+        made = [files / f"{name}-{weights}.gguf" for weights in ("f16", "q8_0")]
+        to_gguf(server, str(model), target, made[0], "f16")
+        subprocess.run([Path(server).with_name("llama-quantize"), *made, "q8_0"], check=True)
+    for weights in ("f16", "q8_0"):
+        served = {
+            name: {"spec-type": kind, "spec-draft-model": str(files / f"{name}-{weights}.gguf")}
+            for name, kind in LLAMA_CPP.items()
+        }
+        fixed = {
+            f"{name} K={length}": {**draft, "spec-draft-n-max": length}
+            for name, draft in served.items()
+            for length in LENGTHS[name]
+        }
+        heads = {
+            f"dspark P={least}": {**fixed["dspark K=7"], "spec-draft-p-min": least}
+            for least in THRESHOLDS
+        }
+        lookups = {
+            f"lookup {size} K={length}": {
+                "spec-type": "ngram-simple",
+                "spec-ngram-simple-size-n": size,
+                "spec-ngram-simple-size-m": length,
+            }
+            for size, length in LOOKUPS
+        }
+        for temperature in ("0", "0.2"):
+            given = [*options, "--gguf", files / f"target-{weights}.gguf"]
+            given += ["--sampling.temperature", temperature]
+            folder = f"eval-llama-{weights}-t{temperature}"
+            dev = [*given, "--eval.folder", f"{folder}-dev", "--eval.sets", sets("dev", 4)]
+            measure(server, dev, heads | lookups)
+            rows = pool(read_results(out / f"{folder}-dev" / RESULTS))
+            speed = {row.name: row.speed() for row in rows}
+            chosen = {
+                name: group[name]
+                for group in (heads, lookups)
+                for name in [max(group, key=speed.__getitem__)]
+            }
+            test = [*given, "--eval.folder", folder, "--eval.sets", sets("test", 16)]
+            measure(server, test, fixed | chosen)
+            folders.append(out / folder)
+    run("benchmarks/table.py", *folders, "--beside")
+
+
 def main() -> None:
-    """Train the drafts, write them for vLLM, and measure at both temperatures."""
+    """Train the drafts, write them for the engine, and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("vllm", help="a Python with vLLM")
-    parser.add_argument("model", help="smollm2-135m or gemma-3-270m")
+    parser.add_argument("engine", help="a llama-server, or a Python with vLLM")
+    parser.add_argument("model", help="smollm2-135m")
     parser.add_argument("--float32", action="store_true", help="as `make real` without bfloat16")
     given = parser.parse_args()
-    model, served = given.model, Path("runs") / f"{given.model}-served"
+    model, out = given.model, Path("runs") / f"{given.model}-served"
+    is_llama = Path(given.engine).name == "llama-server"
     config = ["--config", f"recipes/configs/{model}.yaml"]
     dtype = ["--models.dtype", "float32"] if given.float32 else []
     training = ["--draft.precision", "float32", "--draft.optimizer", "adamw"]
@@ -42,43 +153,39 @@ def main() -> None:
 
     def beside_rollouts(name: str) -> Path:
         """A folder whose rollouts are those of `make real`."""
-        (served / name).mkdir(parents=True, exist_ok=True)
-        rollouts = served / name / "rollouts"
+        (out / name).mkdir(parents=True, exist_ok=True)
+        rollouts = out / name / "rollouts"
         rollouts.unlink(missing_ok=True)
         rollouts.symlink_to(Path("../..") / model / "rollouts")
-        return served / name
+        return out / name
 
-    folder = beside_rollouts("eagle3")
-    options = [*config, *training, "--output", folder, "--draft.init", EAGLE3, "--head", "null"]
-    options += ["--draft.epochs", "2" if given.float32 else "3", "--draft.held_out_share", "0"]
-    run("recipes/train_draft.py", *options)
-    export, made = folder / "export", (folder / "draft" / "run.json").stat().st_mtime
-    if not export.exists() or export.stat().st_mtime <= made:
-        shutil.rmtree(export, ignore_errors=True)
-        run("-m", "recipes.command", "export", folder / "draft" / "model", "--out", export)
+    drafts = {}
+    for name in ("eagle3", "dspark")[: 1 + is_llama]:
+        folder = beside_rollouts(name)
+        options = [*config, *training, "--output", folder, "--draft.init", BEGIN[name]]
+        options += TRAINING[name]
+        run("recipes/train_draft.py", *options)
+        head = []
+        if name == "dspark":
+            run("recipes/train_head.py", *options, "--labels.greedy", "true")
+            head = ["--head", folder / "head" / "model"]
+        drafts[name] = folder / "export"
+        shutil.rmtree(drafts[name], ignore_errors=True)
+        made = [folder / "draft" / "model", "--out", drafts[name], *head]
+        run("-m", "recipes.command", "export", *made)
 
     plain = beside_rollouts("plain")
     options = ["--config", f"recipes/configs/{model}-plain.yaml", *training, "--output", plain]
-    options += ["--draft.epochs", "0.4", "--eval.sets", "[{name: chat-maths, count: 2}]"]
+    options += [*TRAINING["plain"], "--eval.sets", "[{name: chat-maths, count: 2}]"]
     run("recipes/pipeline.py", *options, "--eval.methods", f"[{PLAIN}, {{name: K=2, length: 2}}]")
+    drafts["plain"] = plain / "release" / "draft"
 
-    release = plain / "release" / "draft"
-    options = [*config, *dtype, "--output", served, "--models.draft", release]
+    options = [*config, *dtype, "--output", out, "--models.draft", drafts["plain"]]
     options += ["--draft", "null", "--head", "null", "--eval.methods", f"[{PLAIN}]"]
-    options += ["--eval.sets", f"[{', '.join(SETS)}]"]
-    at_one = ["--sampling.temperature", "1", "--sampling.top_p", "1"]
-    for folder_name, sampling, drawn in (
-        ("eval-engines", [], {}),
-        ("eval-engines-t1", at_one, {"draft_sample_method": "probabilistic"}),
-    ):
-        serve = []
-        longest = 1 if given.float32 else 2
-        rows = [("plain", "draft_model", release, 2), ("eagle3", "eagle3", export, longest)]
-        for name, method, draft, length in rows:
-            speculative = {"method": method, "model": str(draft), "num_speculative_tokens": length}
-            serve += ["--serve", f"{name} K={length}={json.dumps(speculative | drawn)}"]
-        of_folder = ["--eval.folder", folder_name, *sampling]
-        run("benchmarks/engines.py", given.vllm, *options, *of_folder, *serve)
+    if is_llama:
+        in_llama_cpp(given.engine, f"runs/{model}/target", drafts, options, out)
+    else:
+        in_vllm(given.engine, drafts, options, longest=1 if given.float32 else 2)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Print a finished evaluation as a table for a README, and copy what to commit of it.
 
-python benchmarks/table.py RESULTS ... [--method NAME ...] [--out FOLDER] [--format vllm]
+python benchmarks/table.py RESULTS ... [--method NAME ...] [--out FOLDER | --beside] [--format vllm]
 
-Of several evaluations of the same settings it shows the median of each figure and the spread.
+Of several evaluations of the same settings it shows the median of each figure and the spread, of
+several of other settings (--beside) each in a column, by the name of its folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from eval.measuring.results import Results, Run, check_metrics, read_results, together
 from eval.reporting.report import picture
-from eval.reporting.table import readme_table, shown_methods
+from eval.reporting.table import beside_table, readme_table, shown_methods
 from recipes.layout import RESULTS
 from specdata.errors import ConfigError
 from specdata.storage.files import write_text
@@ -123,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="a row; again for more. By default the fastest setting of each kind of method",
     )
-    parser.add_argument(
+    made = parser.add_mutually_exclusive_group()
+    made.add_argument("--beside", action="store_true", help="a column for each evaluation")
+    made.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
@@ -149,6 +152,9 @@ def _shown(given: argparse.Namespace) -> str:
     evaluations = [read_results(path) for path in paths]
     for each, path in zip(evaluations, paths, strict=True):
         check_metrics(each, path)
+    if given.beside:
+        names = [path.parent.name for path in paths]
+        return beside_table(dict(zip(names, evaluations, strict=True)), given.method)
     results = together(evaluations)
     methods = shown_methods(results, given.method)
     table = readme_table(results, given.method)

@@ -26,7 +26,7 @@ from eval.measuring.results import (
     write_results,
 )
 from eval.reporting.rendering import NOT_MEASURED
-from eval.reporting.table import ROWS, readme_table, shown_methods
+from eval.reporting.table import ROWS, beside_table, readme_table, shown_methods
 from eval.rounds import Round
 from specdata.errors import ConfigError
 from tests.synthetic_results import rebuilt, slower
@@ -129,6 +129,30 @@ def test_of_several_evaluations_each_figure_is_the_median_run_and_has_the_spread
     assert (out / "results.json").stat().st_size < (tmp_path / "0/results.json").stat().st_size
 
 
+def test_evaluations_of_other_settings_stand_beside_one_another(
+    results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def changed(run: Run) -> Run:
+        run = slower(run, 2.0) if run.name == "fixed-4" else run
+        return run.model_copy(update={"sampling": {**run.sampling, "temperature": 0.5}})
+
+    evaluations = {"T=1": results, "T=.5": rebuilt(results, changed)}
+    for name, each in evaluations.items():
+        write_results(tmp_path / name / "results.json", each)
+    assert main([*(str(tmp_path / name) for name in evaluations), "--beside"]) == 0
+    rows = cells(printed := capsys.readouterr().out)
+    assert rows["method"] == list(evaluations)
+    assert PLAIN not in rows
+    for each, cell in zip(evaluations.values(), rows["fixed-4"], strict=True):
+        (row,) = (row for row in pool(each) if row.name == "fixed-4")
+        speed, tokens = row.rate("speedup"), row.value("block_efficiency")
+        assert speed is not None
+        assert cell == f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}]; {tokens:.2f}"
+    assert rows["fixed-4"][0] != rows["fixed-4"][1]
+    assert "top\\_k" in printed, "a setting of both"
+    assert "temperature" not in printed
+
+
 def test_evaluations_of_other_tokens_are_not_put_together_but_rules_that_follow_the_clock_are(
     results: Results,
 ) -> None:
@@ -229,18 +253,23 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
         (ROOT / name).read_text()
         for name in (*("README.md", "docs/real/README.md"), f"{GEMMA}/README.md", "docs/engines.md")
     ]
-    table = r"<!-- table of (\S+) -->\n(.*?)<!-- end of table -->"
+    table = r"<!-- table of (.+?) -->\n(.*?)<!-- end of table -->"
     found = [each for page in pages for each in re.findall(table, page, re.DOTALL)]
     assert [path for path, _ in found] == [
         *(REAL, AT_ONE, PUBLIC),
         *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
         "docs/engines/results.json",
     ]
-    for path, stands in found:
-        results = read_results(ROOT / path)
+    for named, stands in found:
+        paths = [ROOT / path for path in named.split()]
         shown = [name.removesuffix(" †").replace("\\", "") for name in list(cells(stands))[2:]]
-        assert stands in (readme_table(results), readme_table(results, shown))
-        assert (ROOT / path).stat().st_size < 5_000_000
+        evaluations = {path.parent.name: read_results(path) for path in paths}
+        if len(paths) > 1:
+            assert stands == beside_table(evaluations, shown)
+        else:
+            [results] = evaluations.values()
+            assert stands in (readme_table(results), readme_table(results, shown))
+        assert all(path.stat().st_size < 5_000_000 for path in paths)
 
 
 def test_sentences_about_all_prompt_sets_are_what_the_results_give() -> None:

@@ -10,7 +10,6 @@ import json
 import math
 import operator
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.engines import started, vllm
+from benchmarks.engines import llama, to_gguf, vllm
 from distill.config import DistilConfig
 from distill.engine_layouts import write_eagle
 from eval.decode_config import DecodeConfig
@@ -57,21 +56,8 @@ VLLM, LLAMA = os.environ.get("VLLM", ""), os.environ.get("LLAMA_SERVER", "")
 SETS, SPLITS = ("instruct", "maths", "code"), {"train": 80, "dev": 16, "test": 4}
 LONGEST = 64
 
-CONVERTER = "convert_hf_to_gguf.py"
-CONVERT = f"""
-import runpy, sys
-tree, *arguments = sys.argv[1:]
-sys.path[:0] = [tree, f"{{tree}}/gguf-py"]
-from conversion.base import TextModel
-TextModel.get_vocab_base_pre = lambda *_: "gpt-2"  # ids come and go, so any will do
-sys.argv = ["convert", *arguments]
-runpy.run_path(f"{{tree}}/{CONVERTER}", run_name="__main__")
-"""
-
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(not VLLM, reason="VLLM names no Python with vLLM: make test-engines"),
-]
+pytestmark = pytest.mark.engines
+needs_vllm = pytest.mark.skipif(not VLLM, reason="VLLM names no Python with vLLM")
 needs_llama = pytest.mark.skipif(not LLAMA, reason="LLAMA_SERVER names no llama-server")
 
 
@@ -80,23 +66,21 @@ def serve(log: Path, speculative: dict[str, Any] | None = None) -> Any:
     return vllm(VLLM, str(TARGET), log, speculative)
 
 
-@contextmanager
-def llama(folder: Path, draft: Path, kind: str, length: int, least: float = 0.0) -> Iterator[str]:
-    """llama-server with the demo's target and a draft, of files that its own converter makes."""
-    tree = next(each for each in Path(LLAMA).absolute().parents if (each / CONVERTER).exists())
+def serve_llama(folder: Path, draft: Path, kind: str, length: int, least: float = 0.0) -> Any:
+    """llama-server with the demo's target and a draft, in float32."""
     for path, name in ((TARGET, "target"), (draft, "draft")):
-        command = [VLLM, "-c", CONVERT, str(tree), str(path), "--outtype", "f32"]
-        command += ["--outfile", str(folder / f"{name}.gguf"), "--target-model-dir", str(TARGET)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    command = [LLAMA, "--model", str(folder / "target.gguf"), "--port", "{port}", "--parallel", "1"]
-    command += ["--alias", "target", "--spec-draft-model", str(folder / "draft.gguf")]
-    command += ["--spec-type", kind, "--spec-draft-n-max", str(length), "--threads", "1"]
-    command += ["--spec-draft-p-min", str(least), "--ctx-size", "512", "--metrics"]
-    for cache in ("--cache-type-k", "--cache-type-v", "--spec-draft-type-k", "--spec-draft-type-v"):
-        command += [cache, "f32"]
-    command += ["--flash-attn", "off"]  # which moves logits by .005
-    with started(command, folder / "log") as url:
-        yield url
+        to_gguf(LLAMA, str(path), str(TARGET), folder / f"{name}.gguf", "f32")
+    caches = ("cache-type-k", "cache-type-v", "spec-draft-type-k", "spec-draft-type-v")
+    options = {
+        "threads": 1,
+        "flash-attn": "off",  # which moves logits by .005
+        **dict.fromkeys(caches, "f32"),
+        "spec-type": kind,
+        "spec-draft-model": folder / "draft.gguf",
+        "spec-draft-n-max": length,
+        "spec-draft-p-min": least,
+    }
+    return llama(LLAMA, str(folder / "target.gguf"), folder / "log", options)
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +173,11 @@ def decoded_here(
 @pytest.mark.parametrize(
     ("name", "method", "length"),
     [
-        ("plain", "draft_model", 4),
-        ("plain of 200 tokens", "draft_model", 2),
-        ("masks", "draft_model", 4),
-        ("eagle3", "eagle3", 4),
-        ("eagle3 of 200 tokens", "eagle3", 2),
+        pytest.param("plain", "draft_model", 4, marks=needs_vllm),
+        pytest.param("plain of 200 tokens", "draft_model", 2, marks=needs_vllm),
+        pytest.param("masks", "draft_model", 4, marks=needs_vllm),
+        pytest.param("eagle3", "eagle3", 4, marks=needs_vllm),
+        pytest.param("eagle3 of 200 tokens", "eagle3", 2, marks=needs_vllm),
         pytest.param("plain", "draft-simple", 4, marks=needs_llama),
         pytest.param("eagle3", "draft-eagle3", 3, marks=needs_llama),
     ],
@@ -217,7 +201,7 @@ def test_an_engine_accepts_what_our_decoder_counts(
     speculative |= {"num_speculative_tokens": length, "parallel_drafting": name == "masks"}
     is_llama = method.startswith("draft-")
     server = (
-        llama(tmp_path, theirs, method, length)
+        serve_llama(tmp_path, theirs, method, length)
         if is_llama
         else serve(tmp_path / "log", speculative)
     )
@@ -310,7 +294,8 @@ def test_llama_server_drafts_blocks_as_ours_and_cuts_them_where_the_head_doubts(
         middle = pairwise(every[len(every) * 2 // 5 : len(every) * 3 // 5])
         least = sum(max(middle, key=lambda pair: pair[1] - pair[0])) / 2
     counted: Counter[str] = Counter()
-    with llama(tmp_path, theirs, "draft-dspark", length, least) as url:
+    server = serve_llama(tmp_path, theirs, "draft-dspark", length, least)
+    with server as url, asking(url, target) as backend:
         for ids, text, each, (tokens, chances) in zip(prompts, texts, here, read, strict=True):
             body = {"prompt": ids, "n_predict": LONGEST, "temperature": 0, "return_tokens": True}
             served = httpx2.post(f"{url}/completion", json=body, timeout=60).json()["tokens"]
@@ -325,18 +310,15 @@ def test_llama_server_drafts_blocks_as_ours_and_cuts_them_where_the_head_doubts(
                 rounds += [accepted] * bool(drafted)
                 # It drafts past an end token, which is not accepted then.
                 within = at == len(text) and accepted < len(drafted)
-                counted.update(["rounds"] * bool(drafted), drafted=len(drafted))
+                counted.update(["drafts"] * bool(drafted), draft_tokens=len(drafted))
                 counted.update(map(str, range(accepted - within)))
             if not asks:
                 assert [one.accepted for one in each.rounds if one.drafted] == rounds
-        metrics = httpx2.get(f"{url}/metrics").text
-    said = re.compile(r"^llamacpp:spec_decode_num_(\w+)_total(?:{position=\"(\d)\"})? (\d+)", re.M)
-    names = {"drafts": "rounds", "draft_tokens": "drafted"}
-    found = {names.get(kind, place): int(count) for kind, place, count in said.findall(metrics)}
-    found.pop("")  # accepted, wherever
-    assert {kind: count for kind, count in found.items() if count} == counted
+        found = ServedEngine(backend).counts()
+    assert +found == counted
 
 
+@needs_vllm
 @pytest.mark.parametrize("name", BLOCKS)
 def test_vllms_classes_give_the_logits_and_chances_of_a_draft_in_blocks(
     name: str, target: Any, prompts: list[list[int]], blocks: dict[str, Blocks], tmp_path: Path
@@ -363,6 +345,7 @@ def test_vllms_classes_give_the_logits_and_chances_of_a_draft_in_blocks(
     assert torch.equal(found["ids"], kept)
 
 
+@needs_vllm
 def test_rollouts_and_labels_through_vllm_are_those_of_the_local_target(
     alone: str, tmp_path: Path
 ) -> None:

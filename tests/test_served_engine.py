@@ -14,7 +14,7 @@ from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.methods import SERVED
 from eval.measuring.results import read_results
-from eval.measuring.served import rounds_of
+from eval.measuring.served import COUNTED, rounds_of
 from recipes.command import run_tool
 from recipes.config import TOY
 from specdata.errors import ConfigError
@@ -118,6 +118,18 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
     assert run_tool("engine", [*asked, "--eval.folder", "eval-gone"]) == 1
     assert "did not answer /v1/models" in capsys.readouterr().err
     assert not (tmp_path / "eval-gone").exists(), "nothing is bound to a server that is not there"
+
+
+def test_counts_of_llama_server_are_read_as_those_of_vllm() -> None:
+    """As its /metrics has them, without labels."""
+    lines = ["drafts_total 3", "draft_tokens_total 9", "accepted_tokens_total 4"]
+    lines += ['accepted_tokens_per_pos_total{position="0"} 2']
+    page = "\n".join(f"llamacpp:spec_decode_num_{line}" for line in lines)
+    assert COUNTED.findall(page) == [
+        ("drafts", "", "3"),
+        ("draft_tokens", "", "9"),
+        ("accepted_tokens_per_pos", 'position="0"', "2"),
+    ]
 
 
 def test_rounds_are_told_from_counts() -> None:

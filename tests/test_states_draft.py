@@ -327,7 +327,9 @@ def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
             torch.testing.assert_close(states[row, here], found[step][row, here])
 
 
-@pytest.mark.parametrize(("kind", "shares"), [("masks", (1, 0.7, 0.49)), ("blocks", (1, 0.25, 0.25))])
+@pytest.mark.parametrize(
+    ("kind", "shares"), [("masks", (1, 0.7, 0.49)), ("blocks", (1, 0.25, 0.25))]
+)
 def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_dropping(
     kind: str, shares: tuple[float, ...]
 ) -> None:

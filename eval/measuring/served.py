@@ -1,9 +1,9 @@
 """A served engine, measured as a method: its texts, its time, and its own count of what it drafted.
 
-One request at a time, as our decoder is measured. vLLM counts what it drafted and accepted, all
-requests together (`/metrics`); what was added while a request was answered is that request's. Those
-counts have no order, so rounds are in none, and what a last round accepted beyond the end of the
-text is taken off the longest.
+One request at a time, as our decoder is measured. vLLM and llama-server count what they drafted and
+accepted, all requests together (`/metrics`); what was added while a request was answered is that
+request's. Those counts have no order, so rounds are in none, and what a last round accepted beyond
+the end of the text is taken off the longest. Rounds that drafted nothing are not counted there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig
 
 COUNTED = re.compile(
-    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)"
-    r"(?:_total)?\{([^}]*)\} (\S+)",
+    r"^(?:vllm|llamacpp):spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)"
+    r"(?:_total)?(?:\{([^}]*)\})? (\S+)",
     re.MULTILINE,
 )
 POSITION = re.compile(r'position="(\d+)"')
@@ -45,11 +45,11 @@ class ServedEngine:
 
     def generate(self, ids: list[int], key: str) -> Generation:
         """Continue one prompt, timed."""
-        counted, begun = self._counts(), time.perf_counter()
+        counted, begun = self.counts(), time.perf_counter()
         [found] = self.backend.complete([Request(ids, (key,))])
         seconds = time.perf_counter() - begun
         time.sleep(SETTLED)
-        new = self._counts()
+        new = self.counts()
         new.subtract(counted)
         if min(new.values(), default=0) < 0:
             raise ConfigError(
@@ -59,7 +59,7 @@ class ServedEngine:
         rounds = rounds_of(new, len(found.ids))
         return Generation(torch.tensor(found.ids), rounds, found.finish, seconds)
 
-    def _counts(self) -> Counter[str]:
+    def counts(self) -> Counter[str]:
         """Drafts ("drafts"), drafted tokens ("draft_tokens"), and accepted ones by position."""
         found: Counter[str] = Counter()
         for name, labels, value in COUNTED.findall(self.backend.client.page("/metrics")):

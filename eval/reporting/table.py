@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import ALL_SETS, PooledRow, medians, merit
@@ -30,14 +30,7 @@ def results_table(results: Results, methods: Sequence[str] = ()) -> Table:
     for name in shown_methods(results, methods):
         found = [of_method.get(name) for of_method in of_set.values()]
         biased = any(row is not None and not row.method.lossless for row in found)
-        cells = []
-        for row in found:
-            cell = NOT_MEASURED
-            if row is not None and (speed := row.rate("speedup")) is not None:
-                cell = f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
-                if row.spread:
-                    cell += f" ({row.spread[0]:.2f} to {row.spread[1]:.2f})"
-            cells.append(cell)
+        cells = [_speedup(row) for row in found]
         for rate, decimals in COUNTS.values():
             value = pooled[name].value(rate) if name in pooled else None
             cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
@@ -50,6 +43,34 @@ def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
     """The same as Markdown, with its note."""
     table = results_table(results, methods)
     return f"{table.markdown()}\n{escape_markdown(table.note)}\n"
+
+
+def _speedup(row: PooledRow | None) -> str:
+    if row is None or (speed := row.rate("speedup")) is None:
+        return NOT_MEASURED
+    spread = f" ({row.spread[0]:.2f} to {row.spread[1]:.2f})" if row.spread else ""
+    return f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}]{spread}"
+
+
+def beside_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()) -> str:
+    """Markdown with a column for each evaluation of the same prompts in other settings.
+
+    A cell has the speed-up over all prompt sets, then the tokens a target call. Without methods it
+    has all but plain decoding.
+    """
+    pooled = [{row.name: row for row in medians(each)} for each in evaluations.values()]
+    rows = []
+    for name in methods or dict.fromkeys(name for each in pooled for name in each if name != PLAIN):
+        found = [each.get(name) for each in pooled]
+        tokens = [f"; {row.value('block_efficiency'):.2f}" if row else "" for row in found]
+        rows.append((name, [_speedup(row) + more for row, more in zip(found, tokens, strict=True)]))
+    note = (
+        "Speed-up over the target alone over all prompt sets, same prompts, interleaved; brackets "
+        "hold 95 % bootstrap intervals over prompts; then tokens a target call. "
+        f"{conditions(*evaluations.values())}"
+    )
+    table = Table([(heading, "") for heading in evaluations], rows, note=note)
+    return f"{table.markdown()}\n{escape_markdown(note)}\n"
 
 
 COUNTS = {
@@ -79,16 +100,21 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
     return plain + [row.name for row in best][: ROWS - len(plain)]
 
 
-def conditions(results: Results) -> str:
-    """The prompts, the sampler and the machine of an evaluation."""
-    where, first = results.environment, results.runs[0]
+def conditions(results: Results, *others: Results) -> str:
+    """The prompts, the sampler and the machine of an evaluation, or what several have alike."""
+    where, samplings = results.environment, [each.runs[0].sampling for each in (results, *others)]
     prompts = ", ".join(f"{each} {results.of(each)[0].prompts}" for each in results.datasets())
-    settings = ", ".join(f"{name} {value}" for name, value in first.sampling.items())
+    settings = ", ".join(
+        f"{name} {value}"
+        for name, value in samplings[0].items()
+        if all(each[name] == value for each in samplings)
+    )
     hardware = where.hardware
     machine = hardware.get("gpu") or f"{hardware.get('cores')} cores of {hardware.get('cpu')}"
     threads = f", {hardware['threads']} of torch's threads" if hardware.get("threads") else ""
+    ours = "" if others else f"{threads}, {where.dtype}"  # several are of engines
     commit = f", commit {where.git_commit[:7]}" if where.git_commit else ""
-    return f"Prompts: {prompts}; {settings}. {machine}{threads}, {where.dtype}{commit}."
+    return f"Prompts: {prompts}; {settings}. {machine}{ours}{commit}."
 
 
 def _footnote(results: Results, *, by_hand: bool) -> str:
