@@ -272,10 +272,12 @@ def read_blocks(
     (rows, length), device = ids.shape, ids.device
     count = anchors.shape[1]
     whole = count if whole is None else min(whole, count)
-    every, later = torch.arange(count, device=device), torch.arange(1, size, device=device)
-    rest, of_whole = (part.repeat_interleave(size - 1) for part in (every[whole:], every[:whole]))
-    block = torch.cat([rest, every, of_whole])
-    slot = torch.cat([later.repeat(count - whole), torch.zeros_like(every), later.repeat(whole)])
+    # First what nobody reads in the end, then first slots alone, then whole blocks.
+    every, slots = torch.arange(count, device=device), torch.arange(size, device=device)
+    part, first = every[whole:], torch.zeros_like(every[whole:])
+    rest = part.repeat_interleave(size - 1)
+    block = torch.cat([rest, part, every[:whole].repeat_interleave(size)])
+    slot = torch.cat([slots[1:].repeat(len(part)), first, slots.repeat(whole)])
     begin = anchors[:, block]
     at = begin + slot  # (B, A size)
     before = ids.gather(1, at.clamp(max=length - 1))
@@ -299,8 +301,8 @@ def read_blocks(
     )
     read = output.last_hidden_state[:, length + len(rest) :]
     states = read.new_zeros(rows, count, size, read.shape[-1])
-    states[:, :, 0] = read[:, :count]
-    states[:, :whole, 1:] = read[:, count:].unflatten(1, (whole, size - 1))
+    states[:, whole:, 0] = read[:, : len(part)]
+    states[:, :whole] = read[:, len(part) :].unflatten(1, (whole, size))
     output.last_hidden_state = states
     return output
 
