@@ -13,6 +13,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def in_llama_cpp(
         made = [files / f"{name}-{weights}.gguf" for weights in ("f16", "q8_0")]
         to_gguf(server, str(model), target, made[0], "f16")
         subprocess.run([Path(server).with_name("llama-quantize"), *made, "q8_0"], check=True)
-    for weights in ("f16", "q8_0"):
+    for temperature, weights in product(("0", "0.2"), ("f16", "q8_0")):
         served = {
             name: {"spec-type": kind, "spec-draft-model": str(files / f"{name}-{weights}.gguf")}
             for name, kind in LLAMA_CPP.items()
@@ -118,22 +119,21 @@ def in_llama_cpp(
             }
             for size, length in LOOKUPS
         }
-        for temperature in ("0", "0.2"):
-            given = [*options, "--gguf", files / f"target-{weights}.gguf"]
-            given += ["--sampling.temperature", temperature]
-            folder = f"eval-llama-{weights}-t{temperature}"
-            dev = [*given, "--eval.folder", f"{folder}-dev", "--eval.sets", sets("dev", 4)]
-            measure(server, dev, heads | lookups)
-            rows = pool(read_results(out / f"{folder}-dev" / RESULTS))
-            speed = {row.name: row.speed() for row in rows}
-            chosen = {
-                name: group[name]
-                for group in (heads, lookups)
-                for name in [max(group, key=speed.__getitem__)]
-            }
-            test = [*given, "--eval.folder", folder, "--eval.sets", sets("test", 16)]
-            measure(server, test, fixed | chosen)
-            folders.append(out / folder)
+        given = [*options, "--gguf", files / f"target-{weights}.gguf"]
+        given += ["--sampling.temperature", temperature]
+        folder = f"eval-llama-{weights}-t{temperature}"
+        dev = [*given, "--eval.folder", f"{folder}-dev", "--eval.sets", sets("dev", 4)]
+        measure(server, dev, heads | lookups)
+        rows = pool(read_results(out / f"{folder}-dev" / RESULTS))
+        speed = {row.name: row.speed() for row in rows}
+        chosen = {
+            name: group[name]
+            for group in (heads, lookups)
+            for name in [max(group, key=speed.__getitem__)]
+        }
+        test = [*given, "--eval.folder", folder, "--eval.sets", sets("test", 8)]
+        measure(server, test, fixed | chosen)
+        folders.append(out / folder)
     run("benchmarks/table.py", *folders, "--beside")
 
 
