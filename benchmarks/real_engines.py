@@ -44,8 +44,8 @@ LLAMA_CPP = {"plain": "draft-simple", "eagle3": "draft-eagle3", "dspark": "draft
 """Their names in llama.cpp."""
 LENGTHS = {"plain": (2, 4), "eagle3": (2, 4), "dspark": (2, 4, 7)}
 """Tokens to draft at most."""
-THRESHOLDS = (0.3, 0.5, 0.7, 0.8)
-"""Least probabilities of the head, one of which is chosen on dev."""
+HEADS = ((2, 0.5), (2, 0.7), (4, 0.5), (4, 0.7))
+"""Tokens to draft at most, and the head's least probability; chosen on dev."""
 LOOKUPS = ((2, 4), (3, 7))
 """Tokens to look up, and to draft at most; chosen on dev, too."""
 
@@ -108,8 +108,11 @@ def in_llama_cpp(
             for length in LENGTHS[name]
         }
         heads = {
-            f"dspark P={least}": {**fixed["dspark K=7"], "spec-draft-p-min": least}
-            for least in THRESHOLDS
+            f"dspark K={length} P={least}": {
+                **fixed[f"dspark K={length}"],
+                "spec-draft-p-min": least,
+            }
+            for length, least in HEADS
         }
         lookups = {
             f"lookup {size} K={length}": {
