@@ -107,10 +107,17 @@ def vllm(
     return started(command, log, at=at)
 
 
+def tree_of(server: str) -> Path:
+    """The source tree of llama.cpp that a llama-server was built in."""
+    for folder in Path(server).absolute().parents:
+        if (folder / CONVERTER).exists():
+            return folder
+    raise SystemExit(f"{server} must lie in the tree that it was built in: no {CONVERTER} above it")
+
+
 def to_gguf(server: str, model: str, target: str, out: Path, kind: str) -> None:
     """Convert a target or its draft with the converter of the tree that llama-server is from."""
-    tree = next(each for each in Path(server).absolute().parents if (each / CONVERTER).exists())
-    command = [sys.executable, "-c", CONVERT, str(tree), model, "--outtype", kind]
+    command = [sys.executable, "-c", CONVERT, str(tree_of(server)), model, "--outtype", kind]
     command += ["--outfile", str(out), "--target-model-dir", target]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from engines import to_gguf
+from engines import to_gguf, tree_of
 
 from eval.measuring.pooled import pool
 from eval.measuring.results import read_results
@@ -149,6 +149,10 @@ def main() -> None:
     given = parser.parse_args()
     model, out = given.model, Path("runs") / f"{given.model}-served"
     is_llama = Path(given.engine).name == "llama-server"
+    if is_llama:  # not after half an hour of training
+        tree_of(given.engine)
+        if not (quantize := Path(given.engine).with_name("llama-quantize")).exists():
+            raise SystemExit(f"{quantize} must be built, too")
     config = ["--config", f"recipes/configs/{model}.yaml"]
     dtype = ["--models.dtype", "float32"] if given.float32 else []
     training = ["--draft.precision", "float32", "--draft.optimizer", "adamw"]

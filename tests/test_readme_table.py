@@ -26,7 +26,7 @@ from eval.measuring.results import (
     write_results,
 )
 from eval.reporting.rendering import NOT_MEASURED
-from eval.reporting.table import ROWS, beside_table, readme_table, shown_methods
+from eval.reporting.table import ROWS, readme_table, shown_methods
 from eval.rounds import Round
 from specdata.errors import ConfigError
 from tests.synthetic_results import rebuilt, slower
@@ -256,23 +256,18 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
             *("docs/engines.md", "docs/engines/vllm.md"),
         )
     ]
-    table = r"<!-- table of (.+?) -->\n(.*?)<!-- end of table -->"
+    table = r"<!-- table of (\S+) -->\n(.*?)<!-- end of table -->"
     found = [each for page in pages for each in re.findall(table, page, re.DOTALL)]
     assert [path for path, _ in found] == [
         *(REAL, AT_ONE, PUBLIC),
         *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
         *("docs/engines/f16-t0/results.json", "docs/engines/results.json"),
     ]
-    for named, stands in found:
-        paths = [ROOT / path for path in named.split()]
+    for path, stands in found:
+        results = read_results(ROOT / path)
         shown = [name.removesuffix(" †").replace("\\", "") for name in list(cells(stands))[2:]]
-        evaluations = {path.parent.name: read_results(path) for path in paths}
-        if len(paths) > 1:
-            assert stands == beside_table(evaluations, shown)
-        else:
-            [results] = evaluations.values()
-            assert stands in (readme_table(results), readme_table(results, shown))
-        assert all(path.stat().st_size < 5_000_000 for path in paths)
+        assert stands in (readme_table(results), readme_table(results, shown))
+        assert (ROOT / path).stat().st_size < 5_000_000
 
 
 def test_sentences_about_all_prompt_sets_are_what_the_results_give() -> None:

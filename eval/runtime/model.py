@@ -118,7 +118,9 @@ class CachedModel:
         self._taps = tuple(taps)
         ids = draft_vocabulary_ids(model)
         ids = None if ids is None else ids[ids < vocabulary]
-        self._vocabulary_ids = None if ids is None or len(ids) == vocabulary else ids
+        if ids is not None and torch.equal(ids, torch.arange(vocabulary, device=ids.device)):
+            ids = None
+        self._vocabulary_ids = ids
         self._embeddings = token_embedding(model)
         # A model looks through its parameters for these each time it is asked.
         self.device: torch.device = model.device

@@ -99,7 +99,8 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         """(B, n, 2 H + r) -> the same shape.
 
         So many of the first are contexts. Nobody reads so many slots behind them in the end, so
-        the last layer makes no more of these than keys and values. `own` is as of `read_blocks`.
+        the last layer makes no more of these than keys and values. `own` is as of
+        `attention_along`; without it there is one block.
         """
         first = contexts + unread * self.is_last
         context, x, markov = split(hidden_states, self.hidden_size)
