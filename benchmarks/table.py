@@ -1,6 +1,7 @@
 """Print a finished evaluation as a table for a README, and copy what to commit of it.
 
-python benchmarks/table.py RESULTS ... [--method NAME ...] [--out FOLDER | --beside] [--format vllm]
+python benchmarks/table.py RESULTS ... [--method NAME ...] [--brief] [--out FOLDER | --beside]
+    [--format vllm]
 
 Of several evaluations of the same settings it shows the median of each figure and the spread, of
 several of other settings (--beside) each in a column, by the name of its folder.
@@ -124,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="a row; again for more. By default the fastest setting of each kind of method",
     )
+    parser.add_argument("--brief", action="store_true", help="all prompt sets together alone")
     made = parser.add_mutually_exclusive_group()
     made.add_argument("--beside", action="store_true", help="a column for each evaluation")
     made.add_argument(
@@ -157,7 +159,7 @@ def _shown(given: argparse.Namespace) -> str:
         return beside_table(dict(zip(names, evaluations, strict=True)), given.method)
     results = together(evaluations)
     methods = shown_methods(results, given.method)
-    table = readme_table(results, given.method)
+    table = readme_table(results, given.method, is_brief=given.brief)
     if given.out is not None:
         if not results.timed:
             raise ConfigError(f"{paths[0]} holds no speeds to draw: measure with eval.batch 1")

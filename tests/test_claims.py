@@ -44,7 +44,7 @@ FIGURE = re.compile(
 )
 NO_FIGURES = re.compile(
     r"```.*?```|`[^`]*`|(?<=\])\([^)]*\)"  # code, in which settings stand; links
-    r"|<!-- table of .*?<!-- end of table -->"  # tests/test_readme_table.py
+    r"|<!-- (?:brief )?table of .*?<!-- end of table -->"  # tests/test_readme_table.py
     r"|<!-- (?!from |not measured).*?-->"
     r"|\b(?:torch|transformers|Python|vLLM|speculators|temperature|top-p) \.?\d[\d.]*"
     r"|\b\d{4}\.\d{5}\b|95 %",  # arXiv's numbers; the level of every interval

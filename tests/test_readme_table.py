@@ -125,6 +125,10 @@ def test_of_several_evaluations_each_figure_is_the_median_run_and_has_the_spread
     check_metrics(kept)
     assert [each.runs for each in kept.repetitions()] == [each.runs for each in evaluations]
     assert readme_table(kept, ["fixed-4", "block-6", PLAIN]) == printed
+    brief = cells(readme_table(kept, ["fixed-4", PLAIN], is_brief=True))
+    assert brief["method"] == [ALL_SETS, "tokens a target call"]
+    assert brief[PLAIN] == ["1.00x [1.00, 1.00]", "1.00"]
+    assert brief["fixed-4"] == [rows["fixed-4"][2].partition(" (")[0], rows["fixed-4"][3]]
     assert together([kept]) == kept
     assert (out / "results.json").stat().st_size < (tmp_path / "0/results.json").stat().st_size
 
@@ -256,17 +260,19 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
             *("docs/engines.md", "docs/engines/vllm.md"),
         )
     ]
-    table = r"<!-- table of (\S+) -->\n(.*?)<!-- end of table -->"
+    table = r"<!-- (brief )?table of (\S+) -->\n(.*?)<!-- end of table -->"
     found = [each for page in pages for each in re.findall(table, page, re.DOTALL)]
-    assert [path for path, _ in found] == [
-        *(REAL, AT_ONE, PUBLIC),
+    assert [path for _, path, _ in found] == [
+        *(REAL, REAL, AT_ONE, PUBLIC),
         *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
         *("docs/engines/f16-t0/results.json", "docs/engines/results.json"),
     ]
-    for path, stands in found:
+    for brief, path, stands in found:
         results = read_results(ROOT / path)
         shown = [name.removesuffix(" †").replace("\\", "") for name in list(cells(stands))[2:]]
-        assert stands in (readme_table(results), readme_table(results, shown))
+        assert stands in [
+            readme_table(results, methods, is_brief=bool(brief)) for methods in ((), shown)
+        ]
         assert (ROOT / path).stat().st_size < 5_000_000
 
 

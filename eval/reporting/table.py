@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import ALL_SETS, PooledRow, medians, merit
@@ -15,33 +16,40 @@ ROWS = 14
 """Most methods of a table that nobody chose."""
 
 
-def results_table(results: Results, methods: Sequence[str] = ()) -> Table:
+def results_table(
+    results: Results, methods: Sequence[str] = (), *, is_brief: bool = False
+) -> Table:
     """A method a row: its speed-up on each prompt set, and its counts over all.
 
     Of several evaluations (`together`) it shows the medians and their spread. Without methods it
     has of each kind of method the one setting that is fastest over all prompt sets, plain decoding
-    first, at most ROWS.
+    first, at most ROWS. A brief one has the speed-up over all prompt sets, without its spread, and
+    the tokens.
     """
     sets, pooled = results.datasets(), {row.name: row for row in medians(results)}
     of_set = {each: {row.name: row for row in medians(results, [each])} for each in sets}
     if results.repeats and len(sets) > 1:
         of_set[ALL_SETS] = pooled
+    counts = COUNTS
+    if is_brief:
+        pooled = {name: replace(row, spread=None) for name, row in pooled.items()}
+        of_set, counts = {ALL_SETS: pooled}, dict([*COUNTS.items()][:1])
     rows = []
     for name in shown_methods(results, methods):
         found = [of_method.get(name) for of_method in of_set.values()]
         biased = any(row is not None and not row.method.lossless for row in found)
         cells = [_speedup(row) for row in found]
-        for rate, decimals in COUNTS.values():
+        for rate, decimals in counts.values():
             value = pooled[name].value(rate) if name in pooled else None
             cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
         rows.append((name + " †" * biased, cells))
-    columns = [(heading, "") for heading in (*of_set, *COUNTS)]
-    return Table(columns, rows, note=_footnote(results, by_hand=bool(methods)))
+    columns = [(heading, "") for heading in (*of_set, *counts)]
+    return Table(columns, rows, note=_footnote(results, by_hand=bool(methods), is_brief=is_brief))
 
 
-def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
+def readme_table(results: Results, methods: Sequence[str] = (), *, is_brief: bool = False) -> str:
     """The same as Markdown, with its note."""
-    table = results_table(results, methods)
+    table = results_table(results, methods, is_brief=is_brief)
     return f"{table.markdown()}\n{escape_markdown(table.note)}\n"
 
 
@@ -117,17 +125,20 @@ def conditions(results: Results, *others: Results) -> str:
     return f"Prompts: {prompts}; {settings}. {machine}{ours}{commit}."
 
 
-def _footnote(results: Results, *, by_hand: bool) -> str:
+def _footnote(results: Results, *, by_hand: bool, is_brief: bool) -> str:
     text = (
         "Speed-up over the target alone, same prompts, interleaved; brackets hold 95 % bootstrap"
-        f" intervals over prompts. Counts are over all prompt sets. {conditions(results)}"
+        " intervals over prompts. "
     )
+    if not is_brief:
+        text += "Counts are over all prompt sets. "
+    text += conditions(results)
     if results.repeats:
         text += (
             f" Each speed-up is the median of {1 + len(results.repeats)} runs, each a process of"
-            " its own, with its interval over prompts; parentheses hold the lowest and the highest"
-            " run."
+            " its own, with its interval over prompts"
         )
+        text += "." if is_brief else "; parentheses hold the lowest and the highest run."
     if not by_hand:
         text += " Of each kind of method the setting that was fastest on these prompts."
     if any(not run.method.lossless for run in results.runs):
