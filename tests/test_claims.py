@@ -6,8 +6,9 @@ After its figures a page says where they are from, in their order, in a comment:
     <!-- from docs/heads.json: domains/instruct/saving_over_best_k/{value|low|high} -->
 
 Sources are separated by ";". `a=x&b=y` finds the row of a list, `{a|b}` are two paths, `all/METHOD`
-and `SET/METHOD` are an evaluation's rates (value, low, high) and the spread of its runs, "A over B"
-is computed, "=REASON" is of a figure that was not measured (a goal). A file is named once.
+and `SET/METHOD` are an evaluation's rates (value, low, high) and the spread of its runs,
+`saved/RUN/METHOD/RIVAL` the share of a rival's time that a method saves, paired, "A over B" is
+computed, "=REASON" is of a figure that was not measured (a goal). A file is named once.
 `<!-- not measured: REASON -->` stands after figures that are settings or formulas.
 
     pytest -s tests/test_claims.py      # prints the table: page, figure, source
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
 from itertools import zip_longest
@@ -28,7 +29,7 @@ from typing import Any
 import pytest
 
 from eval.measuring.intervals import Interval
-from eval.measuring.pooled import PooledRow, medians
+from eval.measuring.pooled import PooledRow, medians, pool
 from eval.measuring.results import read_results
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +62,17 @@ def stored(path: str) -> Any:
         values["all"] = {row.name: rates(row) for row in medians(results)}
         for name in results.datasets():
             values[name] = {row.name: rates(row) for row in medians(results, [name])}
+        values["saved"] = [saved(pool(each)) for each in results.repetitions()]
     return values
+
+
+def saved(rows: Sequence[PooledRow]) -> dict[str, dict[str, dict[str, float]]]:
+    """Method -> rival -> the share of the rival's time for a token that the method saves."""
+    speed = {row.name: row.rates["tokens_per_second"] for row in rows}
+    return {
+        name: {rival: asdict(Interval.of(1 - other / own)) for rival, other in speed.items()}
+        for name, own in speed.items()
+    }
 
 
 def rates(row: PooledRow) -> dict[str, Any]:
