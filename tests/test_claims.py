@@ -38,8 +38,7 @@ from recipes.papers.tables import page as page_of_paper
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    str(page.relative_to(ROOT))
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+    str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
 )
 PAPERS = sorted(path.parent.name for path in (ROOT / "docs/papers").glob("*/README.md"))
 FIGURE = re.compile(
@@ -153,11 +152,13 @@ def test_every_figure_of_a_document_is_a_value_of_a_committed_file(page: str) ->
 def test_a_papers_page_is_its_verdict_and_what_the_command_makes_of_its_results(paper: str) -> None:
     """Title, verdict, tables: of the tables every cell, of the verdict the figures (above)."""
     path = f"docs/papers/{paper}"
-    title, verdict, made = re.fullmatch(
+    parts = re.fullmatch(
         rf"(.*?\n\n)(.*?)<!-- table of {path}/results.json -->\n(.*)<!-- end of table -->\n",
         (ROOT / path / "README.md").read_text(),
         re.DOTALL,
-    ).groups()  # type: ignore[union-attr]
+    )
+    assert parts, "a new page from `draftsmith reproduce` goes between the verdict's comments"
+    title, verdict, made = parts.groups()
     of = made.partition("\n")[0]  # where it was measured; no test measures again
     assert title + made == page_of_paper(
         protocol_of(paper, quick=False), stored(f"{path}/results.json")["measured"], of
@@ -176,7 +177,9 @@ def test_every_commit_that_a_document_names_is_in_the_history() -> None:
         (page, commit)
         for page in PAGES
         # A digest of contents, in brackets after a model, is none.
-        for commit in re.findall(r"(?<!\()\b(?=\d*[a-f])[0-9a-f]{7,40}\b", (ROOT / page).read_text())
+        for commit in re.findall(
+            r"(?<!\()\b(?=\d*[a-f])[0-9a-f]{7,40}\b", (ROOT / page).read_text()
+        )
         if re.search(r"\d", commit)
     }
     assert len(named) > 3
