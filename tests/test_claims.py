@@ -8,8 +8,11 @@ After its figures a page says where they are from, in their order, in a comment:
 Sources are separated by ";". `a=x&b=y` finds the row of a list, `{a|b}` are two paths, `all/METHOD`
 and `SET/METHOD` are an evaluation's rates (value, low, high) and the spread of its runs,
 `saved/RUN/METHOD/RIVAL` the share of a rival's time that a method saves, paired, "A over B" is
-computed, "=REASON" is of a figure that was not measured (a goal). A file is named once.
-`<!-- not measured: REASON -->` stands after figures that are settings or formulas.
+computed, "=REASON" is of a figure that was not measured (a goal, what a paper prints), and
+"2,414=PATH" is of a count that stands anywhere before the comment. A file is named once.
+`<!-- not measured: REASON -->` stands after figures that are settings or formulas. What stands
+between `<!-- table of FILE -->` and `<!-- end of table -->` is made from the file: of papers' pages
+here, of the others in tests/test_readme_table.py.
 
     pytest -s tests/test_claims.py      # prints the table: page, figure, source
 """
@@ -31,16 +34,16 @@ import pytest
 from eval.measuring.intervals import Interval
 from eval.measuring.pooled import PooledRow, medians, pool
 from eval.measuring.results import read_results
+from recipes.papers.reproduce import protocol_of
+from recipes.papers.tables import page as page_of_paper
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    str(page.relative_to(ROOT))
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
-    # These are made from their own files, and have their tests.
-    if page.name != "PAPERS.md" and "papers" not in str(page.relative_to(ROOT))
+    str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
 )
+PAPERS = sorted(path.parent.name for path in (ROOT / "docs/papers").glob("*/README.md"))
 FIGURE = re.compile(
-    r"(?<![\w.-])(-?(?:\d*\.\d+|\d+(?= ?%|x\b| (?:hours?|minutes?|seconds?|min|ms|s)\b)))(?![.\d])"
+    r"(?<![\w.-])(-?(?:\d*\.\d+|\d+(?= ?%|x\b| (?:hours?|minutes?|seconds?|min|ms|s)\b)))(?!\.?\d)"
     r"( ?%| min)?"
 )
 NO_FIGURES = re.compile(
@@ -48,6 +51,7 @@ NO_FIGURES = re.compile(
     r"|<!-- (?:brief )?table of .*?<!-- end of table -->"  # tests/test_readme_table.py
     r"|<!-- (?!from |not measured).*?-->"
     r"|\b(?:torch|transformers|Python|vLLM|speculators|temperature|top-p) \.?\d[\d.]*"
+    r"|(?<![={|])\b(?:Theorem|Eq\.|[Ss]ection|sec\.|[Aa]ppendix) [A-Z]?[\d.]+\b"
     r"|\b\d{4}\.\d{5}\b|95 %",  # arXiv's numbers; the level of every interval
     re.DOTALL,
 )
@@ -93,7 +97,7 @@ def value_of(path: str, source: str) -> float:
             here = here[int(step)]
         else:
             wanted = dict(part.split("=", 1) for part in step.split("&"))
-            (here,) = (row for row in here if all(str(row[k]) == v for k, v in wanted.items()))
+            (here,) = (row for row in here if all(str(row.get(k)) == v for k, v in wanted.items()))
     return float(here)
 
 
@@ -127,6 +131,11 @@ def claims(page: str) -> Iterator[tuple[str, float, str, str]]:
         for each in filter(None, map(str.strip, body.split(";"))):
             if named := re.match(r"(\S+\.json): *(.*)", each, re.DOTALL):
                 path, each = named.groups()
+            if counted := re.match(r"([\d,]+)=(.*)", each, re.DOTALL):
+                count, source = counted[1], " ".join(counted[2].split())
+                stands = re.search(rf"(?<![\w.,]){count}(?![\w,]*\d)(?!\.\d)", written)
+                yield count.replace(",", "") if stands else "", 1.0, path, source
+                continue
             sources += [(path, one) for one in expanded(" ".join(each.split()))]
         for figure, source in zip_longest(figures(written), sources):
             yield *(figure or ("", 1.0)), *(source or ("", ""))
@@ -150,6 +159,25 @@ def test_every_figure_of_a_document_is_a_value_of_a_committed_file(page: str) ->
             assert not agrees(figure[:-1] + str((int(figure[-1]) + 5) % 10), value)
 
 
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_papers_page_is_its_verdict_and_what_the_command_makes_of_its_results(paper: str) -> None:
+    """Title, verdict, tables: of the tables every cell, of the verdict the figures (above)."""
+    path = f"docs/papers/{paper}"
+    parts = re.fullmatch(
+        rf"(.*?\n\n)(.*?)<!-- table of {path}/results.json -->\n(.*)<!-- end of table -->\n",
+        (ROOT / path / "README.md").read_text(),
+        re.DOTALL,
+    )
+    assert parts, "a new page from `draftsmith reproduce` goes between the verdict's comments"
+    title, verdict, made = parts.groups()
+    of = made.partition("\n")[0]  # where it was measured; no test measures again
+    assert title + made == page_of_paper(
+        protocol_of(paper, quick=False), stored(f"{path}/results.json")["measured"], of
+    )
+    assert verdict.startswith("**Like the paper:** ")
+    assert "**Not like the paper:** " in verdict or "**Not comparable:** " in verdict
+
+
 def test_every_commit_that_a_document_names_is_in_the_history() -> None:
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
@@ -159,7 +187,10 @@ def test_every_commit_that_a_document_names_is_in_the_history() -> None:
     named = {
         (page, commit)
         for page in PAGES
-        for commit in re.findall(r"\b(?=\d*[a-f])[0-9a-f]{7,40}\b", (ROOT / page).read_text())
+        # A digest of contents, in brackets after a model, is none.
+        for commit in re.findall(
+            r"(?<!\()\b(?=\d*[a-f])[0-9a-f]{7,40}\b", (ROOT / page).read_text()
+        )
         if re.search(r"\d", commit)
     }
     assert len(named) > 3
