@@ -26,8 +26,8 @@ def results_table(results: Results, methods: Sequence[str] = ()) -> Table:
     of_set = {each: {row.name: row for row in medians(results, [each])} for each in sets}
     if results.repeats and len(sets) > 1:
         of_set[ALL_SETS] = pooled
-    rows = []
-    for name in shown_methods(results, methods):
+    rows, shown = [], shown_methods(results, methods)
+    for name in shown:
         found = [of_method.get(name) for of_method in of_set.values()]
         biased = any(row is not None and not row.method.lossless for row in found)
         cells = [_speedup(row) for row in found]
@@ -36,7 +36,7 @@ def results_table(results: Results, methods: Sequence[str] = ()) -> Table:
             cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
         rows.append((name + " †" * biased, cells))
     columns = [(heading, "") for heading in (*of_set, *COUNTS)]
-    return Table(columns, rows, note=_footnote(results, by_hand=bool(methods)))
+    return Table(columns, rows, note=_footnote(results, shown, chosen=not methods))
 
 
 def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
@@ -117,7 +117,7 @@ def conditions(results: Results, *others: Results) -> str:
     return f"Prompts: {prompts}; {settings}. {machine}{ours}{commit}."
 
 
-def _footnote(results: Results, *, by_hand: bool) -> str:
+def _footnote(results: Results, shown: Sequence[str], *, chosen: bool) -> str:
     text = (
         "Speed-up over the target alone, same prompts, interleaved; brackets hold 95 % bootstrap"
         f" intervals over prompts. Counts are over all prompt sets. {conditions(results)}"
@@ -128,8 +128,14 @@ def _footnote(results: Results, *, by_hand: bool) -> str:
             " its own, with its interval over prompts; parentheses hold the lowest and the highest"
             " run."
         )
-    if not by_hand:
+    measured = {run.name: run.method for run in results.runs}
+    if chosen and len(shown) < len(measured):
         text += " Of each kind of method the setting that was fastest on these prompts."
+    drafters = {measured[name].drafter for name in shown}
+    if "chain" in drafters and any("tree" in each for each in drafters):
+        text += (
+            " A tree's acceptance counts each level once, so it does not compare with a chain's."
+        )
     if any(not run.method.lossless for run in results.runs):
         text += " † changes the target's distribution."
     return text
