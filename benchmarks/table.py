@@ -23,10 +23,11 @@ from eval.reporting.report import picture
 from eval.reporting.table import beside_table, readme_table, shown_methods
 from recipes.layout import RESULTS
 from specdata.errors import ConfigError
-from specdata.storage.files import write_text
+from specdata.storage.files import read_object, write_json, write_text
 from specdata.terminal import accept_any_text, tell
 
-PICTURE = "speedup.png"
+PICTURE, RECIPE = "speedup.png", "recipe.json"
+STAGES = ("rollouts", "draft", "labels", "head")
 
 
 def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
@@ -132,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         metavar="FOLDER",
-        help=f"also write what to commit there: {RESULTS} and {PICTURE}",
+        help=f"also write what to commit there: {RESULTS}, {PICTURE}, and in {RECIPE} the settings "
+        "that the run's rollouts, draft, labels and head were made with",
     )
     parser.add_argument(
         "--format",
@@ -166,6 +168,10 @@ def _shown(given: argparse.Namespace) -> str:
         if given.out.resolve() in [path.parent.resolve() for path in paths]:
             raise ConfigError(f"--out must be another folder than that of {paths[0]}")
         write_evidence(results, given.out, methods)
+        ran = {each: paths[0].resolve().parents[1] / each / "run.json" for each in STAGES}
+        kept = {each: read_object(file)["config"] for each, file in ran.items() if file.is_file()}
+        if kept:
+            write_json(given.out / RECIPE, {each: config[each] for each, config in kept.items()})
     if given.format == "vllm":
         runs = [run for run in results.runs if run.name in given.method or not given.method]
         drafting = [vllm_metrics(run) for run in runs if run.n_draft]

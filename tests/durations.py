@@ -56,7 +56,8 @@ def page(figures: dict[str, Any]) -> str:
             if of
             else ("", "not measured", "")
         )
-        cells = [f"`{tier}`", runs, *now, f"{goal} min" if goal else ""]
+        missed = ", missed" if of and goal and of["seconds"] > 60 * goal else ""
+        cells = [f"`{tier}`", runs, *now, f"{goal} min{missed}" if goal else ""]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
         sources += [f"{tier}/seconds"] * bool(of) + ["=goal"] * bool(goal)
     lines += ["", f"<!-- from docs/evidence/durations.json: {'; '.join(sources)} -->", ""]

@@ -29,7 +29,8 @@ from eval.reporting.rendering import NOT_MEASURED
 from eval.reporting.table import ROWS, readme_table, shown_methods
 from eval.rounds import Round
 from specdata.errors import ConfigError
-from tests.synthetic_results import rebuilt, slower
+from specdata.storage.files import write_json
+from tests.synthetic_results import only, rebuilt, slower
 
 ROOT = Path(__file__).parent.parent
 REAL, AT_ONE = "docs/real/results.json", "docs/real/temperature-1/results.json"
@@ -59,7 +60,12 @@ def test_a_row_has_the_speed_up_of_each_set_and_the_counts_of_all(results: Resul
 
 
 def test_by_default_the_fastest_setting_of_each_kind_stands_for_it(results: Results) -> None:
+    """Which a note says where a setting was left out, and only there."""
     names = shown_methods(results)
+    said = "fastest on these prompts"
+    assert said in readme_table(results)
+    assert said not in readme_table(results, names)
+    assert said not in readme_table(only(results, *names))
     assert names[0] == PLAIN
     assert len(names) == len(set(names)) <= ROWS
     assert {"block-6", "tree-4x2x1", "transformers"} <= set(names)
@@ -75,8 +81,11 @@ def test_the_command_prints_the_table_and_writes_what_to_commit(
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "docs"
     write_results(run / "results.json", results)
+    draft = {"epochs": 7}
+    write_json(tmp_path / "draft" / "run.json", {"config": {"draft": draft, "head": None}})
     assert main([str(run), "--method", "plain", "--method", "fixed-4", "--out", str(out)]) == 0
     assert capsys.readouterr().out == readme_table(results, ["plain", "fixed-4"])
+    assert json.loads((out / "recipe.json").read_text()) == {"draft": draft}
     written = out / "results.json"
     assert read_results(written) == results
     check_metrics(read_results(written))

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from pathlib import Path
 
+from distill.engine_layouts import BLOCK_CARD
+from eval.publishing import serving
 from eval.publishing.serving import DEFAULT_LENGTHS, served_lengths, serving_lines
 
+ROOT = Path(__file__).parent.parent
+ENGINES = ROOT / "docs" / "engines.md", ROOT / "distill" / "doctor.py"
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
 VLLM_KEYS = {
     "method": {"draft_model"},
@@ -27,8 +33,11 @@ SGLANG_OPTIONS = {
     "--speculative-eagle-topk",
     "--speculative-num-draft-tokens",
 }
-# llama-server --help of b10195, where --draft-max no longer exists; the types are of --spec-type.
+# common/arg.cpp, and for the types common/speculative.cpp.
+LLAMA_BUILD = "b11434"
 LLAMA_OPTIONS = {"--model", "--spec-draft-model", "--spec-type", "--spec-draft-n-max"}
+LLAMA_ASKS = "--spec-draft-p-min"  # an acceptance head
+LLAMA_TYPES = {"draft-simple", "draft-eagle3", "draft-dspark"}
 
 
 def options(engine: str, program: str, target: str = "acme/target", **asked: int) -> dict[str, str]:
@@ -73,3 +82,12 @@ def test_llama_cpp_reads_its_line() -> None:
     given = options("llama.cpp", "llama-server")
     assert set(given) == LLAMA_OPTIONS
     assert given["--spec-type"] == "draft-simple"
+    blocks = BLOCK_CARD[BLOCK_CARD.index("llama-server") :].replace("\\\n", "").split()
+    assert set(blocks[1::2]) == {*LLAMA_OPTIONS, LLAMA_ASKS}
+    assert blocks[blocks.index("--spec-type") + 1] in LLAMA_TYPES
+    assert set(re.findall(r"`(draft-\w+)`", ENGINES[0].read_text())) == LLAMA_TYPES
+
+
+def test_the_options_of_llama_cpp_are_of_the_build_that_the_documents_name() -> None:
+    for text in (serving.__doc__ or "", *(page.read_text() for page in ENGINES)):
+        assert set(re.findall(r"\bb\d{5}\b", text)) == {LLAMA_BUILD}

@@ -38,6 +38,7 @@ from specdata.config import PromptSet
 from specdata.models import end_ids, load_model, load_tokenizer, prompt_limits
 from specdata.prompts.loading import load_prompts
 from specdata.sampling import SamplingConfig, generator_for
+from tests.oracles import chain_drafts, node_prefixes, random_model, target_rows
 from tests.synthetic_results import verifier_row
 from tests.test_states_draft import pair as states_pair
 from tests.tiny import END, tiny_llama
@@ -108,6 +109,35 @@ def test_a_place_counts_by_how_a_round_ends_there_and_a_call_emits_what_its_verd
         assert table["kseq"].weight[index] == pytest.approx(weight, abs=1e-9)
         checked += 1
     assert checked > 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_on_no_chain_does_a_lossless_verifier_accept_more_than_block_verification(
+    seed: int,
+) -> None:
+    """With the tokens after each one integrated out, which leaves the mean over drafts as it is."""
+    p, q = (random_model(4, 4, seed=2 * seed + which) for which in (0, 1))
+    drafts = [
+        (weight, Scored(tree, target_rows(tree, p), 0, 0, node_prefixes(tree)))
+        for weight, tree in chain_drafts(q, 3, stop=lambda prefix: prefix[-1] == END)
+    ]
+    verifiers = {
+        name: VERIFIERS[name].make(**parameters) for name, parameters in KINDS["chain of 4"].rows()
+    }
+    of = {name: Enumerated(each, frozenset({END})) for name, each in verifiers.items()}
+    for name, verifier in verifiers.items():
+        counts = np.zeros(2)
+        for weight, place in drafts:
+            counts += [weight * each for each in of[name](place)[:2]]
+            if verifier.lossless:
+                assert of[name](place)[1] <= of["block"](place)[1] + 1e-12, name
+        enumerated = np.zeros(2)
+        for weight, place in drafts:
+            stop = verifier(place.tree, place.target).stop.tolist()
+            for chance, path in zip(stop, place.paths, strict=True):
+                emitted = len(path) + (END not in path)
+                enumerated += [weight * chance * emitted, weight * chance * len(path)]
+        assert counts == pytest.approx(enumerated, abs=1e-12), name
 
 
 def test_of_a_draft_on_states_a_text_begins_with_a_round_without_a_draft() -> None:
@@ -250,7 +280,7 @@ def test_where_no_place_of_a_set_weighs_there_is_no_ceiling(
     prompts = [("ba"[min(1, n)], prompt) for n, prompt in enumerate(tiny_prompts(6))]
     measured = Measured(*TINY, prompts, SamplingConfig(), seed=9, max_new_tokens=8)
     rows = [row for row in verifier_rows(KINDS["4 siblings"], measured, 0.0) if row.dataset == "b"]
-    assert {row.ceiling for row in rows} == {None}
+    assert rows[0].ceiling is None
 
 
 def test_speeds_are_predicted_from_the_times_of_drafts_of_the_same_shape() -> None:
@@ -302,6 +332,14 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(
         assert 1.0 <= row.expected_tokens.value <= 9.0
         assert row.speedup is not None
         assert row.lossless or row.bias is not None
+        if "chain" in row.draft_kind and row.lossless:
+            assert row.ceiling is not None
+            assert row.share_of_ceiling is not None
+            assert row.share_of_ceiling <= 1.0 + 1e-9
+            assert row.expected_tokens.value <= row.ceiling + 1e-9
+        if "siblings" in row.draft_kind and row.share_interval:
+            assert row.share_interval.low <= row.share_interval.value <= row.share_interval.high
+            assert row.share_interval.value == row.share_of_ceiling
         if row.verifier == "block":
             assert row.share_of_ceiling == pytest.approx(1.0)
             assert (row.decoded == "mine") == (row.draft_kind == "chain of 4")

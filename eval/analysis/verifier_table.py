@@ -54,7 +54,7 @@ from eval.measuring.pooled import ALL_SETS
 from eval.measuring.results import ENOUGH, VerifierRow
 from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance
-from eval.verifiers.rule import Drawn, Verifier
+from eval.verifiers.rule import Drawn, Verifier, Walk
 from eval.verifiers.selection.groups import BUCKETS, group_masses, groups_by_ratio
 from specdata.errors import ConfigError
 from specdata.models import end_ids
@@ -234,13 +234,25 @@ class Enumerated:
     def _enumerate(self, scored: Scored) -> tuple[float, float, float]:
         if not len(scored.tree):
             return 1.0, 0.0, 1.0
+        tree, target = scored.tree, scored.target
         emitted = accepted = chance = 0.0
-        for weight, end in self.verifier.outcomes(scored.tree, scored.target):
+        for weight, end in self.verifier.outcomes(tree, target):
             path = scored.paths[end.node]
             accepted += weight * len(path)
             emitted += weight * (len(path) + (not path or path[-1] not in self._ends))
             if path == scored.paths[scored.node]:  # siblings may hold one token twice
                 chance += weight * float(end.distribution[scored.token])
+        if tree.kind == "chain" and not isinstance(self.verifier.rule, Walk):
+            # Whether x_i is kept depends on the tokens drawn after it. Over those, the chance is in
+            # the mean that of a draft that ends with x_i, so their luck is integrated out.
+            kept = []
+            for length in range(1, 1 + len(tree)):
+                fields = ("tokens", "parents", "distribution_index")
+                start = replace(tree, **{name: getattr(tree, name)[:length] for name in fields})
+                ends = self.verifier.outcomes(start, target[: length + 1])
+                kept.append(sum(weight for weight, end in ends if end.node == length))
+            accepted = sum(kept)
+            emitted = 1.0 + accepted - kept[-1] * (tree.token_list[-1] in self._ends)
         return emitted, accepted, chance
 
 
@@ -365,6 +377,9 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
     until = begun + max(seconds, 1.25 * (time.thread_time() - begun))
     counts = _enumerate(verifiers, references, places, until)
     optima = _optima(config, places)
+    if config.drafter == "chain":
+        block = next(each for each in verifiers if each.verifier.name == "block")
+        optima = [block(place)[1] for place in places[: counts[block]]]
     forwards = float(np.mean([place.forwards for place in places]))
     nodes = float(np.mean([len(place.tree) for place in places]))
 
@@ -378,20 +393,18 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
         )
         first = parts[0]
         whole, over = first.mean(first.tokens), [part.over(first) for part in parts]
-        block = next((over[i] for i, (name, _) in enumerate(rows) if name == "block"), None)
         for index, ((name, parameters), part) in enumerate(zip(rows, parts, strict=True)):
             if np.isnan(whole[0] * over[index][0]):
                 continue  # no place of this set was taken, or none where its rounds start
             # A ratio over few places may be off, but no call emits less than one token.
             tokens = Interval.of(np.maximum(1.0, whole * over[index]))
-            ceiling = share = np.nan
-            if block is not None:
-                ceiling, share = whole[0] * block[0], over[index][0] / block[0]
-            elif len(best):
-                ceiling = 1.0 + first.mean(best[: len(first.text)])[0]
-                at_best = slice(0, min(len(best), len(part.text)))
-                most = part.mean(best[at_best])[0]
-                share = part.mean(part.accepted[at_best])[0] / most if most > 0 else np.nan
+            both = slice(0, min(len(best), len(part.text)))
+            most = part.mean(best[both])
+            share = None  # where no place of a set has a weight, its means are of nothing
+            if most[0] > 0:
+                most[most == 0] = np.nan
+                share = Interval.of(part.mean(part.accepted[both]) / most)
+            ceiling = 1.0 + (tokens.value - 1.0) / share.value if share and share.value else None
             speedup = None
             if measured.times:
                 times = measured.times[config.drafter != "chain"]
@@ -407,9 +420,9 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
                     expected_tokens=tokens,
                     gain=Interval.of(over[index] - 1.0) if index else None,
                     positions=len(part.text),
-                    # Where no place of a set has a weight, its means are of nothing.
-                    ceiling=None if np.isnan(ceiling) else float(ceiling),
-                    share_of_ceiling=None if np.isnan(share) else float(share),
+                    ceiling=ceiling,
+                    share_of_ceiling=share.value if share else None,
+                    share_interval=share,
                     bias=_bias(verifiers[index], parameters, places),
                     microseconds=micros[index],
                     speedup=speedup,

@@ -119,10 +119,11 @@ class VerifierRow(Strict):
         expected_tokens: that a call of the target emits.
         gain: expected tokens over those of the kind's first verifier in the table, minus 1, at the
             places that both were enumerated at; None for that one itself.
-        ceiling: expected tokens of the best rule: for siblings any lossless rule's optimum, for
-            chains those of block verification; None where none is known.
-        share_of_ceiling: of the acceptance that the ceiling has (siblings), or of its tokens
-            (chains).
+        ceiling: expected tokens of the best rule at the same places: for siblings any lossless
+            rule's optimum, for chains block verification; None where none is known.
+        share_of_ceiling: accepted tokens over those of that rule. On chains no lossless one has
+            more than 1; on siblings it is a mean over drafts that were drawn, and may by luck.
+        share_interval: the same, with its interval; None in older files.
         bias: of a biased verifier, the total variation between an emitted token's distribution and
             the target's, on average over tokens.
         microseconds: median of one sampled verification; None where it was decoded only.
@@ -144,6 +145,7 @@ class VerifierRow(Strict):
     microseconds: float | None
     speedup: float | None
     decoded: str | None = None
+    share_interval: Interval | None = None
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """What engines are told of a draft: their command lines, and how it was accepted.
 
 Options are those of vLLM 0.28 to main of September 2026 (`vllm/config/speculative.py`), SGLang main
-of the same time (`srt/arg_groups`) and llama.cpp b10195 to b11160 (`llama-server --help`);
+of the same time (`srt/arg_groups`) and llama.cpp b11434 (`common/arg.cpp`);
 `tests/test_serving.py` lists them.
 """
 

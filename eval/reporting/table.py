@@ -34,8 +34,8 @@ def results_table(
     if is_brief:
         pooled = {name: replace(row, spread=None) for name, row in pooled.items()}
         of_set, counts = {ALL_SETS: pooled}, dict([*COUNTS.items()][:1])
-    rows = []
-    for name in shown_methods(results, methods):
+    rows, shown = [], shown_methods(results, methods)
+    for name in shown:
         found = [of_method.get(name) for of_method in of_set.values()]
         biased = any(row is not None and not row.method.lossless for row in found)
         cells = [_speedup(row) for row in found]
@@ -44,7 +44,8 @@ def results_table(
             cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
         rows.append((name + " †" * biased, cells))
     columns = [(heading, "") for heading in (*of_set, *counts)]
-    return Table(columns, rows, note=_footnote(results, by_hand=bool(methods), is_brief=is_brief))
+    note = _footnote(results, shown, chosen=not methods, is_brief=is_brief)
+    return Table(columns, rows, note=note)
 
 
 def readme_table(results: Results, methods: Sequence[str] = (), *, is_brief: bool = False) -> str:
@@ -125,7 +126,7 @@ def conditions(results: Results, *others: Results) -> str:
     return f"Prompts: {prompts}; {settings}. {machine}{ours}{commit}."
 
 
-def _footnote(results: Results, *, by_hand: bool, is_brief: bool) -> str:
+def _footnote(results: Results, shown: Sequence[str], *, chosen: bool, is_brief: bool) -> str:
     text = (
         "Speed-up over the target alone, same prompts, interleaved; brackets hold 95 % bootstrap"
         " intervals over prompts. "
@@ -139,8 +140,14 @@ def _footnote(results: Results, *, by_hand: bool, is_brief: bool) -> str:
             " its own, with its interval over prompts"
         )
         text += "." if is_brief else "; parentheses hold the lowest and the highest run."
-    if not by_hand:
+    measured = {run.name: run.method for run in results.runs}
+    if chosen and len(shown) < len(measured):
         text += " Of each kind of method the setting that was fastest on these prompts."
+    drafters = {measured[name].drafter for name in shown}
+    if not is_brief and "chain" in drafters and any("tree" in each for each in drafters):
+        text += (
+            " A tree's acceptance counts each level once, so it does not compare with a chain's."
+        )
     if any(not run.method.lossless for run in results.runs):
         text += " † changes the target's distribution."
     return text

@@ -17,7 +17,8 @@ COLUMNS = (
     ),
     (
         "over the first",
-        "Its tokens a call over those of the first verifier of the kind, at the same places.",
+        "Its tokens a call over those of the first verifier of the kind, at the same places. Where"
+        " the interval holds 0, the difference is noise.",
     ),
     (
         "places",
@@ -25,13 +26,14 @@ COLUMNS = (
     ),
     (
         "ceiling",
-        "The best tokens a call: of siblings the optimum of all lossless rules (a proved bound), of"
-        " chains what block verification reaches.",
+        "The best tokens a call at the places of the row: of siblings the optimum of all lossless"
+        " rules (a proved bound), of chains what block verification reaches.",
     ),
     (
         "reached",
-        "Share of that on the drafts that were drawn, of siblings of the acceptance, of chains of"
-        " the tokens: their luck can carry it past 100 %. Not given for too few places.",
+        "Accepted tokens over those of the ceiling. On chains only a biased verifier passes 100 %;"
+        " on siblings the luck of the drafts can, within the interval. Not given for too few"
+        " places.",
     ),
     ("one takes", "Median time of one sampled verification."),
     (
@@ -101,8 +103,8 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
         f"{row.positions:,}" + " !" * (row.positions < ENOUGH),
         NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",
         NOT_MEASURED
-        if row.share_of_ceiling is None or row.positions < ENOUGH
-        else f"{100 * row.share_of_ceiling:.1f} %",
+        if row.share_interval is None or row.positions < ENOUGH
+        else str(row.share_interval),
         NOT_MEASURED if row.microseconds is None else f"{row.microseconds:,.0f} µs",
         NOT_MEASURED if row.speedup is None else f"{row.speedup:.2f}x",
         (f"{speed:.2f}x, " if speed else "") + (f"{tokens:.2f}" if tokens else NOT_MEASURED),
