@@ -45,7 +45,7 @@ def cells(table: str) -> dict[str, list[str]]:
 
 def test_a_row_has_the_speed_up_of_each_set_and_the_counts_of_all(results: Results) -> None:
     rows = cells(readme_table(results))
-    assert rows["method"] == ["alpaca", "gsm8k", "tokens a target call", "acceptance", "discard"]
+    assert rows["method"] == ["alpaca", "gsm8k", "tokens per target call", "acceptance", "discard"]
     first = next(run for run in results.of("alpaca") if run.name == "block-6")
     low, high = first.intervals["speedup"]
     (row,) = (row for row in pool(results) if row.name == "block-6")
@@ -135,7 +135,7 @@ def test_of_several_evaluations_each_figure_is_the_median_run_and_has_the_spread
     assert [each.runs for each in kept.repetitions()] == [each.runs for each in evaluations]
     assert readme_table(kept, ["fixed-4", "block-6", PLAIN]) == printed
     brief = cells(readme_table(kept, ["fixed-4", PLAIN], is_brief=True))
-    assert brief["method"] == [ALL_SETS, "tokens a target call"]
+    assert brief["method"] == [ALL_SETS, "tokens per target call"]
     assert brief[PLAIN] == ["1.00x [1.00, 1.00]", "1.00"]
     assert brief["fixed-4"] == [rows["fixed-4"][2].partition(" (")[0], rows["fixed-4"][3]]
     assert together([kept]) == kept

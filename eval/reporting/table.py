@@ -64,7 +64,7 @@ def _speedup(row: PooledRow | None) -> str:
 def beside_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()) -> str:
     """Markdown with a column for each evaluation of the same prompts in other settings.
 
-    A cell has the speed-up over all prompt sets, then the tokens a target call. Without methods it
+    A cell has the speed-up over all prompt sets, then the tokens per target call. Without methods it
     has all but plain decoding.
     """
     pooled = [{row.name: row for row in medians(each)} for each in evaluations.values()]
@@ -74,8 +74,8 @@ def beside_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()
         tokens = [f"; {row.value('block_efficiency'):.2f}" if row else "" for row in found]
         rows.append((name, [_speedup(row) + more for row, more in zip(found, tokens, strict=True)]))
     note = (
-        "Speed-up over the target alone over all prompt sets, same prompts, interleaved; brackets "
-        "hold 95 % bootstrap intervals over prompts; then tokens a target call. "
+        "Speed-up over the target alone, which decodes the same prompts in turns, over all prompt "
+        "sets; brackets hold 95 % bootstrap intervals over prompts; then tokens per target call. "
         f"{conditions(*evaluations.values())}"
     )
     table = Table([(heading, "") for heading in evaluations], rows, note=note)
@@ -83,7 +83,7 @@ def beside_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()
 
 
 COUNTS = {
-    "tokens a target call": ("block_efficiency", 2),
+    "tokens per target call": ("block_efficiency", 2),
     "acceptance": ("acceptance_rate", 3),
     "discard": ("discard_rate", 2),
 }
@@ -120,7 +120,7 @@ def conditions(results: Results, *others: Results) -> str:
     )
     hardware = where.hardware
     machine = hardware.get("gpu") or f"{hardware.get('cores')} cores of {hardware.get('cpu')}"
-    threads = f", {hardware['threads']} of torch's threads" if hardware.get("threads") else ""
+    threads = f", {hardware['threads']} torch threads" if hardware.get("threads") else ""
     ours = "" if others else f"{threads}, {where.dtype}"  # several are of engines
     commit = f", commit {where.git_commit[:7]}" if where.git_commit else ""
     return f"Prompts: {prompts}; {settings}. {machine}{ours}{commit}."
@@ -128,16 +128,16 @@ def conditions(results: Results, *others: Results) -> str:
 
 def _footnote(results: Results, shown: Sequence[str], *, chosen: bool, is_brief: bool) -> str:
     text = (
-        "Speed-up over the target alone, same prompts, interleaved; brackets hold 95 % bootstrap"
-        " intervals over prompts. "
+        "Speed-up over the target alone, which decodes the same prompts in turns; brackets hold 95 %"
+        " bootstrap intervals over prompts. "
     )
     if not is_brief:
         text += "Counts are over all prompt sets. "
     text += conditions(results)
     if results.repeats:
         text += (
-            f" Each speed-up is the median of {1 + len(results.repeats)} runs, each a process of"
-            " its own, with its interval over prompts"
+            f" Each speed-up, with its interval, is that of the median of {1 + len(results.repeats)}"
+            " runs in separate processes"
         )
         text += "." if is_brief else "; parentheses hold the lowest and the highest run."
     measured = {run.name: run.method for run in results.runs}

@@ -34,7 +34,7 @@ WORDS = {
     "weight": "weight of rejections",
     "acceptance": "acceptance probability",
     "share": "share of positions",
-    "block_efficiency": "tokens a target call",
+    "block_efficiency": "tokens per target call",
     "speedup": "speed-up over the target alone",
     "tokens_per_second": "tokens a second",
     "acceptance_rate": "accepted of drafted",
