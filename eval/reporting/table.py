@@ -64,8 +64,8 @@ def _speedup(row: PooledRow | None) -> str:
 def beside_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()) -> str:
     """Markdown with a column for each evaluation of the same prompts in other settings.
 
-    A cell has the speed-up over all prompt sets, then the tokens per target call. Without methods it
-    has all but plain decoding.
+    A cell has the speed-up over all prompt sets, then the tokens per target call. Without methods
+    it has all but plain decoding.
     """
     pooled = [{row.name: row for row in medians(each)} for each in evaluations.values()]
     rows = []
@@ -128,16 +128,16 @@ def conditions(results: Results, *others: Results) -> str:
 
 def _footnote(results: Results, shown: Sequence[str], *, chosen: bool, is_brief: bool) -> str:
     text = (
-        "Speed-up over the target alone, which decodes the same prompts in turns; brackets hold 95 %"
-        " bootstrap intervals over prompts. "
+        "Speed-up over the target alone, which decodes the same prompts in turns; brackets hold"
+        " 95 % bootstrap intervals over prompts. "
     )
     if not is_brief:
         text += "Counts are over all prompt sets. "
     text += conditions(results)
     if results.repeats:
         text += (
-            f" Each speed-up, with its interval, is that of the median of {1 + len(results.repeats)}"
-            " runs in separate processes"
+            " Each speed-up, with its interval, is that of the median of"
+            f" {1 + len(results.repeats)} runs in separate processes"
         )
         text += "." if is_brief else "; parentheses hold the lowest and the highest run."
     measured = {run.name: run.method for run in results.runs}
