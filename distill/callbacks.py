@@ -23,8 +23,10 @@ from transformers import (
 )
 from transformers.integrations import (
     TensorBoardCallback,
+    TrackioCallback,
     WandbCallback,
     is_tensorboard_available,
+    is_trackio_available,
     is_wandb_available,
 )
 
@@ -162,7 +164,11 @@ def reporters(names: Sequence[Reporter] | None, folder: Path) -> list[TrainerCal
     if its own environment variable names no other; by default they would lie among the checkpoints,
     and go with them.
     """
-    installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
+    installed = {
+        "tensorboard": is_tensorboard_available(),
+        "wandb": is_wandb_available(),
+        "trackio": is_trackio_available(),
+    }
     if names is None:
         names = ["tensorboard"] if installed["tensorboard"] else []
     if missing := [name for name in names if not installed[name]]:
@@ -176,4 +182,6 @@ def reporters(names: Sequence[Reporter] | None, folder: Path) -> list[TrainerCal
         callbacks[-1].logging_dir = callbacks[-1].logging_dir or str(folder)
     if "wandb" in names:
         callbacks.append(WandbCallback())
+    if "trackio" in names:
+        callbacks.append(TrackioCallback())
     return callbacks

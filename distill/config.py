@@ -35,7 +35,7 @@ ARCHITECTURES: dict[Architecture, LlamaSizes] = {
     "llama-68m": LlamaSizes(2, 768, 12, 3072),
     "toy": LlamaSizes(1, 128, 4, 336),
 }
-Reporter = Literal["tensorboard", "wandb"]
+Reporter = Literal["tensorboard", "wandb", "trackio"]
 
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")

@@ -104,6 +104,7 @@ def make_initial(
             if config.layout == "dspark":
                 record["layers"] = config.layers  # new ones
                 special = load_tokenizer(str(target)).all_special_ids
+                set_seed(seed)
                 model = first_dspark(whole, taps, rollouts, config, special)
             elif config.layout is not None:
                 model = first_eagle3(whole, taps, rollouts)

@@ -39,6 +39,7 @@ from distill.config import DistilConfig, FinetuneConfig
 from specdata.errors import TrainingDivergedError
 from specdata.generation import special_ids
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
+from specdata.models import device
 from specdata.processes import begin_training, broadcast_by_main, join_processes
 from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.checkpoints import (
@@ -140,7 +141,7 @@ def training_arguments(
     `schedule.batch_size` is that of one process. `kind` is what a subclass of the Trainer takes.
     """
     begin_training()
-    on_cpu = not torch.cuda.is_available()
+    on_cpu = device().type == "cpu"
     if on_cpu:
         # Trainer imports DeepSpeed wherever it is installed, which warns unless told of the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

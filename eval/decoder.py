@@ -66,6 +66,8 @@ class SpeculativeDecoder:
         self._sampling = sampling
         self._make_drafter = make_drafter
         self._drafts = tuple(drafts)
+        # Distributions of both models meet where the draft is.
+        self._verified_on = self._drafts[0].device if self._drafts else target.device
         self._verifier = verifier
         self._end_tokens = end_tokens
         self._tree_attention = tree_attention
@@ -295,7 +297,7 @@ class SpeculativeDecoder:
                 logits = yield target.append_tree(
                     tree.token_list, tree.parent_list, uncached, unrolled=not self._tree_attention
                 )  # (N+1, V)
-            distributions = target.distribution(logits)  # (N+1, V)
+            distributions = target.distribution(logits).to(self._verified_on)  # (N+1, V)
             scored = self._now() if alone else 0.0
 
             # 3. Verify: draw where the accepted path ends, and the token after it.

@@ -13,7 +13,7 @@ from specdata.config import MOST_TIMES, Config, Count, Few
 from specdata.errors import ConfigError
 
 Kind = Literal["specdec++", "immediate", "confidence"]
-Tracker = Literal["none", "tensorboard", "wandb"]
+Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
 FeatureName = Literal[
     "hidden_before",
     "embedding",

@@ -25,6 +25,7 @@ from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
     is_tensorboard_available,
+    is_trackio_available,
     is_wandb_available,
 )
 from safetensors import safe_open
@@ -44,6 +45,7 @@ MAX_GRAD_NORM = 1.0
 AVAILABLE: dict[Tracker, Callable[[], bool]] = {
     "tensorboard": is_tensorboard_available,
     "wandb": is_wandb_available,
+    "trackio": is_trackio_available,
 }
 
 

@@ -1,4 +1,4 @@
-"""The number of waits for a device to read a number: counted as if a CPU were one."""
+"""The number of waits for a device to read a number, on one that is none (`pretend_device.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from eval.drafting.drafters import ChainDrafter
 from eval.drafting.stopping import STOPPING_RULES
@@ -21,32 +20,12 @@ from heads.inputs import FEATURES
 from specdata import probability
 from specdata.probability import SamplingConfig, draw, draw_one
 from tests.block_draft import block_draft
+from tests.pretend_device import reads
 from tests.tiny import tiny_llama
 
-READS = frozenset(
-    {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__"}
-)
-VOCABULARY = 24
+THERE, VOCABULARY = "pretend:0", 24
 # A rejection's residual is made of what one read gave, and no read follows but the token's.
 CHAINS = [name for name, spec in VERIFIERS.items() if not spec.branching]
-
-
-class Reads(TorchFunctionMode):
-    """Counts the reads of numbers; those of indices, which a draft keeps on the CPU, too."""
-
-    count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += getattr(func, "__name__", "") in READS
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU is read as a GPU is."""
-    monkeypatch.setattr(probability, "read_waits", lambda values: True)
 
 
 def chain(length: int, seed: int) -> tuple[DraftTree, Tensor]:
@@ -54,22 +33,20 @@ def chain(length: int, seed: int) -> tuple[DraftTree, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(length + 1, VOCABULARY, generator=generator)
     noise = torch.randn(length + 1, VOCABULARY, generator=generator)
-    q, p = logits.softmax(-1), (logits + 0.4 * noise).softmax(-1)
-    tokens = draw(q[:length], generator)
+    q, p = logits.softmax(-1).to(THERE), (logits + 0.4 * noise).softmax(-1).to(THERE)
+    tokens = draw(q[:length], generator).cpu()
     index = torch.arange(length)
     return DraftTree(tokens, index, q[:length], index, "chain", planned=length), p
 
 
 def reads_of(work: Callable[[], object]) -> int:
-    with Reads() as reads:
+    with reads() as waits:
         work()
-    return reads.count
+    return len(waits)
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_chain_is_verified_with_as_many_reads_whatever_its_length(
-    name: str, device: None
-) -> None:
+def test_a_chain_is_verified_with_as_many_reads_whatever_its_length(name: str) -> None:
     verifier = VERIFIERS[name].make(**VERIFIERS[name].grid[0])
 
     def most(length: int) -> int:
@@ -82,11 +59,10 @@ def test_a_chain_is_verified_with_as_many_reads_whatever_its_length(
 
     # What is read of the device: the chances of all tokens, for block verification also the masses
     # of the residuals, then the next token, and for a residual that persists on its two chances.
-    # The other reads are lists of indices and a block of uniforms, on the CPU.
-    assert most(3) == most(16) <= 9
+    assert most(3) == most(16) <= 5
 
 
-def test_the_counter_counts_a_read_for_each_node(device: None) -> None:
+def test_the_counter_counts_a_read_for_each_node() -> None:
     """The planted mistake: probabilities read one by one."""
 
     def one_by_one(length: int) -> int:
@@ -114,14 +90,14 @@ HEADS: dict[str, BaseHead] = {
     ],
 )
 def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(
-    name: str, head: str | None, device: None
+    name: str, head: str | None
 ) -> None:
     """With what the rule asks of it, or of a head. Nothing else of a draft is read."""
     draft = tiny_llama(0, vocab=VOCABULARY)
     if head == "blocks":
         draft, head = block_draft(draft, size=13, taps=[0]), None
-    asked = None if head is None else HEADS[head].eval()
-    model = CachedModel(draft, VOCABULARY, capture_hidden=asked is not None)
+    asked = None if head is None else HEADS[head].eval().to(THERE)
+    model = CachedModel(draft.to(THERE), VOCABULARY, capture_hidden=asked is not None)
     never = {"threshold": 0.0 if name in ("confidence", "cumulative") else 1e9}
     fields = STOPPING_RULES[name].model_fields
     if name in ("logit", "head"):
@@ -130,7 +106,7 @@ def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(
     if name == "cost":
         given |= {"draft_seconds": 1e-9, "token_seconds": 1.0}
 
-    def reads(length: int) -> tuple[int, int]:
+    def reads_for(length: int) -> tuple[int, int]:
         """How many numbers are read, and how many tokens that drafted."""
         size = "length" if name == "fixed" else "limit"
         rule = STOPPING_RULES[name].model_validate({**given, size: length})
@@ -145,15 +121,15 @@ def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(
         drafted: list[int] = []
         return reads_of(draft), drafted[0]
 
-    reads(2)  # imports
-    (many, long), (few, short) = reads(12), reads(4)
+    reads_for(2)  # imports
+    (many, long), (few, short) = reads_for(12), reads_for(4)
     assert many - few == long - short
     # A rule without a threshold may end its draft by itself.
     assert (long, short) == (12, 4) or not (given or name == "fixed")
 
 
-def test_a_token_drawn_with_numbers_is_the_token_drawn_without(device: None) -> None:
-    probs = torch.randn(9000, generator=torch.Generator().manual_seed(0)).softmax(-1)
+def test_a_token_drawn_with_numbers_is_the_token_drawn_without() -> None:
+    probs = torch.randn(9000, generator=torch.Generator().manual_seed(0)).softmax(-1).to(THERE)
     for seed in range(20):
         token, numbers = probability.draw_and_read(
             probs, torch.Generator().manual_seed(seed), lambda x: probs.index_select(0, x)
@@ -163,13 +139,11 @@ def test_a_token_drawn_with_numbers_is_the_token_drawn_without(device: None) -> 
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.7, 0.95])
-def test_a_nucleus_that_reads_nothing_is_the_same(
-    top_p: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nucleus_that_reads_nothing_is_the_same(top_p: float) -> None:
     probs = (3 * torch.randn(5, 700, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    with reads() as waits:
+        made = probability.nucleus(probs.to(THERE), top_p)
+        assert not waits
     expected = probability.nucleus(probs, top_p)
-    monkeypatch.setattr(probability, "read_waits", lambda values: True)
-    made: list[Tensor] = []
-    assert reads_of(lambda: made.append(probability.nucleus(probs, top_p))) == 0
-    torch.testing.assert_close(made[0], expected)
-    assert torch.equal(made[0] > 0, expected > 0)
+    torch.testing.assert_close(made.cpu(), expected)
+    assert torch.equal(made.cpu() > 0, expected > 0)

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import is_tensorboard_available
 from safetensors.torch import load_file
 
 import heads.rows
@@ -491,13 +491,17 @@ def test_few_rows_are_passed_over_more_often(kind: str) -> None:
     assert changed(config, learning_rate=0.5).peak_rate(128) == 0.5
 
 
-def test_a_tracker_that_is_not_installed_is_named_before_any_work(tmp_path: Path) -> None:
-    config = changed(IMMEDIATE, report_to="tensorboard", epochs=1)
-    if is_tensorboard_available():
+@pytest.mark.parametrize(("tracker", "file"), [("tensorboard", "events*"), ("trackio", "*.db")])
+def test_a_tracker_that_is_not_installed_is_named_before_any_work(
+    tracker: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "logs"))
+    config = changed(IMMEDIATE, report_to=tracker, epochs=1)
+    if find_spec(tracker):
         drive(tmp_path, config, rows=20)
-        assert list((tmp_path / "logs").rglob("events*"))
+        assert list((tmp_path / "logs").rglob(file))
         return
-    with pytest.raises(ConfigError, match="pip install tensorboard, or set it to none"):
+    with pytest.raises(ConfigError, match=f"pip install {tracker}, or set it to none"):
         drive(tmp_path, config, rows=20)
     assert not (tmp_path / "metrics.json").exists()
     assert drive(tmp_path, changed(config, report_to="none"), rows=20).steps == 2

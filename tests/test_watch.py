@@ -334,12 +334,13 @@ def test_figures_that_are_not_finite_end_a_training(pair: Path, tmp_path: Path) 
 # --- reports
 
 
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_reports_go_to_names_that_exist_and_are_installed(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.callbacks.is_wandb_available", lambda: False)
+    monkeypatch.setattr(f"distill.callbacks.is_{name}_available", lambda: False)
     with pytest.raises(ConfigError, match=r"report_to\.0: .*'tensorboard'.* \(got 'tensorbord'\)"):
         read_config(DistilConfig, {"report_to": ["tensorbord"]})
-    with pytest.raises(ConfigError, match="'wandb', which is not installed here: install it"):
-        distilled(pair, tmp_path / "out", changed(WATCHED, report_to=["wandb"]))
+    with pytest.raises(ConfigError, match=f"'{name}', which is not installed here: install it"):
+        distilled(pair, tmp_path / "out", changed(WATCHED, report_to=[name]))
     assert list(tmp_path.iterdir()) == []

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from specdata.config import Config, read_stored
 from specdata.errors import ConfigError
@@ -114,10 +116,12 @@ class StatesInput(nn.Module):
         self.taps = taps
         embedding = tokens.embedding_dim
         like: dict[str, Any] = {"device": tokens.weight.device, "dtype": tokens.weight.dtype}
-        self.token = nn.Linear(embedding, width, bias=False, **like)
-        self.states = nn.Linear(taps * size, width, bias=False, **like)
-        self.own_token = nn.Linear(embedding, width, bias=False, **like)
-        self.own_state = nn.Linear(width, width, bias=False, **like)
+        # Fitted or loaded later: nothing is drawn, which on a GPU would be from its own generator.
+        linear = partial(skip_init, nn.Linear, bias=False, **like)
+        self.token = linear(embedding, width)
+        self.states = linear(taps * size, width)
+        self.own_token = linear(embedding, width)
+        self.own_state = linear(width, width)
         self.read_target: Callable[[Tensor], Tensor] = _no_target
 
     @property

@@ -132,7 +132,7 @@ def read_taps(model: PreTrainedModel, taps: Sequence[int], ids: Tensor) -> Tenso
     """
     captured: list[Tensor] = []
     with capturing_taps(model, taps, captured.append):
-        model.base_model(input_ids=ids, use_cache=False)
+        model.base_model(input_ids=ids.to(model.device), use_cache=False)
     return captured[0].to(ids.device)
 
 
