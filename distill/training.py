@@ -33,6 +33,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations import unset_hf_deepspeed_config
 from transformers.utils import logging
 
 from distill.config import DistilConfig, FinetuneConfig
@@ -226,6 +227,9 @@ def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:
                 join_processes().wait_for_everyone()  # until the checkpoint is written
                 raise Interrupted(supervisor.signal)
     finally:
+        # Or transformers would load any model in parts, with no engine to join them, until the
+        # garbage collector finds the trainer.
+        unset_hf_deepspeed_config()
         if supervisor.bar is not None:
             supervisor.bar.close()
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever decodes needs it
