@@ -162,7 +162,7 @@ def test_an_interrupted_and_killed_training_in_two_processes_ends_in_the_same_we
     assert not out.exists()
     (checkpoint, *_) = work.glob("checkpoint-*/complete.json")
     written_under = json.loads(checkpoint.read_text())["engine"]
-    assert written_under == ("PyTorch" if engine is ON_CPU else "DeepSpeed in 2 processes")
+    assert written_under == ("PyTorch" if engine is ON_CPU else "DeepSpeed ZeRO-1 or 2")
     finish(start_two(server, trained, pair, out, COMBINED, **engine))
     assert_same_draft(out, tmp_path / "whole")
 
