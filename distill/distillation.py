@@ -99,7 +99,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     A killed run goes on from its last checkpoint when called again; a finished one returns its
     stored result. Works in one process, under `accelerate launch` and under DeepSpeed. Each
     step is taken on the same rollouts however many processes there are, so a run may go on in
-    another number of them (not under DeepSpeed, whose checkpoints are in as many parts).
+    another number of them.
 
     Args:
         target: folder or Hub id of the teacher.

@@ -7,17 +7,20 @@ reached, so its final weights are those of an uninterrupted run.
 from __future__ import annotations
 
 import ctypes
+import io
 import math
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors import safe_open
 from torch import Tensor
@@ -33,6 +36,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations import unset_hf_deepspeed_config
 from transformers.utils import logging
 
 from distill.config import DistilConfig, FinetuneConfig
@@ -217,6 +221,8 @@ def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:
         Interrupted: on every process, if one was asked to stop, after a checkpoint.
     """
     newest = checkpoint_to_resume(work, engine=_engine())
+    if newest is not None and join_processes().distributed_type == DistributedType.DEEPSPEED:
+        _take_parts(trainer, newest)
     trainer.remove_callback(PrinterCallback)
     supervisor = _Supervisor(label)
     trainer.add_callback(supervisor)
@@ -227,6 +233,9 @@ def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:
                 join_processes().wait_for_everyone()  # until the checkpoint is written
                 raise Interrupted(supervisor.signal)
     finally:
+        # Or transformers would load any model in parts, with no engine to join them, until the
+        # garbage collector finds the trainer.
+        unset_hf_deepspeed_config()
         if supervisor.bar is not None:
             supervisor.bar.close()
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever decodes needs it
@@ -269,11 +278,38 @@ def _no_shard_bars() -> Iterator[None]:
 
 
 def _engine() -> str:
-    """The kind of run that can read this one's checkpoints: ZeRO's parts need as many processes."""
+    """The kind of run that can read this one's checkpoints: ZeRO-3 divides what others do not."""
+    if join_processes().distributed_type != DistributedType.DEEPSPEED:
+        return "PyTorch"
+    stage = AcceleratorState().deepspeed_plugin.zero_stage
+    return "DeepSpeed ZeRO-3" if stage == 3 else "DeepSpeed ZeRO-1 or 2"
+
+
+def _take_parts(trainer: Trainer, checkpoint: Path) -> None:
+    """Have DeepSpeed go on from a checkpoint that any number of processes wrote; all together.
+
+    It is in as many parts as there were processes. For another number they are joined, by
+    DeepSpeed's converter to universal checkpoints.
+    """
     state = join_processes()
-    if state.distributed_type == DistributedType.DEEPSPEED:
-        return f"DeepSpeed in {state.num_processes} processes"
-    return "PyTorch"
+    (parts,) = checkpoint.glob("global_step*[0-9]")
+    if len([*parts.glob("*_optim_states.pt")]) == state.num_processes:
+        return
+    joined = parts.with_name(f"{parts.name}_universal")
+    if state.is_main_process:
+        from deepspeed.checkpoint import ds_to_universal
+
+        shutil.rmtree(joined, ignore_errors=True)  # of a run that was killed meanwhile
+        workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        given = {"strict": True, "inject_missing_state": True, **workers}
+        folders = {"input_folder": str(parts), "output_folder": str(joined)}
+        # It prints, and shows bars of its own.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            ds_to_universal.main(Namespace(**folders, **given))
+    broadcast_by_main(None)  # until it is written
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
+    trainer.add_callback(_OwnSteps())
 
 
 def _is_finite(checkpoint: Path) -> bool:
@@ -284,6 +320,19 @@ def _is_finite(checkpoint: Path) -> bool:
                 if not torch.isfinite(file.get_tensor(name)).all():
                     return False
     return True
+
+
+class _OwnSteps(TrainerCallback):  # type: ignore[misc]
+    """Has each part of the weights count its own steps.
+
+    After reading a universal checkpoint, ZeRO-3 (DeepSpeed 0.19.8) has all count in one tensor.
+    """
+
+    def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        while hasattr(optimizer, "optimizer"):  # which wraps AdamW
+            optimizer = optimizer.optimizer
+        for values in optimizer.state.values():
+            values["step"] = values["step"].clone()
 
 
 class _Supervisor(TrainerCallback):  # type: ignore[misc]

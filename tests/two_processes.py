@@ -1,4 +1,4 @@
-"""Processes forked off one that has imported what trainings need: two in a group, or one to kill.
+"""Processes forked off one that has imported what trainings need: a group, or one to kill.
 
 A group is told what `accelerate launch` tells its processes; the launcher itself (`launch`) and its
 profiles are tested in test_pipeline.py and test_launch_profiles.py. `server` is the fixture of
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +26,8 @@ ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE":
 ZERO_2 |= {"DS_ACCELERATOR": "cpu"}
 ZERO_3 = {**ZERO_2, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 ZERO_3 |= {"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
+ENGINES = {"DDP": ON_CPU, "ZeRO-1": {**ZERO_2, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}}
+ENGINES |= {"ZeRO-2": ZERO_2, "ZeRO-3": ZERO_3}
 
 
 def free_port() -> int:
@@ -53,18 +55,34 @@ def as_rank(rank: int, environment: dict[str, str], work: Work, *arguments: Any)
     work(*arguments)
 
 
-def start_two(
-    server: ForkServerContext, work: Work, *arguments: Any, **environment: str
+def start_group(
+    server: ForkServerContext,
+    world: int,
+    work: Work,
+    *arguments: Any,
+    ranks: Sequence[int] = (),
+    **environment: str,
 ) -> list[BaseProcess]:
-    """Start a group of two processes that do the same work, a function at the top of a module."""
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **environment}
+    """Start a group of processes that do the same work, a function at the top of a module.
+
+    Of those, some `ranks` may be all that there is.
+    """
+    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), **environment}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes: list[BaseProcess] = [
-        server.Process(target=as_rank, args=(rank, common, work, *arguments)) for rank in (0, 1)
+        server.Process(target=as_rank, args=(rank, common, work, *arguments))
+        for rank in ranks or range(world)
     ]
     for process in processes:
         process.start()
     return processes
+
+
+def start_two(
+    server: ForkServerContext, work: Work, *arguments: Any, **environment: str
+) -> list[BaseProcess]:
+    """A group of two processes."""
+    return start_group(server, 2, work, *arguments, **environment)
 
 
 def finish(processes: list[BaseProcess]) -> None:
