@@ -136,7 +136,7 @@ def measured(folder: Path, stage: str) -> int:
 def planned(folder: Path) -> dict[str, int]:
     """The same, foretold."""
     config = settings(folder)
-    plan = Planned(config, Engine(1), "cpu", prompt=PROMPT)
+    plan = Planned(config, Engine(1), "cpu")
     stages = {name: plan.of(name) for name in ("rollouts", "draft")}
     return {name: memory.total for name, memory in stages.items() if memory}
 

@@ -122,7 +122,7 @@ def training(
         taps = None if reads is None else reads.read_target(batch["input_ids"])
         student.train()
         step = partial(summed_loss, head, teacher, config, batch, taught, taps, 0)
-        inside_forward(student, student, step).backward()
+        torch.autograd.backward(inside_forward(student, student, step))
 
     def drop(weight: torch.Tensor) -> None:
         weight.grad = None

@@ -131,12 +131,13 @@ class Planned:
     config: PipelineConfig
     engine: Engine
     device: str
-    prompt: int = PROMPT
 
-    def texts(self, longest: int | None = None) -> tuple[int, int]:
-        """Tokens of a rollout's prompt and completion: the `longest`, or an assumed prompt."""
-        new = self.config.rollouts.max_new_tokens
-        most = min(longest or self.prompt + new, positions(self.target.config))
+    @property
+    def texts(self) -> tuple[int, int]:
+        """Tokens of a prompt and its completion, the longest; of an assumed prompt if none is."""
+        draft, new = self.config.draft, self.config.rollouts.max_new_tokens
+        longest = draft.max_length if draft else None
+        most = min(longest or PROMPT + new, positions(self.target.config))
         new = min(new, most - 1)
         return most - new, new
 
@@ -208,7 +209,7 @@ class Planned:
         """Of models that write so many texts together."""
         made = cached = 0
         for model in models:
-            lengths = (self.texts()[0], new)
+            lengths = (self.texts[0], new)
             most, cache = completing(model, rows, lengths, PROMPT_TOKENS[self.device])
             made, cached = max(made, most - size_of(model)), cached + cache
         packed = copies(self.target) if self.device == "cpu" and len(models) == 1 else 0
@@ -216,7 +217,7 @@ class Planned:
 
     def _reading(self, target: Any, draft: Any) -> Memory:
         """Of models that read rollouts, and whose distributions are compared."""
-        most = measuring(target, draft, self.config.sampling, self.texts(), self.at_once)
+        most = measuring(target, draft, self.config.sampling, self.texts, self.at_once)
         return Memory(self._held(target, draft), activations=most - size_of(target, draft))
 
     def _beginning(self) -> Memory:
@@ -242,15 +243,18 @@ class Planned:
             rows = math.ceil(config.finetune.batch_size / self.engine.processes)
             ids = torch.zeros(rows, config.finetune.max_length, dtype=torch.long)
             head = find_lm_head(base_of(student.train()))
-            # TRL's loss holds few logits beside what is kept of the layers.
-            made = peak(lambda: head.states(ids, trained=True).sum().backward(), student) - held
+
+            def work() -> None:  # TRL's loss holds few logits beside what is kept of the layers
+                torch.autograd.backward(head.states(ids, trained=True).sum())
+
+            made = peak(work, student) - held
             step = self.engine.memory(held, trained, 2 * trained, made)
             return replace(step, weights=step.weights + held)
         rows = math.ceil(config.batch_size / self.engine.processes)
-        lengths, both = self.texts(config.max_length), held + size_of(self.target)
+        lengths, both = self.texts, held + size_of(self.target)
         keeps = self.engine.keeps_gradients
-        work = (config, sampling, rows, lengths)
-        made = training(self.target, student, *work, keeps_gradients=keeps) - both
+        given = (config, sampling, rows, lengths)
+        made = training(self.target, student, *given, keeps_gradients=keeps) - both
         step = self.engine.memory(held, trained, moments, made)
         measured = measuring(self.target, base_of(student), sampling, lengths, self.at_once) - both
         return replace(
@@ -273,7 +277,7 @@ def show_memory(stages: Sequence[Stage], size: int | None, say: Callable[[str], 
         say(f"memory is not known: no config.json of {', '.join(absent)} is on this machine")
         return
     planned = Planned(config, Engine.of_launcher(), device)
-    prompt, completion = planned.texts(config.draft.max_length if config.draft else None)
+    prompt, completion = planned.texts
     of = f"GB of {size / 1e9:.0f}" if size else "GB"
     say(
         f"\nmemory of each process ({planned.engine.name}), {of}; texts of {prompt:,} + "
