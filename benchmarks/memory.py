@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from distill.distillation import distil
 from distill.toy import save_tokenizer, train_tokenizer
 from distill.training import save_model
+from eval.measuring.environment import describe_environment
 from recipes.config import PipelineConfig, build
 from recipes.memory import Engine, Planned
 from specdata.models import load_model
@@ -173,7 +174,8 @@ def main() -> None:
                 json.dumps({**row, "ratio": round(row["planned"] / row["measured"], 3)}), flush=True
             )
     if given.out:
-        write_json(given.out, {"rows": rows})
+        where = describe_environment(device="cpu", dtype="float32").model_dump(mode="json")
+        write_json(given.out, {"environment": where, "rows": rows})
 
 
 if __name__ == "__main__":
