@@ -38,7 +38,7 @@ def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrained
         if not all(bool(each.isfinite().all()) for each in model.parameters()):
             raise NotFiniteError(name)  # which a training would take for too high a learning rate
         return model
-    adapted = _with_adapters(model, lora, seed=seed)
+    adapted = with_adapters(model, lora, seed=seed)
     # PEFT looks at the base's config.json in every save, on the Hub unless this is a folder.
     adapted.peft_config["default"].base_model_name_or_path = _local_folder(name)
     return adapted
@@ -59,7 +59,7 @@ def load_plain(name: str, lora: LoraConfig | None) -> PreTrainedModel:
     No engine ever wraps this one. Its adapters, if there are any, are no change yet.
     """
     model = load_model(name)
-    return _with_adapters(model, lora, seed=0).eval() if lora else model
+    return with_adapters(model, lora, seed=0).eval() if lora else model
 
 
 def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -88,7 +88,8 @@ def merged(plain: PreTrainedModel) -> PreTrainedModel:
     return plain.merge_and_unload() if isinstance(plain, peft.PeftModel) else plain
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> peft.PeftModel:
+def with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> peft.PeftModel:
+    """Put adapters, which alone are trained, into a model; they begin as no change."""
     lora.check_width(model.config.get_text_config().hidden_size)
     settings = peft.LoraConfig(
         r=lora.rank,

@@ -11,7 +11,7 @@ of a later slot is the bias: a map of its embedding, of as many dimensions as th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -56,6 +56,26 @@ def first_dspark(
     check_layout("dspark", text.model_type, target.name_or_path)
     used = {*chain.from_iterable(chain(rollouts["prompt_ids"], rollouts["completion_ids"]))}
     mask = unused_token(used | {*special}, text.vocab_size)
+    draft = new_dspark(text, record_of(target, taps), init, mask)
+    draft.generation_config = special_ids(target.generation_config)
+    draft = draft.float().to(target.device).eval()
+    draft.model.embed_tokens.tokens.weight.copy_(target.get_input_embeddings().weight)
+    draft.lm_head.weight.copy_(target.get_output_embeddings().weight)
+    draft.model.norm.norm.weight.copy_(target.base_model.norm.weight)
+    draft.d2t, draft.t2d = torch.zeros_like(draft.d2t), torch.ones_like(draft.t2d)
+    attach(draft, target)
+    for layer in draft.model.layers:
+        layer.mlp.down_proj.weight.zero_()
+        layer.self_attn.o_proj.weight.zero_()
+    _fit(draft, target, taps, rollouts)
+    return cast(PreTrainedModel, draft)
+
+
+def new_dspark(text: Any, record: Mapping[str, Any], init: InitConfig, mask: int) -> Any:
+    """The draft as its class makes it.
+
+    Of a target whose text configuration and taps (`taps.record_of`) are given, as is the mask.
+    """
     width = text.hidden_size
     size = (getattr(text, "head_dim", None) or width // text.num_attention_heads) // 2 * 2 or 2
     groups = -(-width // size)
@@ -71,22 +91,11 @@ def first_dspark(
         max_position_embeddings=text.max_position_embeddings,
         rms_norm_eps=text.rms_norm_eps,
         tie_word_embeddings=False,
-        **{KEY: {**record_of(target, taps), "blocks": blocks}, SIZE: text.vocab_size},
+        **{KEY: {**record, "blocks": blocks}, SIZE: text.vocab_size},
     )
     draft: Any = dspark_class(Qwen3ForCausalLM)(config)
     draft.__class__ = Qwen3ForCausalLM
-    draft.generation_config = special_ids(target.generation_config)
-    draft = draft.float().to(target.device).eval()
-    draft.model.embed_tokens.tokens.weight.copy_(target.get_input_embeddings().weight)
-    draft.lm_head.weight.copy_(target.get_output_embeddings().weight)
-    draft.model.norm.norm.weight.copy_(target.base_model.norm.weight)
-    draft.d2t, draft.t2d = torch.zeros_like(draft.d2t), torch.ones_like(draft.t2d)
-    attach(draft, target)
-    for layer in draft.model.layers:
-        layer.mlp.down_proj.weight.zero_()
-        layer.self_attn.o_proj.weight.zero_()
-    _fit(draft, target, taps, rollouts)
-    return cast(PreTrainedModel, draft)
+    return draft
 
 
 def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset) -> None:

@@ -36,7 +36,7 @@ def first_eagle3(
     attention alone, so that begins by looking at itself (`_attention_to_itself`), and adds what is
     left of that state. The target is of Llama's or Qwen's kind.
     """
-    layer, last = _layer_of(target, "eagle3"), decoder_layers(target)[1]
+    layer, last = layer_of(target, "eagle3"), decoder_layers(target)[1]
     text = target.config.get_text_config()
     inputs, outputs, tokens = [], [], []
     for row in fit_rows(rollouts):
@@ -106,7 +106,7 @@ def _attention_to_itself(
     }
 
 
-def _layer_of(target: PreTrainedModel, layout: str) -> dict[str, Any]:
+def layer_of(target: PreTrainedModel, layout: str) -> dict[str, Any]:
     """The sizes of a draft's layer that begins as a target's last. Raises ConfigError."""
     text = target.config.get_text_config()
     check_layout(layout, text.model_type, target.name_or_path)

@@ -33,7 +33,7 @@ from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.states_draft import TargetStates, reads_states, states_input
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError
-from specdata.lm_head import find_lm_head
+from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import end_ids, positions
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
@@ -64,7 +64,6 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         self.student: torch.nn.Module = rest["model"]  # `model` may be wrapped by an engine
         self.teacher = teacher
         self.student_head = find_lm_head(base_of(self.student.eval()))
-        self.objective = LOSSES[config.objective]
         self.settings = config
         self.texts = texts
         self.tapped = tapped
@@ -98,43 +97,18 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         Weighting by positions makes the result independent of how a batch is split. Positions do
         not depend on each other, so the loss is computed in chunks of them (`distill.chunked`).
         """
-        ids, attention = inputs["input_ids"], inputs["attention_mask"]  # (B, T)
-        is_learnt = inputs["labels"][:, 1:] != IGNORED  # (B, T - 1): N of them
         taught, taps = self.teacher.columns(inputs), self._taps(inputs)
-        places = depths_of(base_of(self.student))
-        if taps is not None and places == 1:
-            places = self.settings.readings
-        weights = weights_of(places)
 
         def forward() -> Tensor:  # of the engine's module: it prepares for it
-            total = torch.zeros((), device=ids.device)
-            in_bfloat16 = self.settings.precision == "bfloat16"
-            with torch.autocast(ids.device.type, torch.bfloat16, enabled=in_bfloat16):
-                along = along_rounds(
-                    self.student_head,
-                    ids,
-                    places,
-                    attention=attention,
-                    taps=taps,
-                    begins=nn.functional.pad(is_learnt, (0, 1)),
-                    dropping=self.state.global_step,
-                )
-                for step, (weight, place) in enumerate(zip(weights, along, strict=True)):
-                    # Learnt positions whose round began at one that is learnt.
-                    is_read = of_round(is_learnt, step) & place.kept[:, :-1]
-                    of_place = taught
-                    if step or place.share < 1:
-                        of_place = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
-                    total = total + weight / place.share * chunked_loss(
-                        place.states[:, :-1][is_read],
-                        self.student_head,
-                        partial(self._divergence, of_place),
-                        is_narrow="rest" in taught,
-                    )
-            return total
+            step = self.state.global_step
+            return summed_loss(
+                self.student_head, self.teacher, self.settings, inputs, taught, taps, step
+            )
 
         value = inside_forward(model, self.student, forward)
-        counted = is_learnt.sum() if num_items_in_batch is None else num_items_in_batch
+        counted = num_items_in_batch
+        if counted is None:
+            counted = (inputs["labels"][:, 1:] != IGNORED).sum()
         # Gradients are averaged over processes, positions are counted over all of them.
         value = value * self.accelerator.num_processes / counted
         return (value, {}) if return_outputs else value
@@ -146,15 +120,58 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
             rows = [self.tapped[example] for example in examples]
         return target_taps(base_of(self.student), rows, inputs["input_ids"])
 
-    def _divergence(
-        self, taught: Mapping[str, Tensor], q_logits: Tensor, chunk: slice | Tensor
-    ) -> Tensor:
-        """The sum of the loss over a chunk of positions, of the draft's (n, V') logits there."""
+
+def summed_loss(
+    draft: LMHead,
+    teacher: Teacher | TopLogitsTeacher,
+    config: DistilConfig,
+    inputs: Mapping[str, Tensor],
+    taught: Mapping[str, Tensor],
+    taps: Tensor | None,
+    step: int,
+) -> Tensor:
+    """The sum of the loss over a batch's N completion positions, at each place of a round.
+
+    Of `inputs` of `distill.batches.collate`, the columns that the teacher says there, (N, ...), and
+    the target's states (B, T, F), if the draft reads any; the `step` decides which rounds lose
+    their masks. A gradient reaches the draft.
+    """
+    ids, total = inputs["input_ids"], torch.zeros((), device=inputs["input_ids"].device)
+    is_learnt = inputs["labels"][:, 1:] != IGNORED  # (B, T - 1): N of them
+    places = depths_of(draft.model)
+    if taps is not None and places == 1:
+        places = config.readings
+
+    def divergence(of_place: Mapping[str, Tensor], q_logits: Tensor, chunk: slice | Tensor) -> Any:
         # The target is as in serving, whatever the precision that the draft trains in.
         with torch.autocast(q_logits.device.type, enabled=False):
-            at = {name: rows[chunk] for name, rows in taught.items()}
-            q_logits, p_logits, counted = self.teacher.compared(q_logits, at)
-            return self.objective(q_logits, p_logits, counted) * counted.sum()
+            at = {name: rows[chunk] for name, rows in of_place.items()}
+            q_logits, p_logits, counted = teacher.compared(q_logits, at)
+            return LOSSES[config.objective](q_logits, p_logits, counted) * counted.sum()
+
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+        along = along_rounds(
+            draft,
+            ids,
+            places,
+            attention=inputs["attention_mask"],
+            taps=taps,
+            begins=nn.functional.pad(is_learnt, (0, 1)),
+            dropping=step,
+        )
+        for number, (weight, place) in enumerate(zip(weights_of(places), along, strict=True)):
+            # Learnt positions whose round began at one that is learnt.
+            is_read = of_round(is_learnt, number) & place.kept[:, :-1]
+            of_place = taught
+            if number or place.share < 1:
+                of_place = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
+            total = total + weight / place.share * chunked_loss(
+                place.states[:, :-1][is_read],
+                draft,
+                partial(divergence, of_place),
+                is_narrow="rest" in taught,
+            )
+    return total
 
 
 def learnt_part(
@@ -189,12 +206,8 @@ def draft_trainer(
     """
     state = join_processes()
     schedule = Schedule.of(config, len(train), config.save_steps)
-    if config.freeze_embeddings or states_input(base_of(student)) is not None:
-        _freeze_embeddings(student)
+    freeze(student, config)
     record = TargetStates.of(student.config) if reads_states(student.config) else None
-    output = base_of(student).get_output_embeddings()
-    if isinstance(output, MarkovOutput) and len(output.vocabulary_ids) == output.vocabulary:
-        output.weight.requires_grad = False  # engines take the target's own
     if record and has_taps(train) and not {*record.taps} <= {*train[0][TAPS]}:
         logger.warning(
             "the rollouts keep the taps %s, and the draft reads %s: the target reads the rollouts "
@@ -247,6 +260,15 @@ def draft_trainer(
     )
 
 
+def freeze(student: nn.Module, config: DistilConfig) -> None:
+    """Freeze the matrices of a draft that are not trained."""
+    if config.freeze_embeddings or states_input(base_of(student)) is not None:
+        _freeze_embeddings(student)
+    output = base_of(student).get_output_embeddings()
+    if isinstance(output, MarkovOutput) and len(output.vocabulary_ids) == output.vocabulary:
+        output.weight.requires_grad = False  # engines take the target's own
+
+
 def _freeze_embeddings(student: PreTrainedModel) -> None:
     embedding, output = student.get_input_embeddings(), student.get_output_embeddings()
     if output is not None and embedding.weight is output.weight:
@@ -268,12 +290,17 @@ def _optimizer(
             "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch without "
             "it, or set draft.optimizer to adamw"
         )
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    return muon_optimizer(student, inner_of(student), lr=config.learning_rate, betas=betas)
+
+
+def inner_of(student: PreTrainedModel) -> nn.ModuleList:
+    """The modules of a draft whose matrices Muon updates."""
     inner: list[nn.Module] = [decoder_layers(student)[1]]
     reads = states_input(base_of(student))
     if reads is not None:
         inner += [each for each in reads.children() if isinstance(each, nn.Linear)]
-    betas = (arguments.adam_beta1, arguments.adam_beta2)
-    return muon_optimizer(student, nn.ModuleList(inner), lr=config.learning_rate, betas=betas)
+    return nn.ModuleList(inner)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

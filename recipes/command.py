@@ -15,6 +15,8 @@ from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
 
+import yaml
+
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
 from recipes.steps import LAUNCHED
 from specdata import __version__
@@ -66,6 +68,28 @@ def launch_command(
     return [*command, *options, "--module", module, *arguments]
 
 
+def environment(command: Sequence[str]) -> dict[str, str]:
+    """What a launch command tells its processes, as far as a plan reads it.
+
+    So a launch on several machines is planned on one, in one process, without their GPUs.
+    """
+    from accelerate.commands.launch import launch_command_parser  # here: it is heavy
+
+    given = launch_command_parser().parse_args(command[3:])
+    profile = yaml.safe_load(Path(given.config_file).read_text(encoding="utf-8"))
+    processes = given.num_processes or profile["num_processes"]
+    is_deepspeed = given.use_deepspeed or profile["distributed_type"] == "DEEPSPEED"
+    return {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes // (given.num_machines or profile["num_machines"])),
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_USE_DEEPSPEED": str(is_deepspeed),
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(given.deepspeed_config_file),
+        "ACCELERATE_USE_FSDP": str(given.use_fsdp),
+        "ACCELERATE_DYNAMO_BACKEND": given.dynamo_backend or "no",
+    }
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Start a recipe in several processes as a profile says; alone, a profile's or file's path."""
     files = sorted(
@@ -99,6 +123,10 @@ def launch(arguments: Sequence[str]) -> int:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         options, recipe, further = arguments[1:place], arguments[place], arguments[place + 1 :]
         command = launch_command(profile, options, recipe, further)
+        if "--plan" in further:
+            os.environ.update(environment(command))
+            command = [sys.executable, *command[command.index("--module") :]]
+            command[1] = "-m"
         os.execv(command[0], command)  # whose signals and exit status are then this process's
     print(LAUNCH / (f"{profile}.yaml" if profile in PROFILES else profile))
     return 0

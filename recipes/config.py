@@ -39,7 +39,7 @@ from specdata.config import (
     section_type,
 )
 from specdata.errors import ConfigError
-from specdata.loading import Dtype, Loading, PairLoading, Role
+from specdata.loading import Dtype, Loading, PairLoading, Role, in_numbers
 from specdata.sampling import SamplingConfig
 
 TOY = Path(__file__).parent / "configs" / "toy.yaml"
@@ -165,12 +165,13 @@ class Command:
     """The request of a command line: the checked configuration, defaults filled in.
 
     `given` are the file's values with those of the command line, before defaults; `plan` whether
-    only to say what would be done.
+    only to say what would be done, and `memory` the bytes of a device, if they are given.
     """
 
     config: PipelineConfig
     given: Mapping[str, Any]
     plan: bool
+    memory: int | None = None
 
 
 def parse(
@@ -186,7 +187,13 @@ def parse(
     """
     options, rest = _parser(description, sections, program).parse_known_args(arguments)
     if rest:
-        keys = [*(key for key, _ in _options(PipelineConfig, "")), "config", "method", "plan"]
+        keys = [
+            *(key for key, _ in _options(PipelineConfig, "")),
+            "config",
+            "memory",
+            "method",
+            "plan",
+        ]
         hint = nearest(rest[0].lstrip("-").split("=")[0], keys)
         raise ConfigError(f"unknown option {rest[0]}: {hint}")
     tree = _read(Path(options.config))
@@ -205,7 +212,10 @@ def parse(
         )
     if options.method:
         _choose_methods(tree, options.method)
-    return Command(build(tree), tree, options.plan)
+    if options.memory and not options.plan:
+        raise ConfigError("--memory says how large a device is for --plan: give both, or neither")
+    memory = in_numbers(options.memory) if options.memory else None
+    return Command(build(tree), tree, options.plan, memory)
 
 
 def build(tree: Mapping[str, Any]) -> PipelineConfig:
@@ -229,6 +239,11 @@ def _parser(
         "--plan",
         action="store_true",
         help="say what would be read and written, how large that is, and what would be refused",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="with --plan: say what each stage holds in a GPU's memory, of this size (80GB)",
     )
     parser.add_argument(
         "--method",

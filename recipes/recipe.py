@@ -24,6 +24,7 @@ from specdata.interruption import Interrupted, stop_signal, stopping_on_signals
 from specdata.processes import (
     check_launcher,
     in_group,
+    is_launched,
     is_main,
     keep_freed_memory,
     leave_processes,
@@ -115,6 +116,10 @@ class Recipe:
                 check_stages(stages)
                 read = {key: each for key, each in command.given.items() if key in self.sections}
                 show_plan(read, stages)
+                if is_main() and (command.memory or is_launched()):
+                    from recipes.memory import show_memory  # here: it needs torch
+
+                    show_memory(stages, command.memory, say)
             else:
                 self.main(config)
                 for step in self.asked(config)[-1].next(CommandLine(given, program)):

@@ -9,12 +9,20 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from specdata.config import Config
-from specdata.errors import VocabularyMismatchError
+from specdata.errors import ConfigError, VocabularyMismatchError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["target", "draft"]
 # As accelerate reads them; units of bits, which it takes too ("10Gb"), would be slips.
 _SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
+
+
+def in_numbers(size: str) -> int:
+    """Bytes of a size such as 80GB or 24GiB. Raises ConfigError."""
+    if not _SIZE.fullmatch(size):
+        raise ConfigError(f"--memory must be a size such as 80GB or 24GiB, got {size!r}")
+    number, unit = size.rstrip("GMKiB"), size.lstrip("0123456789.")
+    return int(float(number) * (1024 if "i" in unit else 1000) ** ("KMG".index(unit[0]) + 1))
 
 
 class DraftLoading(Config):

@@ -136,24 +136,11 @@ def read_model(
     """
     whole, options = _config(source, revision), _options(load)
     config, kind = _language_model(whole)
-    architecture: Any = None
     if config is not whole:
         options |= {"config": config, "key_mapping": LANGUAGE_MODEL}
-    if is_reduced(config) or reads_states(config):
-        with torch.device("meta"):
-            architecture = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-        kind = architecture
+    kind, architecture = _class_of(config, kind)
+    if architecture is not None:
         options["config"] = config
-    record = TargetStates.of(config) if reads_states(config) else None
-    is_ours = record is not None and not (record.layout or record.blocks)
-    if record and record.blocks:
-        kind = dspark_class(kind)
-    elif record and record.layout:
-        kind = eagle3_class(kind)
-    elif is_ours:
-        kind = states_class(kind)
-    if is_reduced(config) and (record is None or is_ours):
-        kind = reduced_class(kind, getattr(config, SIZE))
     model, info = kind.from_pretrained(
         source,
         dtype=dtype,
@@ -167,6 +154,29 @@ def read_model(
     if architecture is not None:
         model.__class__ = architecture
     return settle(model) if is_reduced(config) else model, info
+
+
+def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
+    """The class that a language model is loaded with, and the one that it then becomes, if other.
+
+    `kind` is the one that loads a model of transformers as it is.
+    """
+    if not is_reduced(config) and not reads_states(config):
+        return kind, None
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    architecture = kind
+    record = TargetStates.of(config) if reads_states(config) else None
+    is_ours = record is not None and not (record.layout or record.blocks)
+    if record and record.blocks:
+        kind = dspark_class(kind)
+    elif record and record.layout:
+        kind = eagle3_class(kind)
+    elif is_ours:
+        kind = states_class(kind)
+    if is_reduced(config) and (record is None or is_ours):
+        kind = reduced_class(kind, getattr(config, SIZE))
+    return kind, architecture
 
 
 def _config(source: str, revision: str | None) -> PreTrainedConfig:
@@ -328,9 +338,17 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
 def without_weights(name: str) -> Any:
     """A model as its configuration describes it, its weights on no device."""
     config, _ = load_configs(name)
-    kind: Any = AutoModelForCausalLM
+
+    def make() -> Any:
+        kind, architecture = _class_of(config, AutoModelForCausalLM)
+        if architecture is None:
+            return kind.from_config(config, trust_remote_code=False)
+        model = kind(config)
+        model.__class__ = architecture
+        return model
+
     with torch.device("meta"):
-        return from_hub("model", name, lambda: kind.from_config(config, trust_remote_code=False))
+        return from_hub("model", name, make)
 
 
 def positions(config: PreTrainedConfig) -> int:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Larger models are left as they are: the copy may not fit beside them. In bytes.
 LARGEST_COPY = 4 << 30
@@ -42,6 +45,13 @@ def prepacked(*models: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers.values():
             layer.__dict__.pop("forward", None)
+
+
+def copies(model: PreTrainedModel) -> int:
+    """Bytes that `prepacked` copies of a model on a CPU, which may be of shapes alone."""
+    layers = (each.weight for each in model.modules() if type(each) is nn.Linear)
+    size = sum(each.nbytes for each in layers if each.numel() >= SMALLEST_LAYER)
+    return size * (size <= LARGEST_COPY and multiplies(torch.device("cpu"), model.dtype))
 
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:

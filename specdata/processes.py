@@ -76,6 +76,11 @@ def local_process_count() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or process_count())
 
 
+def is_launched() -> bool:
+    """True under `accelerate launch`, in one process, too."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
 def is_main() -> bool:
     """True if this is the process that writes run.json and prints."""
     return rank() == 0

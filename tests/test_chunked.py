@@ -195,7 +195,9 @@ def by_autograd(
         q = nn.functional.pad(student(ids).logits[0, begin:end], (0, 2), value=-torch.inf)
         if warped is not None:
             p, q = probabilities(p, warped).log(), q / (warped.temperature or 1.0)
-        total = total + trainer.objective(q, p, torch.ones(end - begin)) * (end - begin)
+        total = total + LOSSES[trainer.settings.objective](q, p, torch.ones(end - begin)) * (
+            end - begin
+        )
         count += end - begin
     return total / count
 

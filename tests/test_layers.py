@@ -48,12 +48,13 @@ BELOW = {
         "probability": "errors sampling",
         # A leaf: rollouts and labels run any model through it.
         "prepack": "",
+        "memory": "",
         "sources": "errors storage",
         "probe": "",
         "loading": "config errors processes sources",
         "models": "draft_models errors loading processes sources storage",
         "saving": "draft_models errors models sources storage",
-        "lm_head": "cache errors models",
+        "lm_head": "cache errors memory models",
         "storage": "config errors interruption processes sampling",
         "target_states": "draft_models errors lm_head storage",
         "expected_tokens": "",
@@ -61,8 +62,8 @@ BELOW = {
         "server": "config errors",
         "top_logits": "errors probability storage",
         "texts": "draft_models lm_head models probability target_states top_logits",
-        "rollouts": "cache config draft_models errors lm_head models prepack probability prompts "
-        "sampling server storage target_states",
+        "rollouts": "cache config draft_models errors lm_head memory models prepack probability "
+        "prompts sampling server storage target_states",
         "labels": "config errors lm_head prepack probability sampling storage texts top_logits",
         "logits": "config errors lm_head probability server storage texts top_logits",
     },

@@ -1,0 +1,294 @@
+"""What each process of a launch holds on its device, stage by stage, found without weights.
+
+`--plan` prints it under a launcher, and where `--memory` says how large a device is. Forwards and
+backwards are those of the stages themselves, of models made of shapes (`specdata.memory`); what an
+engine adds to a training follows from how it divides weights, gradients and optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from distill.adapters import base_of, with_adapters
+from distill.memory import measuring, new_draft, prepare, trained_weights, training
+from distill.states import PART, ridge
+from recipes.checks import given_models
+from recipes.config import PipelineConfig
+from recipes.run import Stage
+from recipes.sizes import described
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary
+from specdata.draft_models.states_draft import states_input
+from specdata.lm_head import find_lm_head
+from specdata.memory import Memory, of_shapes, peak, shape_of, size_of
+from specdata.models import DTYPES, positions, without_weights
+from specdata.prepack import copies
+from specdata.processes import TRUE, process_count
+from specdata.rollouts.backend import PROMPT_TOKENS, completing
+from specdata.texts import POSITIONS, TOKENS_AT_ONCE
+
+PROMPT = 512
+"""Tokens that a prompt is taken to have."""
+COLUMNS = tuple(each.name for each in fields(Memory))
+REMEDIES = {
+    "weights": "load the target in bfloat16, or over several devices (models.load.target)",
+    "gradients": "launch zero2 or zero3, or reduce draft.init.vocabulary",
+    "optimizer": "launch zero1, zero2 or zero3, with more processes",
+    "activations": "lower draft.batch_size (raise draft.accumulation) or draft.max_length",
+    "cache": "lower rollouts.batch_size (or eval.batch)",
+}
+BUCKET, LIVE = 500_000_000, 1_000_000_000
+"""Numbers in DeepSpeed's buffer of gradients, and in whole weights under ZeRO-3, by default."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a launcher has a training divided among its processes.
+
+    Attributes:
+        zero: DeepSpeed's stage; None without it.
+        bucket: bytes of its buffer of gradients.
+        live: bytes of whole weights, most, under ZeRO-3.
+        offloads: what lies in the memory of the CPU: "param", "optimizer".
+    """
+
+    processes: int
+    zero: int | None = None
+    bucket: int = 0
+    live: int = 0
+    offloads: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_launcher(cls) -> Engine:
+        """As accelerate hands it to its processes, in the environment."""
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
+            return cls(process_count())
+        file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
+        said = json.loads(file.read_text()) if file.is_file() else {}
+        zero = said.get("zero_optimization", {})
+        stage = zero.get("stage", os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
+        sizes = (zero.get("reduce_bucket_size"), zero.get("stage3_max_live_parameters"))
+        bucket, live = (
+            4 * (size if isinstance(size, int) else most)
+            for size, most in zip(sizes, (BUCKET, LIVE), strict=True)
+        )
+        kinds = ("param", "optimizer")
+        offloads = frozenset(each for each in kinds if zero.get(f"offload_{each}"))
+        return cls(
+            process_count(),
+            int(stage),
+            bucket * (1 + bool(zero.get("overlap_comm"))),
+            live,
+            offloads,
+        )
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if a process holds all of them at the end of a backward."""
+        return self.zero is None or self.zero < 2
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        kind = "DDP" if self.zero is None else f"ZeRO-{self.zero}"
+        return f"{self.processes} processes, {kind}" if self.processes > 1 else "one process"
+
+    def memory(self, held: int, trained: int, moments: int, made: int) -> Memory:
+        """Of a training whose weights, updates and all, are float32.
+
+        Bytes of all weights, of those that are trained and of their moments, and what a step makes
+        beyond weights, gradients included.
+        """
+        parts = self.processes
+        if self.zero is None:  # DDP sends gradients in buffers of their size
+            copies_of = 1 + (parts > 1)
+            return Memory(held, copies_of * trained, moments, max(0, made - trained))
+        moments = 0 if "optimizer" in self.offloads else moments // parts
+        updated = 0 if "optimizer" in self.offloads else trained // parts  # DeepSpeed's own copy
+        if self.zero < 2:
+            made = max(0, made - trained)
+            return Memory(held + updated, trained + self.bucket, moments, made)
+        gradients = updated + self.bucket
+        if self.zero == 3:
+            whole, held = min(held, self.live), held // parts
+            held = whole + (0 if "param" in self.offloads else held)
+        return Memory(held + updated, gradients, moments, made)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a run's stages hold on a kind of device, "cuda" or "cpu"."""
+
+    config: PipelineConfig
+    engine: Engine
+    device: str
+
+    @property
+    def texts(self) -> tuple[int, int]:
+        """Tokens of a prompt and its completion, the longest; of an assumed prompt if none is."""
+        draft, new = self.config.draft, self.config.rollouts.max_new_tokens
+        longest = draft.max_length if draft else None
+        most = min(longest or PROMPT + new, positions(self.target.config))
+        new = min(new, most - 1)
+        return most - new, new
+
+    @property
+    def at_once(self) -> tuple[int, int]:
+        """Tokens that are read at a time, and positions whose distributions are held."""
+        return TOKENS_AT_ONCE[self.device], POSITIONS[self.device]
+
+    @cached_property
+    def target(self) -> PreTrainedModel:
+        """The target, in the precision that it is loaded in."""
+        models = self.config.models
+        return of_shapes(without_weights(models.target), DTYPES[models.dtype_of("target")])
+
+    def draft(self, dtype: str, *, trained: bool = False) -> Any:
+        """The draft, with its adapters if it is trained with some."""
+        config = self.config
+        init = config.draft.init if config.draft else None
+        with torch.device("meta"):
+            if init is None or init.kind == "model":
+                assert config.models.draft is not None  # the configuration's own check
+                model = without_weights(config.models.draft)
+            else:
+                model = new_draft(without_weights(config.models.target), init)
+        if init and init.vocabulary:
+            reduce_vocabulary(model, range(init.vocabulary))
+        with torch.device("meta"):
+            if trained and config.draft and config.draft.lora:
+                model = with_adapters(model, config.draft.lora, seed=0)
+        model = of_shapes(model, DTYPES[dtype])
+        if config.draft:
+            prepare(model, config.draft, self.target)
+        return model
+
+    def of(self, stage: str) -> Memory | None:
+        """What a stage holds; None: nothing to speak of."""
+        config = self.config
+        rollouts, evaluation, logits = config.rollouts, config.eval, config.logits
+        if stage == "rollouts" and rollouts.backend != "vllm":
+            return self._writing([self.target], rollouts.batch_size, rollouts.max_new_tokens)
+        if stage == "eval":
+            return self._writing(
+                [self.target, self.used], evaluation.batch, evaluation.max_new_tokens
+            )
+        if stage == "logits" and logits and logits.backend == "transformers":
+            return self._reading(self.target, self.target)
+        if stage == "labels" and not config.labels.logits:
+            return self._reading(self.target, self.used)
+        if stage in ("labels", "head"):  # a draft on states has its target read the texts
+            reads = states_input(self.used) is not None
+            return self._reading(self.target if reads else self.used, self.used)
+        if stage == "initial":
+            return self._beginning()
+        return self._training(stage) if stage in ("finetuned", "draft") else None
+
+    @cached_property
+    def used(self) -> Any:
+        """The draft, in the precision that it is served in."""
+        return self.draft(self.config.models.dtype_of("draft"))
+
+    def _held(self, *models: Any) -> int:
+        """Bytes of models, of a target that is split this process's part."""
+        load, parts = self.config.models.load.target, self.engine.processes
+        target = size_of(self.target) * (self.target in models)
+        here = 0 if load.device_map == "cpu" else target // (parts if load.tp_plan else 1)
+        return size_of(*models) - target + here
+
+    def _writing(self, models: Sequence[Any], rows: int, new: int) -> Memory:
+        """Of models that write so many texts together."""
+        made = cached = 0
+        for model in models:
+            lengths = (self.texts[0], new)
+            most, cache = completing(model, rows, lengths, PROMPT_TOKENS[self.device])
+            made, cached = max(made, most - size_of(model)), cached + cache
+        packed = copies(self.target) if self.device == "cpu" and len(models) == 1 else 0
+        return Memory(self._held(*models) + packed, activations=made, cache=cached)
+
+    def _reading(self, target: Any, draft: Any) -> Memory:
+        """Of models that read rollouts, and whose distributions are compared."""
+        most = measuring(target, draft, self.config.sampling, self.texts, self.at_once)
+        return Memory(self._held(target, draft), activations=most - size_of(target, draft))
+
+    def _beginning(self) -> Memory:
+        """Of a draft that is made, from a target in float32, in one process."""
+        target = of_shapes(without_weights(self.config.models.target), torch.float32)
+        draft, made = self.draft("float32"), 0
+        if (reads := states_input(draft)) is not None:  # least squares of the target's last state
+            width = target.config.get_text_config().hidden_size
+            inputs = reads.states.in_features + width
+            x, y = (shape_of(PART // inputs, each, dtype=torch.float32) for each in (inputs, width))
+            made = peak(lambda: ridge([(x, y), (x, y)]))
+        is_here = not self.config.models.load.target.is_spread
+        return Memory(size_of(target) * is_here + size_of(draft), activations=made)
+
+    def _training(self, stage: str) -> Memory:
+        """Of a draft's training: it, a copy that is measured and saved, and its target."""
+        config, sampling = self.config.draft, self.config.sampling
+        assert config is not None
+        student = self.draft("float32", trained=True)
+        held, (trained, moments) = size_of(student), trained_weights(student, config)
+        if stage == "finetuned":
+            assert config.finetune is not None
+            rows = math.ceil(config.finetune.batch_size / self.engine.processes)
+            ids = torch.zeros(rows, config.finetune.max_length, dtype=torch.long)
+            head = find_lm_head(base_of(student.train()))
+
+            def work() -> None:  # TRL's loss holds few logits beside what is kept of the layers
+                torch.autograd.backward(head.states(ids, trained=True).sum())
+
+            made = peak(work, student) - held
+            step = self.engine.memory(held, trained, 2 * trained, made)
+            return replace(step, weights=step.weights + held)
+        rows = math.ceil(config.batch_size / self.engine.processes)
+        lengths, both = self.texts, held + size_of(self.target)
+        keeps = self.engine.keeps_gradients
+        given = (config, sampling, rows, lengths)
+        made = training(self.target, student, *given, keeps_gradients=keeps) - both
+        step = self.engine.memory(held, trained, moments, made)
+        measured = measuring(self.target, base_of(student), sampling, lengths, self.at_once) - both
+        return replace(
+            step,
+            weights=step.weights + held + (0 if config.logits else self._held(self.target)),
+            activations=max(step.activations, measured - step.gradients),  # which are gone then
+        )
+
+
+def show_memory(stages: Sequence[Stage], size: int | None, say: Callable[[str], object]) -> None:
+    """Print what each stage holds in each process, and what to lower where a device is too small.
+
+    `size` is that of a device, in bytes; by default that of the GPU there is.
+    """
+    config = stages[0].config
+    device = "cuda" if size or torch.cuda.is_available() else "cpu"
+    if size is None and device == "cuda":
+        size = torch.cuda.get_device_properties(0).total_memory
+    if absent := [name for name in given_models(config) if not described(name)]:
+        say(f"memory is not known: no config.json of {', '.join(absent)} is on this machine")
+        return
+    planned = Planned(config, Engine.of_launcher(), device)
+    prompt, completion = planned.texts
+    of = f"GB of {size / 1e9:.0f}" if size else "GB"
+    say(
+        f"\nmemory of each process ({planned.engine.name}), {of}; texts of {prompt:,} + "
+        f"{completion:,} tokens"
+    )
+    say("".join(f"{each:>12}" for each in ("", *COLUMNS, "together")))
+    for stage in stages:
+        if (memory := planned.of(stage.name)) is None:
+            continue
+        values = (*astuple(memory), memory.total)
+        say(f"{stage.name:<12}" + "".join(f"{value / 1e9:>12.2f}" for value in values))
+        if size and memory.total > size:
+            most = max(COLUMNS, key=lambda column: getattr(memory, column))
+            say(f"  does not fit: most are {most}; {REMEDIES[most]}")

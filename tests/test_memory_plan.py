@@ -1,0 +1,120 @@
+"""A plan's memory: shapes take what tensors do, engines divide it, devices are compared."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.memory import compare
+from distill.config import DistilConfig
+from distill.memory import new_draft, prepare, trained_weights, training
+from recipes.command import RECIPES, environment, launch_command
+from recipes.memory import Engine
+from specdata.memory import of_shapes
+from specdata.sampling import SamplingConfig
+from tests.test_checks import own
+
+SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+LAYOUTS = {
+    "plain": {"kind": "target", "layers": 2},
+    "states": {"kind": "states", "layers": 1},
+    "eagle3": {"kind": "states", "layers": 1, "layout": "eagle3"},
+    "dspark": {"kind": "states", "layers": 2, "layout": "dspark"},
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["plain", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in (*LAYOUTS,)[1:])],
+)
+def test_a_step_of_shapes_takes_the_bytes_of_the_same_step_of_tensors(layout: str) -> None:
+    config = DistilConfig(init=LAYOUTS[layout])
+
+    def bytes_of(shapes: bool) -> int:
+        torch.manual_seed(0)
+        target = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+        draft = copy.deepcopy(new_draft(target, config.init))
+        models = [of_shapes(each, torch.float32) if shapes else each for each in (draft, target)]
+        prepare(models[0], config, models[1])
+        sampling, lengths = SamplingConfig(), (16, 48)
+        return training(models[1], models[0], config, sampling, 4, lengths, keeps_gradients=True)
+
+    assert bytes_of(shapes=True) == pytest.approx(bytes_of(shapes=False), rel=0.02)
+
+
+@pytest.mark.exhaustive
+def test_planned_bytes_are_within_15_percent_of_resident_ones(tmp_path: Path) -> None:
+    for row in compare("small", tmp_path):
+        assert row["planned"] == pytest.approx(row["measured"], rel=0.15), row
+
+
+@pytest.mark.parametrize("processes", [1, 8, 16])
+def test_zero_divides_what_deepspeed_says_it_does(processes: int) -> None:
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    count, bucket = 1_600_000, 1000
+    size = 4 * count
+    two = Engine(processes, 2, bucket).memory(size, size, 2 * size, 0)
+    _, theirs = stage_1_and_2.estimate_zero2_model_states_mem_needs(
+        count, processes, cpu_offload=False
+    )
+    # Theirs has weights and gradients of 16 bits beside those of 32; ours are all of 32.
+    assert two.total - bucket - 4 * count == theirs - 2 * count - 2 * count // processes
+    three = Engine(processes, 3, bucket, live=4000).memory(size, size, 2 * size, 0)
+    _, theirs, _ = stage3.estimate_zero3_model_states_mem_needs(
+        count, 1000, processes, cpu_offload=False, cpu_offload_params=False
+    )
+    assert three.total - bucket - 4000 == theirs - 4000 + 2 * count // processes
+    offloaded = Engine(processes, 3, bucket, 4000, frozenset(("param", "optimizer")))
+    assert offloaded.memory(size, size, 2 * size, 0).total == 4000 + bucket
+    assert Engine(1).memory(size, size, 2 * size, 0).total == 16 * count
+    assert Engine(2).memory(size, size, 2 * size, 0).total == 20 * count  # DDP's buckets
+
+
+def test_muon_keeps_one_moment_of_a_matrix() -> None:
+    draft = LlamaForCausalLM(LlamaConfig(**SIZES))
+    weights, adam = trained_weights(draft, DistilConfig())
+    _, moments = trained_weights(draft, DistilConfig(optimizer="muon"))
+    matrices = [each for each in draft.model.layers.parameters() if each.ndim == 2]
+    assert adam == 2 * weights
+    assert adam - moments == sum(each.nbytes for each in matrices)
+
+
+def test_a_plan_says_which_stage_does_not_fit_and_what_to_lower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = {"model_type": "llama", **SIZES}
+    flags = own(tmp_path / "out", described, described)
+    methods = "[{name: plain, decoder: plain}, {name: K=2, length: 2}]"
+    flags += ["--draft={}", "--head=null", f"--eval.methods={methods}"]
+    plan = [*flags, "--plan"]
+    assert RECIPES["pipeline"].run([*plan, "--memory", "80GB"]) == 0
+    shown = capsys.readouterr().out
+    assert "does not fit" not in shown
+    assert "GB of 80" in shown
+    assert RECIPES["pipeline"].run([*plan, "--memory", "20MB"]) == 0
+    assert "does not fit: most are activations; lower draft.batch_size" in capsys.readouterr().out
+    absent = [*plan, "--memory", "80GB", "--models.target", "nobody/nothing"]
+    assert RECIPES["pipeline"].run(absent) == 0
+    assert "no config.json of nobody/nothing is on this machine" in capsys.readouterr().out
+    for more, said in (
+        (["--plan", "--memory", "much"], "such as 80GB"),
+        (["--memory=1GB"], "both"),
+    ):
+        assert RECIPES["pipeline"].run([*flags, *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_launch_is_planned_in_one_process_as_its_first_would_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = ["--num_machines", "2", "--num_processes", "16", "--machine_rank", "0"]
+    for profile, name in (("zero3", "16 processes, ZeRO-3"), ("multi_node", "16 processes, DDP")):
+        for key, value in environment(launch_command(profile, nodes, "train-draft", [])).items():
+            monkeypatch.setenv(key, value)
+        assert Engine.of_launcher().name == name
