@@ -18,13 +18,15 @@ kind of draft (`Place`):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from distill.batches import tokens_of
@@ -169,8 +171,12 @@ def in_blocks(
         kept, begin = rank < share, begin.gather(1, order)
         whole = max(1, int(kept.sum(dim=1).max()))
     body = cast(BlockModel, body_of(model))
+    reading: Callable[..., Any] = read_blocks
+    if dropping is not None and body.config.num_hidden_layers > 1:
+        # Else what all layers make of all slots would be kept, most of the memory of a training.
+        reading = partial(checkpoint, read_blocks, use_reentrant=False)
     parts = (
-        read_blocks(body, ids, taps, part, size, whole=max(0, whole - number * BLOCKS))
+        reading(body, ids, taps, part, size, whole=max(0, whole - number * BLOCKS))
         for number, part in enumerate(torch.split(begin, BLOCKS, dim=1))
     )
     read = torch.cat([each.last_hidden_state for each in parts], dim=1)  # (B, A, size, H + r)

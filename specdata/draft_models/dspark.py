@@ -154,7 +154,8 @@ def attention_along(
 ) -> Tensor:
     """Attention of slots along texts to contexts and to their own block: (B, heads, N, size).
 
-    No tensor has each slot of a text beside each other one, which would be most of the work.
+    No tensor has each slot of a text beside each other one, which would be most of the work, and
+    none the scores of several texts, which would be most of the memory.
 
     Args:
         queries: (B, heads, N, size).
@@ -163,6 +164,9 @@ def attention_along(
         mask: (B, 1, N, T) additive, of contexts.
         own: (N, block) places behind the contexts of the slots of each query's block.
     """
+    if len(queries) > 1:
+        texts = zip(*(each.split(1) for each in (queries, keys, values, mask)), strict=True)
+        return torch.cat([attention_along(*text, own) for text in texts])
     contexts, groups = mask.shape[-1], keys.shape[1]
     queries = queries.reshape(len(queries), groups, -1, *queries.shape[2:])
     queries = queries * queries.shape[-1] ** -0.5
