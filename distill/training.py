@@ -10,6 +10,7 @@ import ctypes
 import io
 import math
 import os
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -293,7 +294,8 @@ def _take_parts(trainer: Trainer, checkpoint: Path) -> None:
     """
     state = join_processes()
     (parts,) = checkpoint.glob("global_step*[0-9]")
-    if len([*parts.glob("*_optim_states.pt")]) == state.num_processes:
+    ranks = [re.search(r"pp_rank_(\d+)", path.name) for path in parts.glob("*_optim_states.pt")]
+    if max(int(each[1]) for each in ranks if each) + 1 == state.num_processes:
         return
     joined = parts.with_name(f"{parts.name}_universal")
     if state.is_main_process:

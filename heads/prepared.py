@@ -31,6 +31,7 @@ from accelerate.utils import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.integrations import unset_hf_deepspeed_config
 
 from heads.config import TRAINING, HeadConfig, Tracker
 from heads.loss import HeadMetrics
@@ -198,6 +199,7 @@ class PreparedHead:
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         for tracker in self.accelerator.trackers:
             tracker.finish()
+        unset_hf_deepspeed_config()  # or transformers would go on to load models in parts (ZeRO-3)
         if leave:
             self.accelerator.end_training()
 

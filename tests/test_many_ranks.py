@@ -1,7 +1,7 @@
 """No rank waits for a collective that another does not call, from a training's begin to its end.
 
-In tests/fake_world.py three ranks of 4 or of 512 train a head or a draft, measure it, store it, are
-interrupted by a signal to one of them, go on, and end. A minute and a half: eight trainings.
+In tests/fake_world.py three ranks of 512 train a head, or of 4 a draft, measure it, store it, are
+interrupted by a signal to one of them, go on, and end. Some minutes: ten trainings.
 """
 
 from __future__ import annotations
