@@ -165,8 +165,9 @@ def attention_along(
         own: (N, block) places behind the contexts of the slots of each query's block.
     """
     if len(queries) > 1:
-        texts = zip(*(each.split(1) for each in (queries, keys, values, mask)), strict=True)
-        return torch.cat([attention_along(*text, own) for text in texts])
+        parts = (each.split(1) for each in (queries, keys, values, mask))
+        texts = zip(*parts, strict=True)
+        return torch.cat([attention_along(q, k, v, m, own) for q, k, v, m in texts])
     contexts, groups = mask.shape[-1], keys.shape[1]
     queries = queries.reshape(len(queries), groups, -1, *queries.shape[2:])
     queries = queries * queries.shape[-1] ** -0.5
