@@ -15,8 +15,6 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed._tools.mod_tracker import ModTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -77,8 +75,21 @@ def shape_of(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def peak(work: Callable[[], object], *models: nn.Module) -> int:
     """The most bytes that are alive while work is done with models of shapes, theirs included."""
+    # Here: a part of torch that may move, which nothing but a plan needs.
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.distributed._tools.mod_tracker import ModTracker
+
+    class NoModules(ModTracker):
+        """No account by modules, which takes neither frozen weights nor several calls of one."""
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return
+
     tracker: Any = MemTracker()
-    tracker._mod_tracker = _NoModules()  # type: ignore[no-untyped-call]
+    tracker._mod_tracker = NoModules()  # type: ignore[no-untyped-call]
     tracker.track_external(*models)
     with tracker, _Places():  # type: ignore[no-untyped-call]
         work()
@@ -94,16 +105,6 @@ def size_of(*models: nn.Module) -> int:
 @cache
 def _shapes() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-class _NoModules(ModTracker):
-    """No account by modules, which takes neither frozen weights nor several calls of a model."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
 
 
 class _Places(TorchDispatchMode):  # type: ignore[no-untyped-call]
