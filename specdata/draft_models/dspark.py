@@ -165,7 +165,7 @@ def attention_along(
         own: (N, block) places behind the contexts of the slots of each query's block.
     """
     if len(queries) > 1:
-        parts = (each.split(1) for each in (queries, keys, values, mask))
+        parts = (torch.split(each, 1) for each in (queries, keys, values, mask))
         texts = zip(*parts, strict=True)
         return torch.cat([attention_along(q, k, v, m, own) for q, k, v, m in texts])
     contexts, groups = mask.shape[-1], keys.shape[1]
