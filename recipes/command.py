@@ -77,11 +77,12 @@ def environment(command: Sequence[str]) -> dict[str, str]:
 
     given = launch_command_parser().parse_args(command[3:])
     profile = yaml.safe_load(Path(given.config_file).read_text(encoding="utf-8"))
-    processes = given.num_processes or profile["num_processes"]
-    is_deepspeed = given.use_deepspeed or profile["distributed_type"] == "DEEPSPEED"
+    processes = given.num_processes or profile.get("num_processes", 1)
+    machines = given.num_machines or profile.get("num_machines", 1)
+    is_deepspeed = given.use_deepspeed or profile.get("distributed_type") == "DEEPSPEED"
     return {
         "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes // (given.num_machines or profile["num_machines"])),
+        "LOCAL_WORLD_SIZE": str(processes // machines),
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_USE_DEEPSPEED": str(is_deepspeed),
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(given.deepspeed_config_file),

@@ -8,6 +8,7 @@ engine adds to a training follows from how it divides weights, gradients and opt
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -284,8 +285,15 @@ def show_memory(stages: Sequence[Stage], size: int | None, say: Callable[[str], 
         f"{completion:,} tokens"
     )
     say("".join(f"{each:>12}" for each in ("", *COLUMNS, "together")))
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # said below
     for stage in stages:
-        if (memory := planned.of(stage.name)) is None:
+        try:
+            memory = planned.of(stage.name)
+        except RuntimeError as error:  # torch's, of experts above all: who is asked decides sizes
+            reason = str(error).partition("\n")[0]
+            say(f"{stage.name:<12}is not known: shapes are not enough for its models ({reason})")
+            continue
+        if memory is None:
             continue
         values = (*astuple(memory), memory.total)
         say(f"{stage.name:<12}" + "".join(f"{value / 1e9:>12.2f}" for value in values))

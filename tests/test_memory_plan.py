@@ -16,6 +16,7 @@ from recipes.command import RECIPES, environment, launch_command
 from recipes.memory import Engine
 from specdata.memory import of_shapes
 from specdata.sampling import SamplingConfig
+from tests.families import small
 from tests.test_checks import own
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
@@ -108,6 +109,19 @@ def test_a_plan_says_which_stage_does_not_fit_and_what_to_lower(
     ):
         assert RECIPES["pipeline"].run([*flags, *more]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_plan_says_of_which_stages_shapes_are_not_enough_to_know_the_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of experts, of which the numbers decide how many tokens each reads."""
+    described = small("dbrx").to_dict()
+    flags = own(tmp_path / "out", described, described)
+    flags += ["--draft=null", "--head=null", "--eval.methods=[{name: plain, decoder: plain}]"]
+    assert RECIPES["pipeline"].run([*flags, "--plan", "--memory", "80GB"]) == 0
+    shown, errors = capsys.readouterr()
+    assert "\neval        is not known: shapes are not enough" in shown
+    assert "Traceback" not in errors
 
 
 def test_a_launch_is_planned_in_one_process_as_its_first_would_be(
