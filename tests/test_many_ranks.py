@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 
 from distill.watch import HeldOut
-from heads.train import Training
 from specdata import interruption
 from specdata.interruption import Interrupted, stopping_on_signals
-from specdata.processes import is_main
 from tests.drive_head import drive
 from tests.fake_world import in_fake_world
 from tests.test_draft_resume import tuned
@@ -88,28 +86,14 @@ def measured_together_by_main() -> None:
     HeldOut.measure = together  # type: ignore[method-assign]
 
 
-def logged_together_by_main() -> None:
-    def together(*_: Any) -> None:
-        if is_main():
-            PartialState().wait_for_everyone()
-
-    Training.log = together  # type: ignore[method-assign]
-
-
 def stopped_alone() -> None:
     interruption.largest_of_all = lambda value: value
-
-
-def gathered_as_they_are() -> None:
-    Accelerator.pad_across_processes = lambda _, tensor: tensor
 
 
 # What is planted, in which training, and what is said of it.
 FAULTS: dict[str, tuple[Callable[[], None], str, str]] = {
     "measures": (measured_together_by_main, "draft", r"allreduce_\(.*\[7\]\), rank 1 nothing"),
-    "logs": (logged_together_by_main, "head", "barrier"),
     "stops": (stopped_alone, "head", "barrier"),
-    "gathers": (gathered_as_they_are, "head", r", 2\]\), rank \d _?allgather\w*\(.*, 2\]\)"),
 }
 
 

@@ -152,15 +152,23 @@ def test_every_stage_makes_what_it_makes_on_the_cpu(
 @unpinned
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("init", "head_kind"),
+    ("init", "changes", "head_kind"),
     [
-        ({"taps": [1]}, "immediate"),
-        ({"layout": "eagle3", "taps": [0, 1, 2]}, "immediate"),
-        ({"layout": "dspark", "block": 3, "taps": [1]}, "confidence"),
+        ({"kind": "target", "layers": 1}, {"depths": 3, "optimizer": "muon"}, "immediate"),
+        ({"kind": "target", "layers": 1}, {"lora": {"rank": 4}, "on_policy": 0.4}, "specdec++"),
+        ({"taps": [1]}, {}, "immediate"),
+        ({"layout": "eagle3", "taps": [0, 1, 2]}, {}, "immediate"),
+        ({"layout": "dspark", "block": 3, "taps": [1]}, {}, "confidence"),
     ],
+    ids=["depths, muon", "adapters, on policy", "states", "eagle3", "dspark"],
 )
 def test_a_draft_of_every_layout_with_its_head_is_that_of_the_cpu(
-    init: Any, head_kind: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    init: Any,
+    changes: Any,
+    head_kind: str,
+    pair: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decoding last, with the target on another device."""
     eager = {"attn_implementation": "eager"}
@@ -170,7 +178,7 @@ def test_a_draft_of_every_layout_with_its_head_is_that_of_the_cpu(
         "output": "out",
         "models": {"target": str(pair / "target"), "load": {"target": eager, "draft": eager}},
         "rollouts": {"max_new_tokens": 8, "sets": sets},
-        "draft": {"init": {"kind": "states", "layers": 1, **init}, "keep": "last", **once},
+        "draft": {"init": {"kind": "states", "layers": 1} | init, "keep": "last"} | once | changes,
         "head": {"kind": head_kind, **once},
         "eval": CONFIG["eval"],
     }
