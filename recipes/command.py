@@ -80,12 +80,16 @@ def environment(command: Sequence[str]) -> dict[str, str]:
     processes = given.num_processes or profile.get("num_processes", 1)
     machines = given.num_machines or profile.get("num_machines", 1)
     is_deepspeed = given.use_deepspeed or profile.get("distributed_type") == "DEEPSPEED"
+    engine = profile.get("deepspeed_config", {})
     return {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes // machines),
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_USE_DEEPSPEED": str(is_deepspeed),
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(given.deepspeed_config_file),
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(
+            given.deepspeed_config_file or engine.get("deepspeed_config_file")
+        ),
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(given.zero_stage or engine.get("zero_stage", 2)),
         "ACCELERATE_USE_FSDP": str(given.use_fsdp),
         "ACCELERATE_DYNAMO_BACKEND": given.dynamo_backend or "no",
     }

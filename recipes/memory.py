@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from distill.memory import measuring, new_draft, prepare, trained_weights, train
 from distill.states import PART, ridge
 from recipes.checks import given_models
 from recipes.config import PipelineConfig
-from recipes.run import Stage
+from recipes.run import Stage, say
 from recipes.sizes import described
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.states_draft import states_input
@@ -77,20 +77,19 @@ class Engine:
         said = json.loads(file.read_text()) if file.is_file() else {}
         zero = said.get("zero_optimization", {})
         stage = zero.get("stage", os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
-        sizes = (zero.get("reduce_bucket_size"), zero.get("stage3_max_live_parameters"))
-        bucket, live = (
-            4 * (size if isinstance(size, int) else most)
-            for size, most in zip(sizes, (BUCKET, LIVE), strict=True)
+
+        def size(key: str, most: int) -> int:
+            value = zero.get(key)
+            return 4 * (value if isinstance(value, int) else most)
+
+        bucket = size("reduce_bucket_size", BUCKET) * (1 + bool(zero.get("overlap_comm")))
+        offloads = frozenset(
+            each
+            for each in ("param", "optimizer")
+            if zero.get(f"offload_{each}", {}).get("device", "none") != "none"
         )
-        kinds = ("param", "optimizer")
-        offloads = frozenset(each for each in kinds if zero.get(f"offload_{each}"))
-        return cls(
-            process_count(),
-            int(stage),
-            bucket * (1 + bool(zero.get("overlap_comm"))),
-            live,
-            offloads,
-        )
+        live = size("stage3_max_live_parameters", LIVE)
+        return cls(process_count(), int(stage), bucket, live, offloads)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -265,7 +264,7 @@ class Planned:
         )
 
 
-def show_memory(stages: Sequence[Stage], size: int | None, say: Callable[[str], object]) -> None:
+def show_memory(stages: Sequence[Stage], size: int | None) -> None:
     """Print what each stage holds in each process, and what to lower where a device is too small.
 
     `size` is that of a device, in bytes; by default that of the GPU there is.

@@ -119,7 +119,7 @@ class Recipe:
                 if is_main() and (command.memory or is_launched()):
                     from recipes.memory import show_memory  # here: it needs torch
 
-                    show_memory(stages, command.memory, say)
+                    show_memory(stages, command.memory)
             else:
                 self.main(config)
                 for step in self.asked(config)[-1].next(CommandLine(given, program)):

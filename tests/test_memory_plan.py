@@ -125,10 +125,19 @@ def test_a_plan_says_of_which_stages_shapes_are_not_enough_to_know_the_memory(
 
 
 def test_a_launch_is_planned_in_one_process_as_its_first_would_be(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = ["--num_machines", "2", "--num_processes", "16", "--machine_rank", "0"]
-    for profile, name in (("zero3", "16 processes, ZeRO-3"), ("multi_node", "16 processes, DDP")):
-        for key, value in environment(launch_command(profile, nodes, "train-draft", [])).items():
+    (tmp_path / "own.yaml").write_text(
+        "{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 1}, num_processes: 4}"
+    )
+    own_file = ["--config_file", str(tmp_path / "own.yaml")]
+    for profile, options, name in (
+        ("zero3", nodes, "16 processes, ZeRO-3"),
+        ("multi_node", nodes, "16 processes, DDP"),
+        ("multi_gpu", own_file, "4 processes, ZeRO-1"),
+    ):
+        command = launch_command(profile, options, "train-draft", [])
+        for key, value in environment(command).items():
             monkeypatch.setenv(key, value)
         assert Engine.of_launcher().name == name
