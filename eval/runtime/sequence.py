@@ -11,47 +11,23 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
 from specdata.draft_models.depths import MASK
 from specdata.draft_models.dspark import BlockInput
 from specdata.draft_models.states_draft import states_input, without_first
 from specdata.probability import SamplingConfig
 
+if TYPE_CHECKING:
+    from eval.runtime.model import CachedModel
+
 T = TypeVar("T")
 
 NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
-
-
-class ForwardRunner(Protocol):
-    """What runs the forwards of its sequences: a `CachedModel` (`eval/runtime/model.py`)."""
-
-    model: Any
-    kv_cache: KVCache
-    depths: int
-
-    def run(self, forward: Forward) -> Tensor:
-        """Run one forward by itself: logits (logits_to_keep, N)."""
-
-    def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """Run one forward of each of several sequences, together where that pays."""
-
-    def embed(self, ids: Tensor) -> Tensor | None:
-        """(..., E) input embeddings of tokens (...), for heads."""
-
-    def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
-        """(..., V) distributions of logits (..., N)."""
-
-    def everywhere(self, some: Tensor) -> Tensor:
-        """(..., N) probabilities of the model's own tokens -> (..., V)."""
-
-    def token_ids(self, columns: Tensor) -> Tensor:
-        """Ids of the model's own tokens, numbers below N, in the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +50,7 @@ class Forward:
     drafted: int = 0
 
     @property
-    def model(self) -> ForwardRunner:
+    def model(self) -> CachedModel:
         """The model that runs it."""
         return self.sequence.model
 
@@ -110,7 +86,7 @@ def run_batch(
     jobs: Sequence[Callable[[int], ForwardCoroutine[T]]],
     size: int,
     *,
-    last: ForwardRunner,
+    last: CachedModel,
     report: Callable[[int], object] = lambda done: None,
 ) -> list[T]:
     """Run coroutines side by side; forwards that wait for the same model run as one.
@@ -173,7 +149,7 @@ class CachedSequence:
             where the model does not capture them.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         self.model = model
         self.slot = slot
         self.sampling = sampling
@@ -301,7 +277,7 @@ class RecurrentSequence(CachedSequence):
     forward that read any, and what was accepted since is read again (`eval.runtime.recurrent`).
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self._kept = 0  # tokens whose states are kept
 
@@ -335,7 +311,7 @@ class RereadSequence(CachedSequence):
     not while a residual persists, which is of the distributions that its draft was drawn from.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self._read = 0  # tokens that were read as committed ones
         self._is_held = False
@@ -375,7 +351,7 @@ class StatesSequence(RereadSequence):
     0.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self._target: CachedSequence | None = None
         self._draft_states: dict[int, Tensor] = {}  # by cache position, of the draft in progress
@@ -451,7 +427,7 @@ class MaskedSequence(RereadSequence):
     trees: their cache positions hold nothing. Deeper than the masks, the last one is repeated.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self.masks = model.depths - 1
         # Of each mask: logits, and what the lm_head read if it is captured.
@@ -514,7 +490,7 @@ class BlockSequence(MaskedSequence):
     again as long as the target has not read it. What a drafted token adds is a bias of the logits.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self._target: CachedSequence | None = None
         embedding = states_input(model.model)
