@@ -158,6 +158,7 @@ class CachedSequence:
         self.ancestors = NO_NODES
         self.states: Tensor | None = None
         self.taps: Tensor | None = None
+        self._target: CachedSequence | None = None
 
     @property
     def reads_first(self) -> bool:
@@ -197,7 +198,11 @@ class CachedSequence:
         return ids
 
     def follow(self, target: CachedSequence) -> None:
-        """Read the states of a target's sequence, if the model reads any."""
+        """Read the states of a target's sequence, if the model reads any.
+
+        Without one, as in a warm-up, they count as 0.
+        """
+        self._target = target
 
     def hold(self, persists: bool) -> None:
         """Read later tokens as the last draft would have, as long as a residual of it persists."""
@@ -353,7 +358,6 @@ class StatesSequence(RereadSequence):
 
     def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
-        self._target: CachedSequence | None = None
         self._draft_states: dict[int, Tensor] = {}  # by cache position, of the draft in progress
         embedding = states_input(model.model)
         assert embedding is not None
@@ -368,10 +372,6 @@ class StatesSequence(RereadSequence):
         """Forget the sequence."""
         super().reset()
         self._draft_states = {}
-
-    def follow(self, target: CachedSequence) -> None:
-        """Read the states of a target's sequence."""
-        self._target = target
 
     def pieces(self, tokens: list[int]) -> list[list[int]]:
         """Tokens to append: each after its predecessor's own state in a forward of its own."""
@@ -492,7 +492,6 @@ class BlockSequence(MaskedSequence):
 
     def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
-        self._target: CachedSequence | None = None
         embedding = states_input(model.model)
         assert isinstance(embedding, BlockInput)
         self._embedding, self._output = embedding, model.model.get_output_embeddings()
@@ -501,10 +500,6 @@ class BlockSequence(MaskedSequence):
     def mask(self) -> int:
         """The target's token that the draft was trained with."""
         return self._embedding.blocks.mask
-
-    def follow(self, target: CachedSequence) -> None:
-        """Read the states of a target's sequence; without one, as in a warm-up, they are 0."""
-        self._target = target
 
     def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
         """(n, F + H) what the draft reads of contexts and a block, (n,) ids."""
