@@ -38,21 +38,16 @@ class Interval:
         return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
 
 
-def bootstrap_weights(prompts: int, seed: int = 0) -> Array:
-    """The count of each prompt in each bootstrap resample: (RESAMPLES, prompts).
+@cache
+def resamples(prompts: int, seed: int = 0) -> Array:
+    """All prompts once, then how often each bootstrap resample has each: (1 + RESAMPLES, prompts).
 
     Multiply it with sums a prompt, (prompts, ...), for the sums of every resample; take the ratio
-    of two such products, and its `interval`. Equal seeds give equal weights.
+    of two such products, and `Interval.of` it. Equal seeds give equal resamples.
     """
     even = np.full(prompts, 1.0 / prompts)
     counts = np.random.default_rng(seed).multinomial(prompts, even, size=RESAMPLES)
-    return counts.astype(np.float64)
-
-
-@cache
-def resamples(prompts: int, seed: int = 0) -> Array:
-    """All prompts once, then `bootstrap_weights`: (1 + RESAMPLES, prompts)."""
-    return np.vstack([np.ones(prompts), bootstrap_weights(prompts, seed)])
+    return np.vstack([np.ones(prompts), counts])
 
 
 def interval(values: Array) -> tuple[float, float]:
