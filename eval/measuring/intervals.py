@@ -31,11 +31,16 @@ class Interval:
         """Of values (1 + RESAMPLES,) in the order of `resamples`."""
         return cls(float(values[0]), *interval(values[1:]))
 
+    def within(self, decimals: int, unit: str = "") -> str:
+        """As text, such as "2.55x [2.28, 2.91]"."""
+        value, low, high = (f"{x:.{decimals}f}" for x in (self.value, self.low, self.high))
+        return f"{value}{unit} [{low}, {high}]"
+
     def __str__(self) -> str:
         """In percent, such as "6.1 % [4.9, 7.2]"."""
         # Adding 0 makes 0.0 of -0.0.
-        value, low, high = (round(100 * x, 1) + 0.0 for x in (self.value, self.low, self.high))
-        return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
+        percent = (round(100 * x, 1) + 0.0 for x in (self.value, self.low, self.high))
+        return Interval(*percent).within(1, " %")
 
 
 @cache

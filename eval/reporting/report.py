@@ -116,8 +116,7 @@ def methods_table(
                 continue
             unit = "x" if rate_name == "speedup" else ""
             wide = "~" if rate_name == "speedup" and is_wide(rate) else ""
-            within = f"[{rate.low:.{decimals}f}, {rate.high:.{decimals}f}]{wide}"
-            cells.append(f"{rate.value:.{decimals}f}{unit} {within}")
+            cells.append(rate.within(decimals, unit) + wide)
         rows.append((name, cells))
         if row is best and (speedup := row.rate("speedup")) and speedup.low > 1:
             wins.append(name)
@@ -247,14 +246,10 @@ def acceptance_by_position(results: Results) -> Section | None:
     if not any(cells.values()):
         return None
     deepest = max(map(len, cells.values()))
-
-    def share(x: Interval) -> str:
-        return f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"
-
     table = Table(
         [(f"{place}", "") for place in range(1, deepest + 1)],
         [
-            (name, [*map(share, shares), *[NOT_MEASURED] * (deepest - len(shares))])
+            (name, [x.within(3) for x in shares] + [NOT_MEASURED] * (deepest - len(shares)))
             for name, shares in cells.items()
         ],
         first="prompt set and method",
@@ -292,8 +287,7 @@ def _scores(results: Results) -> Section | None:
         cells = [NOT_MEASURED] * len(names)
         for place, name in enumerate(names):
             if name in run.scores:
-                low, high = run.intervals[name]
-                cells[place] = f"{run.scores[name]:.3f} [{low:.3f}, {high:.3f}]"
+                cells[place] = Interval(run.scores[name], *run.intervals[name]).within(3)
         if run.scores:
             rows.append((f"{run.dataset}, {run.name}", cells))
     sentence = "What the texts are worth; a lossless method has the target's scores but for luck."
