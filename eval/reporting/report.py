@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import rich.table
 from rich import box
 from rich.console import Group
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from eval.analysis.prediction import Predictions
 from eval.measuring.intervals import Interval, resamples
-from eval.measuring.metrics import divide, prompt_ids
+from eval.measuring.metrics import by_position, divide, prompt_ids
 from eval.measuring.pooled import ALL_SETS, fastest, medians, pool
 from eval.measuring.results import Results, Run
 from eval.measuring.samples import Samples
@@ -267,12 +266,7 @@ def positions_of(run: Run) -> list[Interval]:
     Positions that fewer than MIN_ROUNDS rounds drafted are left out.
     """
     prompts = prompt_ids(run.generations)
-    row = {name: index for index, name in enumerate(prompts)}
-    drafted, accepted = np.zeros((2, len(prompts), len(run.acceptance_by_position)))
-    for each in run.generations:
-        depth = len(each.drafted_by_position)
-        drafted[row[each.prompt_id], :depth] += each.drafted_by_position
-        accepted[row[each.prompt_id], :depth] += each.accepted_by_position
+    drafted, accepted = by_position(run.generations, prompts)
     enough = int((drafted.sum(axis=0) >= MIN_ROUNDS).sum())  # deeper ones are drafted less often
     weights = resamples(len(prompts))
     shares = divide(weights @ accepted, weights @ drafted)
