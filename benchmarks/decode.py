@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
-from eval.measuring.intervals import bootstrap_weights, interval
+from eval.measuring.intervals import interval, resamples
 from eval.runtime.engines import ENGINES, Engine
 from specdata.config import PromptSet
 from specdata.generation import plain_generation
@@ -238,7 +238,7 @@ def _speeds(
                 out = decode(prompt, options.max_new_tokens, f"{key} {repeat}")
                 counts[name][index] += len(out.tokens), out.seconds
                 rounds[name] += out.rounds
-    weights = bootstrap_weights(len(pair.prompts))
+    weights = resamples(len(pair.prompts))[1:]
     base = counts["generate"]
     speeds = {}
     for name, table in counts.items():

@@ -27,7 +27,7 @@ from eval.analysis.certificate import (
 from eval.decode_config import DecodeConfig, Method
 from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig
-from eval.verifiers.rule import Candidates, Rng, Verifier, walk
+from eval.verifiers.rule import Candidates, Rng, Verifier, Walk
 from recipes.command import run_tool
 from recipes.config import build
 from recipes.layout import CERTIFICATE
@@ -61,7 +61,7 @@ def accepts_too_much(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tenso
 
 class Lenient(DecodeConfig):
     def make_verifier(self) -> Verifier:
-        return replace(super().make_verifier(), rule=walk(accepts_too_much))
+        return replace(super().make_verifier(), rule=Walk(accepts_too_much))
 
 
 class LenientMethod(Method):

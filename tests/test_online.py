@@ -24,9 +24,9 @@ def test_each_outcome_moves_it_to_the_maximum_of_its_likelihood_and_what_is_reme
         h = prior + sum(age * each for age, (each, _) in zip(ages, added, strict=True))
         hw = prior @ first + sum(age * each for age, (_, each) in zip(ages, added, strict=True))
         model.observe(x, accepted)
-        w, z = np.array(model.coefficients), np.array([1.0, x])
+        w, z = np.array([model.intercept, model.slope]), np.array([1.0, x])
         assert model.accept(x) == sigmoid(float(w @ z))
-        assert model.coefficients == tuple(w), "asking changes nothing"
+        assert (model.intercept, model.slope) == tuple(w), "asking changes nothing"
         error = accepted - sigmoid(float(w @ z))
         assert h @ (w - np.linalg.solve(h, hw)) == pytest.approx(error * z, abs=1e-6)
         chance = sigmoid(float(w @ z))

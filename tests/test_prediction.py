@@ -11,7 +11,7 @@ from scipy.special import logit
 from eval.analysis.prediction import GROUPS, Ids, Predictions, Reals, Scores, predictions, scores
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping.logistic import fit_calibration
-from eval.measuring.intervals import bootstrap_weights, interval
+from eval.measuring.intervals import interval, resamples
 from eval.reporting.recommendation import head_predictors
 from heads import AcceptanceHead
 from heads.loss import binary_kl, head_metrics, soft_auroc
@@ -52,7 +52,7 @@ def test_intervals_are_those_of_resampled_prompts_judged_one_by_one(step: float)
     assert (len(np.unique(predicted)) <= GROUPS) == bool(step)
     found = scores(accept, predicted, prompt)
     values = []
-    for counts in bootstrap_weights(PROMPTS)[:, prompt].astype(int):
+    for counts in resamples(PROMPTS)[1:, prompt].astype(int):
         a, p = (torch.from_numpy(np.repeat(x, counts)) for x in (accept, predicted))
         values.append(soft_auroc(p, a) or np.nan)
     assert found.auroc is not None
@@ -63,7 +63,7 @@ def test_intervals_are_those_of_resampled_prompts_judged_one_by_one(step: float)
         assert (found.auroc.low, found.auroc.high) == pytest.approx(by_hand, abs=1e-12)
     values = []
     odds = logit(predicted.clip(1e-6, 1 - 1e-6))
-    for counts in bootstrap_weights(PROMPTS)[:, prompt].astype(int):
+    for counts in resamples(PROMPTS)[1:, prompt].astype(int):
         x, a = (torch.from_numpy(np.repeat(each, counts)) for each in (odds, accept))
         values.append(float(binary_kl(x, a).mean()))
     assert (found.kl.low, found.kl.high) == pytest.approx(interval(np.array(values)))

@@ -207,7 +207,7 @@ def every_rule(traces: Traces) -> dict[str, Counts]:
     for rule in (rule for kind in STOPPING_RULES.values() for rule in kind.settings()):
         counts = replayed(rule, traces, TIMES)
         if counts is not None:
-            best[rule.title] = min(best.get(rule.title, counts), counts, key=seconds)
+            best[rule.name] = min(best.get(rule.name, counts), counts, key=seconds)
     return best
 
 

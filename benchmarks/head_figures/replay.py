@@ -158,7 +158,7 @@ def every_rule(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
     """
     rules = [rule for kind in STOPPING_RULES.values() for rule in kind.settings()]
     fitted = fit_rules([rule() for rule in STOPPING_RULES.values()], dev.tokens, dev.accept)
-    tried = [(rule.title, rule.with_fit(fitted)) for rule in rules]
+    tried = [(title(rule), rule.with_fit(fitted)) for rule in rules]
     best: dict[str, tuple[float, Replayed]] = {}
     for of_dev, of_test, named in (
         (dev, test, tried),
@@ -175,6 +175,11 @@ def every_rule(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
     bounds = {"oracle": Replayed("", oracle_counts(test)), "plain": Replayed("", alone)}
     found = {name: of_family for name, (_, of_family) in best.items()}
     return {**bounds, **found, "fixed": best_length(test, times)}
+
+
+def title(rule: StoppingRule) -> str:
+    """What its settings are compared under: its name, and whether it reads a head at will."""
+    return rule.name + (" with head" if rule.reads_head and not rule.needs_head else "")
 
 
 PERFECT: Mapping[int, Sequence[tuple[str, StoppingRule]]] = {

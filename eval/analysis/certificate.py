@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -411,11 +411,8 @@ SERVER_LEVEL = 1e-4
 """A sound engine fails the test once in 1 / SERVER_LEVEL times."""
 
 
-class Answers(Protocol):
-    """Has an engine complete prompts with a sampler: the new ids of each."""
-
-    def __call__(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[int]]:
-        """In the order of the requests."""
+Answers = Callable[[Sequence[Request], SamplingConfig], list[list[int]]]
+"""Has an engine complete prompts with a sampler: the new ids of each, in the requests' order."""
 
 
 class CertifiedServer(Strict):

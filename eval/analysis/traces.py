@@ -44,10 +44,6 @@ class Traces:
         """(R, N): False in the padding."""
         return self.tokens.inside
 
-    def select(self, rows: NDArray[np.bool_]) -> Traces:
-        """Those of some rollouts; `rows` is (R,)."""
-        return Traces(self.tokens.select(rows), self.accept[rows])
-
     def mean_accept(self) -> float:
         """Of all tokens."""
         return float(self.accept[self.inside].mean())

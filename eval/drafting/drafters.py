@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
@@ -120,8 +120,7 @@ class ChainDrafter(Drafter):
         for piece in self._sequence.pieces(uncached):
             drafted = min(len(draft), len(piece))
             logits = yield self._sequence.append(piece, 1, drafted=drafted)
-        tail = self._sequence.distribution(logits[0])
-        return drawn_chain(draft.token_list, list(draft.distributions), draft.planned or 0, tail)
+        return replace(draft, tail=self._sequence.distribution(logits[0]))
 
     def accept(self, nodes: list[int], length: int) -> None:
         """Drop what was rejected; the accepted tokens of a chain are where they belong."""
@@ -391,13 +390,10 @@ class TreeBuilder:
         )
 
 
-def drawn_chain(
-    tokens: list[int], distributions: list[Tensor], planned: int, tail: Tensor | None = None
-) -> DraftTree:
+def drawn_chain(tokens: list[int], distributions: list[Tensor], planned: int) -> DraftTree:
     """A chain of L tokens that were just drawn, without the checks of `DraftTree.chain`.
 
-    Of the distribution (V,) of each; `planned` is the length that it was to have, at least L, and
-    `tail` (V,) the draft's distribution after the last token, if known.
+    Of the distribution (V,) of each; `planned` is the length that it was to have, at least L.
     """
     order = torch.arange(len(tokens))
     stacked = torch.stack(distributions) if distributions else torch.empty(0, 0)
@@ -407,6 +403,5 @@ def drawn_chain(
         stacked,
         order,
         "chain",
-        tail=tail,
         planned=planned,
     )

@@ -15,7 +15,7 @@ from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, probabilities
 
 if TYPE_CHECKING:
-    from eval.runtime.sequence import ForwardRunner
+    from eval.runtime.model import CachedModel
 
 UNWARPED = SamplingConfig()
 """Nodes are ranked by the draft's own distribution. At a low temperature or in a small nucleus it
@@ -89,7 +89,7 @@ class _Seen:
         newest: those of them that the last `extend` added.
     """
 
-    def __init__(self, model: ForwardRunner, count: int) -> None:
+    def __init__(self, model: CachedModel, count: int) -> None:
         self.tokens, self.parents, self.values = list[int](), list[int](), [1.0]
         self.best: list[int] = []
         self.newest: list[int] = []

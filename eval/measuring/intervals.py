@@ -31,28 +31,28 @@ class Interval:
         """Of values (1 + RESAMPLES,) in the order of `resamples`."""
         return cls(float(values[0]), *interval(values[1:]))
 
+    def within(self, decimals: int, unit: str = "") -> str:
+        """As text, such as "2.55x [2.28, 2.91]"."""
+        value, low, high = (f"{x:.{decimals}f}" for x in (self.value, self.low, self.high))
+        return f"{value}{unit} [{low}, {high}]"
+
     def __str__(self) -> str:
         """In percent, such as "6.1 % [4.9, 7.2]"."""
         # Adding 0 makes 0.0 of -0.0.
-        value, low, high = (round(100 * x, 1) + 0.0 for x in (self.value, self.low, self.high))
-        return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
-
-
-def bootstrap_weights(prompts: int, seed: int = 0) -> Array:
-    """The count of each prompt in each bootstrap resample: (RESAMPLES, prompts).
-
-    Multiply it with sums a prompt, (prompts, ...), for the sums of every resample; take the ratio
-    of two such products, and its `interval`. Equal seeds give equal weights.
-    """
-    even = np.full(prompts, 1.0 / prompts)
-    counts = np.random.default_rng(seed).multinomial(prompts, even, size=RESAMPLES)
-    return counts.astype(np.float64)
+        percent = (round(100 * x, 1) + 0.0 for x in (self.value, self.low, self.high))
+        return Interval(*percent).within(1, " %")
 
 
 @cache
 def resamples(prompts: int, seed: int = 0) -> Array:
-    """All prompts once, then `bootstrap_weights`: (1 + RESAMPLES, prompts)."""
-    return np.vstack([np.ones(prompts), bootstrap_weights(prompts, seed)])
+    """All prompts once, then how often each bootstrap resample has each: (1 + RESAMPLES, prompts).
+
+    Multiply it with sums a prompt, (prompts, ...), for the sums of every resample; take the ratio
+    of two such products, and `Interval.of` it. Equal seeds give equal resamples.
+    """
+    even = np.full(prompts, 1.0 / prompts)
+    counts = np.random.default_rng(seed).multinomial(prompts, even, size=RESAMPLES)
+    return np.vstack([np.ones(prompts), counts])
 
 
 def interval(values: Array) -> tuple[float, float]:

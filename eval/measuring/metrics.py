@@ -102,13 +102,7 @@ def compute_metrics(
         base = rates_of(resampled_counts(plain, prompts))
         rates["speedup"] = rates["tokens_per_second"] / base["tokens_per_second"]
     scores = resampled_scores(records, plain, prompts)
-    by_position = np.zeros((2, max(len(record.drafted_by_position) for record in records)))
-    for record in records:
-        by_position[:, : len(record.drafted_by_position)] += (
-            record.drafted_by_position,
-            record.accepted_by_position,
-        )
-    drafted, accepted = by_position
+    drafted, accepted = by_position(records, prompts).sum(axis=1)
     values: dict[str, Any] = dict.fromkeys((*RATES, "speedup"))
     values |= {name: float(each[0]) for name, each in rates.items()}
     rounds = sum(r.rounds for r in records)
@@ -139,6 +133,16 @@ def prompt_ids(records: Sequence[PromptRecord]) -> list[str]:
     if not records:
         raise ValueError("metrics need at least one generation, got none")
     return list(dict.fromkeys(record.prompt_id for record in records))
+
+
+def by_position(records: Sequence[PromptRecord], prompts: Sequence[str]) -> Array:
+    """Rounds of each prompt that drafted each position, and that accepted it: (2, P, depth)."""
+    row = {prompt_id: index for index, prompt_id in enumerate(prompts)}
+    counts = np.zeros((2, len(prompts), max(len(each.drafted_by_position) for each in records)))
+    for each in records:
+        both = each.drafted_by_position, each.accepted_by_position
+        counts[:, row[each.prompt_id], : len(both[0])] += both
+    return counts
 
 
 def resampled_counts(

@@ -181,10 +181,6 @@ class Results(Strict):
         """Runs of one dataset, in the order they were run."""
         return [run for run in self.runs if run.dataset == dataset]
 
-    def plain(self, dataset: str) -> Run | None:
-        """Plain decoding of that dataset, if it was run."""
-        return next((run for run in self.of(dataset) if run.method.name == PLAIN), None)
-
     def repetitions(self) -> list[Results]:
         """Each evaluation that is in here by itself, the first one first."""
         alone = [self.model_copy(update={"repeats": []})]

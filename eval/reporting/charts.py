@@ -36,8 +36,6 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "legend.fontsize": 8,
     "legend.frameon": False,
-    "svg.hashsalt": "report",  # makes ids, and so the bytes, depend on the input only
-    "svg.fonttype": "path",
 }
 COLOURS = {"": "#56B4E9", "first": "#0072B2", "best": "#009E73", "biased": "#808080"}
 """The look of a bar -> its colour."""

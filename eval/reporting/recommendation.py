@@ -338,7 +338,7 @@ def head_predictors(predictions: Predictions | None) -> Section | None:
     for each in predictions.predictors:
         judged = each.scores
         cells = tuple(
-            NOT_MEASURED if x is None else f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"
+            NOT_MEASURED if x is None else x.within(3)
             for x in (judged.auroc, judged.kl, judged.ece)
         )
         means = f"{judged.mean_predicted:.3f} / {judged.mean_accept:.3f}"
@@ -378,7 +378,7 @@ def verifier_sentence(rows: Sequence[VerifierRow]) -> str:
     winner = best_verifier(rows)
     sentence = (
         f"Of {len(lossless)} lossless verifiers {winner.name} on {winner.draft_kind} is best:"
-        f" {tokens_within(winner.expected_tokens)} tokens a call"
+        f" {winner.expected_tokens.within(2)} tokens a call"
     )
     if winner.gain is None:
         return f"{sentence}; no other is faster on these drafts."
@@ -398,11 +398,6 @@ def verifier_pays(rows: Sequence[VerifierRow]) -> str:
     elif speed * tokens.high < tokens.value:
         verdict = "it does not pay: drafting costs more than it saves"
     return f"Expected is {speed:.2f}x over the target alone here: {verdict}."
-
-
-def tokens_within(value: Interval) -> str:
-    """Tokens a call with their interval, as every table of verifiers writes them."""
-    return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"
 
 
 # --- the number of drafted tokens ---
@@ -443,15 +438,10 @@ def _length_cells(rows: Sequence[PooledRow]) -> tuple[str, str, str, str]:
         best += f", {method.verifier} verification"
     if rows[1:]:
         ratio = rows[0].over(rows[1], "tokens_per_second")
-        against = f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] {rows[1].name}"
+        against = f"{ratio.within(2, 'x')} {rows[1].name}"
         against += ": not told apart" if ratio.low <= 1.0 else ""
     lengths = sorted({row.method.deepest for row in rows})
-    return (
-        best,
-        f"{speed.value:.1f} [{speed.low:.1f}, {speed.high:.1f}]",
-        f"K = {', '.join(map(str, lengths))}",
-        against,
-    )
+    return best, speed.within(1), f"K = {', '.join(map(str, lengths))}", against
 
 
 def longest_measured(results: Results) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import rich.table
 from rich import box
 from rich.console import Group
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from eval.analysis.prediction import Predictions
 from eval.measuring.intervals import Interval, resamples
-from eval.measuring.metrics import divide, prompt_ids
+from eval.measuring.metrics import by_position, divide, prompt_ids
 from eval.measuring.pooled import ALL_SETS, fastest, medians, pool
 from eval.measuring.results import Results, Run
 from eval.measuring.samples import Samples
@@ -116,8 +115,7 @@ def methods_table(
                 continue
             unit = "x" if rate_name == "speedup" else ""
             wide = "~" if rate_name == "speedup" and is_wide(rate) else ""
-            within = f"[{rate.low:.{decimals}f}, {rate.high:.{decimals}f}]{wide}"
-            cells.append(f"{rate.value:.{decimals}f}{unit} {within}")
+            cells.append(rate.within(decimals, unit) + wide)
         rows.append((name, cells))
         if row is best and (speedup := row.rate("speedup")) and speedup.low > 1:
             wins.append(name)
@@ -247,14 +245,10 @@ def acceptance_by_position(results: Results) -> Section | None:
     if not any(cells.values()):
         return None
     deepest = max(map(len, cells.values()))
-
-    def share(x: Interval) -> str:
-        return f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"
-
     table = Table(
         [(f"{place}", "") for place in range(1, deepest + 1)],
         [
-            (name, [*map(share, shares), *[NOT_MEASURED] * (deepest - len(shares))])
+            (name, [x.within(3) for x in shares] + [NOT_MEASURED] * (deepest - len(shares)))
             for name, shares in cells.items()
         ],
         first="prompt set and method",
@@ -272,12 +266,7 @@ def positions_of(run: Run) -> list[Interval]:
     Positions that fewer than MIN_ROUNDS rounds drafted are left out.
     """
     prompts = prompt_ids(run.generations)
-    row = {name: index for index, name in enumerate(prompts)}
-    drafted, accepted = np.zeros((2, len(prompts), len(run.acceptance_by_position)))
-    for each in run.generations:
-        depth = len(each.drafted_by_position)
-        drafted[row[each.prompt_id], :depth] += each.drafted_by_position
-        accepted[row[each.prompt_id], :depth] += each.accepted_by_position
+    drafted, accepted = by_position(run.generations, prompts)
     enough = int((drafted.sum(axis=0) >= MIN_ROUNDS).sum())  # deeper ones are drafted less often
     weights = resamples(len(prompts))
     shares = divide(weights @ accepted, weights @ drafted)
@@ -292,8 +281,7 @@ def _scores(results: Results) -> Section | None:
         cells = [NOT_MEASURED] * len(names)
         for place, name in enumerate(names):
             if name in run.scores:
-                low, high = run.intervals[name]
-                cells[place] = f"{run.scores[name]:.3f} [{low:.3f}, {high:.3f}]"
+                cells[place] = Interval(run.scores[name], *run.intervals[name]).within(3)
         if run.scores:
             rows.append((f"{run.dataset}, {run.name}", cells))
     sentence = "What the texts are worth; a lossless method has the target's scores but for luck."

@@ -58,7 +58,7 @@ def _speedup(row: PooledRow | None) -> str:
     if row is None or (speed := row.rate("speedup")) is None:
         return NOT_MEASURED
     spread = f" ({row.spread[0]:.2f} to {row.spread[1]:.2f})" if row.spread else ""
-    return f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}]{spread}"
+    return speed.within(2, "x") + spread
 
 
 def beside_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()) -> str:

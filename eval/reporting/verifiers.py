@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.results import ENOUGH, Results, VerifierRow
-from eval.reporting.recommendation import of_all, tokens_within, verifier_sentence
+from eval.reporting.recommendation import of_all, verifier_sentence
 from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table
 
 COLUMNS = (
@@ -98,7 +98,7 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
     decoded = measured.get(row.decoded or "")
     speed, tokens = (decoded.value(x) if decoded else None for x in ("speedup", "block_efficiency"))
     return [
-        tokens_within(row.expected_tokens),
+        row.expected_tokens.within(2),
         gain,
         f"{row.positions:,}" + " !" * (row.positions < ENOUGH),
         NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",

@@ -11,47 +11,23 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
 from specdata.draft_models.depths import MASK
 from specdata.draft_models.dspark import BlockInput
 from specdata.draft_models.states_draft import states_input, without_first
 from specdata.probability import SamplingConfig
 
+if TYPE_CHECKING:
+    from eval.runtime.model import CachedModel
+
 T = TypeVar("T")
 
 NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
-
-
-class ForwardRunner(Protocol):
-    """What runs the forwards of its sequences: a `CachedModel` (`eval/runtime/model.py`)."""
-
-    model: Any
-    kv_cache: KVCache
-    depths: int
-
-    def run(self, forward: Forward) -> Tensor:
-        """Run one forward by itself: logits (logits_to_keep, N)."""
-
-    def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """Run one forward of each of several sequences, together where that pays."""
-
-    def embed(self, ids: Tensor) -> Tensor | None:
-        """(..., E) input embeddings of tokens (...), for heads."""
-
-    def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
-        """(..., V) distributions of logits (..., N)."""
-
-    def everywhere(self, some: Tensor) -> Tensor:
-        """(..., N) probabilities of the model's own tokens -> (..., V)."""
-
-    def token_ids(self, columns: Tensor) -> Tensor:
-        """Ids of the model's own tokens, numbers below N, in the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +50,7 @@ class Forward:
     drafted: int = 0
 
     @property
-    def model(self) -> ForwardRunner:
+    def model(self) -> CachedModel:
         """The model that runs it."""
         return self.sequence.model
 
@@ -110,7 +86,7 @@ def run_batch(
     jobs: Sequence[Callable[[int], ForwardCoroutine[T]]],
     size: int,
     *,
-    last: ForwardRunner,
+    last: CachedModel,
     report: Callable[[int], object] = lambda done: None,
 ) -> list[T]:
     """Run coroutines side by side; forwards that wait for the same model run as one.
@@ -173,7 +149,7 @@ class CachedSequence:
             where the model does not capture them.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         self.model = model
         self.slot = slot
         self.sampling = sampling
@@ -182,6 +158,7 @@ class CachedSequence:
         self.ancestors = NO_NODES
         self.states: Tensor | None = None
         self.taps: Tensor | None = None
+        self._target: CachedSequence | None = None
 
     @property
     def reads_first(self) -> bool:
@@ -221,7 +198,11 @@ class CachedSequence:
         return ids
 
     def follow(self, target: CachedSequence) -> None:
-        """Read the states of a target's sequence, if the model reads any."""
+        """Read the states of a target's sequence, if the model reads any.
+
+        Without one, as in a warm-up, they count as 0.
+        """
+        self._target = target
 
     def hold(self, persists: bool) -> None:
         """Read later tokens as the last draft would have, as long as a residual of it persists."""
@@ -301,7 +282,7 @@ class RecurrentSequence(CachedSequence):
     forward that read any, and what was accepted since is read again (`eval.runtime.recurrent`).
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self._kept = 0  # tokens whose states are kept
 
@@ -335,7 +316,7 @@ class RereadSequence(CachedSequence):
     not while a residual persists, which is of the distributions that its draft was drawn from.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self._read = 0  # tokens that were read as committed ones
         self._is_held = False
@@ -375,9 +356,8 @@ class StatesSequence(RereadSequence):
     0.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
-        self._target: CachedSequence | None = None
         self._draft_states: dict[int, Tensor] = {}  # by cache position, of the draft in progress
         embedding = states_input(model.model)
         assert embedding is not None
@@ -392,10 +372,6 @@ class StatesSequence(RereadSequence):
         """Forget the sequence."""
         super().reset()
         self._draft_states = {}
-
-    def follow(self, target: CachedSequence) -> None:
-        """Read the states of a target's sequence."""
-        self._target = target
 
     def pieces(self, tokens: list[int]) -> list[list[int]]:
         """Tokens to append: each after its predecessor's own state in a forward of its own."""
@@ -451,7 +427,7 @@ class MaskedSequence(RereadSequence):
     trees: their cache positions hold nothing. Deeper than the masks, the last one is repeated.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
         self.masks = model.depths - 1
         # Of each mask: logits, and what the lm_head read if it is captured.
@@ -514,9 +490,8 @@ class BlockSequence(MaskedSequence):
     again as long as the target has not read it. What a drafted token adds is a bias of the logits.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
-        self._target: CachedSequence | None = None
         embedding = states_input(model.model)
         assert isinstance(embedding, BlockInput)
         self._embedding, self._output = embedding, model.model.get_output_embeddings()
@@ -525,10 +500,6 @@ class BlockSequence(MaskedSequence):
     def mask(self) -> int:
         """The target's token that the draft was trained with."""
         return self._embedding.blocks.mask
-
-    def follow(self, target: CachedSequence) -> None:
-        """Read the states of a target's sequence; without one, as in a warm-up, they are 0."""
-        self._target = target
 
     def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
         """(n, F + H) what the draft reads of contexts and a block, (n,) ids."""

@@ -83,13 +83,13 @@ class VerifierSpec:
     def make(self, **parameters: object) -> Verifier:
         """Build the verifier."""
         self.check_names(parameters)
-        from eval.verifiers.rule import Verifier, walk
+        from eval.verifiers.rule import Verifier, Walk
 
         rule = _imported(self.rule)
         rule = rule(**parameters) if any(self.grid) else rule
         return Verifier(
             self.name,
-            rule if self.whole_draft else walk(rule),
+            rule if self.whole_draft else Walk(rule),
             self.takes,
             self.residual_persists,
             branching=self.branching,

@@ -104,20 +104,15 @@ NodeRule = Callable[[Tensor, Candidates, Rng], "int | Tensor"]
 """(p (V,), candidates, rng) -> index of the accepted one, or the next token's distribution (V,)."""
 
 
-def walk(node_rule: NodeRule) -> Rule:
-    """Apply a rule for one position from the root down, as most verifiers do.
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The rule that applies a rule for one position from the root down, as most verifiers do.
 
     A lossless rule for one position satisfies, for every token y and in expectation over the
     candidates, sum_i P(accept i) [token i = y] + P(reject all) distribution(y) = p(y). Applying it
     along a path then keeps the joint distribution, because the siblings below a node are drawn
     independently of how the node was chosen.
     """
-    return Walk(node_rule)
-
-
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """The rule that applies a rule for one position from the root down: see `walk`."""
 
     node_rule: NodeRule
 

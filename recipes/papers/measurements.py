@@ -385,7 +385,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
         head = BaseHead.from_pretrained(out)
         known = read(train.select(range(min(len(train), spec["judged_rows"]))), head=head)
         traces = read(rows, head=head)
-        of_heads.append(keys | {"train_kl": _kl(known), "eval_kl": _kl(traces.select(learned))})
+        of_heads.append(keys | {"train_kl": _kl(known), "eval_kl": _kl(traces, learned)})
         for threshold in spec["thresholds"]:
             rule = STOPPING_RULES["head"].model_validate({"threshold": threshold})
             named = {"rule": "head", "method": rule.label, "threshold": threshold, **keys}
@@ -425,17 +425,17 @@ def _labelled(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> Pipelin
     return config
 
 
-def _kl(traces: Traces) -> Record:
-    """The binary KL divergence of acceptance from a head's raw output, over rollouts (R,)."""
+def _kl(traces: Traces, rows: Any = slice(None)) -> Record:
+    """The binary KL divergence of acceptance from a head's raw output, over some rollouts."""
     import torch
 
     from heads.loss import binary_kl
 
     assert traces.tokens.head is not None
     logits, accept = map(torch.from_numpy, (traces.tokens.head.logits, traces.accept))
-    of_rows = np.where(traces.inside, binary_kl(logits, accept), 0.0).sum(axis=1)
+    of_rows = np.where(traces.inside, binary_kl(logits, accept), 0.0).sum(axis=1)[rows]
     drawn = resamples(len(of_rows))
-    return asdict(Interval.of(drawn @ of_rows / (drawn @ traces.tokens.lengths)))
+    return asdict(Interval.of(drawn @ of_rows / (drawn @ traces.tokens.lengths[rows])))
 
 
 def _expected(counts: Counts, prompts: Sequence[str], spec: Mapping[str, Any]) -> Record:

@@ -188,7 +188,7 @@ def write_figure(
     look: dict[Any, Any] = {
         "svg.fonttype": "none",
         "font.sans-serif": ["DejaVu Sans"],
-        "svg.hashsalt": path.stem,
+        "svg.hashsalt": path.stem,  # makes ids, and so the bytes, depend on the input only
     }
     with mpl.rc_context({**STYLE, **look}):
         drawn = Figure(figsize=(4.2 * columns, HEIGHT * lines), layout="constrained")

@@ -76,12 +76,12 @@ def main(given: argparse.Namespace) -> int:
     row, alone = rows[given.name], alone or rows.get(SERVED)
     speed = row.rate("tokens_per_second")
     assert speed is not None
-    said = f"{given.name}: {speed.value:.1f} tokens/s [{speed.low:.1f}, {speed.high:.1f}]"
+    said = f"{given.name}: {speed.within(1, ' tokens/s')}"
     if alone is not None and alone is not row:
         if _prompts(alone) != _prompts(row):
             raise ConfigError(f"{given.alone} must be of the same prompts")
         ratio = row.over(alone, "tokens_per_second")
-        said += f", {ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] the server alone"
+        said += f", {ratio.within(2, 'x')} the server alone"
     if drafted := sum(run.n_draft for run in row.runs):
         accepted = drafted - sum(run.n_discarded for run in row.runs)
         said += f"; it accepted {accepted:,} of {drafted:,} drafted tokens"

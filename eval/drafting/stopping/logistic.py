@@ -61,11 +61,6 @@ class OnlineLogistic:
         self._first_sums = (INFORMATION[0] * first[0], INFORMATION[1] * first[1])
         self._information, self._sums = self._first, self._first_sums
 
-    @property
-    def coefficients(self) -> Pair:
-        """Intercept and slope as they are now."""
-        return self.intercept, self.slope
-
     def accept(self, x: float) -> float:
         """The acceptance probability of a token with this x."""
         return sigmoid(self.intercept + self.slope * x)

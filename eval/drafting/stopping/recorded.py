@@ -9,7 +9,7 @@ it assumes that the sequence continues as recorded also after an accepted token 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,6 @@ class RecordedHead:
     lag: int = 0
     rejection_weight: float = 1.0
 
-    def select(self, rows: NDArray[np.bool_]) -> RecordedHead:
-        """What it says of some rollouts; `rows` is (R,)."""
-        return replace(self, logits=self.logits[rows])
-
     def logit(self, drawn: RecordedToken) -> Reals:
         """(R, N) of the newest token that the head can judge once `drawn` is."""
         return np.roll(self.logits, self.lag - drawn.position, axis=1)
@@ -73,16 +69,6 @@ class RecordedTokens:
     def inside(self) -> NDArray[np.bool_]:
         """(R, N): False in the padding."""
         return np.asarray(np.arange(self.q.shape[1]) < self.lengths[:, None])
-
-    def select(self, rows: NDArray[np.bool_]) -> RecordedTokens:
-        """Those of some rollouts; `rows` is (R,)."""
-        return RecordedTokens(
-            lengths=self.lengths[rows],
-            q=self.q[rows],
-            q_max=self.q_max[rows],
-            entropy=None if self.entropy is None else self.entropy[rows],
-            head=None if self.head is None else self.head.select(rows),
-        )
 
     def most(self) -> Lengths:
         """Tokens that may be drafted from a position; a round ends with a token of the target."""

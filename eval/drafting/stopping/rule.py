@@ -84,13 +84,8 @@ class StoppingRule(Config):
 
     @classmethod
     def settings(cls) -> list[StoppingRule]:
-        """The rule at every setting that is tried, each with its own `label` under its `title`."""
+        """The rule at every setting that is tried, each with its own `label`."""
         return [cls.model_validate({cls.varies: value}) for value in cls.grid] or [cls()]
-
-    @property
-    def title(self) -> str:
-        """What its settings are compared under: its name, and whether it reads a head at will."""
-        return self.name + (" with head" if self.reads_head and not self.needs_head else "")
 
     @property
     def label(self) -> str:

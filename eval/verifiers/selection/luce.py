@@ -10,8 +10,6 @@ Large vocabularies are reduced to the tokens that matter and groups of others wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,7 +22,7 @@ from eval.verifiers.selection.groups import (
     groups_by_ratio,
     largest,
 )
-from eval.verifiers.selection.pairs import PairRule
+from eval.verifiers.selection.pairs import PairRule, Selection
 
 # Tokens with a theta of their own.
 HEAD = 64
@@ -67,26 +65,7 @@ def fit_pair(p: Array, q1: Array, q2: Array) -> PairRule:
     return PairRule(group, shares)
 
 
-@dataclass(frozen=True)
-class Race:
-    """A fitted Luce selection from K drafts of one distribution.
-
-    Args:
-        distribution: (V,) exact distribution b of the selected token.
-        group: (V,) group of every token.
-        theta: (G,) log weight of every group.
-    """
-
-    distribution: Array
-    group: Ids
-    theta: Array
-
-    def weights(self, tokens: list[int]) -> list[float]:
-        """The weight with which each of the drafts with these tokens is selected."""
-        return [float(weight) for weight in np.exp(self.theta[self.group[tokens]])]
-
-
-def fit_race(p: Array, q: Array, k: int) -> Race:
+def fit_race(p: Array, q: Array, k: int) -> Selection:
     """Luce selection from K drafts of one distribution.
 
     Its distribution is that of an exponential race: if every draft of token x arrives at an
@@ -106,7 +85,7 @@ def fit_race(p: Array, q: Array, k: int) -> Race:
         theta = _step(theta, target, b, drafted, RACE_STEP, RACE_FLOOR)
     # The probability of a group is shared among its tokens in proportion to q.
     gain = race_distribution(kept, draft, k, FINE) / np.where(drafted, draft, 1.0)
-    return Race(q * gain[group], group, kept)
+    return Selection(q * gain[group], lambda tokens: np.exp(kept[group[tokens]]).tolist())
 
 
 def race_distribution(theta: Array, q: Array, k: int, step: float) -> Array:

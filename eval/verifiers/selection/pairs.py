@@ -8,6 +8,7 @@ over that reaches the same distributions with half the variables.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,19 @@ import numpy as np
 from eval.verifiers.selection.groups import Array, Ids, group_masses
 
 NO_IDS: Ids = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A random choice of one of n drafted tokens.
+
+    Args:
+        distribution: (V,) exact distribution b of the selected token.
+        weights: the weight with which each of the n drafts is selected, given their tokens.
+    """
+
+    distribution: Array
+    weights: Callable[[list[int]], list[float]]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Literal, get_args
@@ -29,7 +28,7 @@ from eval.verifiers.selection.groups import (
     largest,
 )
 from eval.verifiers.selection.luce import fit_pair, fit_race
-from eval.verifiers.selection.pairs import NO_IDS, PairRule, pair_masses
+from eval.verifiers.selection.pairs import NO_IDS, PairRule, Selection, pair_masses
 
 Solver = Literal["lp", "truncated", "truncated_nosort", "luce"]
 
@@ -41,20 +40,6 @@ SINGLE = 512
 PROPORTIONAL = 32
 # Selections of vocabularies up to this size are cached, so many: enumeration repeats them.
 CACHED_SIZE, CACHED = 4096, 128
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A random choice of one of n drafted tokens.
-
-    Args:
-        distribution: (V,) exact distribution b of the selected token.
-        weights: the weight with which each of the n drafts is selected, given their tokens.
-    """
-
-    distribution: Array
-    weights: Callable[[list[int]], list[float]]
-
 
 Select = Callable[[Array, Sequence[Array]], Selection]
 """(p (V,), the distribution (V,) of every draft) -> Selection. p may sum to less than 1."""
@@ -88,8 +73,7 @@ def _select(
 ) -> Selection:
     alike = all(distribution is distributions[0] for distribution in distributions)
     if solver == "luce" and alike and len(distributions) > 2:
-        fitted = fit_race(p, distributions[0], len(distributions))
-        return Selection(fitted.distribution, fitted.weights)
+        return fit_race(p, distributions[0], len(distributions))
     reducible = solver in ("truncated", "truncated_nosort") and len(p) > SINGLE + BUCKETS
     if reducible and alike and len(distributions) > 1:
         return _reduced_tournament(rules, p, distributions)
