@@ -142,7 +142,7 @@ class Eval(Stage):
                 "device, and models.load.target.device_map: auto spreads it over several: set "
                 "eval.engine to eager, or leave device_map out"
             )
-        check_room(config, "eval", config.eval.max_new_tokens, [config.models.target])
+        check_room(config, "eval", config.eval.max_new_tokens)
         check_shared(config, [*given_models(config), *path_drafts(config.eval)])
         check_decodable(config)
         has_template = has_chat_template(config)
