@@ -139,7 +139,7 @@ fix: $(INSTALLED)
 
 # Not head_figures: it trains dozens of heads, for one or two hours.
 bench: $(INSTALLED)
-	@for name in decode head_call rollouts verify; do $(RUN) $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@for name in decode head_call rollouts; do $(RUN) $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
 	rm -rf runs

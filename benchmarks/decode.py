@@ -146,7 +146,7 @@ def _fastest() -> Engine:
 
 def _load(options: argparse.Namespace) -> Pair:
     if options.target.startswith(str(DEMO)) and not Path(options.draft).exists():
-        make_demo("make_rollouts", "train_draft")
+        make_demo()
     target, draft = load_model(options.target), load_model(options.draft)
     sets = [
         PromptSet(name=name, split="test", count=options.prompts)

@@ -139,7 +139,7 @@ def main() -> None:
     for named in options.drafts:
         called, _, folder = named.rpartition("=")
         if folder == DRAFT and not Path(DRAFT).exists():
-            make_demo("make_rollouts", "train_draft")
+            make_demo()
         draft = load_model(folder, dtype="float32").eval()
         asked: dict[str, tuple[StoppingRule, BaseHead | None]] = {}
         for name, head in heads_for(draft).items():

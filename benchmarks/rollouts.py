@@ -1,168 +1,42 @@
-"""Speed of rollouts and labels on the embedded pair, and where the time of a real target goes.
+"""Where the time of rollouts and labels goes.
 
     python benchmarks/rollouts.py [--out runs/bench/rollouts.json]
-        [--parts speed accounting] [--target FOLDER] [--draft FOLDER] [--dtype bfloat16]
+        [--target FOLDER] [--draft FOLDER] [--dtype bfloat16]   # by default the demo's pair
 
-Speed: tokens/s of batched rollouts, of one-prompt-at-a-time `generate`, and of labels (completion
-tokens only) made with both models and, with top_k 50, again from 64 top target logits; each with
-one and with two threads, of which the better counts. Metrics are medians over repetitions with
-their range.
-
-Accounting, of `--target` and `--draft` or of random weights of a 135M Llama's shape: rollouts as a
-share of the target's own forward of as many rows; labels as a share of forwards of 512 rows. The
-figures of one line are taken in turn, and each is the least of the repetitions, so a busy machine
-blurs ratios little.
+Rollouts as a share of the target's own forward of as many rows; labels as a share of forwards of
+512 rows. The figures of one line are taken in turn, and each is the least of the repetitions, so a
+busy machine blurs ratios little.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
-from embedded import BATCH, DEMO, NEW_TOKENS, PLAIN, pair, requests, rolled_out, row
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from embedded import DEMO, make_demo
+from transformers import PreTrainedModel
 
 from eval.measuring.environment import describe_environment
-from specdata.generation import plain_generation
 from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head
-from specdata.logits.make import ModelLogits
 from specdata.models import DTYPES, device, load_model
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig, drawn_tokens
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.storage.files import write_json
 from specdata.storage.schema import Rollout
-from specdata.texts import ModelSource, TopLogitSource, tokens_at_once
-from specdata.top_logits import TopLogitDistributions
+from specdata.texts import ModelSource, tokens_at_once
 
 SCHEMA_VERSION = 1
-PAIR = DEMO / "pair"
-TOP_K, TOP_N = SamplingConfig(top_k=50), 64
-# What is decoded: so many prompts in batches, and so many of them one at a time.
-PROMPTS, ALONE = 128, 6
-PARTS = ("speed", "accounting")
-# Accounting: rows decoded together, tokens of a prompt and new ones, rollouts that are labelled.
+# Rows decoded together, tokens of a prompt and new ones, rollouts that are labelled.
 BATCHES, PROMPT, NEW, LABELLED = (24, 64, 128), 90, 17, 8
 LARGE = 512  # rows of the forward that labels and distillation are compared with
-
-
-def one_at_a_time(target: PreTrainedModel, asked: list[Request]) -> int:
-    """Plain `generate`; returns the number of new tokens."""
-    count = 0
-    for request in asked:
-        ids = torch.tensor([request.ids], device=target.device)
-        mask = torch.ones_like(ids)
-        with plain_generation(target, SamplingConfig(), max_new_tokens=NEW_TOKENS) as config:
-            generated = target.generate(ids, attention_mask=mask, generation_config=config)
-        count += generated.shape[1] - ids.shape[1]
-    return count
-
-
-def tokens_of(rows: Sequence[Rollout]) -> int:
-    """Completion tokens."""
-    return sum(len(row["completion_ids"]) for row in rows)
-
-
-def measured(work: Callable[[], int], repeats: int) -> dict[str, float]:
-    """Tokens/s of work that returns its number of tokens: median and range."""
-    work()
-    rates = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        count = work()
-        rates.append(count / (time.perf_counter() - begun))
-    return {"median": statistics.median(rates), "low": min(rates), "high": max(rates)}
-
-
-def speed(folder: Path, repeats: int) -> dict[str, Any]:
-    """Tokens/s of the three ways to use a target, and their ratios."""
-    target, draft, name = pair(folder)
-    asked = requests(folder, PROMPTS)
-    rows = rolled_out(target, asked)
-    ways: dict[str, Callable[[], int]] = {
-        "generate": lambda: one_at_a_time(target, asked[:ALONE]),
-        "rollouts": lambda: tokens_of(rolled_out(target, asked)),
-        **labels(target, draft, rows),
-    }
-    rates: dict[str, Any] = {"pair": name, "completion_tokens": tokens_of(rows)}
-    best = {}
-    for way, work in ways.items():
-        rates[way] = {}
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            rates[way][f"threads_{threads}"] = rate = measured(work, repeats)
-            print(
-                f"{way:>9}, threads {threads}: {rate['median']:7.0f} tokens/s"
-                f" ({rate['low']:.0f} to {rate['high']:.0f})"
-            )
-        best[way] = max(rate["median"] for rate in rates[way].values())
-    rates["rollouts_per_generate"] = best["rollouts"] / best["generate"]
-    rates["labels_per_rollouts"] = best["labels"] / best["rollouts"]
-    rates["relabels_per_rollouts"] = best["relabels"] / best["rollouts"]
-    rates["labels_per_generate"] = best["labels"] / best["generate"]
-    print(
-        f"labels are {rates['labels_per_generate']:.1f} times generate; from top logits "
-        f"{rates['relabels_per_rollouts']:.1f} times rollouts"
-    )
-    # What no batching can exceed: the target's own multiplications, at the speed of a large one.
-    rates["labels_ceiling"] = ceiling(target, rows)
-    print(f"labels could at most reach {rates['labels_ceiling']:.0f} tokens/s on this processor")
-    return rates
-
-
-def labels(
-    target: PreTrainedModel, draft: PreTrainedModel, rows: list[Rollout]
-) -> dict[str, Callable[[], int]]:
-    """Labelling with both models, and again with the draft alone from top target logits."""
-    p, q = find_lm_head(target), find_lm_head(draft)
-    at_once = tokens_at_once(p, q)
-    label = Labeller(ModelSource(p, PLAIN), q, PLAIN, 0, at_once)
-    source = TopLogitSource(TopLogitDistributions(TOP_N, p.vocabulary, TOP_K))
-    again = Labeller(source, q, TOP_K, 0, at_once)
-    with_logits = cast(list[Rollout], ModelLogits(p, TOP_N)(rows))
-    return {
-        "labels": lambda: tokens_of(label(rows)),
-        "relabels": lambda: tokens_of(again(with_logits)),
-    }
-
-
-def ceiling(target: PreTrainedModel, rows: list[Rollout]) -> float:
-    """Completion tokens/s if a label cost nothing but the target's matrix products."""
-    square = torch.randn(2048, 2048, dtype=target.dtype, device=target.device)
-    square @ square
-    begun = time.perf_counter()
-    for _ in range(5):
-        square @ square
-    if square.is_cuda:
-        torch.cuda.synchronize()
-    flops = 5 * 2 * 2048**3 / (time.perf_counter() - begun)
-    # A token costs two operations a weight; the tied embedding is used as the output embedding.
-    a_token = 2 * sum(weight.numel() for weight in target.parameters() if weight.dim() == 2)
-    through = tokens_of(rows) + sum(len(row["prompt_ids"]) for row in rows)
-    return flops / a_token * tokens_of(rows) / through
-
-
-def stand_in(layers: int, dtype: str) -> PreTrainedModel:
-    """Random weights of a 135M Llama's shape, or of its first layers."""
-    torch.manual_seed(layers)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
 
 
 def least(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -176,23 +50,21 @@ def least(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, flo
     return seconds
 
 
-def accounting(
-    target_folder: Path | None, draft_folder: Path | None, dtype: str, repeats: int
-) -> dict[str, Any]:
+def accounting(target_folder: str, draft_folder: str, dtype: str, repeats: int) -> dict[str, Any]:
     """Shares of the forwards that rollouts, labels and distillation cannot do without."""
-    target, draft = (
-        load_model(str(folder), dtype=dtype) if folder else stand_in(layers, dtype)
-        for folder, layers in ((target_folder, 30), (draft_folder, 2))
-    )
+    target, draft = (load_model(folder, dtype=dtype) for folder in (target_folder, draft_folder))
     target.generation_config.eos_token_id = None  # every row has as many tokens
     found: dict[str, Any] = {
-        "target": str(target_folder or "random weights of a 135M Llama"),
-        "draft": str(draft_folder or "random weights of its first two layers"),
+        "target": target_folder,
+        "draft": draft_folder,
         "dtype": dtype,
         "rollouts": [],
         "labels": [],
     }
-    samplers = {"temperature .2, top_p .9": SamplingConfig(0.2, 0, 0.9), "temperature 1": PLAIN}
+    samplers = {
+        "temperature .2, top_p .9": SamplingConfig(0.2, 0, 0.9),
+        "temperature 1": SamplingConfig(),
+    }
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for size in BATCHES:
@@ -286,7 +158,19 @@ def labelling(target: PreTrainedModel, draft: PreTrainedModel, repeats: int) -> 
         torch.randint(3, p.vocabulary, (2, PROMPT), generator=draw).tolist()
         for _ in range(LABELLED)
     ]
-    rows = [row(Request(prompt, (n,)), text) for n, (prompt, text) in enumerate(texts)]
+    rows = [
+        Rollout(
+            example_id=f"{n}",
+            dataset="bench",
+            split="train",
+            sample=0,
+            turn=0,
+            prompt_ids=prompt,
+            completion_ids=text,
+            finish="length",
+        )
+        for n, (prompt, text) in enumerate(texts)
+    ]
     ids = torch.randint(3, p.vocabulary, (1, LARGE), generator=draw).to(target.device)
 
     def labelled() -> None:
@@ -311,29 +195,24 @@ def labelling(target: PreTrainedModel, draft: PreTrainedModel, repeats: int) -> 
 
 
 def main() -> None:
-    """Run the parts and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench/rollouts.json"))
-    parser.add_argument("--pair", type=Path, default=PAIR)
-    parser.add_argument("--target", type=Path, help="a model's folder, for the accounting")
-    parser.add_argument("--draft", type=Path, help="its draft's folder, for the accounting")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="for the accounting")
+    """Measure, print and write one JSON file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default=str(DEMO / "pair" / "target"))
+    parser.add_argument("--draft", default=str(DEMO / "draft" / "model"))
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/rollouts.json"))
     options = parser.parse_args()
+    if options.target.startswith(str(DEMO)) and not Path(options.draft).exists():
+        make_demo()
     transformers.logging.disable_progress_bar()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a line when it is measured
-    record: dict[str, Any] = {}
-    if "speed" in options.parts:
-        record["speed"] = speed(options.pair, options.repeats)
-    if "accounting" in options.parts:
-        record["accounting"] = accounting(
-            options.target, options.draft, options.dtype, options.repeats
-        )
-    dtype = options.dtype if options.parts == ["accounting"] else "float32"
-    environment = describe_environment(device=str(device()), dtype=dtype, batch_size=BATCH)
-    record = {"schema_version": SCHEMA_VERSION, "environment": environment.model_dump(), **record}
-    write_json(options.out, record)
+    found = accounting(options.target, options.draft, options.dtype, options.repeats)
+    environment = describe_environment(device=str(device()), dtype=options.dtype)
+    record = {"schema_version": SCHEMA_VERSION, "environment": environment.model_dump()}
+    write_json(options.out, record | {"accounting": found})
 
 
 if __name__ == "__main__":

@@ -239,11 +239,10 @@ def check_whole_run(config: PipelineConfig) -> None:
         check_sets(remote, config.seed, has_template=has_chat_template(config))
 
 
-def check_room(config: PipelineConfig, section: str, new: int, models: Iterable[str]) -> None:
-    """Refuse completions that are longer than a model's context, less one token of prompt."""
-    for model in models:
-        if (limit := positions_of(config, model)) is not None:
-            check_positions(section, new, model, limit)
+def check_room(config: PipelineConfig, section: str, new: int) -> None:
+    """Refuse completions that are longer than the target's context, less one token of prompt."""
+    if (limit := positions_of(config, config.models.target)) is not None:
+        check_positions(section, new, config.models.target, limit)
 
 
 def check_positions(section: str, new: int, model: str, limit: int) -> None:

@@ -21,6 +21,7 @@ from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, tra
 from recipes.steps import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
+from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.terminal import accept_any_text, tell
 
 RECIPES = {
@@ -153,10 +154,14 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
         given.further = further
     elif further:
         parser.error(f"unrecognized arguments: {' '.join(further)}")
-    try:
-        return int(tool.main(given))
-    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
-        return tell(error)
+    with stopping_on_signals():
+        try:
+            return int(tool.main(given))
+        except KeyboardInterrupt as stop:
+            print("\ninterrupted: run the same command again", file=sys.stderr)
+            return stop.status if isinstance(stop, Interrupted) else 130
+        except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+            return tell(error)
 
 
 TOOLS = (*DOES, "launch")

@@ -138,7 +138,7 @@ class Rollouts(Stage):
                 "prompt is the same: set samples to 1, or a temperature above 0"
             )
         check_loading(config, "rollouts")
-        check_room(config, "rollouts", rollouts.max_new_tokens, [config.models.target])
+        check_room(config, "rollouts", rollouts.max_new_tokens)
         check_shared(config, given_models(config))
         report = check_sets(
             rollouts.sets, config.seed, here_alone=True, has_template=has_chat_template(config)

@@ -142,7 +142,7 @@ class Eval(Stage):
                 "device, and models.load.target.device_map: auto spreads it over several: set "
                 "eval.engine to eager, or leave device_map out"
             )
-        check_room(config, "eval", config.eval.max_new_tokens, [config.models.target])
+        check_room(config, "eval", config.eval.max_new_tokens)
         check_shared(config, [*given_models(config), *path_drafts(config.eval)])
         check_decodable(config)
         has_template = has_chat_template(config)
@@ -251,7 +251,7 @@ def load_experiment(
     )
     target = load_model(models.target, load=models.loading("target"))
     draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
-    head, fitted = _load_head(head_name) if head_name else None, None
+    head, fitted = _own_head(head_name) if head_name else None, None
     if needs_fit(evaluation):
         with locked(output / PROGRESS / "calibration.lock"):  # one fits, all read
             fitted = _fitted(config, draft, output / "calibration.json")
@@ -298,7 +298,7 @@ def _predictions(config: PipelineConfig) -> Predictions | None:
     name, load = draft_in_use(config), models.loading("draft")
     draft = load_model(name, load=load, target=models.target)
     labels = load_labels(where, config.sampling)
-    return predictions(labels, draft, _load_head(head).to(draft.device), config.sampling)
+    return predictions(labels, draft, _own_head(head).to(draft.device), config.sampling)
 
 
 def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
@@ -386,15 +386,19 @@ def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[
     return fitted
 
 
-def _load_head(name: str) -> BaseHead:
+def load_head(source: str | Path, remedy: str = "") -> BaseHead:
+    """A head from a folder or the Hub; if there is none, a ConfigError that ends in the remedy."""
     from heads import BaseHead
 
     try:
-        return BaseHead.from_pretrained(name)
+        return BaseHead.from_pretrained(source)
     except (ValueError, OSError) as error:
-        raise ConfigError(
-            f"{error}; remove {Path(name).parent} and train it again with recipes/train_head.py"
-        ) from error
+        raise ConfigError(f"cannot load the head {str(source)!r}: {error}{remedy}") from error
+
+
+def _own_head(name: str) -> BaseHead:
+    remedy = f"; remove {Path(name).parent} and train it again with recipes/train_head.py"
+    return load_head(name, remedy)
 
 
 def _context(config: PipelineConfig, predicted: Predictions | None) -> Context:

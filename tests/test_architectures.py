@@ -48,8 +48,12 @@ def nearby(family: str, **changes: Any) -> Any:
 
 # With "eager" attention a model makes a mask for one token, too: the same way in all families.
 FIRST = ("llama, grouped queries", "sdpa")
+# The other families attend to every token as these do: exhaustive.
+OFTEN = [(FIRST[0], "eager"), ("opt", "sdpa"), ("gpt2", "eager")]
+OFTEN += [(name, "sdpa") for name in WINDOWED]
+TIERS: dict[Any, Any] = {FIRST: (), **dict.fromkeys(OFTEN, pytest.mark.slow)}
 FAMILIES_AND_ATTENTION = [
-    pytest.param(name, attention, marks=() if (name, attention) == FIRST else pytest.mark.slow)
+    pytest.param(name, attention, marks=TIERS.get((name, attention), pytest.mark.exhaustive))
     for name in FAMILIES | WINDOWED
     for attention in (("sdpa", "eager") if name in (FIRST[0], "opt", "gpt2") else ("sdpa",))
 ]

@@ -1,4 +1,4 @@
-"""The toy pair and offline distillation: what is learnt, what is stored, what survives a kill."""
+"""The toy pair and offline distillation: what is learnt, stored and refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import get_args
 
@@ -27,15 +26,8 @@ from specdata.storage.checkpoints import newest_checkpoint
 from specdata.texts import IGNORED
 from tests.conftest import TRAINED_PAIR
 from tests.random_pair import texts_of
-from tests.trainings import (
-    QUICK,
-    assert_same_weights,
-    assert_trained_alike,
-    changed,
-    distilled,
-    trainer_of,
-)
-from tests.two_processes import ON_CPU, finish, kill, start_two, wait_for
+from tests.trainings import QUICK, assert_same_weights, changed, distilled, trainer_of
+from tests.two_processes import ON_CPU, finish, start_two
 
 TOY_PAIR = ToyPairConfig(**TRAINED_PAIR)
 
@@ -109,34 +101,6 @@ def test_unusable_inputs_are_named(pair: Path, tiny_pair: Path, tmp_path: Path) 
     with pytest.raises(VocabularyMismatchError):
         distilled(pair, tmp_path / "draft", draft=tiny_pair / "draft", **given)
     assert not (tmp_path / "draft").exists()
-
-
-# Shares of two processes are unequal, and an epoch's last batch is short.
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("processes", [(1, 2), (2, 1)], ids=["1 -> 2", "2 -> 1"])
-def test_a_killed_distillation_goes_on_in_another_number_of_processes(
-    pair: Path, tmp_path: Path, server: ForkServerContext, processes: tuple[int, int]
-) -> None:
-    config, out = changed(QUICK, epochs=4, batch_size=5), tmp_path / "out"
-    alone = distilled(pair, tmp_path / "alone", config)
-
-    def start(count: int) -> list[BaseProcess]:
-        if count == 2:
-            return start_two(server, distilled, pair, out, config, **ON_CPU)
-        process = server.Process(target=distilled, args=(pair, out, config))
-        process.start()
-        return [process]
-
-    started = start(processes[0])
-    wait_for(tmp_path / "out.training", "checkpoint-*/complete.json", started)
-    kill(started)
-    assert not out.exists()
-    finish(start(processes[1]))
-    result = json.loads((out / "result.json").read_text())
-    assert result["steps"] == alone.steps
-    assert result["acceptance_after"] == pytest.approx(alone.acceptance_after, abs=1e-5)
-    most = config.learning_rate / 50
-    assert_trained_alike(out, tmp_path / "alone", pair / "draft", most=most)
 
 
 # --- divergence

@@ -12,6 +12,7 @@ import pytest
 from specdata.interruption import stop_signal, stopping_on_signals, until_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def program(code: str) -> subprocess.Popen[str]:
@@ -42,6 +43,16 @@ class Waiting(Recipe):
         time.sleep(60)
 raise SystemExit(Waiting("Wait.", ()).run([]))
 """
+TOOL = """
+import time
+from recipes.command import run_tool
+from recipes.tools import doctor
+def main(given):
+    print("ready", flush=True)
+    time.sleep(60)
+doctor.main = main
+raise SystemExit(run_tool("doctor", ["draft", "--target", "target"]))
+"""
 # What releases the interpreter's lock and never looks at signals, as a step on many cores does.
 STEP = """
 import hashlib, select, sys
@@ -62,14 +73,23 @@ with stopping_on_signals(), until_checkpoint():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("code", "number", "status"),
+    [
+        pytest.param(RECIPE, signal.SIGTERM, 143, id="recipe, SIGTERM"),
+        pytest.param(RECIPE, signal.SIGINT, 130, id="recipe, SIGINT", marks=EXHAUSTIVE),
+        pytest.param(RECIPE, signal.SIGHUP, 129, id="recipe, SIGHUP", marks=EXHAUSTIVE),
+        pytest.param(TOOL, signal.SIGINT, 130, id="tool, SIGINT"),
+    ],
 )
-def test_a_recipe_ends_with_the_status_of_the_signal(number: int, status: int) -> None:
-    process = program(RECIPE)
+def test_a_command_says_so_and_ends_with_the_status_of_the_signal(
+    code: str, number: int, status: int
+) -> None:
+    process = program(code)
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
     assert process.returncode == status
-    assert said == "\ninterrupted: run the same command again to continue\n"
+    assert said.startswith("\ninterrupted: run the same command again")
+    assert said.count("\n") == 2, "no traceback"
 
 
 @pytest.mark.slow

@@ -75,20 +75,33 @@ def test_any_number_of_processes_and_any_engine_train_the_same_head_and_draft(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("engine", "changes"),
-    [("ZeRO-1", {}), ("ZeRO-2", {}), ("ZeRO-3", {}), ("ZeRO-3", {"lora": {"rank": 4}})],
-    ids=["ZeRO-1", "ZeRO-2", "ZeRO-3", "adapters"],
+    ("engine", "counts", "changes"),
+    [
+        ("DDP", (1, 2), {}),
+        ("DDP", (2, 1), {}),
+        ("ZeRO-1", (4, 2, 1), {}),
+        ("ZeRO-2", (4, 2, 1), {}),
+        ("ZeRO-3", (4, 2, 1), {}),
+        ("ZeRO-3", (4, 2, 1), {"lora": {"rank": 4}}),
+    ],
+    ids=["1 -> 2", "2 -> 1", "ZeRO-1", "ZeRO-2", "ZeRO-3", "adapters"],
 )
-def test_a_draft_killed_in_four_processes_goes_on_in_two_and_in_one(
-    pair: Path, tmp_path: Path, server: ForkServerContext, engine: str, changes: dict[str, Any]
+def test_a_killed_draft_goes_on_in_another_number_of_processes(
+    pair: Path,
+    tmp_path: Path,
+    server: ForkServerContext,
+    engine: str,
+    counts: tuple[int, ...],
+    changes: dict[str, Any],
 ) -> None:
     config = changed(DRAFT, **changes)
     out, work = tmp_path / "out", tmp_path / "out.training"
-    for count, step in ((4, 2), (2, 4)):
-        given = (distilled, pair, out, config)
+    given = (distilled, pair, out, config)
+    for step, count in enumerate(counts[:-1], 1):
         processes = start_group(server, count, *given, **ENGINES[engine])
-        wait_for(work, f"checkpoint-{step}/complete.json", processes)
+        wait_for(work, f"checkpoint-{2 * step}/complete.json", processes)
         kill(processes)
-    finish(start_group(server, 1, distilled, pair, out, config, **ENGINES[engine]))
+        assert not out.exists()
+    finish(start_group(server, counts[-1], *given, **ENGINES[engine]))
     distilled(pair, tmp_path / "alone", config)
     assert_trained_alike(out, tmp_path / "alone", pair / "draft")

@@ -1,6 +1,6 @@
-"""Savings by acceptance heads on the embedded pair, by exact expectation and by the clock.
+"""Savings by acceptance heads on the embedded pair, by exact expectation.
 
-    python -m benchmarks.head_figures [--run runs/heads] [--parts goals ablation clock] [--out FILE]
+    python -m benchmarks.head_figures [--run runs/heads] [--parts goals ablation kinds] [--out FILE]
 
 Trains heads on labelled rollouts of the three embedded domains and replays them on held-out ones:
 against the best fixed draft length and every rule without training, with every threshold chosen on
@@ -9,10 +9,10 @@ resamples for every comparison.
 
 `goals` trains the shipped head on all three domains and on instructions alone; `ablation` drops one
 ingredient at a time; `kinds` compares how well heads of every kind, max q and the margin predict
-acceptance; `clock` decodes. What is missing is made: the pair and the draft (`--pair`,
-`--draft`; by default those of recipes/configs/toy-full.yaml), then rollouts, labels and heads in
-`--run`. Whatever is finished there is used again, so a killed benchmark goes on; parts that are not
-asked for stay in FILE as they are.
+acceptance. What is missing is made: the pair and the draft (`--pair`, `--draft`; by default those
+of recipes/configs/toy-full.yaml), then rollouts, labels and heads in `--run`. Whatever is finished
+there is used again, so a killed benchmark goes on; parts that are not asked for stay in FILE as
+they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.head_figures.clock import clocked
 from benchmarks.head_figures.data import (
     DEMO_PAIR,
     DOMAINS,
@@ -45,7 +44,6 @@ from benchmarks.head_figures.replay import (
     Recorded,
     Replayed,
     best_length,
-    closes,
     every_rule,
     figures,
     of_rules,
@@ -70,14 +68,13 @@ from specdata.draft_models.depths import depths_of
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1
-PARTS = ("goals", "ablation", "kinds", "clock")
-RIVALS = ("logit", "cumulative")
+PARTS = ("goals", "ablation", "kinds")
 Judged = Mapping[str, tuple[Recorded, Recorded]]
 """Domain -> its dev and test rows."""
 
 
 def main() -> None:
-    """Train, replay, decode, print, and write one JSON file."""
+    """Train, replay, print, and write one JSON file."""
     options = _options()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
@@ -107,7 +104,6 @@ def main() -> None:
     report = _begun(options, data)
     parts = {
         "goals": lambda: _goals_part(data, judged, times, options),
-        "clock": lambda: _clock_part(data, judged, times, options),
         "ablation": lambda: _ablation_part(data, judged, times, options, console),
         "kinds": lambda: _kinds_part(data, judged, options),
     }
@@ -148,8 +144,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--small", type=int, default=512, help="rollouts a domain of the ablation")
     parser.add_argument("--passes", type=int, default=3, help="of the ablation's training")
     parser.add_argument("--seeds", type=int, default=2, help="of each head of the ablation")
-    parser.add_argument("--prompts", type=int, default=128, help="decoded of each domain")
-    parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
     parser.add_argument("--draft-seconds", type=float, default=0.182, help="t_d over t_t, assumed")
     parser.add_argument("--target-seconds", type=float, default=1.0, help="t_t")
     parser.add_argument("--threads", type=int, default=1)
@@ -219,20 +213,14 @@ def _domain(
             rules[name] = with_head(head, dev, test, times)
     fixed = rules["fixed"]
     ours = rules["head"].counts
-    oracle = rules["oracle"].counts
     return {
         "prompts": len(set(test.prompts)),
         "tokens": len(test.accept),
         "acceptance": test.traces.mean_accept(),
         "best_k": int(fixed.setting),
         "saving_over_best_k": figures(saving(ours, fixed.counts, times)),
-        **{
-            f"saving_over_{name}": figures(saving(ours, rules[name].counts, times))
-            for name in (*RIVALS, PUBLISHED.name)
-        },
-        "closes_logit_to_oracle": figures(closes(ours, rules["logit"].counts, oracle, times)),
+        f"saving_over_{PUBLISHED.name}": figures(saving(ours, rules[PUBLISHED.name].counts, times)),
         "auroc": figures(test.auroc(test.logits(shipped))),
-        "instructions_alone": figures(saving(rules[ALONE.name].counts, fixed.counts, times)),
         "auroc_of": {
             **{name: figures(test.auroc(test.logits(head))) for name, head in heads.items()},
             "q": figures(test.auroc(test.line(test.traces.tokens.q))),
@@ -339,32 +327,6 @@ def _kinds_part(
             for domain, (_, test) in judged.items()
         }
         yield {"kinds": kinds}
-
-
-def _clock_part(
-    data: Data, judged: Judged, times: Times, options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """The head against the best fixed length, by the clock."""
-    parts, shipped = {}, train_shipped(data)
-    for domain, (dev, test) in judged.items():
-        rows = of_domains(data.test, {domain: options.prompts})
-        rules = {
-            "fixed": best_length(test.traces, times),
-            "head": with_head(shipped, dev, test, times),
-        }
-        parts[domain] = {
-            "prompts": len(rows),
-            "repeats": options.repeats,
-            "rules": clocked(
-                data,
-                shipped,
-                {name: each.rule for name, each in rules.items() if each.rule is not None},
-                list(zip(rows["example_id"], rows["prompt_ids"], strict=True)),
-                max_new_tokens=MAX_NEW_TOKENS,
-                repeats=options.repeats,
-            ),
-        }
-    yield {"clock": parts}
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:

@@ -75,7 +75,7 @@ def prepare(
         head: the shipped head, for `train_shipped`.
     """
     if not draft.exists() and pair == DEMO_PAIR:
-        make_demo("make_rollouts", "train_draft")
+        make_demo()
     sets = [
         {"name": name, "split": split, "count": count}
         for split, of_split_ in counts.items()

@@ -112,12 +112,10 @@ class Replayed:
     Attributes:
         setting: in words.
         counts: expected counts of each test row.
-        rule: the rule itself; None if it cannot be decoded with, as it knows the target.
     """
 
     setting: str
     counts: Counts
-    rule: StoppingRule | None = None
 
 
 def tuned(rules: Sequence[StoppingRule], dev: Traces, test: Traces, times: Times) -> Replayed:
@@ -130,7 +128,7 @@ def tuned(rules: Sequence[StoppingRule], dev: Traces, test: Traces, times: Times
 
     best = min(rules, key=lambda rule: counts(rule, dev).seconds_per_token(times))
     setting = f"{getattr(best, best.varies):g}" if best.varies else ""
-    return Replayed(setting, counts(best, test), best)
+    return Replayed(setting, counts(best, test))
 
 
 def best_length(test: Traces, times: Times) -> Replayed:
@@ -196,13 +194,6 @@ def perfect(traces: Traces, lag: int) -> Traces:
     """The traces with a head that knows the acceptance probabilities, late by its lag."""
     head = RecordedHead(logit(traces.accept), lag=lag)
     return replace(traces, tokens=replace(traces.tokens, head=head))
-
-
-def closes(rule: Counts, rival: Counts, best: Counts, times: Times) -> Interval:
-    """The share of the way from a rival to the best, in time a token, that a rule goes."""
-    drawn = resamples(len(rule.tokens))
-    ours, theirs, least = (drawn @ each.seconds(times) for each in (rule, rival, best))
-    return Interval.of((theirs - ours) / (theirs - least))
 
 
 def together(counts: Sequence[Counts]) -> Counts:

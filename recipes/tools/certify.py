@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
-from rich.console import Console
 
 from eval.decode_config import DecodeConfig
 from eval.runtime.engines import ENGINES
@@ -168,7 +167,7 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from eval.analysis.ties import greedy_differences
     from eval.decoder import SpeculativeDecoder
     from eval.runtime.transformers_models import check_trees
-    from heads import BaseHead
+    from recipes.run_eval import load_head
     from specdata.draft_models.depths import most_tokens
     from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
@@ -179,22 +178,16 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     limits = prompt_limits(given.target, given.max_new_tokens)
     prompts = load_prompts(sets, tokenizer, seed=0, **limits).prompts
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
-    head = None
-    if given.head:
-        try:
-            head = BaseHead.from_pretrained(given.head)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"cannot load the head {given.head!r}: {error}") from error
-    console, bugs = Console(highlight=False, soft_wrap=True), 0
+    head, bugs = load_head(given.head) if given.head else None, 0
     if not given.method:
         try:
             check_trees(target, by_mask=False)
         except ConfigError as error:
-            console.print(f"without trees and paths: {error}", markup=False)
+            say(f"without trees and paths: {error}")
             configs = {text: each for text, each in configs.items() if each.drafter == "chain"}
         most = most_tokens(draft)
         if any(each.deepest > most for each in configs.values()):
-            console.print(f"without drafts longer than a block of {most}", markup=False)
+            say(f"without drafts longer than a block of {most}")
             configs = {text: each for text, each in configs.items() if each.deepest <= most}
     for text, config in configs.items():
         asked = head if config.stop.reads_head else None
@@ -215,9 +208,9 @@ def _compare_greedy(given: argparse.Namespace) -> int:
         wrong = sum(each.verdict == "bug" for each in differences.values())
         same, ties = len(prompts) - len(differences), len(differences) - wrong
         counts = f"{same} of {len(prompts)} texts identical, {ties} tied, {wrong} wrong"
-        console.print(f"{text}: {counts}", markup=False, style="red" if wrong else "")
+        say(f"{text}: {counts}", style="red" if wrong else "")
         for number, difference in differences.items():
-            console.print(f"  prompt {number}: {difference}", markup=False)
+            say(f"  prompt {number}: {difference}")
         bugs += wrong
     return int(bugs > 0)
 

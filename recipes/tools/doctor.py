@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
+from recipes.run import say
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
@@ -32,7 +31,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Examine and print; return 1 if there is a problem."""
-    console, problems = Console(highlight=False, soft_wrap=True), 0
     if min(given.count, given.max_new_tokens) < 1:
         raise ConfigError(
             "--count and --max-new-tokens must be at least 1, got "
@@ -44,15 +42,15 @@ def main(given: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     from distill.doctor import examine  # here: it needs torch
 
-    findings = examine(
+    problems = 0
+    for each in examine(
         given.folder,
         given.target,
         prompts=given.prompts,
         count=given.count,
         max_new_tokens=given.max_new_tokens,
         sampling=sampling,
-    )
-    for each in findings:
-        console.print(f"{each.kind:<8} {each.about}: {each.text}", markup=False)
+    ):
+        say(f"{each.kind:<8} {each.about}: {each.text}")
         problems += each.kind == "problem"
     return 1 if problems else 0

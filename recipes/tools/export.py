@@ -59,14 +59,12 @@ def main(given: argparse.Namespace) -> int:
 
 def _confidence(draft: Path, source: Path) -> tuple[Tensor, Tensor]:
     """The weight (1, H + r) and bias (1,) of a head, whose sigmoid is the probability."""
-    from heads import BaseHead, ConfidenceHead
+    from heads import ConfidenceHead
     from heads.probe import check_head
+    from recipes.run_eval import load_head
     from specdata.models import load_model
 
-    try:
-        head = BaseHead.from_pretrained(source)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    head = load_head(source)
     if not isinstance(head, ConfidenceHead):
         raise ConfigError(
             f"{source} must be a head of kind confidence, the one form that engines ask, and is of "

@@ -10,14 +10,11 @@ written there, or to --out. Options of the configuration can be given, too (--mo
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from pathlib import Path
 
 from recipes.config import TOY
 from recipes.papers.reproduce import PAPERS, reproduce
 from recipes.run import say
-from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.terminal import whole_number
 
 
@@ -38,19 +35,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the protocol; returns the exit status, as a recipe's."""
-    with stopping_on_signals():
-        try:
-            written = reproduce(
-                given.paper,
-                ["--config", str(given.config), *given.further],
-                quick=given.quick,
-                prompts=given.prompts,
-                out=given.out,
-                drafts=given.drafts,
-            )
-        except KeyboardInterrupt as stop:
-            print("\ninterrupted: run the same command again to continue", file=sys.stderr)
-            return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
+    written = reproduce(
+        given.paper,
+        ["--config", str(given.config), *given.further],
+        quick=given.quick,
+        prompts=given.prompts,
+        out=given.out,
+        drafts=given.drafts,
+    )
     text = written.read_text(encoding="utf-8")
     say("\n".join(line for line in text.splitlines() if not line.startswith("![")))
     say(f"look     {written}")

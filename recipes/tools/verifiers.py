@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from eval.runtime.engines import ENGINES
+from recipes.run import say
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import EMBEDDED
@@ -51,14 +52,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    console = Console(highlight=False, soft_wrap=True)
-    rows = _measured(given, Console(stderr=True, highlight=False, soft_wrap=True))
+    rows = _measured(given)
     from eval.reporting.recommendation import verifier_pays, verifier_sentence
     from eval.reporting.verifiers import bars, verifiers_table
 
     answer = f"{verifier_sentence(rows)} {verifier_pays(rows)}"
     table = verifiers_table(rows).markdown()
-    console.print(f"{answer}\n\n{table}", markup=False)
+    say(f"{answer}\n\n{table}")
     if given.out:
         from eval.reporting.charts import write_bars
 
@@ -67,11 +67,11 @@ def main(given: argparse.Namespace) -> int:
         write_json(given.out / "verifiers.json", {"answer": answer, "verifiers": stored})
         meaning = "expected tokens a call of the target; line: ceiling"
         write_bars(given.out / "verifiers.png", bars(rows), meaning)
-        console.print(f"written: {given.out}/verifiers.md, .json, .png", markup=False)
+        say(f"written: {given.out}/verifiers.md, .json, .png")
     return 0
 
 
-def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
+def _measured(given: argparse.Namespace) -> list[VerifierRow]:
     """The table of the pair."""
     if given.max_new_tokens < 2 or given.count < 1:
         raise ConfigError(
@@ -94,7 +94,7 @@ def _measured(given: argparse.Namespace, log: Console) -> list[VerifierRow]:
     )
     from specdata.prompts.loading import dropped, load_prompts
 
-    begun = time.perf_counter()
+    begun, log = time.perf_counter(), Console(stderr=True, highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(given.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
     limits = prompt_limits(given.target, given.max_new_tokens)
