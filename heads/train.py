@@ -105,7 +105,7 @@ def train_head(
 
     Args:
         draft: the frozen draft; its weights and its precision are left alone.
-        train: labelled rows, the columns of `heads.rows.LabelRow`.
+        train: labelled rows, with `heads.rows.COLUMNS` and, of several draws, `MORE_DRAWS`.
         dev: held-out labelled rows.
         out: folder for the head and `metrics.json` (written last), of checkpoints until then; of
             this training alone.
