@@ -19,7 +19,7 @@ from distill.dspark import new_dspark
 from distill.eagle import layer_of
 from distill.initial import cut
 from distill.teacher import Teacher
-from distill.trainer import freeze, inner_of, learnt_part, muon_optimizer, summed_loss
+from distill.trainer import freeze, learnt_part, muon_optimizer, summed_loss
 from distill.watch import HeldOut
 from specdata.draft_models.depths import add_masks
 from specdata.draft_models.draft_vocabulary import SIZE, replace_output
@@ -149,6 +149,6 @@ def trained_weights(student: Any, config: DistilConfig) -> tuple[int, int]:
     weights = sum(each.nbytes for each in student.parameters() if each.requires_grad)
     if config.optimizer == "adamw":
         return weights, 2 * weights
-    matrices, _ = muon_optimizer(student, inner_of(student), lr=1.0, betas=(0.9, 0.9)).parts
+    matrices, _ = muon_optimizer(student, lr=1.0, betas=(0.9, 0.9)).parts
     of_muon = sum(each.nbytes for group in matrices.param_groups for each in group["params"])
     return weights, 2 * weights - of_muon

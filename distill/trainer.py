@@ -291,16 +291,7 @@ def _optimizer(
             "it, or set draft.optimizer to adamw"
         )
     betas = (arguments.adam_beta1, arguments.adam_beta2)
-    return muon_optimizer(student, inner_of(student), lr=config.learning_rate, betas=betas)
-
-
-def inner_of(student: PreTrainedModel) -> nn.ModuleList:
-    """The modules of a draft whose matrices Muon updates."""
-    inner: list[nn.Module] = [decoder_layers(student)[1]]
-    reads = states_input(base_of(student))
-    if reads is not None:
-        inner += [each for each in reads.children() if isinstance(each, nn.Linear)]
-    return nn.ModuleList(inner)
+    return muon_optimizer(student, lr=config.learning_rate, betas=betas)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -352,13 +343,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def muon_optimizer(
-    model: nn.Module, inner: nn.ModuleList, *, lr: float, betas: tuple[float, float]
+    student: PreTrainedModel, *, lr: float, betas: tuple[float, float]
 ) -> MuonWithAdamW:
-    """Muon for the trained matrices in `inner`, AdamW for the model's other trained weights."""
+    """Muon for the trained matrices of layers and maps of states, AdamW for all else."""
+    inner: list[nn.Module] = [decoder_layers(student)[1]]
+    reads = states_input(base_of(student))
+    if reads is not None:
+        inner += [each for each in reads.children() if isinstance(each, nn.Linear)]
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    hidden = {id(weight) for weight in inner.parameters() if weight.ndim == 2}
-    for weight in model.parameters():
+    hidden = {id(weight) for each in inner for weight in each.parameters() if weight.ndim == 2}
+    for weight in student.parameters():
         if weight.requires_grad:
             (matrices if id(weight) in hidden else others).append(weight)
     return MuonWithAdamW(matrices, others, lr=lr, betas=betas)
