@@ -262,21 +262,17 @@ def draft_trainer(
 
 def freeze(student: nn.Module, config: DistilConfig) -> None:
     """Freeze the matrices of a draft that are not trained."""
-    if config.freeze_embeddings or states_input(base_of(student)) is not None:
-        _freeze_embeddings(student)
-    output = base_of(student).get_output_embeddings()
+    draft = base_of(student)
+    embedding, output = draft.get_input_embeddings(), draft.get_output_embeddings()
+    if config.freeze_embeddings or states_input(draft) is not None:
+        if output is not None and embedding.weight is output.weight:
+            raise ConfigError(
+                "draft.freeze_embeddings would freeze the draft's output matrix, which is its "
+                "input embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
+            )
+        embedding.weight.requires_grad_(False)
     if isinstance(output, MarkovOutput) and len(output.vocabulary_ids) == output.vocabulary:
         output.weight.requires_grad = False  # engines take the target's own
-
-
-def _freeze_embeddings(student: PreTrainedModel) -> None:
-    embedding, output = student.get_input_embeddings(), student.get_output_embeddings()
-    if output is not None and embedding.weight is output.weight:
-        raise ConfigError(
-            "draft.freeze_embeddings would freeze the draft's output matrix, which is its input "
-            "embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
-        )
-    embedding.weight.requires_grad_(False)
 
 
 def _optimizer(
