@@ -53,15 +53,6 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, peft.PeftModel) else model
 
 
-def load_plain(name: str, lora: LoraConfig | None) -> PreTrainedModel:
-    """Load the draft once more, to measure and save it with the weights of a training.
-
-    No engine ever wraps this one. Its adapters, if there are any, are no change yet.
-    """
-    model = load_model(name)
-    return with_adapters(model, lora, seed=0).eval() if lora else model
-
-
 def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
     """The weights that a trainer trains: all, or those of adapters alone.
 
@@ -75,7 +66,7 @@ def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def set_weights(plain: PreTrainedModel, trained: Mapping[str, Tensor]) -> None:
-    """Give a draft of `load_plain` the weights of a training, any number of times."""
+    """Give a copy of a draft the weights of its training, any number of times."""
     if not isinstance(plain, peft.PeftModel):
         plain.load_state_dict(trained)
         return

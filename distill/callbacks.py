@@ -23,11 +23,8 @@ from transformers import (
 )
 from transformers.integrations import (
     TensorBoardCallback,
-    TrackioCallback,
-    WandbCallback,
-    is_tensorboard_available,
-    is_trackio_available,
-    is_wandb_available,
+    get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
 )
 
 from distill.adapters import base_of, set_weights, trained_weights
@@ -164,24 +161,16 @@ def reporters(names: Sequence[Reporter] | None, folder: Path) -> list[TrainerCal
     if its own environment variable names no other; by default they would lie among the checkpoints,
     and go with them.
     """
-    installed = {
-        "tensorboard": is_tensorboard_available(),
-        "wandb": is_wandb_available(),
-        "trackio": is_trackio_available(),
-    }
-    if names is None:
-        names = ["tensorboard"] if installed["tensorboard"] else []
-    if missing := [name for name in names if not installed[name]]:
+    installed = get_available_reporting_integrations()
+    if missing := [name for name in names or () if name not in installed]:
         raise ConfigError(
             f"draft.report_to names {', '.join(map(repr, missing))}, which is not installed here: "
             "install it, or take it out; [] reports nowhere"
         )
-    callbacks: list[TrainerCallback] = []
-    if "tensorboard" in names:
-        callbacks.append(TensorBoardCallback())
-        callbacks[-1].logging_dir = callbacks[-1].logging_dir or str(folder)
-    if "wandb" in names:
-        callbacks.append(WandbCallback())
-    if "trackio" in names:
-        callbacks.append(TrackioCallback())
+    wanted = ["tensorboard"] if names is None else names
+    kinds = get_reporting_integration_callbacks([name for name in installed if name in wanted])
+    callbacks: list[TrainerCallback] = [kind() for kind in kinds]
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback):
+            callback.logging_dir = callback.logging_dir or str(folder)
     return callbacks

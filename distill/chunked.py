@@ -11,7 +11,6 @@ positions at once, up to the order of the sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -66,10 +65,6 @@ def chunked_loss(
     elif type(linear) is not nn.Linear:
         linear = None
     size = at_once or positions_at_once(head.vocabulary)
-    if not torch.is_grad_enabled():
-        logits = head.logits if linear is None else partial(_linear_logits, head, linear)
-        parts = (loss(logits(states[chunk]), chunk) for chunk in chunks(states, size))
-        return sum(parts, _zero(states))
 
     def summed(given: Tensor) -> Tensor:
         # Not before: ZeRO-3 has the whole parameters only here.
@@ -138,12 +133,6 @@ class _Chunked(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # nothing else may hold them
         of_states, *rest = (each.mul_(grad) for each in gradients)
         return of_states, None, None, None, None, *rest
-
-
-def _linear_logits(head: LMHead, linear: nn.Linear | ReducedOutput, states: Tensor) -> Tensor:
-    if isinstance(linear, ReducedOutput):
-        states = linear.before(states)
-    return head.logit_transform(nn.functional.linear(states, linear.weight, linear.bias))
 
 
 def _of_linear(

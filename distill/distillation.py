@@ -6,6 +6,7 @@ only, between the very distributions that serving will compare.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,14 +15,7 @@ from datasets import Dataset
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
-from distill.adapters import (
-    base_of,
-    load_plain,
-    load_student,
-    merged,
-    set_weights,
-    trained_weights,
-)
+from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.batches import check_context, fitted
 from distill.callbacks import Watch, best_step, load_best, measurements, reporters
 from distill.config import DistilConfig
@@ -40,12 +34,7 @@ from specdata.draft_models.states_draft import reads_states
 from specdata.draft_models.taps import attach
 from specdata.errors import TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading
-from specdata.models import (
-    check_shared_vocabulary,
-    load_configs,
-    load_model,
-    load_tokenizer,
-)
+from specdata.models import check_shared_vocabulary, load_configs, load_model, load_tokenizer
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.storage.checkpoints import newest_complete
@@ -140,13 +129,12 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     else:
         teacher = measured = load_model(str(target), load=teacher_load)
     student = load_student(str(draft), config.lora, seed=seed)
-    plain = load_plain(str(draft), config.lora)
-    drafts = base_of(student), base_of(plain)
-    with_masks(drafts, config.depths, tokenizer.all_special_ids, fit.rollouts, dev)
+    language_model = base_of(student)
+    with_masks(language_model, config.depths, tokenizer.all_special_ids, fit.rollouts, dev)
     store = StateStore()  # what all that is kept of the target's states goes to
-    for reader in drafts:
-        if reads_states(reader.config) and not isinstance(teacher, TopLogitDistributions):
-            attach(reader, teacher, store)
+    if reads_states(language_model.config) and not isinstance(teacher, TopLogitDistributions):
+        attach(language_model, teacher, store)
+    plain = copy.deepcopy(student).eval()  # to measure and save: no engine ever wraps this one
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts, store=store)
     before = held_out.measured_by_main(base_of(plain))
 

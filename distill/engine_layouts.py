@@ -345,7 +345,10 @@ def built(
     name: str,
 ) -> PreTrainedModel:
     """A draft of a config.json and its tensors, with these taps, and flags or blocks."""
-    tensors = _with_shared(tensors, ids, target)
+    # Matrices that are not stored are the target's.
+    head = target.get_output_embeddings().weight.detach()[ids]
+    shared = {TOKENS: target.get_input_embeddings().weight, "lm_head.weight": head}
+    tensors = {key: each for key, each in {**shared, **tensors}.items() if key not in MAPS}
     if isinstance(form, Norms):
         sizes = _layers(Layer, settings, name)
         tensors["lm_head.weight"] = tensors["lm_head.weight"] * sizes.pop("logit_scale", 1.0)
@@ -363,15 +366,6 @@ def _layers(kind: type[_Read], settings: Mapping[str, Any], name: str) -> dict[s
     return read_stored(kind, said, f"the layer of {name}'s config.json").model_dump(
         exclude_none=True
     )
-
-
-def _with_shared(
-    tensors: Mapping[str, Tensor], ids: Tensor, target: PreTrainedModel
-) -> dict[str, Tensor]:
-    """Tensors without maps, and with the target's matrices, which are meant where there is none."""
-    head = target.get_output_embeddings().weight.detach()[ids]
-    shared = {TOKENS: target.get_input_embeddings().weight, "lm_head.weight": head, **tensors}
-    return {name: each for name, each in shared.items() if name not in MAPS}
 
 
 def made_eagle3(

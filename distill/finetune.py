@@ -5,6 +5,7 @@ This is how Vicuna-68M was made of LLaMA-68M (MCSD, arXiv 2401.06706, section 5)
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
-from distill.adapters import (
-    base_of,
-    load_plain,
-    load_student,
-    merged,
-    set_weights,
-    trained_weights,
-)
+from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.config import FinetuneConfig, LoraConfig
 from distill.training import (
     HISTORY_FILE,
@@ -240,7 +234,7 @@ def finetune(
         lambda: make_rows(tokenizer, rollouts, config, seed, template_variables, vocabulary),
     )
     student = load_student(str(draft), lora, seed=seed)
-    plain = load_plain(str(draft), lora)
+    plain = copy.deepcopy(student).eval()  # to save: no engine ever wraps this one
     check_packing(base_of(plain), rows.dataset)
     trainer = finetune_trainer(student, tokenizer, rows, folder.work, config, seed, save_steps)
     train_resumably(trainer, folder.work, label="fine-tuning the draft")

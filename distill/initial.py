@@ -15,13 +15,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    set_seed,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 
 from distill.batches import check_context
 from distill.config import ARCHITECTURES, InitConfig

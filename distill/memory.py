@@ -19,20 +19,14 @@ from distill.dspark import new_dspark
 from distill.eagle import layer_of
 from distill.initial import cut
 from distill.teacher import Teacher
-from distill.trainer import freeze, inner_of, learnt_part, muon_optimizer, summed_loss
+from distill.trainer import freeze, learnt_part, muon_optimizer, summed_loss
 from distill.watch import HeldOut
 from specdata.draft_models.depths import add_masks
 from specdata.draft_models.draft_vocabulary import SIZE, replace_output
 from specdata.draft_models.eagle import eagle3_class
 from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.states_draft import (
-    KEY,
-    Norms,
-    StatesInput,
-    TargetStates,
-    states_input,
-)
-from specdata.draft_models.taps import decoder_layers, read_taps
+from specdata.draft_models.states_draft import KEY, Norms, TargetStates, states_input
+from specdata.draft_models.taps import decoder_layers, install, read_taps, record_of
 from specdata.lm_head import find_lm_head
 from specdata.memory import peak
 from specdata.sampling import SamplingConfig
@@ -51,23 +45,18 @@ def new_draft(target: PreTrainedModel, init: InitConfig) -> PreTrainedModel:
         config = LlamaConfig(**sizes, vocab_size=text.vocab_size, tie_word_embeddings=ties)
         return LlamaForCausalLM(config)
     count = len(decoder_layers(target)[1])
-    record: dict[str, Any] = {}
-    if init.kind == "states":
-        taps = init.taps_of(count)
-        size = text.hidden_size
-        record = {"taps": taps, "target": "", "width": len(taps) * size, "probe": [0.0]}
+    taps = init.taps_of(count) if init.kind == "states" else []
     if init.layout == "dspark":
-        return new_dspark(text, record, init, 0)
+        return new_dspark(text, record_of(target, taps), init, 0)
     if init.layout == "eagle3":
-        layout = {**layer_of(target, "eagle3"), KEY: {**record, "layout": asdict(Norms())}}
+        record = {**record_of(target, taps), "layout": asdict(Norms())}
+        layout = {**layer_of(target, "eagle3"), KEY: record}
         return eagle3_class(LlamaForCausalLM)(LlamaConfig(**layout, **{SIZE: text.vocab_size}))
     model = cut(target, init.layers_of(count, target.name_or_path))
-    if init.align or record:  # their output matrix is their own
+    if init.align or taps:  # their output matrix is their own
         replace_output(model, copy.deepcopy(model.get_output_embeddings()))
-    if record:
-        tokens = model.get_input_embeddings()
-        model.set_input_embeddings(StatesInput(tokens, size, len(taps), size))
-        setattr(model.config, KEY, record)
+    if taps:
+        install(model, target, taps)
     return model
 
 
@@ -160,6 +149,6 @@ def trained_weights(student: Any, config: DistilConfig) -> tuple[int, int]:
     weights = sum(each.nbytes for each in student.parameters() if each.requires_grad)
     if config.optimizer == "adamw":
         return weights, 2 * weights
-    matrices, _ = muon_optimizer(student, inner_of(student), lr=1.0, betas=(0.9, 0.9)).parts
+    matrices, _ = muon_optimizer(student, lr=1.0, betas=(0.9, 0.9)).parts
     of_muon = sum(each.nbytes for group in matrices.param_groups for each in group["params"])
     return weights, 2 * weights - of_muon

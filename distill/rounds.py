@@ -276,14 +276,14 @@ def weights_of(count: int) -> list[float]:
 
 
 def with_masks(
-    drafts: Sequence[PreTrainedModel], depths: int, special: Sequence[int], *rollouts: Dataset
+    draft: PreTrainedModel, depths: int, special: Sequence[int], *rollouts: Dataset
 ) -> None:
-    """Let drafts with the same weights learn to propose `depths` tokens after one forward.
+    """Let a draft learn to propose `depths` tokens after one forward.
 
-    With 1, as many as they have learnt to; those on their target's states have no masks to learn.
+    With 1, as many as it has learnt to; one on its target's states has no masks to learn.
     """
-    if depths == 1 and states_input(drafts[0]) is None:
-        depths = depths_of(drafts[0])
+    if depths == 1 and states_input(draft) is None:
+        depths = depths_of(draft)
     if depths == 1:
         return
     used, longest, completion = {*special}, 0, 0
@@ -297,9 +297,8 @@ def with_masks(
             f"draft.depths must be at most {completion}, the tokens of the longest completion, got "
             f"{depths}: lower it, or raise rollouts.max_new_tokens"
         )
-    for each in drafts:
-        add_masks(each, depths, used)
-    check_masks(drafts[-1], longest)
+    add_masks(draft, depths, used)
+    check_masks(draft, longest)
 
 
 @torch.no_grad()

@@ -92,40 +92,14 @@ class Teacher:
             self._store = self._plan(rollouts, store or StateStore())
 
     def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `states` returns, by name."""
-        states, rest = self.states(batch)
-        return {"states": states} if rest is None else {"states": states, "rest": rest}
-
-    def compared(self, q_logits: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """What the loss compares at n positions: logits of draft and target, and which count.
-
-        Of (n, V') logits of the draft and the columns there.
-        """
-        with torch.no_grad():
-            if self.part is None:
-                p_logits = self.head.logits(at["states"])  # (n, V)
-            else:  # (n, N) tokens that the draft can propose, and the rest
-                p_logits = self.part_logits(at["states"], at["rest"])
-        if self.part is not None:
-            q_logits = nn.functional.pad(q_logits / self.part.temperature, (0, 1), value=-torch.inf)
-        else:
-            q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
-            if self.warp is not None:
-                # Truncation applies to p alone: a token cut from q would get no gradient to come
-                # back.
-                q_logits = q_logits / (self.warp.temperature or 1.0)
-                p_logits = probabilities(p_logits, self.warp).log()
-        return q_logits, p_logits, torch.ones(len(p_logits), device=p_logits.device)
-
-    def states(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the last hidden states at the labelled positions of a batch, row after row.
+        """What is known of the labelled positions of a batch, row after row.
 
         A row with an index in `examples` is that rollout; one with -1 is other text, and is read.
 
         Returns:
-            (N, H), or (N, V) logits if `head.embedding` is None, which no gradient reaches; and
-            (N,) log of the sum of exp(logit / temperature) over the tokens that the draft cannot
-            propose, None without a `part`.
+            `states`, (N, H) last hidden states, or (N, V) logits if `head.embedding` is None, which
+            no gradient reaches; and `rest`, if there is a `part`, (N,) log of the sum of
+            exp(logit / temperature) over the tokens that the draft cannot propose.
         """
         texts = text_batch(batch)
         device = texts.labels.device
@@ -139,18 +113,35 @@ class Teacher:
             unread = texts.part(others)
             parts = self._read(unread).split_with_sizes(unread.lengths)
             states |= dict(zip(others, parts, strict=True))
-        whole = torch.cat([states[row] for row in range(len(texts.examples))])
-        if self.part is None:
-            return whole, None
-        rests = [self._rest_of(states[row], each) for row, each in enumerate(texts.examples)]
-        return whole, torch.cat(rests)
+        columns = {"states": torch.cat([states[row] for row in range(len(texts.examples))])}
+        if self.part is not None:
+            rests = [self._rest_of(states[row], each) for row, each in enumerate(texts.examples)]
+            columns["rest"] = torch.cat(rests)
+        return columns
 
-    def part_logits(self, states: Tensor, rest: Tensor) -> Tensor:
-        """(n, H) states and the (n,) rest of them -> (n, N + 1) logits at the temperature."""
-        assert self.part is not None
-        assert self._rows is not None
-        logits = self.head.logit_transform(nn.functional.linear(states, *self._rows)).float()
-        return torch.cat([logits / self.part.temperature, rest[:, None]], dim=-1)
+    def compared(self, q_logits: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the loss compares at n positions: logits of draft and target, and which count.
+
+        Of (n, V') logits of the draft and the columns there.
+        """
+        if self.part is not None:  # (n, N) tokens that the draft can propose, and the rest
+            assert self._rows is not None
+            temperature = self.part.temperature
+            with torch.no_grad():
+                logits = nn.functional.linear(at["states"], *self._rows)
+                logits = self.head.logit_transform(logits).float() / temperature
+                p_logits = torch.cat([logits, at["rest"][:, None]], dim=-1)
+            q_logits = nn.functional.pad(q_logits / temperature, (0, 1), value=-torch.inf)
+        else:
+            with torch.no_grad():
+                p_logits = self.head.logits(at["states"])  # (n, V)
+            q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
+            if self.warp is not None:
+                # Truncation applies to p alone: a token cut from q would get no gradient to come
+                # back.
+                q_logits = q_logits / (self.warp.temperature or 1.0)
+                p_logits = probabilities(p_logits, self.warp).log()
+        return q_logits, p_logits, torch.ones(len(p_logits), device=p_logits.device)
 
     @torch.inference_mode()
     def _rest_of(self, states: Tensor, example: int) -> Tensor:

@@ -262,21 +262,17 @@ def draft_trainer(
 
 def freeze(student: nn.Module, config: DistilConfig) -> None:
     """Freeze the matrices of a draft that are not trained."""
-    if config.freeze_embeddings or states_input(base_of(student)) is not None:
-        _freeze_embeddings(student)
-    output = base_of(student).get_output_embeddings()
+    draft = base_of(student)
+    embedding, output = draft.get_input_embeddings(), draft.get_output_embeddings()
+    if config.freeze_embeddings or states_input(draft) is not None:
+        if output is not None and embedding.weight is output.weight:
+            raise ConfigError(
+                "draft.freeze_embeddings would freeze the draft's output matrix, which is its "
+                "input embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
+            )
+        embedding.weight.requires_grad_(False)
     if isinstance(output, MarkovOutput) and len(output.vocabulary_ids) == output.vocabulary:
         output.weight.requires_grad = False  # engines take the target's own
-
-
-def _freeze_embeddings(student: PreTrainedModel) -> None:
-    embedding, output = student.get_input_embeddings(), student.get_output_embeddings()
-    if output is not None and embedding.weight is output.weight:
-        raise ConfigError(
-            "draft.freeze_embeddings would freeze the draft's output matrix, which is its input "
-            "embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
-        )
-    embedding.weight.requires_grad_(False)
 
 
 def _optimizer(
@@ -291,16 +287,7 @@ def _optimizer(
             "it, or set draft.optimizer to adamw"
         )
     betas = (arguments.adam_beta1, arguments.adam_beta2)
-    return muon_optimizer(student, inner_of(student), lr=config.learning_rate, betas=betas)
-
-
-def inner_of(student: PreTrainedModel) -> nn.ModuleList:
-    """The modules of a draft whose matrices Muon updates."""
-    inner: list[nn.Module] = [decoder_layers(student)[1]]
-    reads = states_input(base_of(student))
-    if reads is not None:
-        inner += [each for each in reads.children() if isinstance(each, nn.Linear)]
-    return nn.ModuleList(inner)
+    return muon_optimizer(student, lr=config.learning_rate, betas=betas)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -352,13 +339,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def muon_optimizer(
-    model: nn.Module, inner: nn.ModuleList, *, lr: float, betas: tuple[float, float]
+    student: PreTrainedModel, *, lr: float, betas: tuple[float, float]
 ) -> MuonWithAdamW:
-    """Muon for the trained matrices in `inner`, AdamW for the model's other trained weights."""
+    """Muon for the trained matrices of layers and maps of states, AdamW for all else."""
+    inner: list[nn.Module] = [decoder_layers(student)[1]]
+    reads = states_input(base_of(student))
+    if reads is not None:
+        inner += [each for each in reads.children() if isinstance(each, nn.Linear)]
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    hidden = {id(weight) for weight in inner.parameters() if weight.ndim == 2}
-    for weight in model.parameters():
+    hidden = {id(weight) for each in inner for weight in each.parameters() if weight.ndim == 2}
+    for weight in student.parameters():
         if weight.requires_grad:
             (matrices if id(weight) in hidden else others).append(weight)
     return MuonWithAdamW(matrices, others, lr=lr, betas=betas)

@@ -190,7 +190,7 @@ def whole_batches(trainer: Trainer, batch_size: int) -> DataLoader[dict[str, Ten
     """Batches of `batch_size` rows, the same on every process; the collator takes its own rows.
 
     accelerate would divide them, and fill up the last batch of an epoch with rows of its beginning.
-    TargetDistributions of one process, it orders rows as it does for one.
+    Told that there is one process, it keeps them whole and orders rows as it does for one.
     """
     loader = DataLoader(
         trainer.train_dataset,

@@ -27,7 +27,6 @@ from specdata.target_states import has_states, has_taps, target_taps
 from specdata.texts import (
     TOKENS_AT_ONCE,
     ModelSource,
-    ReadBatch,
     Source,
     TextBatch,
     TextRow,
@@ -131,8 +130,19 @@ class HeldOut:
     ) -> Measurement:
         """Measure a draft in eval mode, after so many optimizer steps; NaN if its weights are."""
         head = find_lm_head(draft)
-        columns = self._along(lambda batch: self._look(batch, head), watched_only)
-        rows = [self._rows[each] for each in self._members(watched_only)]
+        rows: list[TextRow] = []
+        columns: list[dict[str, Tensor]] = []
+        # In the same batches at every measurement, whichever rollouts it reads.
+        for members in [self._watched] if watched_only else [self._watched, self._others]:
+            rows += [self._rows[each] for each in members]
+            columns += along(
+                self._rows,
+                lambda batch: self._look(batch, head),
+                vocabulary=self._source.vocabulary,
+                tokens_at_once=self._at_once,
+                device=device(),
+                members=members,
+            )
         values, counted = _of_rounds(columns)
         sets = [str(row.get("dataset", "")) for row in rows for _ in row["completion_ids"]]
         in_set = {
@@ -155,24 +165,6 @@ class HeldOut:
         measured = broadcast_by_main(measured)
         assert measured is not None
         return measured
-
-    def _members(self, watched_only: bool) -> list[int]:
-        return self._watched if watched_only else [*self._watched, *self._others]
-
-    def _along(self, read: ReadBatch, watched_only: bool) -> list[dict[str, Tensor]]:
-        """In the same batches at every measurement, whichever rollouts it reads."""
-        return [
-            columns
-            for members in ([self._watched] if watched_only else [self._watched, self._others])
-            for columns in along(
-                self._rows,
-                read,
-                vocabulary=self._source.vocabulary,
-                tokens_at_once=self._at_once,
-                device=device(),
-                members=members,
-            )
-        ]
 
     def _look(self, batch: TextBatch, draft: LMHead) -> Callable[[slice], dict[str, Tensor]]:
         """Sum min(p, q), KL(p || q), if p is decided, and log q/p of the text's tokens.

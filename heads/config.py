@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -53,27 +53,22 @@ class TrainingDefaults:
     unread: tuple[str, ...]
 
 
+IMMEDIATE = TrainingDefaults(
+    1500,
+    (12, 24),
+    (math.inf, 2e-3),
+    0.01,
+    0.05,
+    {"depth": 0, "rejection_weight": 1.0, "batch_size": 12, "micro_batch_size": 12},
+    ("mixing", "rejection_weight"),
+)
 TRAINING: dict[Kind, TrainingDefaults] = {
     "specdec++": TrainingDefaults(
         400, (3, math.inf), (5e-5 * 4096, 1e-3), 0.0, 0.03, {}, ("width", "features", "draws")
     ),
-    "immediate": TrainingDefaults(
-        1500,
-        (12, 24),
-        (math.inf, 2e-3),
-        0.01,
-        0.05,
-        {"depth": 0, "rejection_weight": 1.0, "batch_size": 12, "micro_batch_size": 12},
-        ("mixing", "rejection_weight"),
-    ),
-    "confidence": TrainingDefaults(
-        1500,
-        (12, 24),
-        (2.5, 2e-2),
-        0.01,
-        0.05,
-        {"depth": 0, "rejection_weight": 1.0, "batch_size": 12, "micro_batch_size": 12},
-        ("depth", "width", "features", "mixing"),
+    "immediate": IMMEDIATE,
+    "confidence": replace(
+        IMMEDIATE, rate=(2.5, 2e-2), unread=("depth", "width", "features", "mixing")
     ),
 }
 

@@ -8,7 +8,6 @@ a forward every other call costs its cache misses, a few microseconds each (in n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import log
 from typing import Protocol, cast
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.inputs import FEATURES, LEAST_CHANCE, DrawnToken, captured_state, under_way
-from heads.model import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead, ResidualBlock
+from heads.model import KINDS, BaseHead, ImmediateHead, ResidualBlock, StateHead
 
 ROWS = 4096
 """Of an embedding that are read at a time."""
@@ -31,13 +30,12 @@ class Judge(Protocol):
 
 def judge_of(head: BaseHead) -> Judge:
     """The fastest judge of a head, with its weights as they are now."""
-    on_cpu = next(head.parameters()).device.type == "cpu"
-    if on_cpu and type(head) is ImmediateHead:
+    # A subclass may compute anything.
+    is_fast = type(head) in KINDS.values() and next(head.parameters()).device.type == "cpu"
+    if is_fast and isinstance(head, ImmediateHead):
         return ImmediateJudge(head)
-    if on_cpu and type(head) is AcceptanceHead:
-        return ResidualJudge(head.blocks, head.output)
-    if on_cpu and type(head) is ConfidenceHead:
-        return ResidualJudge((), head.output)
+    if is_fast and isinstance(head, StateHead):
+        return ResidualJudge(head)
     return TorchJudge(head)
 
 
@@ -121,9 +119,9 @@ class ResidualJudge:
     """Asks SpecDec++'s head or a linear one on a CPU; its weights are copied."""
 
     @torch.no_grad()
-    def __init__(self, blocks: Iterable[nn.Module], output: nn.Linear) -> None:
-        self._blocks = [_weights(cast(ResidualBlock, block).linear) for block in blocks]
-        self._output, self._bias = output.weight[0].clone(), float(output.bias)
+    def __init__(self, head: StateHead) -> None:
+        self._blocks = [_weights(cast(ResidualBlock, block).linear) for block in head.blocks]
+        self._output, self._bias = head.output.weight[0].clone(), float(head.output.bias)
 
     def logit(self, drawn: DrawnToken) -> float:
         """See `Judge.logit`: by the state that this token is drawn from."""

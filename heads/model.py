@@ -180,7 +180,29 @@ class ResidualBlock(nn.Module):
         return hidden + nn.functional.silu(self.linear(hidden))
 
 
-class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
+class StateHead(BaseHead):
+    """A head of one state of the draft: residual blocks, if any, and a linear layer."""
+
+    blocks: nn.ModuleList
+    output: nn.Linear
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the raw acceptance logit that a state gives: (..., H) -> (...).
+
+        In the precision of the parameters, float32 unless the head was converted. Raises ValueError
+        if the last dimension is not H.
+        """
+        self._check_width("hidden states", hidden, self.hidden_size)
+        # Autocast would quietly run the layers in half precision.
+        with torch.autocast(hidden.device.type, enabled=False):
+            state = hidden.to(self.output.weight.dtype)
+            for block in self.blocks:
+                state = block(state)
+            logits: Tensor = self.output(state)
+        return logits.squeeze(-1)
+
+
+class AcceptanceHead(StateHead, paper_url="https://arxiv.org/abs/2405.19715"):
     """Predict whether the target accepts a drafted token (SpecDec++, Huang et al., 2405.19715).
 
     A residual network on the draft's last hidden state, the one that its output embedding reads,
@@ -211,21 +233,6 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
         super().__init__(hidden_size, depth, draft, sampling, probe, rejection_weight)
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(depth))
         self.output = nn.Linear(hidden_size, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the raw acceptance logit of the token just consumed: (..., H) -> (...).
-
-        In the precision of the parameters, float32 unless the head was converted. Raises ValueError
-        if the last dimension is not H.
-        """
-        self._check_width("hidden states", hidden, self.hidden_size)
-        # Autocast would quietly run the layers in half precision.
-        with torch.autocast(hidden.device.type, enabled=False):
-            state = hidden.to(self.output.weight.dtype)
-            for block in self.blocks:
-                state = block(state)
-            logits: Tensor = self.output(state)
-        return logits.squeeze(-1)
 
     def logits(self, drafted: DraftedTokens) -> Tensor:
         """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`."""
@@ -336,7 +343,7 @@ class ImmediateHead(BaseHead):
         return logits
 
 
-class ConfidenceHead(BaseHead, paper_url="https://arxiv.org/abs/2607.05147"):
+class ConfidenceHead(StateHead, paper_url="https://arxiv.org/abs/2607.05147"):
     """Predict whether the target accepts a drafted token, by one linear map of the state before it.
 
     That is the form of DSpark's (2607.05147), whose states are [h ; markov_w1[token before]], and
@@ -361,18 +368,8 @@ class ConfidenceHead(BaseHead, paper_url="https://arxiv.org/abs/2607.05147"):
         probe: Sequence[float] | None = None,
     ) -> None:
         super().__init__(hidden_size, 0, draft, sampling, probe, rejection_weight)
+        self.blocks = nn.ModuleList()
         self.output = nn.Linear(hidden_size, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the raw acceptance logit of the token drawn from a state: (..., H) -> (...).
-
-        Raises ValueError if the last dimension is not H.
-        """
-        self._check_width("hidden states", hidden, self.hidden_size)
-        # Autocast would quietly run the layer in half precision.
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits: Tensor = self.output(hidden.to(self.output.weight.dtype))
-        return logits.squeeze(-1)
 
     def logits(self, drafted: DraftedTokens) -> Tensor:
         """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`."""

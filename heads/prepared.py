@@ -14,20 +14,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedType,
-    GradientAccumulationPlugin,
-    is_tensorboard_available,
-    is_trackio_available,
-    is_wandb_available,
-)
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -43,11 +38,6 @@ from specdata.storage.checkpoints import checkpoint_folder, complete
 STATE = "state.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAX_GRAD_NORM = 1.0
-AVAILABLE: dict[Tracker, Callable[[], bool]] = {
-    "tensorboard": is_tensorboard_available,
-    "wandb": is_wandb_available,
-    "trackio": is_trackio_available,
-}
 
 
 def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> Accelerator:
@@ -55,7 +45,7 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
 
     Raises RuntimeError if the launcher's DeepSpeed or processes were silently lost.
     """
-    if report_to != "none" and not AVAILABLE[report_to]():
+    if report_to not in ["none", *map(str, get_available_trackers())]:
         # accelerate would leave it out without a word.
         raise ConfigError(
             f"head.report_to is {report_to}, which is not installed here: pip install {report_to}, "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from huggingface_hub.constants import CONFIG_NAME, PYTORCH_WEIGHTS_NAME, SAFETENSORS_SINGLE_FILE
@@ -27,19 +26,15 @@ from specdata.storage.resume import read_record
 
 
 def from_released(
-    folder: str | Path,
-    *,
-    rejection_weight: float = 6.0,
-    draft: str | None = None,
-    sampling: dict[str, Any] | None = None,
+    folder: str | Path, *, rejection_weight: float = 6.0, draft: str | None = None
 ) -> AcceptanceHead:
     """Read a released head; its raw acceptance probabilities stay what they are.
 
     The folder has `config.json` (hidden_size, num_layers) and model.safetensors, or else
     pytorch_model.bin, of which only tensors are read. The format does not record the weight of
     rejections in the training loss (6 in that of Llama 2 chat). Only `probability` depends on it,
-    the rule with a threshold does not. The name of its draft and the sampling of its labels are to
-    be recorded. The head is in float32 and in evaluation mode.
+    the rule with a threshold does not. The name of its draft is to be recorded. The head is in
+    float32 and in evaluation mode.
     """
     folder = Path(folder)
     if not (folder / CONFIG_NAME).is_file():
@@ -53,11 +48,7 @@ def from_released(
         )
     path, weights = _weights(folder)
     head = AcceptanceHead(
-        hidden_size=size,
-        depth=depth,
-        rejection_weight=rejection_weight,
-        draft=draft,
-        sampling=sampling,
+        hidden_size=size, depth=depth, rejection_weight=rejection_weight, draft=draft
     )
     try:
         head.load_state_dict(_translated(weights, depth))

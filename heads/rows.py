@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
+from typing import TYPE_CHECKING, cast
 
 import datasets
 import numpy as np
@@ -29,7 +29,7 @@ from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.processes import is_main
 from specdata.sampling import numpy_generator_for
-from specdata.storage.schema import MORE_DRAWS
+from specdata.storage.schema import MORE_DRAWS, Label
 from specdata.terminal import progress
 from specdata.texts import TOKENS_AT_ONCE, TextBatch, along, text_length
 
@@ -45,22 +45,6 @@ COLUMNS = (
     "draft_ids",
     "accept_prob",
 )
-
-
-class LabelRow(TypedDict):
-    """The columns that training reads; those after prompt_ids are aligned token by token.
-
-    The last two hold more draws a position, S - 1 values for each, one position after the other.
-    """
-
-    example_id: str
-    sample: int
-    prompt_ids: Sequence[int]
-    completion_ids: Sequence[int]
-    draft_ids: Sequence[int]
-    accept_prob: Sequence[float]
-    more_draft_ids: NotRequired[Sequence[int]]
-    more_accept_prob: NotRequired[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +97,8 @@ class LabelRows:
     def __len__(self) -> int:
         return len(self.usable)
 
-    def __getitem__(self, position: int) -> LabelRow:
-        return cast(LabelRow, self.dataset[self.usable[position]])
+    def __getitem__(self, position: int) -> Label:
+        return cast(Label, self.dataset[self.usable[position]])
 
     @property
     def skipped(self) -> int:
@@ -151,7 +135,7 @@ class HeadRow:
     draws: tuple[int, ...] = (0,)
 
 
-def mixed_row(row: LabelRow, *, rate: float, max_length: int, key: Key) -> HeadRow:
+def mixed_row(row: Label, *, rate: float, max_length: int, key: Key) -> HeadRow:
     """Mix one row: the text holds the tokens that are judged, by the states after them.
 
     Raises ValueError if the row's columns do not fit each other.
@@ -179,7 +163,7 @@ def mixed_row(row: LabelRow, *, rate: float, max_length: int, key: Key) -> HeadR
     )
 
 
-def drawn_row(row: LabelRow, *, draws: Sequence[int], max_length: int, index: int = -1) -> HeadRow:
+def drawn_row(row: Label, *, draws: Sequence[int], max_length: int, index: int = -1) -> HeadRow:
     """Some of a row's draws, each beside the target's own text, by the states before them.
 
     `max_length` as of `mixed_row`; `index` is the row's in its dataset, if what the draft says of
@@ -200,12 +184,12 @@ def drawn_row(row: LabelRow, *, draws: Sequence[int], max_length: int, index: in
     )
 
 
-def draws_of(row: LabelRow) -> int:
+def draws_of(row: Label) -> int:
     """The number of tokens a position that the labels of a row hold."""
     return 1 + len(row.get("more_draft_ids") or ()) // max(1, len(row["draft_ids"]))
 
 
-def drawn_tokens(row: LabelRow) -> tuple[np.ndarray, np.ndarray]:
+def drawn_tokens(row: Label) -> tuple[np.ndarray, np.ndarray]:
     """(n, S) int64 tokens and (n, S) float32 labels, the row's own draw first.
 
     Raises ValueError if the row's columns do not fit each other.
@@ -238,7 +222,7 @@ def drawn_tokens(row: LabelRow) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def _unfit(row: LabelRow, problem: str) -> ValueError:
+def _unfit(row: Label, problem: str) -> ValueError:
     return ValueError(
         f"example {row['example_id']!r}, sample {row['sample']}: {problem}; label the rollouts "
         "again"
@@ -294,7 +278,7 @@ class TrainingInputs:
     def __post_init__(self) -> None:
         self._to_logits = logits_of_states(self.draft)
 
-    def row(self, labels: LabelRow, index: int, epoch: int | None) -> HeadRow:
+    def row(self, labels: Label, index: int, epoch: int | None) -> HeadRow:
         """One row of a pass over the training rows; None: of the dev rows, which stay the same.
 
         Mixed anew for each pass, or with the pass's draws; dev rows with the first. Raises

@@ -24,12 +24,7 @@ from torch import Tensor
 from heads.config import TRAINING, HeadConfig
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
 from heads.model import KINDS, AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
-from heads.prepared import (
-    MOMENTS,
-    Checkpoint,
-    PreparedHead,
-    start_accelerator,
-)
+from heads.prepared import MOMENTS, Checkpoint, PreparedHead, start_accelerator
 from heads.probe import probe_of
 from heads.rows import HeadRow, LabelRows, TrainingInputs, feature_scales, labels_of, micro_batches
 from specdata.errors import TrainingDivergedError
@@ -105,7 +100,7 @@ def train_head(
 
     Args:
         draft: the frozen draft; its weights and its precision are left alone.
-        train: labelled rows, the columns of `heads.rows.LabelRow`.
+        train: labelled rows, with `heads.rows.COLUMNS` and, of several draws, `MORE_DRAWS`.
         dev: held-out labelled rows.
         out: folder for the head and `metrics.json` (written last), of checkpoints until then; of
             this training alone.

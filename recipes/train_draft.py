@@ -34,9 +34,11 @@ from recipes.make_logits import check_logits, made_of, rows_with_logits
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import draft_size, draft_width, sizes_of, source_model
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.loading import Loading
-from specdata.prompts.conversations import check_conversations, conversation_inputs
+from specdata.prompts.conversations import check_conversations
+from specdata.prompts.reading import prompt_inputs
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -139,7 +141,7 @@ class Finetuned(_OfDraft):
         assert self.draft.finetune is not None
         inputs = {"target": self.config.models.target, "draft": initial_draft(self.config)}
         if talks := self.draft.finetune.conversations:
-            return inputs | conversation_inputs(talks)
+            return inputs | prompt_inputs([PromptSet(name, "train", 0) for name in talks])
         return inputs | {"rollouts": str(folder(self.config, "rollouts"))}
 
     def run(self) -> dict[str, Any]:

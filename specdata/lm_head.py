@@ -224,8 +224,8 @@ def _logit_transforms(model: PreTrainedModel) -> Iterator[LogitTransform]:
             yield partial(_capped, cap)  # Gemma 2 and later
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if scale := getattr(config, name, None):
-            yield partial(_times, scale)  # Cohere, Falcon-H1, HyperCLOVA X
-            yield partial(_over, scale)  # Granite
+            yield partial(torch.mul, other=scale)  # Cohere, Falcon-H1, HyperCLOVA X
+            yield partial(torch.div, other=scale)  # Granite
 
 
 def _same(logits: Tensor) -> Tensor:
@@ -234,11 +234,3 @@ def _same(logits: Tensor) -> Tensor:
 
 def _capped(cap: float, logits: Tensor) -> Tensor:
     return torch.tanh(logits / cap) * cap
-
-
-def _times(scale: float, logits: Tensor) -> Tensor:
-    return logits * scale
-
-
-def _over(scale: float, logits: Tensor) -> Tensor:
-    return logits / scale

@@ -111,14 +111,15 @@ def load_model(
         assert reader is not None
 
         def read(ids: Tensor) -> Tensor:
-            try:
-                target_model = load_model(at, dtype=dtype)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"{name} reads the states of its target, which is looked for at {at}: put "
-                    f"it there, or say in target_states of its config.json where it is. {error}"
-                ) from error
-            attach(model, target_model)
+            if reader.read_target is read:  # else a copy of the draft asks
+                try:
+                    target_model = load_model(at, dtype=dtype)
+                except ConfigError as error:
+                    raise ConfigError(
+                        f"{name} reads the states of its target, which is looked for at {at}: put "
+                        f"it there, or say in target_states of its config.json where it is. {error}"
+                    ) from error
+                attach(model, target_model)
             return reader.read_target(ids)
 
         reader.read_target = read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,7 @@ def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
     Rows with the columns of `COLUMNS` are read once, without the target or a draft.
     """
     undecided, positions = [0] * len(laws), 0
-    for row in _rows_of(logits_of(rows)):
+    for row in logits_of(rows):
         top = top_logit_columns(row, laws[0].count, row["rest_logit"].numel())
         positions += len(top["rest_logit"])
         for place, each in enumerate(laws):
@@ -237,11 +237,6 @@ def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
 def log_total(top: Mapping[str, Tensor]) -> Tensor:
     """Log of the sum of exp over the whole vocabulary, (C, 1), from columns of `top_logits`."""
     return torch.logaddexp(top["top_logits"].logsumexp(-1, keepdim=True), top["rest_logit"])
-
-
-def _rows_of(rows: Dataset) -> Iterator[dict[str, Tensor]]:
-    for index in range(len(rows)):
-        yield rows[index]
 
 
 def _spread(chances: Tensor, ids: Tensor, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -11,14 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
-from distill.adapters import (
-    base_of,
-    load_plain,
-    load_student,
-    merged,
-    set_weights,
-    trained_weights,
-)
+from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.config import DistilConfig, LoraConfig
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
@@ -81,6 +75,7 @@ def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trai
     pair: Path, tmp_path: Path
 ) -> None:
     student = load_student(str(pair / "draft"), LORA, seed=0)
+    plain = copy.deepcopy(student).eval()
     rows = texts_of(pair, 16, seed=1)
     trainer = trainer_of(pair / "target", student, rows, tmp_path / "work", QUICK)
     trainer.train()
@@ -88,7 +83,6 @@ def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trai
     assert find_lm_head(base_of(student)).embedding is not None
     trained = trained_weights(trainer)
     assert all(".lora_" in name for name in trained)
-    plain = load_plain(str(pair / "draft"), LORA)
     for _ in range(2):  # as measurements while training do
         set_weights(plain, trained)
     result = distilled(pair, tmp_path / "draft", QUICK, rows=16)

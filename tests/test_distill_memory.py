@@ -81,9 +81,9 @@ def test_a_row_without_labels_has_no_rest(pair: Path) -> None:
     target = load_model(str(pair / "target"))
     teacher = Teacher(target, part=Part(torch.arange(3, 40, 2), 1.0))
     batch = collate(0)([rows()[0]])
-    assert [len(each) for each in teacher.states(batch) if each is not None] == [4, 4]
+    assert [len(each) for each in teacher.columns(batch).values()] == [4, 4]
     batch["labels"].fill_(-100)
-    assert [len(each) for each in teacher.states(batch) if each is not None] == [0, 0]
+    assert [len(each) for each in teacher.columns(batch).values()] == [0, 0]
 
 
 # --- what the target says
@@ -115,14 +115,14 @@ def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once() -> None:
     model.model.register_forward_pre_hook(lambda *_: read.append(1))
     for _ in range(3):
         for batch in batches(2):
-            torch.testing.assert_close(kept.states(batch)[0], live.states(batch)[0])
+            torch.testing.assert_close(kept.columns(batch)["states"], live.columns(batch)["states"])
     assert len(read) == 1 + 9  # all six rows in one batch, and every batch at every pass
     # No more is kept than fits: three rows have 4 + 9 + 2 positions of 16 doubles.
     part = Teacher(model, rows(), store=StateStore(15 * 16 * 8))
     read.clear()
     for _ in range(2):
         for batch in batches(2):
-            torch.testing.assert_close(part.states(batch)[0], live.states(batch)[0])
+            torch.testing.assert_close(part.columns(batch)["states"], live.columns(batch)["states"])
     assert len(read) == (1 + 2 + 2) + 6  # the second batch has one of the others, the third two
 
 
@@ -130,8 +130,8 @@ def test_what_is_kept_has_the_same_bits_whatever_the_order_of_training() -> None
     """So a killed run, which reads the rollouts in the order of what is left, goes on exactly."""
     model = tiny_llama(0, vocab=23).float()
     one, other = Teacher(model, rows()), Teacher(model, rows())
-    forwards = [one.states(batch)[0] for batch in batches(2)]
-    backwards = [other.states(batch)[0] for batch in reversed(list(batches(2)))]
+    forwards = [one.columns(batch)["states"] for batch in batches(2)]
+    backwards = [other.columns(batch)["states"] for batch in reversed(list(batches(2)))]
     for ours, theirs in zip(forwards, reversed(backwards), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -145,7 +145,7 @@ def test_other_text_than_the_rollouts_is_read(pair: Path, tmp_path: Path) -> Non
     assert sorted((batch[0]["examples"] < 0).tolist()) == 4 * [False] + 4 * [True]
     live = Teacher(trainer.teacher.model)
     torch.testing.assert_close(
-        trainer.teacher.states(batch[0]), live.states(batch[0]), rtol=1e-4, atol=1e-5
+        trainer.teacher.columns(batch[0]), live.columns(batch[0]), rtol=1e-4, atol=1e-5
     )
 
 

@@ -75,7 +75,7 @@ def test_an_aligned_output_is_the_targets_after_the_least_squares_map_of_the_sta
 
 
 def muon(model: PreTrainedModel) -> MuonWithAdamW:
-    return muon_optimizer(model, decoder_layers(model)[1], lr=1e-2, betas=(0.9, 0.95))
+    return muon_optimizer(model, lr=1e-2, betas=(0.9, 0.95))
 
 
 def stepped(model: PreTrainedModel, optimizer: torch.optim.Optimizer, seeds: range) -> None:

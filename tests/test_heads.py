@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,7 +25,8 @@ from heads.loss import (
     soft_auroc,
     weighted_bce,
 )
-from heads.rows import LabelRow, drawn_row, mixed_row
+from heads.rows import drawn_row, mixed_row
+from specdata.storage.schema import Label
 from specdata.texts import text_length
 
 HIDDEN = 8
@@ -36,15 +37,16 @@ def make_head(**settings: object) -> AcceptanceHead:
     return AcceptanceHead(**{"hidden_size": HIDDEN, **settings})
 
 
-def make_row(length: int = 400, example_id: str = "a", prompt: int = 3) -> LabelRow:
-    return LabelRow(
-        example_id=example_id,
-        sample=0,
-        prompt_ids=list(range(prompt)),
-        completion_ids=[100] * length,
-        draft_ids=[200] * length,
-        accept_prob=np.linspace(0.0, 1.0, length).tolist(),
-    )
+def make_row(length: int = 400, example_id: str = "a", prompt: int = 3) -> Label:
+    row = {
+        "example_id": example_id,
+        "sample": 0,
+        "prompt_ids": list(range(prompt)),
+        "completion_ids": [100] * length,
+        "draft_ids": [200] * length,
+        "accept_prob": np.linspace(0.0, 1.0, length).tolist(),
+    }
+    return cast(Label, row)
 
 
 # --- model
@@ -119,7 +121,7 @@ def test_each_position_is_the_targets_token_without_label_or_the_drafts_with_its
 
 
 def test_mixing_depends_on_key_and_example_only() -> None:
-    def places(row: LabelRow, *key: str | int) -> list[int]:
+    def places(row: Label, *key: str | int) -> list[int]:
         return list(mixed_row(row, rate=0.5, max_length=1000, key=key).places.tolist())
 
     assert places(make_row(), 0, 0) == places(make_row(), 0, 0)
@@ -127,7 +129,7 @@ def test_mixing_depends_on_key_and_example_only() -> None:
         places(make_row(), 0, 1),
         places(make_row(), 1, 0),
         places(make_row(example_id="b"), 0, 0),
-        places(LabelRow(**{**make_row(), "sample": 1}), 0, 0),
+        places({**make_row(), "sample": 1}, 0, 0),
     ]
     assert all(other != places(make_row(), 0, 0) for other in others)
     # A cut does not draw anew.

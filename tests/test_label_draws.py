@@ -91,13 +91,13 @@ def test_draws_at_a_position_are_independent_and_each_has_the_drafts_distributio
             probabilities(model(input_ids=torch.tensor([[2, 3]])).logits[0, -1], SamplingConfig())
             for model in (target, draft)
         )
-    counts = Counter((*row["draft_ids"], *row["more_draft_ids"]) for row in rows)  # type: ignore[typeddict-item]
+    counts = Counter((*row["draft_ids"], *row["more_draft_ids"]) for row in rows)
     tokens = range(len(q))
     joint = {(a, b, c): float(q[a] * q[b] * q[c]) for a in tokens for b in tokens for c in tokens}
     assert p_value(counts, joint) > 1e-6
     for row in rows:
-        drawn = torch.tensor(row["more_draft_ids"])  # type: ignore[typeddict-item]
-        assert row["more_accept_prob"] == pytest.approx(  # type: ignore[typeddict-item]
+        drawn = torch.tensor(row["more_draft_ids"])
+        assert row["more_accept_prob"] == pytest.approx(
             (p / q)[drawn].clamp(max=1.0).tolist(), abs=1e-6
         )
 

@@ -105,9 +105,9 @@ def test_a_model_partly_on_disk_gives_logits_texts_states_and_rows_of_the_whole_
         assert torch.equal(*(head.logits(states[0]) for head in heads))
     part = Part(torch.tensor([3, 7, 11]), 1.0)
     teachers = [Teacher(model, part=part) for model in (parted, whole)]
-    rest = torch.zeros(len(IDS))
-    rows = [teacher.part_logits(states[0][0], rest) for teacher in teachers]
-    assert torch.equal(*rows)
+    at = {"states": states[0][0], "rest": torch.zeros(len(IDS))}
+    p_logits = [teacher.compared(torch.zeros(len(IDS), 3), at)[1] for teacher in teachers]
+    assert torch.equal(*p_logits)
 
 
 def test_a_model_of_which_nothing_is_in_memory_is_refused(models: Path, tmp_path: Path) -> None:

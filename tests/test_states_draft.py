@@ -510,6 +510,21 @@ def test_a_draft_on_states_loaded_as_another_and_a_target_that_is_gone_are_refus
         draft(input_ids=torch.tensor([[1, 2]]))
 
 
+def test_a_draft_and_its_copies_load_the_target_once(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(target, tmp_path / "draft")
+    draft, loaded = load_model(str(tmp_path / "draft")), list[str]()
+    monkeypatch.setattr(
+        "specdata.models.load_model",
+        lambda name, **rest: loaded.append(name) or load_model(name, **rest),
+    )
+    copied, ids = copy.deepcopy(draft), torch.tensor([[5, 6]])
+    logits = [model(input_ids=ids).logits for model in (copied, copied, draft)]
+    assert loaded == [str(target)]
+    assert all(torch.equal(logits[0], each) for each in logits)
+
+
 @pytest.mark.parametrize("value", [0, -3, 10**18])
 def test_a_model_of_no_or_endless_layers_is_refused_before_it_is_made(
     target: Path, tmp_path: Path, value: int
@@ -616,7 +631,7 @@ def test_settings_that_exclude_each_other_are_refused(
 def test_depths_that_a_draft_cannot_have_are_refused() -> None:
     target, draft = pair(40)
     with pytest.raises(ConfigError, match=r"at most 3, the tokens of the longest completion, got"):
-        with_masks([draft], 4, [], ROWS.map(lambda row: {"completion_ids": [1, 2, 3]}))
+        with_masks(draft, 4, [], ROWS.map(lambda row: {"completion_ids": [1, 2, 3]}))
     with pytest.raises(ConfigError, match="is for drafts that read tokens alone: leave it out"):
         add_masks(draft, 3, [])
     with pytest.raises(ConfigError, match="must be a token that no text holds, and all 40"):

@@ -40,17 +40,15 @@ def chat_ids(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     variables: Mapping[str, Any] = {},
-    *,
-    reply: bool = True,
 ) -> list[int]:
     """Render a conversation with the target's chat template.
 
     The template writes every special token itself, so the tokenizer adds none: a beginning-of-text
-    token comes once, or not at all. With `reply`, it ends with what opens the assistant's answer
-    (the generation prompt). Raises TemplateRefusedError if the template fails, or leaves out what
-    somebody says or a variable.
+    token comes once, or not at all. At the end is what opens the assistant's answer (the generation
+    prompt). Raises TemplateRefusedError if the template fails, or leaves out what somebody says or
+    a variable.
     """
-    text = _Template(tokenizer, variables).whole(messages, reply=reply)
+    text = _Template(tokenizer, variables).whole(messages, reply=True)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 

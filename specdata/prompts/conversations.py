@@ -17,13 +17,7 @@ from specdata.prompts.chat_templates import (
     assistant_mask,
 )
 from specdata.prompts.forms import conversation_of, recorded_in
-from specdata.prompts.reading import (
-    check_names,
-    check_split,
-    is_remote,
-    prompt_inputs,
-    read_rows,
-)
+from specdata.prompts.reading import check_names, check_split, is_remote, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,11 +74,6 @@ class Account:
                 f"conversations {self.source!r}: none of {self.read} can be trained on: {self}. "
                 f"Each must hold {_FORMS}, with a turn of the assistant"
             )
-
-
-def conversation_inputs(names: Sequence[str]) -> dict[str, str]:
-    """The sources of conversations, by name: each file (of folders too), or the Hub id."""
-    return prompt_inputs([PromptSet(name, "train", 0) for name in names])
 
 
 def read_conversations(account: Account, seed: int) -> Iterator[tuple[int, Conversation]]:

@@ -150,7 +150,14 @@ class _DatasetInProgress:
         present = sorted(path.name for path in self.folder.glob("[!.]*"))
         if not (self.folder / MANIFEST).exists():
             self._check_foreign(present, [])
-            write_json(self.folder / MANIFEST, new_manifest(self.settings.values))
+            manifest: dict[str, Any] = {
+                "schema_version": 2,
+                "settings": self.settings.values,
+                "counts": count([]),
+                "shards": [],
+                "finished": False,
+            }
+            write_json(self.folder / MANIFEST, manifest)
         manifest = read_manifest(self.folder)
         self.settings.check(manifest["settings"], self.folder)
         if manifest["finished"]:
@@ -189,7 +196,13 @@ class _DatasetInProgress:
             self.settings.check(read_manifest(self.folder)["settings"], self.folder)
             with atomic_write(self.folder / _name(index)) as temporary:
                 pq.write_table(pa.Table.from_pylist(made, schema=self.schema), temporary)
-                record = describe_shard(temporary, _name(index), made)
+                record = {
+                    "file": _name(index),
+                    "rows": len(made),
+                    "tokens": sum(len(row["completion_ids"]) for row in made),
+                    "finish": dict(sorted(Counter(row["finish"] for row in made).items())),
+                    "sha256": sha256(temporary),
+                }
                 write_json(self.progress / f"{_name(index)}.json", record)
             return record
 
@@ -339,17 +352,6 @@ class _Manifest(_Shape):
     finished: bool
 
 
-def new_manifest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a dataset of which no shard exists yet."""
-    return {
-        "schema_version": 2,
-        "settings": settings,
-        "counts": count([]),
-        "shards": [],
-        "finished": False,
-    }
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a dataset."""
     path = folder / MANIFEST
@@ -367,17 +369,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     manifest: dict[str, Any] = json.loads(text)
     return manifest
-
-
-def describe_shard(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The record of one shard: file, rows, completion tokens, finish reasons, SHA-256."""
-    return {
-        "file": name,
-        "rows": len(rows),
-        "tokens": sum(len(row["completion_ids"]) for row in rows),
-        "finish": dict(sorted(Counter(row["finish"] for row in rows).items())),
-        "sha256": sha256(path),
-    }
 
 
 def count(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -52,6 +52,9 @@ class Label(Rollout):
         log_q_max: max_x log q(x).
         overlap: sum_x min(p(x), q(x)), the acceptance averaged over Y_i.
         entropy: of q, in nats; 0 where q gives everything to one token.
+        more_draft_ids: of labels with S > 1 draws, S - 1 more tokens drawn from q at each position,
+            one position after the other; empty in rows that are not trained on.
+        more_accept_prob: their min(1, p/q).
     """
 
     draft_ids: list[int]
@@ -61,6 +64,8 @@ class Label(Rollout):
     log_q_max: list[float]
     overlap: list[float]
     entropy: list[float]
+    more_draft_ids: NotRequired[list[int]]
+    more_accept_prob: NotRequired[list[float]]
 
 
 class Logits(Rollout):
@@ -105,12 +110,9 @@ TARGET_STATES = _columns(Rollout, of=["target_states"])
 TARGET_TAPS = _columns(Rollout, of=["taps", "target_taps"])
 _OPTIONAL = (*TARGET_STATES.names, *TARGET_TAPS.names)
 ROLLOUTS = _columns(Rollout, more_than=_OPTIONAL)
-LABELS = pa.schema([*ROLLOUTS, *_columns(Label, more_than=(*ROLLOUTS.names, *_OPTIONAL))])
-# More columns of labels with S > 1 draws: S - 1 more tokens drawn from q at each position, and
-# their min(1, p/q), one position after the other; empty lists in rows that are not trained on.
-MORE_DRAWS = pa.schema(
-    [("more_draft_ids", _ARROW[list[int]]), ("more_accept_prob", _ARROW[list[float]])]
-)
+# Two more of labels with S > 1 draws.
+MORE_DRAWS = _columns(Label, of=["more_draft_ids", "more_accept_prob"])
+LABELS = _columns(Label, more_than=(*_OPTIONAL, *MORE_DRAWS.names))
 # More columns of rollouts with top logits: see specdata.top_logits.
 # The first two hold N values a position, one position after the other.
 TOP_LOGITS = _columns(Logits, more_than=(*ROLLOUTS.names, *_OPTIONAL))
