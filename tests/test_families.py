@@ -293,7 +293,7 @@ def table() -> str:
             listed = "" if kind == "full attention" else f": {', '.join(names)}"
             chains = "no" if kind in REASONS else "yes"
             trees = "no" if kind in NO_TREES else chains
-            batches = "one a forward" if kind in decoded[2:] else chains
+            batches = "one per forward pass" if kind in decoded[2:] else chains
             rows.append(f"| {kind} | {len(names)}{listed} | {chains} | {trees} | {batches} |")
     return "\n".join(rows)
 
