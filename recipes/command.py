@@ -18,10 +18,11 @@ from pathlib import Path
 import yaml
 
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
+from recipes.recipe import interrupted
 from recipes.steps import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
-from specdata.interruption import Interrupted, stopping_on_signals
+from specdata.interruption import stopping_on_signals
 from specdata.terminal import accept_any_text, tell
 
 RECIPES = {
@@ -81,7 +82,7 @@ def environment(command: Sequence[str]) -> dict[str, str]:
     processes = given.num_processes or profile.get("num_processes", 1)
     machines = given.num_machines or profile.get("num_machines", 1)
     is_deepspeed = given.use_deepspeed or profile.get("distributed_type") == "DEEPSPEED"
-    engine = profile.get("deepspeed_config", {})
+    engine = profile.get("deepspeed_config") or {}
     return {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes // machines),
@@ -158,8 +159,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
         try:
             return int(tool.main(given))
         except KeyboardInterrupt as stop:
-            print("\ninterrupted: run the same command again", file=sys.stderr)
-            return stop.status if isinstance(stop, Interrupted) else 130
+            return interrupted(stop)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect
             return tell(error)
 

@@ -86,7 +86,7 @@ class Engine:
         offloads = frozenset(
             each
             for each in ("param", "optimizer")
-            if zero.get(f"offload_{each}", {}).get("device", "none") != "none"
+            if (zero.get(f"offload_{each}") or {}).get("device", "none") != "none"
         )
         live = size("stage3_max_live_parameters", LIVE)
         return cls(process_count(), int(stage), bucket, live, offloads)

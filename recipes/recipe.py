@@ -125,10 +125,10 @@ class Recipe:
                 for step in self.asked(config)[-1].next(CommandLine(given, program)):
                     say(f"{step.purpose:<8} {step.line}")
         except KeyboardInterrupt as stop:
-            return _interrupted(stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
+            return interrupted(stop)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect
             if not isinstance(error, (*USER_ERRORS, OSError)) and (number := stop_signal()):
-                return _interrupted(number)  # another process of this run stopped first
+                return interrupted(Interrupted(number))  # another process of this run stopped first
             return tell(error)
         return 0
 
@@ -146,10 +146,11 @@ def check_stages(stages: Sequence[Stage]) -> bool:
     return is_made
 
 
-def _interrupted(number: int) -> int:
+def interrupted(stop: KeyboardInterrupt) -> int:
+    """Say that a command was interrupted; the exit status that this gives it."""
     who = f"rank {rank()}: " if process_count() > 1 else ""
     print(f"\n{who}interrupted: run the same command again to continue", file=sys.stderr)
-    return 128 + number
+    return stop.status if isinstance(stop, Interrupted) else 128 + signal.SIGINT
 
 
 def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,19 @@ def test_a_launch_is_planned_in_one_process_as_its_first_would_be(
         for key, value in environment(command).items():
             monkeypatch.setenv(key, value)
         assert Engine.of_launcher().name == name
+
+
+def test_a_file_of_deepspeeds_says_what_is_offloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own.json"
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    for param, optimizer, offloads in (
+        (None, {"device": "none"}, set()),
+        (None, {"device": "cpu"}, {"optimizer"}),
+        ({"device": "nvme"}, {"device": "cpu"}, {"param", "optimizer"}),
+    ):
+        parts = {"offload_param": param, "offload_optimizer": optimizer}
+        file.write_text(json.dumps({"zero_optimization": {"stage": 3, **parts}}))
+        assert Engine.of_launcher().offloads == offloads
