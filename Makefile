@@ -35,7 +35,7 @@ MODEL ?= smollm2-135m
 # killed. Where the processor does not multiply bfloat16, in float32, and fewer passes.
 IN_FLOAT32 := $(shell grep -q bf16 /proc/cpuinfo 2>/dev/null || echo yes)
 REAL_DTYPE := $(if $(IN_FLOAT32),--models.dtype float32)
-REAL_DRAFT := $(if $(IN_FLOAT32),--draft.precision float32 --draft.optimizer adamw --draft.epochs 2)
+REAL_DRAFT := $(if $(IN_FLOAT32),--draft.precision float32 --draft.epochs 2)
 REAL := --config recipes/configs/$(MODEL).yaml $(REAL_DTYPE) $(REAL_DRAFT)
 REAL_T1 := --config recipes/configs/$(MODEL)-t1.yaml $(REAL_DTYPE)
 EVAL := $(RUN) $(BIN)/python recipes/run_eval.py

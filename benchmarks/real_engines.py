@@ -156,14 +156,13 @@ def main() -> None:
             raise SystemExit(f"{quantize} must be built, too")
     config = ["--config", f"recipes/configs/{model}.yaml"]
     dtype = ["--models.dtype", "float32"] if given.float32 else []
-    training = ["--draft.precision", "float32", "--draft.optimizer", "adamw"]
-    training = [*dtype, *(training if given.float32 else [])]
+    training = [*dtype, *(["--draft.precision", "float32"] if given.float32 else [])]
 
     learnt = sets("train", 171)[:3]  # the last domain is never trained on
     learnt[-1]["count"] = 170
     training += ["--rollouts.sets", json.dumps([*learnt, *sets("dev", 48)])]
     run("recipes/make_rollouts.py", *config, *training, "--output", out)
-    training += ["--draft.epochs", "2"]
+    training += ["--draft.epochs", "2", "--draft.held_out_share", "0"]
 
     def beside_rollouts(name: str) -> Path:
         """A folder with these rollouts."""

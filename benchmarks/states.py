@@ -56,7 +56,7 @@ def rows(counts: list[int], seeds: list[int], ablated: int, layers: int) -> Iter
         for name, taps in (("final", [layers]), ("three", [2, layers // 2, layers - 3])):
             yield {**shared, "name": f"states, taps {name}", "init": {**STATES, "taps": taps}}
         yield {**shared, "name": "states, layout eagle3", "init": {**STATES, "layout": "eagle3"}}
-        dspark = {"kind": "states", "layers": 1, "layout": "dspark", "block": 4}
+        dspark = {"kind": "states", "layers": 1, "layout": "dspark", "block": 7}
         faster = {"learning_rate": 1.5e-3}  # docs/drafts-in-blocks.md
         yield {**shared, "name": "states, layout dspark", "init": dspark, "train": faster}
         alone = {"name": "dspark, least squares alone", "train": {"epochs": 0}}
