@@ -26,7 +26,7 @@ from eval.measuring.results import (
     write_results,
 )
 from eval.reporting.rendering import NOT_MEASURED
-from eval.reporting.table import ROWS, readme_table, shown_methods
+from eval.reporting.table import ROWS, beside_table, readme_table, shown_methods
 from eval.rounds import Round
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
@@ -36,6 +36,8 @@ ROOT = Path(__file__).parent.parent
 REAL, AT_ONE = "docs/real/results.json", "docs/real/temperature-1/results.json"
 PUBLIC = "docs/real/public/results.json"
 GEMMA = "docs/real/gemma-3-270m"
+SERVED = ("f16-t0", "f16-t0.2", "q8_0-t0", "q8_0-t0.2")
+LLAMA_CPP = " ".join(f"docs/engines/{name}/results.json" for name in SERVED)
 
 
 def cells(table: str) -> dict[str, list[str]]:
@@ -269,20 +271,24 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
             *("docs/engines.md", "docs/engines/vllm.md"),
         )
     ]
-    table = r"<!-- (brief )?table of (\S+) -->\n(.*?)<!-- end of table -->"
+    table = r"<!-- (brief )?table of (.+?) -->\n(.*?)<!-- end of table -->"
     found = [each for page in pages for each in re.findall(table, page, re.DOTALL)]
     assert [path for _, path, _ in found] == [
         *(REAL, REAL, AT_ONE, PUBLIC),
         *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
-        *("docs/engines/f16-t0/results.json", "docs/engines/results.json"),
+        *(LLAMA_CPP, "docs/engines/results.json"),
     ]
-    for brief, path, stands in found:
-        results = read_results(ROOT / path)
+    for brief, paths, stands in found:
+        evaluations = {Path(each).parent.name: read_results(ROOT / each) for each in paths.split()}
         shown = [name.removesuffix(" †").replace("\\", "") for name in list(cells(stands))[2:]]
+        results = [*evaluations.values()]
         assert stands in [
-            readme_table(results, methods, is_brief=bool(brief)) for methods in ((), shown)
+            readme_table(results[0], methods, is_brief=bool(brief))
+            if len(results) == 1
+            else beside_table(evaluations, methods)
+            for methods in ((), shown)
         ]
-        assert (ROOT / path).stat().st_size < 5_000_000
+        assert all((ROOT / each).stat().st_size < 5_000_000 for each in paths.split())
 
 
 def test_sentences_about_all_prompt_sets_are_what_the_results_give() -> None:
