@@ -295,6 +295,7 @@ class Float32Muon(torch.optim.Muon):
     """torch's Muon, whose Newton-Schulz iteration is in bfloat16, in float32.
 
     For processors that do not multiply bfloat16, where its step takes some twenty times as long.
+    With Nesterov's momentum and no weight decay, as `MuonWithAdamW` asks.
     """
 
     @torch.no_grad()
