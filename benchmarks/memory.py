@@ -3,9 +3,9 @@
     python benchmarks/memory.py [--out docs/memory.json]
 
 At each size a pair of random weights is made; then rollouts and distillation run in processes of
-their own, and the most resident memory beyond what was there after the imports is read
-(`/proc/self/status`, VmHWM). glibc gives large tensors back at once there; recipes have it keep
-what is freed (`keep_freed_memory`), for speed.
+their own. Read is the most that the GPU's allocator held or, without a GPU, the most resident
+memory beyond what was there after the imports (`/proc/self/status`, VmHWM). glibc gives large
+tensors back at once there; recipes have it keep what is freed (`keep_freed_memory`), for speed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distill.training import save_model
 from eval.measuring.environment import describe_environment
 from recipes.config import PipelineConfig, build
 from recipes.memory import Engine, Planned
-from specdata.models import load_model
+from specdata.models import device, load_model
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.storage.files import write_json
 from specdata.toy.corpus import corpus
@@ -124,7 +124,7 @@ def resident(name: str) -> int:
 
 
 def measured(folder: Path, stage: str) -> int:
-    """The most bytes of a process that does a stage, beyond what it has imported."""
+    """The most bytes of a process that does a stage, on a CPU beyond what it has imported."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", "--work", str(folder), stage],
         stdout=subprocess.PIPE,
@@ -137,7 +137,7 @@ def measured(folder: Path, stage: str) -> int:
 def planned(folder: Path) -> dict[str, int]:
     """The same, foretold."""
     config = settings(folder)
-    plan = Planned(config, Engine(1), "cpu")
+    plan = Planned(config, Engine(1), device().type)
     stages = {name: plan.of(name) for name in ("rollouts", "draft")}
     return {name: memory.total for name, memory in stages.items() if memory}
 
@@ -163,7 +163,8 @@ def main() -> None:
     if given.work:
         base = resident("VmRSS")
         work(Path(given.work[0]), given.work[1])
-        print(resident("VmHWM") - base)
+        used = torch.cuda.max_memory_allocated() or resident("VmHWM") - base
+        print(used)
         return
     rows: list[dict[str, Any]] = []
     for name in given.sizes:
@@ -174,7 +175,7 @@ def main() -> None:
                 json.dumps({**row, "ratio": round(row["planned"] / row["measured"], 3)}), flush=True
             )
     if given.out:
-        where = describe_environment(device="cpu", dtype="float32").model_dump(mode="json")
+        where = describe_environment(device=str(device()), dtype="float32").model_dump(mode="json")
         write_json(given.out, {"environment": where, "rows": rows})
 
 

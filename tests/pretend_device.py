@@ -170,6 +170,7 @@ def chosen(name: str) -> Iterator[None]:
         for module in (models, training, watch):
             patch.setattr(module, "device", lambda: torch.device(name))
         patch.setenv("ACCELERATE_TORCH_DEVICE", name)
+        patch.setenv("ACCELERATE_USE_CPU", str(name == "cpu"))  # also where there is a GPU
         # Weights that two modules share stay shared where they move, as on a GPU.
         patch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
         PartialState._reset_state()

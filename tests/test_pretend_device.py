@@ -1,4 +1,4 @@
-"""Where a device refuses what CUDA refuses, everything gives what it gives on the CPU."""
+"""On a GPU, or what refuses what CUDA refuses, everything gives what it gives on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from tests.test_stages import CONFIG, configuration, result
 from tests.tiny import tiny_llama
 from tests.trainings import QUICK, assert_same_gradients, batch_gradients, changed, trainer_of
 
-HERE, THERE, OTHER = "cpu", "pretend:0", "pretend:1"
+HERE, PRETEND, ANOTHER = "cpu", "pretend:0", "pretend:1"
+THERE, OTHER = ("cuda:0", HERE) if torch.cuda.is_available() else (PRETEND, ANOTHER)
 unpinned = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 
 
@@ -40,19 +41,19 @@ unpinned = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as tr
     "mistake",
     [
         lambda x: x + torch.ones(4),
-        lambda x: x + x.to(OTHER),
+        lambda x: x + x.to(ANOTHER),
         lambda x: torch.ones(4)[x.long()],
-        lambda x: x[x.long().to(OTHER)],
+        lambda x: x[x.long().to(ANOTHER)],
         lambda x: torch.stack([x[0], torch.tensor(1.0)]),
-        lambda x: torch.rand(4, generator=torch.Generator(), device=THERE),
+        lambda x: torch.rand(4, generator=torch.Generator(), device=PRETEND),
         lambda x: torch.nn.functional.dropout(x),
         lambda x: x.numpy(),
-        lambda x: torch.nn.Linear(4, 1).to(OTHER)(x),
+        lambda x: torch.nn.Linear(4, 1).to(ANOTHER)(x),
     ],
 )
 @pytest.mark.parametrize("inference", [True, False])
 def test_what_cuda_refuses_is_refused(mistake: Callable[[Tensor], object], inference: bool) -> None:
-    x = torch.ones(4).to(THERE)
+    x = torch.ones(4).to(PRETEND)
     with (
         torch.inference_mode(inference),
         pytest.raises((RuntimeError, TypeError), match=r"device|gener"),
@@ -61,12 +62,12 @@ def test_what_cuda_refuses_is_refused(mistake: Callable[[Tensor], object], infer
 
 
 def test_what_cuda_takes_is_taken_and_its_reads_are_counted() -> None:
-    x = torch.arange(4.0).to(THERE)
+    x = torch.arange(4.0).to(PRETEND)
     with reads() as waits:
         y = (x + torch.tensor(2.0))[torch.tensor([1, 2])] + x[[1, 3]].unsqueeze_(0)
         assert not waits
         assert y.tolist() == [[4.0, 7.0]]
-        assert float(x[1]) == x[x > 0].to(OTHER).cpu()[0]
+        assert float(x[1]) == x[x > 0].to(ANOTHER).cpu()[0]
     assert len(waits) == 4
 
 
@@ -184,7 +185,7 @@ def test_a_draft_of_every_layout_with_its_head_is_that_of_the_cpu(
     }
     texts = []
     for place, of_target in ((HERE, HERE), (THERE, OTHER)):
-        folder = tmp_path / of_target.split(":")[0]
+        folder = tmp_path / place.split(":")[0]
         folder.mkdir()
         monkeypatch.chdir(folder)
         Path("pair.yaml").write_text(yaml.safe_dump(config))
@@ -202,4 +203,4 @@ def test_a_draft_of_every_layout_with_its_head_is_that_of_the_cpu(
             out = decoder.generate(torch.tensor([5, 9]), max_new_tokens=9, generator=generator)
             texts.append((out.tokens.tolist(), [each.drafted for each in out.rounds]))
     assert texts[0] == texts[1]
-    assert_alike(tmp_path / "pretend", tmp_path / "cpu")
+    assert_alike(tmp_path / THERE.split(":")[0], tmp_path / HERE)
