@@ -24,6 +24,7 @@ from eval.measuring.results import read_results
 from recipes.layout import RESULTS
 
 PLAIN = "{name: plain, decoder: plain}"
+SERVED = "{name: server alone, decoder: server, url: 'http://127.0.0.1:8400', served_model: target}"
 BEGIN = {
     "eagle3": "{kind: states, layers: 1, layout: eagle3, vocabulary: 8192}",
     "dspark": "{kind: states, layers: 1, layout: dspark, block: 7, vocabulary: 8192, "
@@ -133,7 +134,7 @@ def in_llama_cpp(
             rows = pool(read_results(out / f"{folder}-dev" / RESULTS))
             speed = {row.name: row.speed() for row in rows}
             chosen = [max(group, key=speed.__getitem__) for group in (heads, lookups)]
-        test = [*given, "--eval.folder", folder, *asked("test", 5)]
+        test = [*given, "--eval.folder", folder, *asked("test", 16)]
         measure(server, test, fixed | {name: (heads | lookups)[name] for name in chosen})
         folders.append(out / folder)
     run("benchmarks/table.py", *folders, "--beside")
@@ -192,7 +193,7 @@ def main() -> None:
     drafts["plain"] = plain / "release" / "draft"
 
     options = [*config, *dtype, "--output", out, "--models.draft", drafts["plain"]]
-    options += ["--draft", "null", "--head", "null", "--eval.methods", f"[{PLAIN}]"]
+    options += ["--draft", "null", "--head", "null", "--eval.methods", f"[{SERVED}]"]
     if is_llama:
         in_llama_cpp(given.engine, f"runs/{model}/target", drafts, options, out)
     else:

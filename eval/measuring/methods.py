@@ -90,7 +90,8 @@ class EvalConfig(Config):
                     f" method {PLAIN!r}, with decoder: plain; this one must {must}, or be another"
                     " method"
                 )
-        if PLAIN not in names:
+        served = SERVED in names and all(method.decoder == "server" for method in self.methods)
+        if PLAIN not in names and not served:
             raise ConfigError(
                 f"no method is {PLAIN!r}, the target alone, which every other is compared with: add"
                 f" {{name: {PLAIN}, decoder: plain}}; got {', '.join(names) or 'no method'}"

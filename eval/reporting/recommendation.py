@@ -77,7 +77,7 @@ def _finding(rows: Sequence[PooledRow], batch: int) -> str:
     best, winner = best_of(rows), fastest(rows)
     plain = next((row for row in rows if row.method.decoder == "plain"), None)
     if best is None:
-        return f"{'Only the target alone' if plain else 'No lossless method'} was measured."
+        return f"{'Only the target alone' if plain else 'No lossless method of ours'} was measured."
     if winner is None:
         together = f" ({batch} prompts were decoded together)" if batch > 1 else ""
         tokens = Interval.of(best.rates["block_efficiency"])
