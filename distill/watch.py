@@ -24,6 +24,7 @@ from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import broadcast_by_main, join_processes
 from specdata.sampling import SamplingConfig
 from specdata.target_states import has_states, has_taps, target_taps
+from specdata.terminal import progress
 from specdata.texts import (
     TOKENS_AT_ONCE,
     ModelSource,
@@ -133,16 +134,21 @@ class HeldOut:
         rows: list[TextRow] = []
         columns: list[dict[str, Tensor]] = []
         # In the same batches at every measurement, whichever rollouts it reads.
-        for members in [self._watched] if watched_only else [self._watched, self._others]:
-            rows += [self._rows[each] for each in members]
-            columns += along(
-                self._rows,
-                lambda batch: self._look(batch, head),
-                vocabulary=self._source.vocabulary,
-                tokens_at_once=self._at_once,
-                device=device(),
-                members=members,
-            )
+        parts = [self._watched] if watched_only else [self._watched, self._others]
+        count = sum(map(len, parts))
+        # In training its own bar shows where it is.
+        with progress(count, "held-out rollouts", "rollout", is_shown=not watched_only) as bar:
+            for members in parts:
+                rows += [self._rows[each] for each in members]
+                columns += along(
+                    self._rows,
+                    lambda batch: self._look(batch, head),
+                    vocabulary=self._source.vocabulary,
+                    tokens_at_once=self._at_once,
+                    device=device(),
+                    members=members,
+                    report=bar.update,
+                )
         values, counted = _of_rounds(columns)
         sets = [str(row.get("dataset", "")) for row in rows for _ in row["completion_ids"]]
         in_set = {
