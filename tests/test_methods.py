@@ -47,6 +47,15 @@ def test_a_mistaken_method_is_named(text: str, message: str) -> None:
         parse(["--method", text], "")
 
 
+ALONE = "{name: server alone, decoder: server, url: 'http://127.0.0.1:1', served_model: t}"
+
+
+def test_served_methods_are_compared_with_the_server_alone_and_need_no_plain_one() -> None:
+    served = ALONE.replace("server alone", "with a draft")
+    config = parse(["--eval.methods", f"[{ALONE}, {served}]"]).config
+    assert [method.name for method in config.eval.methods] == ["server alone", "with a draft"]
+
+
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
@@ -55,6 +64,8 @@ def test_a_mistaken_method_is_named(text: str, message: str) -> None:
         ("[{name: ''}, {name: plain, decoder: plain}]", "a method's name is empty"),
         ("[{name: a}, {name: a}]", "two methods are named 'a'"),
         ("[{name: a}, {name: b}]", "no method is 'plain', .* decoder: plain}; got a, b"),
+        (f"[{ALONE}, {{name: b}}]", "no method is 'plain', .*; got server alone, b"),
+        (f"[{ALONE.replace('server alone', 'a')}]", "no method is 'plain', .*; got a"),
     ],
 )
 def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, message: str) -> None:
