@@ -41,7 +41,7 @@ LLAMA_CPP = {"plain": "draft-simple", "eagle3": "draft-eagle3", "dspark": "draft
 LENGTHS = {"plain": (2, 4), "eagle3": (2, 4), "dspark": (2, 4, 7)}
 """Tokens to draft at most."""
 HEADS = ((2, 0.5), (2, 0.7), (4, 0.5), (4, 0.7))
-"""Tokens to draft at most, and the head's least probability; one is chosen on dev, greedily."""
+"""Tokens to draft at most, and the head's least probability; chosen on dev for each weights."""
 LOOKUPS = ((2, 4), (3, 7))
 """Tokens to look up, and to draft at most; chosen like it."""
 
@@ -94,7 +94,7 @@ def in_llama_cpp(
 ) -> None:
     """All drafts with 16-bit and 8-bit weights, greedily and as the target's card says."""
     files, folders = out / "gguf", []
-    chosen: list[str] = []
+    chosen: dict[str, list[str]] = {}
     files.mkdir(exist_ok=True)
     for name, model in {"target": target, **drafts}.items():
         made = [files / f"{name}-{weights}.gguf" for weights in ("f16", "q8_0")]
@@ -128,14 +128,14 @@ def in_llama_cpp(
         given = [*options, "--gguf", files / f"target-{weights}.gguf"]
         given += ["--sampling.temperature", temperature]
         folder = f"eval-llama-{weights}-t{temperature}"
-        if not chosen:
+        if weights not in chosen:
             dev = [*given, "--eval.folder", f"{folder}-dev", *asked("dev", 4)]
             measure(server, dev, heads | lookups)
             rows = pool(read_results(out / f"{folder}-dev" / RESULTS))
             speed = {row.name: row.speed() for row in rows}
-            chosen = [max(group, key=speed.__getitem__) for group in (heads, lookups)]
+            chosen[weights] = [max(group, key=speed.__getitem__) for group in (heads, lookups)]
         test = [*given, "--eval.folder", folder, *asked("test", 16)]
-        measure(server, test, fixed | {name: (heads | lookups)[name] for name in chosen})
+        measure(server, test, fixed | {name: (heads | lookups)[name] for name in chosen[weights]})
         folders.append(out / folder)
     run("benchmarks/table.py", *folders, "--beside")
 
