@@ -17,14 +17,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from engines import to_gguf, tree_of
+from engines import FIRST_PORT, to_gguf, tree_of
 
+from eval.measuring.methods import SERVED
 from eval.measuring.pooled import pool
 from eval.measuring.results import read_results
 from recipes.layout import RESULTS
 
 PLAIN = "{name: plain, decoder: plain}"
-SERVED = "{name: server alone, decoder: server, url: 'http://127.0.0.1:8400', served_model: target}"
+ALONE = (
+    f"{{name: {SERVED}, decoder: server, url: 'http://127.0.0.1:{FIRST_PORT}', "
+    "served_model: target}"
+)
 BEGIN = {
     "eagle3": "{kind: states, layers: 1, layout: eagle3, vocabulary: 8192}",
     "dspark": "{kind: states, layers: 1, layout: dspark, block: 7, vocabulary: 8192, "
@@ -72,7 +76,8 @@ def measure(engine: str, options: list[str | Path], rows: dict[str, Any]) -> Non
 def in_vllm(
     python: str, drafts: dict[str, Path], options: list[str | Path], *, longest: int
 ) -> None:
-    """Both drafts at both temperatures."""
+    """Both drafts at both temperatures, beside plain decoding of ours."""
+    options = [*options, "--eval.methods", f"[{PLAIN}]"]
     at_one = ["--sampling.temperature", "1", "--sampling.top_p", "1"]
     for folder, sampling, drawn in (
         ("eval-engines", [], {}),
@@ -126,6 +131,8 @@ def in_llama_cpp(
             for size, length in LOOKUPS
         }
         given = [*options, "--gguf", files / f"target-{weights}.gguf"]
+        # No decoding of ours, and short texts: an evaluation of 64 prompts in twenty minutes.
+        given += ["--eval.methods", f"[{ALONE}]", "--eval.max_new_tokens", "48"]
         given += ["--sampling.temperature", temperature]
         folder = f"eval-llama-{weights}-t{temperature}"
         if weights not in chosen:
@@ -193,8 +200,7 @@ def main() -> None:
     drafts["plain"] = plain / "release" / "draft"
 
     options = [*config, *dtype, "--output", out, "--models.draft", drafts["plain"]]
-    options += ["--draft", "null", "--head", "null", "--eval.methods", f"[{SERVED}]"]
-    options += ["--eval.max_new_tokens", "48"]  # an evaluation of 64 prompts in twenty minutes
+    options += ["--draft", "null", "--head", "null"]
     if is_llama:
         in_llama_cpp(given.engine, f"runs/{model}/target", drafts, options, out)
     else:
