@@ -7,8 +7,6 @@ the rearranged copy. So this is done on a CPU only, and costs a copy of the weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -24,26 +22,33 @@ LARGEST_COPY = 4 << 30
 SMALLEST_LAYER = 1 << 15
 
 
-@contextmanager
-def prepacked(*models: nn.Module) -> Iterator[None]:
+class prepacked:  # noqa: N801 - used as a function is, `with prepacked(model):`
     """Run the linear layers of models from copies in oneDNN's layout in the `with` block.
 
-    Results are equal up to rounding. Weights must not change meanwhile; forwards that record
-    gradients use the weights themselves. In a precision that oneDNN does not multiply here, on
-    another device, and for models whose copies would exceed `LARGEST_COPY`, nothing changes.
+    The copies are made once, for any number of blocks. Results are equal up to rounding. Weights
+    must not change meanwhile; forwards that record gradients use the weights themselves. In a
+    precision that oneDNN does not multiply here, on another device, and for models whose copies
+    would exceed `LARGEST_COPY`, nothing changes.
     """
-    layers: dict[int, nn.Linear] = {}
-    for model in models:
-        mine = {id(layer): layer for layer in model.modules() if _can_prepack(layer)}
-        # A weight that two layers share counts twice: it is copied twice.
-        if sum(layer.weight.nbytes for layer in mine.values()) <= LARGEST_COPY:
-            layers |= mine
-    try:
-        for layer in layers.values():
-            layer.forward = partial(_forward, layer, reordered(layer.weight.detach()))  # type: ignore[method-assign]
-        yield
-    finally:
-        for layer in layers.values():
+
+    def __init__(self, *models: nn.Module) -> None:
+        layers: dict[int, nn.Linear] = {}
+        for model in models:
+            mine = {id(layer): layer for layer in model.modules() if _can_prepack(layer)}
+            # A weight that two layers share counts twice: it is copied twice.
+            if sum(layer.weight.nbytes for layer in mine.values()) <= LARGEST_COPY:
+                layers |= mine
+        self._layers = [
+            (layer, partial(_forward, layer, reordered(layer.weight.detach())))
+            for layer in layers.values()
+        ]
+
+    def __enter__(self) -> None:
+        for layer, forward in self._layers:
+            layer.forward = forward  # type: ignore[method-assign]
+
+    def __exit__(self, *_error: object) -> None:
+        for layer, _ in self._layers:
             layer.__dict__.pop("forward", None)
 
 

@@ -12,13 +12,7 @@ import torch
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.graphs import shared_graphs
-from eval.runtime.prepack import (
-    _PREPACKED,
-    PADDED_ROWS,
-    SMALLEST_PADDED,
-    SMALLEST_PREPACKED,
-    Prepacker,
-)
+from eval.runtime.prepack import SMALLEST_PREPACKED
 from specdata.errors import ConfigError
 from specdata.prepack import multiplies
 from tests import test_batches
@@ -62,19 +56,6 @@ def test_the_captured_engine_gives_the_eager_ones_tokens(name: str) -> None:
     )
     for seed in range(3):
         assert tokens(eager, seed) == tokens(graph, seed)
-
-
-@pytest.mark.parametrize("rows", range(1, PADDED_ROWS + 2))
-def test_rows_that_are_filled_up_leave_the_product_as_it_is(rows: int) -> None:
-    torch.manual_seed(rows)
-    owner = Prepacker()
-    weight, bias = torch.randn(SMALLEST_PADDED // 512, 512), torch.randn(SMALLEST_PADDED // 512)
-    handle = _PREPACKED.add(owner, weight, bias)
-    x = torch.randn(1, rows, 512)
-    found = torch.ops.draftsmith.prepacked_linear(x, handle, len(weight))
-    torch.testing.assert_close(
-        found, torch.nn.functional.linear(x, weight, bias), rtol=0, atol=1e-3
-    )
 
 
 # Inductor imports a part of torch that warns of itself.

@@ -297,6 +297,28 @@ def test_batches_and_engines_decode_as_one_sequence_does(name: str, kind: str) -
     assert decoded("captured") == decoded("captured", size=3) == alone
 
 
+def test_a_captured_draft_reads_through_packed_maps_and_leaves_its_own_as_they_were() -> None:
+    target = tiny("llama", 0, vocab=40, hidden_size=256, dtype=torch.float32)
+    draft, packed = states_draft(target, taps=[0, 1]), []
+    maps = [each for each in draft.get_input_embeddings().children() if type(each) is nn.Linear]
+    for each in maps:
+        each.register_forward_hook(lambda module, *_: packed.append("forward" in module.__dict__))
+    texts = []
+    for engine, expected in (("eager", {False}), ("captured", {True})):
+        packed.clear()
+        decoder = SpeculativeDecoder.from_config(
+            target,
+            draft,
+            DecodeConfig(length=3, temperature=0.0),
+            engine=engine,  # type: ignore[arg-type]
+        )
+        out = decoder.generate(torch.tensor([2, 5]), max_new_tokens=24, generator=torch.Generator())
+        texts.append(out.tokens.tolist())
+        assert {*packed} == expected
+    assert texts[0] == texts[1]
+    assert not any("forward" in each.__dict__ for each in maps)
+
+
 @kinds
 def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
     _, draft = pair(40, kind)

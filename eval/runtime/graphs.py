@@ -40,11 +40,11 @@ from eval.runtime.transformers_models import (
 )
 from specdata.cache import cache_argument
 from specdata.draft_models.draft_vocabulary import narrow_logits
-from specdata.draft_models.states_draft import is_in_blocks
+from specdata.draft_models.states_draft import is_in_blocks, states_input
 from specdata.draft_models.taps import capturing_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
-from specdata.prepack import multiplies
+from specdata.prepack import multiplies, prepacked
 
 # Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
 # candidates enough to be unlike every other size of a model.
@@ -109,8 +109,9 @@ class ForwardGraphs:
     """The graphs of one model, one for each `_GraphKind`, made when they are first needed.
 
     They are valid for these `versions` of its weights only; the model is not kept alive. `taps` are
-    states inside the model that they give (`draft_models.taps`). Raises ConfigError if the model's
-    forward depends on the length of the sequence, or is spread over devices.
+    states inside the model that they give (`draft_models.taps`). Within `maps`, a draft that reads
+    its target's states embeds tokens by packed matrices. Raises ConfigError if the model's forward
+    depends on the length of the sequence, or is spread over devices.
     """
 
     def __init__(
@@ -139,6 +140,8 @@ class ForwardGraphs:
         self._taps = taps
         self._in_blocks = is_in_blocks(model)
         self._prepacker = Prepacker()
+        reads = states_input(model)
+        self.maps = prepacked() if reads is None else prepacked(reads)
         self._graphs: dict[_GraphKind, Graph] = {}
 
     def __call__(

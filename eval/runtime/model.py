@@ -286,7 +286,8 @@ class CachedModel:
         """What the model reads of a forward's tokens: (n,) ids, or (n, H) of a draft on states."""
         ids = torch.tensor(forward.tokens, device=self.device)
         ids = known_ids(ids, self.model) if self._has_fewer_ids else ids
-        return forward.sequence.inputs(forward, ids)
+        with self._graphs.maps if self._graphs else nullcontext():
+            return forward.sequence.inputs(forward, ids)
 
     def _run_single(self, forward: Forward, layout: Layout) -> Outputs:
         """Run a forward in one row."""

@@ -21,11 +21,6 @@ from specdata.prepack import reordered, reordered_linear
 # With fewer weights than this the layout gains less than calling oneDNN costs.
 SMALLEST_PREPACKED = 1 << 17
 
-PADDED_ROWS = 5 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 1
-SMALLEST_PADDED = 1 << 18
-"""Fewer rows are filled up with zeros, for matrices of so many weights: where those come from
-memory, oneDNN's AVX2 kernels for one to four rows take longer than that for five, most for two."""
-
 LinearWeights = tuple[Tensor, Tensor | None]
 """Weight (out, in) and bias (out,) of a linear layer."""
 
@@ -129,15 +124,9 @@ class _PrepackedWeights:
         weakref.finalize(owner, self._layers.pop, handle)
         return handle
 
-    def linear(self, x: Tensor, handle: int, size: int) -> Tensor:
+    def linear(self, x: Tensor, handle: int, _size: int) -> Tensor:
         """Apply a layer: (..., in) to (..., out)."""
-        weight, bias = self._layers[handle]
-        rows = x.numel() // x.shape[-1]
-        if rows >= PADDED_ROWS or x.shape[-1] * size < SMALLEST_PADDED:
-            return reordered_linear(x, weight, bias)
-        padded = x.new_zeros(PADDED_ROWS, x.shape[-1])
-        padded[:rows] = x.reshape(rows, -1)
-        return reordered_linear(padded, weight, bias)[:rows].reshape(*x.shape[:-1], size)
+        return reordered_linear(x, *self._layers[handle])
 
 
 _PREPACKED = _PrepackedWeights()
