@@ -45,6 +45,21 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert "2 of 8 kept; 1 duplicate, 1 near_empty, 1 over_long, 3 undecodable" in line
 
 
+def test_it_is_said_of_texts_for_a_target_that_chats_that_they_are_taken_as_they_are(
+    tmp_path: Path,
+) -> None:
+    asked = jsonl(tmp_path / "two.jsonl", [{"prompt": "good"}, {"prompt": "also good"}])
+
+    def said(name: str, tokenizer: Any, chat: bool | None = None) -> list[str]:
+        sets = [PromptSet(name, "train", 2, chat=chat)]
+        return dropped(load_prompts(sets, tokenizer, seed=0).report)
+
+    (line,) = said(asked, CHAT)
+    assert "taken as they are; `chat: true`" in line
+    assert said(asked, CHAT, True) == said(asked, CHAT, False) == said(asked, PLAIN) == []
+    assert said("instruct", CHAT) == []
+
+
 def test_prompts_with_an_id_that_the_model_has_no_row_for_are_counted_by_its_token(
     tmp_path: Path,
 ) -> None:

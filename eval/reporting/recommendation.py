@@ -98,7 +98,7 @@ def _finding(rows: Sequence[PooledRow], batch: int) -> str:
     rival = best_of([row for row in rows if (row.method.decoder == "assisted") != is_theirs])
     if rival is not None:
         ratio = best.over(rival, "tokens_per_second")
-        against = "the best of ours" if is_theirs else "transformers' own loop at its best"
+        against = "the best of ours" if is_theirs else "transformers' own loop (eager) at its best"
         told = "" if ratio.low > 1 else "; the two are not told apart"
         text += (
             f" Against {against} ({rival.name}) it is {ratio.value:.2f} times as fast"

@@ -12,6 +12,7 @@ import json
 import shlex
 from pathlib import Path
 
+from recipes.checks import has_chat_template
 from recipes.config import parse
 from recipes.pipeline import RECIPE
 from recipes.recipe import check_stages
@@ -47,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    from specdata.prompts.loading import check_sets
+    from specdata.prompts.loading import check_sets, dropped
 
     written: list[Path] = []
     try:
@@ -80,7 +81,9 @@ def main(given: argparse.Namespace) -> int:
         shown = {name: json.dumps(str(value), ensure_ascii=False) for name, value in values.items()}
         given.out.write_text(MINIMAL.format(**shown, dtype=dtype), encoding="utf-8")
         # What a plan would refuse is refused here, and leaves nothing.
-        check_stages(RECIPE.asked(parse(["--config", str(given.out)]).config))
+        config = parse(["--config", str(given.out)]).config
+        check_stages(RECIPE.asked(config))
+        notes = dropped(check_sets(config.rollouts.sets, 0, has_template=has_chat_template(config)))
     except Exception as error:
         said = str(error)
         for path in written:
@@ -92,5 +95,7 @@ def main(given: argparse.Namespace) -> int:
         raise
     counts = ", ".join(f"{len(lines)} {name}" for name, lines in splits.items())
     print(f"wrote {given.out} and its prompts ({counts})")
+    for note in notes:
+        print(note)
     print(f"plan     draftsmith pipeline --config {shlex.quote(str(given.out))} --plan")
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
-from specdata.prompts.catalogue import CATALOGUE
+from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
 from specdata.prompts.chat_templates import (
     Message,
     TemplateRefusedError,
@@ -155,8 +155,11 @@ class _Reading:
             "kept": 0,
             "dropped": dict.fromkeys(REASONS, 0),
         }
+        may_be_messages = self.has_template and dataset.chat is None
+        may_be_messages = may_be_messages and dataset.name not in {*EMBEDDED, *CATALOGUE}
         for prompt in raw_prompts(dataset, self.seed, self.has_template is not False):
             account["read"] += 1
+            may_be_messages = may_be_messages and not getattr(prompt, "messages", ())
             wrong = prompt if isinstance(prompt, Unusable) else self._keep(prompt, dataset)
             if wrong is None:
                 account["kept"] += 1
@@ -164,6 +167,8 @@ class _Reading:
             account["dropped"][wrong.reason] += 1
             if wrong.why:
                 account.setdefault(f"{wrong.reason}_because", wrong.why)
+        if may_be_messages:
+            account["as_text"] = True
         if not account["read"]:
             raise ConfigError(
                 f"prompt set {account['name']!r} (split {account['split']!r}) is empty: it must "
@@ -233,7 +238,10 @@ class _Reading:
 
 
 def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each set of a report that lost prompts, with the reasons, or has too few."""
+    """A line for each set of a report that lost prompts, with the reasons, or has too few.
+
+    And for each of texts, which for a target that chats would be its user's messages.
+    """
     lines = []
     for account in report:
         reasons = [f"{count} {reason}" for reason, count in account["dropped"].items() if count]
@@ -244,5 +252,11 @@ def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(
                 f"prompts of {account['name']}/{account['split']}: {account['kept']} of "
                 f"{account['read']} kept; {', '.join(reasons)}{'. '.join(['', *causes])}"
+            )
+        if "as_text" in account:
+            lines.append(
+                f"prompts of {account['name']}/{account['split']}: the target has a chat template, "
+                "and these texts are taken as they are; `chat: true` in each set makes them a "
+                "user's messages"
             )
     return lines
