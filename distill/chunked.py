@@ -69,8 +69,8 @@ def chunked_loss(
     def summed(given: Tensor) -> Tensor:
         # Not before: ZeRO-3 has the whole parameters only here.
         trained = [] if head.embedding is None else _trained(head.embedding, linear)
-        if isinstance(linear, ReducedOutput):
-            given = linear.before(given)
+        if isinstance(head.embedding, ReducedOutput):
+            given = head.embedding.before(given)
         total: Tensor = _Chunked.apply(given, head, linear, loss, size, *trained)  # type: ignore[no-untyped-call]
         return total
 
@@ -186,9 +186,12 @@ def _logits(head: LMHead, states: Tensor) -> Tensor:
     Its hooks are passed by: those of ZeRO-3 exchange weights between processes, and each
     process has its own number of chunks.
     """
-    if head.embedding is None:
+    output = head.embedding
+    if output is None:
         return states
-    return head.logit_transform(head.embedding.forward(states))
+    if isinstance(output, ReducedOutput):  # what is before the matrix was called once for all
+        return head.logit_transform(output.among_all(output.scores(states)))
+    return head.logit_transform(output.forward(states))
 
 
 def chunks(states: Tensor, size: int) -> Iterator[slice]:

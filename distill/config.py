@@ -346,8 +346,12 @@ class DistilConfig(Config):
 
     @model_validator(mode="after")
     def _states_are_the_targets(self) -> Self:
-        if self.init.kind != "states":
-            return self
+        if self.init.kind == "states":
+            self.check_states("init.kind states")
+        return self
+
+    def check_states(self, what: str) -> None:
+        """Refuse what a draft that reads its target's states cannot do. Raises ConfigError."""
         for name, given, why in (
             ("logits", self.logits, "top logits come without the target's states"),
             ("on_policy", self.on_policy, "it learns from its own states in readings"),
@@ -357,8 +361,7 @@ class DistilConfig(Config):
             ("readings", self.readings > 2 and self.init.layout == "dspark", "a block has one"),
         ):
             if given:
-                raise ValueError(f"{name} must be left out with init.kind states: {why}")
-        return self
+                raise ConfigError(f"{name} must be left out with {what}: {why}")
 
     @model_validator(mode="after")
     def _masks_are_learnt(self) -> Self:

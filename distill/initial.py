@@ -25,7 +25,7 @@ from distill.states import can_be_silenced, fit_inputs, fit_rows, llama_draft, s
 from distill.toy import language_model
 from distill.training import RESULT_FILE, ModelFolder, save_model, take_special_ids
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary, replace_output
-from specdata.draft_models.taps import decoder_layers, install
+from specdata.draft_models.taps import attach, decoder_layers, install
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.lm_head import find_lm_head, hidden_states
@@ -131,11 +131,12 @@ def make_initial(
         with atomic_folder(out) as temporary:
             save_model(model, temporary)
             copy_tokenizer(str(target), temporary)
+            reloaded = load_model(str(temporary), target=str(target)).to(model.device)
+            if config.kind == "states":
+                attach(reloaded, whole)
             with torch.inference_mode():
-                reloaded_logits = load_model(str(temporary), target=str(target))(
-                    input_ids=ids, use_cache=False
-                ).logits
-            if not torch.equal(logits, reloaded_logits):
+                again = reloaded(input_ids=ids, use_cache=False).logits
+            if not torch.equal(logits, again):
                 raise ConfigError(
                     f"{type(model).__name__} gives other logits once it is saved and loaded again, "
                     "so no draft can be made of it: give draft.init another kind, or leave its "

@@ -90,10 +90,11 @@ class Schedule:
     def of(cls, config: DistilConfig | FinetuneConfig, rows: int, save_steps: int) -> Schedule:
         """That of a draft on so many rows, each step on as many, however many processes share them.
 
-        All of them are read `config.epochs` times.
+        All of them are read `config.epochs` times; each time ends with a step.
         """
+        a_pass = math.ceil(math.ceil(rows / config.batch_size) / config.accumulation)
         return cls(
-            steps=math.ceil(config.epochs * rows / (config.batch_size * config.accumulation)),
+            steps=math.ceil(config.epochs * a_pass),
             batch_size=math.ceil(config.batch_size / join_processes().num_processes),
             accumulation=config.accumulation,
             learning_rate=config.learning_rate,

@@ -77,12 +77,12 @@ def check_shared(config: PipelineConfig, models: Iterable[str]) -> None:
 
 
 def check_training_splits(config: PipelineConfig) -> None:
-    """Refuse rollouts without the splits that are trained on. Raises ConfigError."""
-    splits = {dataset.split for dataset in config.rollouts.sets}
-    if (config.draft or config.head) and not {"train", "dev"} <= splits:
+    """Refuse rollouts of other splits than are trained on, or without them. Raises ConfigError."""
+    splits, known = {dataset.split for dataset in config.rollouts.sets}, {"train", "dev"}
+    if (config.draft or config.head) and not known <= splits <= {*known, "test"}:
         raise ConfigError(
-            "rollouts.sets must hold splits train and dev to train on, got "
-            f"{', '.join(sorted(splits))}"
+            "rollouts.sets must hold splits train and dev to train on, and no others but test, got "
+            f"{', '.join(sorted(splits))} (source_split is what the Hub calls a split)"
         )
 
 

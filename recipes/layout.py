@@ -72,6 +72,19 @@ def draft_in_use(config: PipelineConfig) -> str:
     return str(folder(config, "draft") / "model") if config.draft else initial_draft(config)
 
 
+def load_draft(config: PipelineConfig) -> Any:
+    """The draft in use; if it reads its target's states, by a target of its own in each process."""
+    from specdata.models import load_model  # here: it needs torch
+
+    models = config.models
+    return load_model(
+        draft_in_use(config),
+        load=models.loading("draft"),
+        target=models.target,
+        target_load=models.loading("target").model_copy(update={"tp_plan": None}),
+    )
+
+
 def head_in_use(config: PipelineConfig) -> str | None:
     """The trained head, if this run trains one."""
     return str(head_folder(config) / "model") if config.head else None

@@ -148,12 +148,15 @@ class Eval(Stage):
         has_template = has_chat_template(config)
         if config.draft or config.head:
             trained = {each.name for each in config.rollouts.sets if each.split == "train"}
+            if config.draft and config.draft.finetune:
+                trained |= {*config.draft.finetune.conversations}
             for each in config.eval.sets:
                 # A file is read whole, whatever split it is said to be.
                 if each.name in trained and (each.split == "train" or is_file(each.name)):
                     raise ConfigError(
                         f"eval.sets must hold prompts that nothing was trained on, and "
-                        f"{each.name} is in rollouts.sets with split train: name other prompts"
+                        f"{each.name} is in rollouts.sets with split train, or among "
+                        "draft.finetune.conversations: name other prompts"
                     )
         check_sets(config.eval.sets, config.seed, here_alone=True, has_template=has_template)
 
@@ -196,7 +199,7 @@ class Eval(Stage):
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         samples = make_samples(prompts, self.folder, decode)
         write_json(self.folder / SAMPLES, samples.model_dump(mode="json"))
-        predicted = _predictions(config)
+        predicted = _predictions(config, experiment.models.draft)
         write_report(results, self.folder, _context(config, predicted))
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
         return {
@@ -228,6 +231,8 @@ def load_experiment(
     """
     from eval.measuring.environment import describe_environment, using_threads
     from eval.measuring.experiment import Artefacts, Experiment
+    from specdata.draft_models.states_draft import states_input
+    from specdata.draft_models.taps import attach
     from specdata.models import (
         check_shared_vocabulary,
         load_model,
@@ -247,10 +252,14 @@ def load_experiment(
         tokenizer,
         seed=config.seed,
         template_variables=config.chat_template_kwargs,
+        trained_on=_trained_on(config),
         **prompt_limits(models.target, evaluation.max_new_tokens),
     )
     target = load_model(models.target, load=models.loading("target"))
     draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
+    for each in (draft, *others):
+        if states_input(each) is not None:
+            attach(each, target)
     head, fitted = _own_head(head_name) if head_name else None, None
     if needs_fit(evaluation):
         with locked(output / PROGRESS / "calibration.lock"):  # one fits, all read
@@ -276,27 +285,35 @@ def load_experiment(
     return experiment, loaded, fitted
 
 
+def _trained_on(config: PipelineConfig) -> set[str]:
+    """The ids of the prompts of whose rollouts this run's draft or head learned."""
+    from specdata.storage.dataset import load_stored
+
+    where = folder(config, "rollouts")
+    if not (config.draft or config.head) or not where.exists():
+        return set()
+    rows = load_stored(where)
+    each = zip(rows["split"], rows["example_id"], strict=True)
+    return {example for split, example in each if split == "train"}
+
+
 def _head_asked(config: PipelineConfig) -> str | None:
     """The run's head; None if no method asks it."""
     asks = any(method.stop.reads_head for method in config.eval.methods)
     return head_in_use(config) if asks else None
 
 
-def _predictions(config: PipelineConfig) -> Predictions | None:
+def _predictions(config: PipelineConfig, draft: PreTrainedModel) -> Predictions | None:
     """How well the run's head predicts its labels; None if no method asks it."""
     if (head := _head_asked(config)) is None:
         return None
     from specdata.labels.make import are_greedy, load_labels, sampling_of
-    from specdata.models import load_model
 
     where = folder(config, "labels")
     if sampling_of(where) != config.sampling:
         return Predictions(reason="labels were made under another sampler than the evaluation's")
     if are_greedy(where):
         return Predictions(reason="labels are of likeliest tokens, and an evaluation draws")
-    models = config.models
-    name, load = draft_in_use(config), models.loading("draft")
-    draft = load_model(name, load=load, target=models.target)
     labels = load_labels(where, config.sampling)
     return predictions(labels, draft, _own_head(head).to(draft.device), config.sampling)
 

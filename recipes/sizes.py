@@ -162,13 +162,19 @@ def prompt_count(sets: Sequence[PromptSet], seed: int) -> int | None:
     return sum(counts) if all(counts) else None
 
 
-def rows_size(config: PipelineConfig, token_bytes: int) -> str:
-    """The size on the disk of rollouts, or of what has as many rows, at so many bytes a token."""
+def rows_size(config: PipelineConfig, token_bytes: int, share: float = 1.0) -> str:
+    """The size on the disk of rollouts, or of what has as many rows, at so many bytes a token.
+
+    Of split train, of a `share` of them.
+    """
     rollouts = config.rollouts
     most = rollouts.samples * rollouts.max_new_tokens  # tokens of a prompt's completions
-    prompts = prompt_count(rollouts.sets, config.seed)
-    if prompts is None:
+    train = [each for each in rollouts.sets if each.split == "train"]
+    others = [each for each in rollouts.sets if each.split != "train"]
+    learnt, rest = (prompt_count(some, config.seed) for some in (train, others))
+    if learnt is None or rest is None:
         return f"at most {most:,} tokens a prompt, {in_bytes(most * token_bytes)}"
+    prompts = round(share * learnt) + rest
     return (
         f"{rollouts.samples * prompts:,} completions, at most {most * prompts:,} tokens, "
         f"{in_bytes(most * prompts * token_bytes)}"

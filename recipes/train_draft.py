@@ -33,7 +33,7 @@ from recipes.layout import (
 from recipes.make_logits import check_logits, made_of, rows_with_logits
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
-from recipes.sizes import draft_size, draft_width, sizes_of, source_model
+from recipes.sizes import draft_size, draft_width, reads_states, sizes_of, source_model
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.loading import Loading
@@ -209,6 +209,9 @@ class Draft(_OfDraft):
         check_loading(config, "draft")
         check_finetuning(config, draft)
         check_initial(config, draft)
+        if reads_states(config):
+            with named("draft"):
+                draft.check_states("models.draft, which reads its target's states")
         check_lora(config, draft)
         if draft.report_to:
             from distill.callbacks import reporters  # here: it needs torch

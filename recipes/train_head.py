@@ -21,6 +21,7 @@ from recipes.layout import (
     head_folder,
     held_out_setting,
     held_out_share,
+    load_draft,
     loaded,
     sampled,
 )
@@ -61,12 +62,13 @@ class Labels(Stage):
 
     @property
     def size(self) -> str:
-        """As many rows as rollouts."""
+        """As many rows as rollouts, but of the prompts held out for the head if there are any."""
         labels = self.config.labels
         is_drawn = self.config.sampling.temperature > 0 and not labels.greedy
         further = (labels.draws - 1) * is_drawn
         # An id, a drafted id and eight numbers.
-        return rows_size(self.config, 40 + PAIR * further)
+        share = held_out_share(self.config) or 1.0
+        return rows_size(self.config, 40 + PAIR * further, share)
 
     def check(self) -> None:
         """Refuse labels that cannot be made."""
@@ -79,6 +81,8 @@ class Labels(Stage):
     def run(self) -> dict[str, Any]:
         """Run target and draft along the rollouts, in every process."""
         config = self.config
+        from specdata.draft_models.states_draft import states_input
+        from specdata.draft_models.taps import attach
         from specdata.labels.make import load_labels, make_labels, mean_overlap
         from specdata.models import (
             check_shared_vocabulary,
@@ -93,7 +97,7 @@ class Labels(Stage):
         models, draft_name = config.models, draft_in_use(config)
         tokenizer = load_tokenizer(models.target)
         check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-        draft = load_model(draft_name, load=models.loading("draft"), target=models.target)
+        draft = load_draft(config)
         rollouts = load_stored(folder(config, "rollouts"))
         if share := held_out_share(config):
             splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
@@ -111,6 +115,8 @@ class Labels(Stage):
             make = partial(make_labels, TopLogits.of(Path(logits)), draft, rows)
         else:
             target = load_model(models.target, load=models.loading("target"))
+            if states_input(draft) is not None:
+                attach(draft, target)
             tensor_parallel = is_shared(config, "labels")
             make = partial(make_labels, target, draft, rollouts, tensor_parallel=tensor_parallel)
         with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
@@ -187,16 +193,12 @@ class Head(Stage):
         config = self.config
         from heads.train import train_head
         from specdata.labels.make import load_labels
-        from specdata.models import load_model
         from specdata.storage.dataset import of_split
 
         assert config.head is not None
         labels = load_labels(folder(config, "labels"), config.sampling)
-        draft_name = draft_in_use(config)
         result = train_head(
-            draft=load_model(
-                draft_name, load=config.models.loading("draft"), target=config.models.target
-            ),
+            draft=load_draft(config),
             train=of_split(
                 labels,
                 "train",

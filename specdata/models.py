@@ -57,7 +57,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(
-    name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE, target: str | None = None
+    name: str,
+    *,
+    dtype: str = "float32",
+    load: Loading = ONE_DEVICE,
+    target: str | None = None,
+    target_load: Loading = ONE_DEVICE,
 ) -> Any:
     """Load a causal LM from a folder or the Hub, in eval mode.
 
@@ -71,7 +76,9 @@ def load_model(
         dtype: precision of the weights, one of `DTYPES`, unless `load` has one.
         load: where they lie; by default all on `device()`.
         target: of a draft that reads its target's states, where that is; by default where it was
-            when the draft was made. It is loaded when the draft is first asked to read a text.
+            when the draft was made. It is loaded when the draft is first asked to read a text,
+            unless one was attached (`draft_models.taps.attach`).
+        target_load: how that is loaded; by default in the draft's precision.
     """
     dtype = load.dtype or dtype
     if dtype not in DTYPES:
@@ -113,7 +120,7 @@ def load_model(
         def read(ids: Tensor) -> Tensor:
             if reader.read_target is read:  # else a copy of the draft asks
                 try:
-                    target_model = load_model(at, dtype=dtype)
+                    target_model = load_model(at, dtype=dtype, load=target_load)
                 except ConfigError as error:
                     raise ConfigError(
                         f"{name} reads the states of its target, which is looked for at {at}: put "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from eval.analysis.round_times import measure_times
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.graphs import EagerWarning
 from eval.runtime.model import CachedModel
@@ -128,6 +129,11 @@ def test_recurrent_models_read_chains_alone_and_run_eagerly(family: str) -> None
         SpeculativeDecoder.from_config(target, draft, CASES["paths"])
     with pytest.warns(EagerWarning, match=f"^{family} runs eagerly"):
         SpeculativeDecoder.from_config(target, draft, CASES["chain"], engine="captured")
+
+
+def test_rounds_of_a_pair_that_drafts_chains_alone_are_timed() -> None:
+    pair, prompts = (tiny("qwen3_next", 2), nearby("qwen3_next")), [torch.tensor([5, 6, 7])]
+    assert measure_times(*pair, prompts, SamplingConfig(), engine="eager", seed=0)
 
 
 def test_a_round_reads_accepted_tokens_of_a_recurrent_target_once_more_at_most() -> None:

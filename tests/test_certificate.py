@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from eval.analysis.certificate import (
@@ -18,6 +19,7 @@ from eval.analysis.certificate import (
     POWER,
     Certified,
     certify,
+    count_cells,
     laws_after,
     output_deviation,
     sentence,
@@ -104,6 +106,14 @@ def test_a_decoder_that_accepts_too_much_fails_and_a_sound_one_does_not(tmp_path
     assert len(kept) == 3
     assert certify(experiment, tmp_path, texts=100, max_new_tokens=16) == found
     assert {part: part.stat().st_mtime_ns for part in kept} == kept
+
+
+def test_last_tokens_of_texts_are_paired_with_the_next_ones_first() -> None:
+    """Else end tokens of texts of odd length would be missing."""
+    pair = tiny_llama(1, vocab=12), tiny_llama(4, vocab=12)
+    texts = [(torch.tensor([2, 3]), torch.tensor([4 + number])) for number in range(5)]
+    counts = count_cells(pair, texts, SamplingConfig(), torch.Generator().manual_seed(0))
+    assert counts.sum() == 2
 
 
 def test_a_bias_of_the_stated_size_is_seen_with_the_stated_power() -> None:

@@ -100,6 +100,7 @@ def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
     model = tiny_llama(0, vocab=40)
     first = shared_graphs(model, "captured")
     assert shared_graphs(model, "captured") is first
+    assert shared_graphs(model, "captured", (1,)).prepacker is first.prepacker
     config = DecodeConfig(temperature=0.0)
     before = tokens(SpeculativeDecoder.from_config(model, None, config, engine="captured"), 0)
     torch.manual_seed(0)
@@ -110,6 +111,7 @@ def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
     assert after == tokens(SpeculativeDecoder.from_config(model, None, config), 0)
     assert before != after
     assert shared_graphs(model, "captured") is not first
+    assert shared_graphs(model, "captured", (1,)).prepacker is not first.prepacker
 
 
 @pytest.mark.slow

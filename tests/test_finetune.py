@@ -300,7 +300,7 @@ def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
     rows = made(wanted).account
     assert {name: result[name] for name in rows} == rows
     assert result["read"] == result["used"] == 40
-    assert result["steps"] == -(-8 * rows["rows"] // 4)
+    assert result["steps"] == 8 * -(-rows["rows"] // 4)
     assert result["loss_last"] < 0.8 * result["loss_first"]
     draft = load_model(str(tmp_path / "draft"))
     assert draft.config.use_cache

@@ -43,6 +43,10 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert json.loads(json.dumps(loaded.report)) == loaded.report
     (line,) = dropped(loaded.report)
     assert "2 of 8 kept; 1 duplicate, 1 near_empty, 1 over_long, 3 undecodable" in line
+    learnt = {loaded.prompts[0].example_id}
+    others = load_prompts([PromptSet(str(path))], PLAIN, seed=0, trained_on=learnt)
+    assert "good" not in texts(others)
+    assert others.report[0]["dropped"]["trained_on"] == 2
 
 
 def test_it_is_said_of_texts_for_a_target_that_chats_that_they_are_taken_as_they_are(

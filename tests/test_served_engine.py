@@ -104,6 +104,10 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         elsewhere = ["--alone", str(path.parent), "--eval.folder", "eval-again"]
         assert run_tool("engine", [drafting.url, *asked[3:], *elsewhere]) == 0
         assert "x [" in capsys.readouterr().out
+        elsewhere = ["--alone", str(path.parent), "--eval.folder", "eval-short"]
+        elsewhere += ["--eval.max_new_tokens", "12"]
+        assert run_tool("engine", [drafting.url, *asked[3:], *elsewhere]) == 2
+        assert "same prompts, sampling and budget" in capsys.readouterr().err
         assert run_tool("engine", [*asked, "--alone", str(path.parent.parent)]) == 2
         assert "--alone must be a URL" in capsys.readouterr().err
         assert run_tool("engine", ["--config", str(TOY), drafting.url]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -22,7 +23,10 @@ from recipes.publish import Release
 from recipes.recipe import Recipe, show_plan
 from recipes.run import Stage, run_stage
 from recipes.sizes import in_bytes
+from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError, OtherSettingsError
+from specdata.prompts.forms import RawPrompt
+from specdata.prompts.reading import raw_prompts
 from specdata.storage import files
 from specdata.storage.files import fingerprint, write_json
 from tests.hub import COMMIT, Server
@@ -281,6 +285,21 @@ def test_another_head_is_one_flag_and_leaves_the_first_with_its_evaluation(
         for folder in ("out/release/head", "out/eval-2")
     )
     assert released == measured
+
+
+def test_prompts_that_were_trained_on_are_not_measured_on(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learnt = list(raw_prompts(PromptSet("instruct", "train", 2), 0, has_template=False))
+    rows = [{"prompt": each.text} for each in learnt if isinstance(each, RawPrompt)]
+    lines = map(json.dumps, [*rows, {"prompt": "Say something else."}])
+    Path("mine.jsonl").write_text("\n".join(lines))
+    own = ["--eval.sets", "[{name: mine.jsonl, count: 3}]", "--eval.folder", "eval-mine"]
+    own += ["--method", "plain"]
+    assert RECIPES["run-eval"].run(["--config", "pair.yaml", *own]) == 0
+    assert "1 of 3 kept; 2 trained_on" in capsys.readouterr().out
+    (run,) = read_results(Path("out/eval-mine/results.json")).runs
+    assert run.prompts == 1
 
 
 class Killed(BaseException):

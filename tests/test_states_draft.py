@@ -36,6 +36,7 @@ from eval.verifiers.persistent_residual import PersistentResiduals
 from eval.verifiers.rule import Drawn, Rng, Verifier, outcomes
 from heads import AcceptanceHead, ImmediateHead
 from heads.probe import check_head
+from recipes.command import RECIPES
 from specdata import probability
 from specdata.draft_models.depths import add_masks, depths_of
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
@@ -648,6 +649,19 @@ def test_settings_that_exclude_each_other_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         DistilConfig(**settings)
+
+
+@pytest.mark.parametrize("key", OTHER_TRAININGS)
+def test_a_given_draft_on_states_is_not_trained_otherwise_either(
+    target: Path, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(target, tmp_path / "draft")
+    sets = "[{name: maths, split: train, count: 2}, {name: code, split: dev, count: 2}]"
+    models = f"{{target: {target}, draft: {tmp_path / 'draft'}}}"
+    given = ["--output", str(tmp_path / "out"), "--models", models, "--rollouts.sets", sets]
+    given += [f"--draft.{key}", json.dumps(OTHER_TRAININGS[key])]
+    assert RECIPES["train-draft"].run([*given, "--plan"]) == 2
+    assert f"draft: {key} must be left out with models.draft" in capsys.readouterr().err
 
 
 def test_depths_that_a_draft_cannot_have_are_refused() -> None:

@@ -24,6 +24,7 @@ from eval.analysis.verifier_table import (
     verifier_rows,
     verifier_table,
 )
+from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
@@ -45,6 +46,10 @@ from tests.tiny import END, tiny_llama
 
 CHAIN: dict[str, Any] = {"drafter": "chain", "length": 3}
 TREE: dict[str, Any] = {"drafter": "tree", "widths": (2, 2)}
+METHODS = (
+    Method(name="mine", verifier="block", length=4),
+    Method(name="tree", verifier="traversal", drafter="tree", widths=(4, 2, 2)),
+)
 
 
 TINY = tiny_llama(1, vocab=6), tiny_llama(4, vocab=6)
@@ -316,7 +321,7 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(
         dict.fromkeys(
             (False, True), RoundSeconds(plain=0.01, round=0.012, forward=0.001, node=0.0001)
         ),
-        {"mine": DecodeConfig("block", length=4)},
+        {method.name: method.decoding(SamplingConfig()) for method in METHODS},
         max_new_tokens=8,
     )
     reported: list[str] = []
@@ -342,7 +347,9 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(
             assert row.share_interval.value == row.share_of_ceiling
         if row.verifier == "block":
             assert row.share_of_ceiling == pytest.approx(1.0)
-            assert (row.decoded == "mine") == (row.draft_kind == "chain of 4")
+            assert row.decoded == ("mine" if row.draft_kind == "chain of 4" else None)
+        if row.verifier == "traversal":
+            assert row.decoded == ("tree" if row.draft_kind == "tree 4x2x2" else None)
     page = section(results.model_copy(update={"verifiers": rows}))
     assert page is not None
     assert len(page.table.rows) == len(of_all(rows))

@@ -12,7 +12,7 @@ from eval.analysis.draft_kinds import KINDS
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.records import record_prompt
 from eval.runtime.engines import Engine
-from specdata.draft_models.depths import most_tokens
+from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig, generator_for
 
 if TYPE_CHECKING:
@@ -97,14 +97,16 @@ def measure_times(
     configs = [DecodeConfig(**asdict(sampling)), *(kind.config(sampling) for kind in kinds)]
     records: list[list[PromptRecord]] = []
     for number, config in enumerate(configs):
-        if number and config.deepest > most_tokens(draft):
-            records.append([])
-            continue
-        decoder = SpeculativeDecoder.from_config(
-            target, draft if number else None, config, engine=engine
-        )
-        decoder.warm_up()
         records.append([])
+        try:
+            decoder = SpeculativeDecoder.from_config(
+                target, draft if number else None, config, engine=engine
+            )
+        except ConfigError:  # of longer blocks than the draft has, or of trees
+            if not number:
+                raise
+            continue
+        decoder.warm_up()
         for index, prompt in enumerate([prompts[0], *prompts[:PROMPTS]]):
             out = decoder.generate(
                 prompt,

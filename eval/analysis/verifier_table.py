@@ -423,15 +423,25 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
                     ceiling=ceiling,
                     share_of_ceiling=share.value if share else None,
                     share_interval=share,
-                    bias=_bias(verifiers[index], parameters, places),
+                    bias=_bias(verifiers[index].verifier, parameters, timed),
                     microseconds=micros[index],
                     speedup=speedup,
                     decoded=next(
-                        (m for m, each in measured.decoded.items() if each == configs[index]), None
+                        (
+                            name
+                            for name, each in measured.decoded.items()
+                            if _unnamed(each) == _unnamed(configs[index])
+                        ),
+                        None,
                     ),
                 )
             )
     return table
+
+
+def _unnamed(config: DecodeConfig) -> DecodeConfig:
+    """How it decodes: without a name, and with the siblings that `auto` stands for."""
+    return config.model_copy(update={"name": "", "siblings": config.how})
 
 
 def _enumerate(
@@ -524,22 +534,23 @@ def _optima(config: DecodeConfig, places: Sequence[Scored]) -> list[float]:
 
 
 def _bias(
-    enumerated: Enumerated, parameters: Mapping[str, Any], places: Sequence[Scored]
+    verifier: Verifier, parameters: Mapping[str, Any], drafts: Sequence[tuple[DraftTree, Tensor]]
 ) -> float | None:
     """Total variation of an emitted token's distribution from p, on average over tokens of chains.
 
-    A token after a whole accepted chain is drawn from p itself. None of a lossless verifier.
+    A token after a whole accepted chain is drawn from p itself. None of a lossless verifier. Drafts
+    are over the whole vocabulary: epsilon is a token's, and not that of a group (`reduced`).
     """
-    spec = VERIFIERS[enumerated.verifier.name]
+    spec = VERIFIERS[verifier.name]
     if spec.lossless:
         return None
     away = tokens = 0.0
-    for place in [each for each in places if len(each.tree)][:TIMED]:
+    for tree, target in drafts:
         lost = [
             spec.bias_at(p, q, **parameters)
-            for p, q in zip(place.target[:-1], place.tree.distributions, strict=True)
+            for p, q in zip(target[:-1], tree.distributions, strict=True)
         ]
-        tokens += enumerated(place)[0]
-        for weight, end in enumerated.verifier.outcomes(place.tree, place.target):
+        for weight, end in verifier.outcomes(tree, target):
             away += weight * sum(lost[: end.node + 1])
+            tokens += weight * (end.node + 1)
     return away / tokens if tokens else 0.0

@@ -121,7 +121,8 @@ def release_draft(
     if reduced is not None and len(reduced) == config.vocab_size:  # of an engine's layout
         reduced = None
     # The metadata gives the metrics of the best length, else of the longest.
-    fixed = [run for run in measured.runs if run.method.fixed_length and run.method.lossless]
+    runs = [run for run in measured.runs if not run.method.branches]
+    fixed = [run for run in runs if run.method.fixed_length and run.method.lossless]
     best = fastest["draftsmith"] or fastest["transformers"]
     if best:
         method = best[0].method

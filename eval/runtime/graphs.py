@@ -69,7 +69,7 @@ def shared_graphs(
 ) -> ForwardGraphs:
     """The graphs of a model, shared by all decoders that use it while its weights stay the same.
 
-    With `taps` they give these states, too.
+    With `taps` they give these states, too, by the same copies of the weights.
 
     Changed weights are found by their version counters, which every in-place operation advances,
     except operations on `.data`.
@@ -79,7 +79,14 @@ def shared_graphs(
     by_key, key = _SHARED.setdefault(model, {}), (engine, taps)
     versions = weight_versions(model)
     if key not in by_key or by_key[key].versions != versions:
-        by_key[key] = ForwardGraphs(model, versions, compiled=engine == "compiled", taps=taps)
+        same = (each.prepacker for each in by_key.values() if each.versions == versions)
+        by_key[key] = ForwardGraphs(
+            model,
+            versions,
+            next(same, None) or Prepacker(),
+            compiled=engine == "compiled",
+            taps=taps,
+        )
     return by_key[key]
 
 
@@ -118,6 +125,7 @@ class ForwardGraphs:
         self,
         model: PreTrainedModel,
         versions: WeightVersions,
+        prepacker: Prepacker,
         *,
         compiled: bool,
         taps: tuple[int, ...] = (),
@@ -139,7 +147,7 @@ class ForwardGraphs:
         self._compiled = compiled
         self._taps = taps
         self._in_blocks = is_in_blocks(model)
-        self._prepacker = Prepacker()
+        self.prepacker = prepacker
         reads = states_input(model)
         self.maps = prepacked() if reads is None else prepacked(reads)
         self._graphs: dict[_GraphKind, Graph] = {}
@@ -195,7 +203,7 @@ class ForwardGraphs:
                 with _sharing_keys(model):  # not in the forward that the graph is compared with
                     traced = make(*_examples(inputs, kind))
                 if multiplies(model.device, model.dtype):
-                    self._prepacker.rewrite(traced)
+                    self.prepacker.rewrite(traced)
                 graph: Graph = torch.compile(traced, dynamic=True) if kind.compiled else traced
             # Either may run first: both write the same keys and values to the same positions.
             expected, actual = forward(*inputs)[0], graph(*inputs)[0]

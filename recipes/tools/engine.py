@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -78,8 +79,8 @@ def main(given: argparse.Namespace) -> int:
     assert speed is not None
     said = f"{given.name}: {speed.within(1, ' tokens/s')}"
     if alone is not None and alone is not row:
-        if _prompts(alone) != _prompts(row):
-            raise ConfigError(f"{given.alone} must be of the same prompts")
+        if _asked(alone) != _asked(row):
+            raise ConfigError(f"{given.alone} must be of the same prompts, sampling and budget")
         ratio = row.over(alone, "tokens_per_second")
         said += f", {ratio.within(2, 'x')} the server alone"
     if drafted := sum(run.n_draft for run in row.runs):
@@ -93,5 +94,8 @@ def _rows(folder: Path) -> dict[str, PooledRow]:
     return {row.name: row for row in medians(read_results(folder / RESULTS))}
 
 
-def _prompts(row: PooledRow) -> list[tuple[str, str]]:
-    return [(run.dataset, each.prompt_id) for run in row.runs for each in run.generations]
+def _asked(row: PooledRow) -> list[tuple[Any, ...]]:
+    return [
+        (run.dataset, run.sampling, *(each.prompt_id for each in run.generations))
+        for run in row.runs
+    ]

@@ -62,8 +62,8 @@ class ReducedOutput(nn.Module):
         return states
 
     def scores(self, states: Tensor) -> Tensor:
-        """(..., H) states -> (..., N) logits of the tokens that can be proposed."""
-        return nn.functional.linear(self.before(states), self.weight, self.bias)
+        """(..., H) what `before` gives -> (..., N) logits of the tokens that can be proposed."""
+        return nn.functional.linear(states, self.weight, self.bias)
 
     def keep(self, rows: Tensor) -> None:
         """Propose some of the tokens alone; `rows` are those of `vocabulary_ids`."""
@@ -72,7 +72,10 @@ class ReducedOutput(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """(..., H) states -> (..., V) logits, -inf at the other tokens; see `narrow_logits`."""
-        logits = self.scores(states)
+        return self.among_all(self.scores(self.before(states)))
+
+    def among_all(self, logits: Tensor) -> Tensor:
+        """(..., N) logits -> (..., V), as `forward` gives them."""
         if self.is_narrow:
             return logits
         everywhere = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))

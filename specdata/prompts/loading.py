@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 REASONS = (
     *("duplicate", "near_empty", "over_long", "out_of_vocabulary"),
-    *("undecodable", "no_user_turn", "refused"),
+    *("undecodable", "no_user_turn", "refused", "trained_on"),
 )
 
 
@@ -80,20 +80,24 @@ def load_prompts(
     max_tokens: int | None = None,
     vocabulary: int = sys.maxsize,
     template_variables: Mapping[str, Any] = {},
+    trained_on: Collection[str] = (),
 ) -> LoadedPrompts:
     """Read, render and tokenize prompt sets, always in the same order.
 
     A prompt is dropped, and counted under its reason (`REASONS`), if it equals an earlier one (of
     any set), has no letter or digit, is longer than `max_tokens`, has an id beyond the model's
     `vocabulary` (some tokenizers have more than it has rows), is not valid Unicode, is a
-    conversation without a user's turn, or is refused by the chat template (which may, for example,
-    not take a system message). The seed decides the embedded prompts, and the order of catalogued
-    sets; `count` prompts of each are read, so fewer may be kept. The chat template is given
-    `template_variables`, such as {"enable_thinking": False}, beside what a row gives it.
+    conversation without a user's turn, is refused by the chat template (which may, for example, not
+    take a system message), or was `trained_on` (ids). The seed decides the embedded prompts, and
+    the order of catalogued sets; `count` prompts of each are read, so fewer may be kept. The chat
+    template is given `template_variables`, such as {"enable_thinking": False}, beside what a row
+    gives it.
     """
     check_names(sets)
     has_template = bool(tokenizer.chat_template)
-    reading = _Reading(seed, has_template, tokenizer, max_tokens, vocabulary, template_variables)
+    reading = _Reading(
+        seed, has_template, tokenizer, max_tokens, vocabulary, template_variables, trained_on
+    )
     report = [reading.read(dataset) for dataset in sets]
     return LoadedPrompts(list(reading.seen.values()), report)
 
@@ -141,6 +145,7 @@ class _Reading:
     max_tokens: int | None = None
     vocabulary: int = sys.maxsize
     variables: Mapping[str, Any] = field(default_factory=dict)
+    trained_on: Collection[str] = ()
     seen: dict[str, Prompt] = field(default_factory=dict)
 
     def read(self, dataset: PromptSet) -> dict[str, Any]:
@@ -196,6 +201,8 @@ class _Reading:
         example_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
         if example_id in self.seen:
             return Unusable("duplicate")
+        if example_id in self.trained_on:
+            return Unusable("trained_on")
         if prompt.messages and self.has_template is False:
             require_template(self.tokenizer)
         variables = {**self.variables, **prompt.variables}
