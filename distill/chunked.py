@@ -68,7 +68,7 @@ def chunked_loss(
 
     def summed(given: Tensor) -> Tensor:
         # Not before: ZeRO-3 has the whole parameters only here.
-        trained = [] if head.embedding is None else _trained(head.embedding, linear)
+        trained = [] if head.embedding is None else _trained(head.embedding)
         if isinstance(head.embedding, ReducedOutput):
             given = head.embedding.before(given)
         total: Tensor = _Chunked.apply(given, head, linear, loss, size, *trained)  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ def _of_linear(
     states: Tensor, head: LMHead, linear: nn.Linear | ReducedOutput, loss: ChunkLoss, size: int
 ) -> tuple[Tensor, list[Tensor]]:
     """The sum, and its gradients, which are added up in place: one output matrix, not several."""
-    total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear, linear)
+    total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear)
     gradients = [torch.zeros_like(each) for each in trained]
     for chunk in chunks(states, size):
         part = states[chunk]
@@ -204,7 +204,7 @@ def _zero(states: Tensor) -> Tensor:
     return states.new_zeros((), dtype=torch.promote_types(states.dtype, torch.float32))
 
 
-def _trained(module: nn.Module, linear: nn.Module | None) -> list[nn.Parameter]:
-    """Of a matrix alone (`linear`), what is before it has its gradients by autograd."""
-    parameters = module.parameters(recurse=linear is None)
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    """Of a matrix alone, what is before it has its gradients by autograd."""
+    parameters = module.parameters(recurse=not isinstance(module, nn.Linear | ReducedOutput))
     return [parameter for parameter in parameters if parameter.requires_grad]

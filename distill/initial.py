@@ -25,7 +25,8 @@ from distill.states import can_be_silenced, fit_inputs, fit_rows, llama_draft, s
 from distill.toy import language_model
 from distill.training import RESULT_FILE, ModelFolder, save_model, take_special_ids
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary, replace_output
-from specdata.draft_models.taps import attach, decoder_layers, install
+from specdata.draft_models.states_draft import states_input
+from specdata.draft_models.taps import decoder_layers, install
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.lm_head import find_lm_head, hidden_states
@@ -83,7 +84,7 @@ def make_initial(
         if config.kind == "model":
             assert draft is not None  # the configuration's own check
             check_shared_vocabulary(load_tokenizer(str(target)), load_tokenizer(str(draft)))
-            model = load_model(str(draft))
+            model = load_model(str(draft), target=str(target), target_load=target_load)
         elif config.kind == "fresh":
             record["architecture"] = config.architecture
             model = _fresh(str(target), rollouts, config, seed)
@@ -131,9 +132,9 @@ def make_initial(
         with atomic_folder(out) as temporary:
             save_model(model, temporary)
             copy_tokenizer(str(target), temporary)
-            reloaded = load_model(str(temporary), target=str(target)).to(model.device)
-            if config.kind == "states":
-                attach(reloaded, whole)
+            reloaded = load_model(str(temporary)).to(model.device)
+            if reads := states_input(model):  # the target that is loaded already
+                reloaded.get_input_embeddings().read_target = reads.read_target
             with torch.inference_mode():
                 again = reloaded(input_ids=ids, use_cache=False).logits
             if not torch.equal(logits, again):

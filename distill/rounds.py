@@ -18,6 +18,7 @@ kind of draft (`Place`):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -37,6 +38,7 @@ from specdata.draft_models.states_draft import before, states_input, without_fir
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, body_of
 from specdata.models import positions
+from specdata.processes import in_group, largest_of_all
 
 DECAY = 0.8
 """Weight of each place of a round over the one before it (EAGLE-3's)."""
@@ -44,7 +46,7 @@ KEPT, LEAST_KEPT = 0.7, 0.2
 """Share of the rounds of depth d - 1 that are kept at depth d, and the least share of all."""
 WHOLE, BLOCKS = 0.25, 256
 """Share of the blocks of a text that training reads beyond their first slot, and blocks that are
-read at a time."""
+read at a time, at most."""
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -175,11 +177,17 @@ def in_blocks(
     if dropping is not None and body.config.num_hidden_layers > 1:
         # Else what all layers make of all slots would be kept, most of the memory of a training.
         reading = partial(checkpoint, read_blocks, use_reentrant=False)
-    parts = (
-        reading(body, ids, taps, part, size, whole=max(0, whole - number * BLOCKS))
-        for number, part in enumerate(torch.split(begin, BLOCKS, dim=1))
-    )
-    read = torch.cat([each.last_hidden_state for each in parts], dim=1)  # (B, A, size, H + r)
+    width = begin.shape[1]
+    parts = math.ceil(width / BLOCKS)
+    if dropping is not None and in_group():
+        parts = largest_of_all(parts)  # ZeRO-3 gathers the layers for each, in all processes alike
+    found, first = [], 0
+    padded = nn.functional.pad(begin, (0, max(0, parts - width)))
+    for part in padded.tensor_split(parts, dim=1):
+        found.append(reading(body, ids, taps, part, size, whole=max(0, whole - first)))
+        first += part.shape[1]
+    read = torch.cat([each.last_hidden_state for each in found], dim=1)[:, :width]
+    # (B, A, size, H + r)
     for step in range(count):
         there = read[:, :, min(step, size - 1)]
         if step >= size:

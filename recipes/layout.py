@@ -73,7 +73,7 @@ def draft_in_use(config: PipelineConfig) -> str:
 
 
 def load_draft(config: PipelineConfig) -> Any:
-    """The draft in use; if it reads its target's states, by a target of its own in each process."""
+    """The draft in use. If it reads a target's states, each process loads one, unless attached."""
     from specdata.models import load_model  # here: it needs torch
 
     models = config.models

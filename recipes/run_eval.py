@@ -240,9 +240,11 @@ def load_experiment(
         prompt_limits,
     )
     from specdata.prompts.loading import load_prompts
+    from specdata.storage.dataset import example_ids
 
     models, evaluation, output = config.models, config.eval, eval_folder(config)
     head_name, draft_name = _head_asked(config), draft_in_use(config)
+    learns = config.draft or config.head
     tokenizer = load_tokenizer(models.target)
     names = [draft_name, *path_drafts(evaluation)]
     for name in names:
@@ -252,7 +254,7 @@ def load_experiment(
         tokenizer,
         seed=config.seed,
         template_variables=config.chat_template_kwargs,
-        trained_on=_trained_on(config),
+        trained_on=example_ids(folder(config, "rollouts"), "train") if learns else (),
         **prompt_limits(models.target, evaluation.max_new_tokens),
     )
     target = load_model(models.target, load=models.loading("target"))
@@ -283,18 +285,6 @@ def load_experiment(
         artefacts, loaded.prompts, output, evaluation, sampling, seed, environment
     )
     return experiment, loaded, fitted
-
-
-def _trained_on(config: PipelineConfig) -> set[str]:
-    """The ids of the prompts of whose rollouts this run's draft or head learned."""
-    from specdata.storage.dataset import load_stored
-
-    where = folder(config, "rollouts")
-    if not (config.draft or config.head) or not where.exists():
-        return set()
-    rows = load_stored(where)
-    each = zip(rows["split"], rows["example_id"], strict=True)
-    return {example for split, example in each if split == "train"}
 
 
 def _head_asked(config: PipelineConfig) -> str | None:

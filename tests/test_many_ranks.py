@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,16 @@ import pytest
 import torch
 from accelerate import PartialState
 
+from distill import chunked, rounds
+from distill.config import InitConfig
+from distill.initial import make_initial
 from distill.watch import HeldOut
 from specdata import interruption
 from specdata.interruption import Interrupted, stopping_on_signals
+from specdata.sampling import SamplingConfig
 from tests.drive_head import drive
 from tests.fake_world import in_fake_world
+from tests.random_pair import texts_of
 from tests.test_draft_resume import tuned
 from tests.test_head_training import IMMEDIATE
 from tests.trainings import QUICK, changed, distilled
@@ -30,6 +36,7 @@ from tests.two_processes import ENGINES, ON_CPU
 # Of an epoch's last batch some ranks have no row, and a draft's last step has fewer batches. What
 # ZeRO-3 divides also writes texts, not as many on every rank.
 HEAD = changed(IMMEDIATE, epochs=1, micro_batch_size=2, save_steps=1)
+LAYOUTS = ("eagle3", "dspark")
 DRAFT = changed(QUICK, batch_size=5, accumulation=2, epochs=1, eval_steps=2, save_steps=1)
 
 
@@ -49,7 +56,19 @@ def tuned_draft(pair: Path, out: Path, engine: str) -> None:
     distilled(pair, out / "model", DRAFT, rows=17, draft=out / "tuned")
 
 
+def on_states(pair: Path, out: Path, engine: str, *, layout: Any) -> None:
+    """Of blocks and logits few are made at a time, so ranks have other numbers of parts."""
+    rounds.BLOCKS, chunked.CHUNK_BYTES = 4, 1 << 17
+    layers = 2 if layout == "dspark" else 1
+    init = InitConfig(kind="states", layers=layers, layout=layout)
+    initial, rows = out / "on-states", texts_of(pair, 17, seed=1)
+    made_of = {"target": pair / "target", "draft": None, "rollouts": rows}
+    make_initial(**made_of, out=initial, config=init, seed=0)
+    distilled(pair, out / "model", DRAFT, SamplingConfig(top_k=20), rows=17, draft=initial)
+
+
 WORKS = {"head": (head, "model/checkpoints"), "draft": (draft, "model.training")}
+WORKS |= {name: (partial(on_states, layout=name), "model.training") for name in LAYOUTS}
 WORKS |= {"tuned draft": (tuned_draft, "model.training")}
 
 
@@ -62,6 +81,7 @@ def interrupted_and_continued(kind: str, *given: Any) -> None:
 
 CASES = [("head", engine, 512) for engine in ENGINES] + [("draft", engine, 4) for engine in ENGINES]
 CASES += [("head", "ZeRO-3", 4), ("draft", "ZeRO-2", 512), ("tuned draft", "ZeRO-3", 4)]
+CASES += [(name, "ZeRO-3", 4) for name in LAYOUTS]
 
 
 @pytest.mark.exhaustive

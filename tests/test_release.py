@@ -425,6 +425,23 @@ def test_a_release_names_models_on_the_hub_and_no_folder_of_this_machine(
         assert "put a folder of yours in the place of: `/path/to/" in card
 
 
+def test_a_release_names_no_server_and_a_draft_on_states_needs_no_times(
+    pair: Pair, tmp_path: Path
+) -> None:
+    made, out = tmp_path / "made", tmp_path / "out"
+    init = InitConfig(kind="states", layers=1)
+    make_initial(target=pair.target, draft=None, rollouts=ROWS, out=made, config=init, seed=0)
+    results = synthetic_results("alpaca", timed=False)
+    results = measured_of(results, target=pair.target, draft=made)
+    served = {"decoder": "server", "url": "http://10.0.0.5:8000", "served_model": "/data/x"}
+    plain = next(run for run in results.runs if run.name == "plain")
+    engine = plain.model_copy(update={"method": Method(name="engine", **served)})
+    release_draft(made, out, results.model_copy(update={"runs": [*results.runs, engine]}))
+    stored = (out / "results.json").read_text()
+    assert "http://SERVER" in stored
+    assert not re.search(r"10\.0\.0|/data", stored)
+
+
 def test_files_of_a_release_are_readable_as_any_new_file_is(
     draft: Path, head: Path, tmp_path: Path
 ) -> None:

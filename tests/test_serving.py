@@ -10,6 +10,7 @@ from pathlib import Path
 from distill.engine_layouts import BLOCK_CARD
 from eval.publishing import serving
 from eval.publishing.serving import DEFAULT_LENGTHS, served_lengths, serving_lines
+from eval.reporting.rendering import source_arguments
 
 ROOT = Path(__file__).parent.parent
 ENGINES = ROOT / "docs" / "engines.md", ROOT / "distill" / "doctor.py"
@@ -68,6 +69,12 @@ def test_vllm_reads_its_lines() -> None:
         "num_speculative_tokens": 3,
         "parallel_drafting": True,
     }
+
+
+def test_a_targets_revision_is_an_option() -> None:
+    for engine, program in (("vLLM", "vllm serve acme/target"), ("SGLang", "sglang serve")):
+        assert options(engine, program, "acme/target@v1.0")["--revision"] == "v1.0"
+    assert source_arguments("acme/target@v1.0") == '"acme/target", revision="v1.0"'
 
 
 def test_sglang_reads_its_line() -> None:

@@ -243,7 +243,7 @@ def count_cells(
     sampling: SamplingConfig,
     generator: torch.Generator,
 ) -> NDArray[np.int64]:
-    """How often neighbouring tokens of some texts fell into each of `BINS` x `BINS` cells.
+    """How often neighbouring tokens of texts, one after the other, fell into `BINS` x `BINS` cells.
 
     A token's place is its randomised rank in the target's distribution given all before it, tokens
     ordered by q/p: a verifier that accepts too much moves it up. Under plain sampling places are

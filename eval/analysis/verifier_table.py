@@ -374,6 +374,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
     timed: list[tuple[DraftTree, Tensor]] = []
     places, texts = _places(kind, config, measured, references, seconds / 2, timed)
     micros = [_microseconds(each.verifier, timed) for each in verifiers]
+    biases = [_bias(each.make_verifier(), each.verifier_args, timed) for each in configs]
     until = begun + max(seconds, 1.25 * (time.thread_time() - begun))
     counts = _enumerate(verifiers, references, places, until)
     optima = _optima(config, places)
@@ -423,7 +424,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
                     ceiling=ceiling,
                     share_of_ceiling=share.value if share else None,
                     share_interval=share,
-                    bias=_bias(verifiers[index].verifier, parameters, timed),
+                    bias=biases[index],
                     microseconds=micros[index],
                     speedup=speedup,
                     decoded=next(

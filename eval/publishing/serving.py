@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from eval.measuring.results import Run
+from eval.reporting.rendering import hub_id
+from specdata.sources import hub_source
 
 DEFAULT_LENGTHS = {
     "vLLM": (5, "the number in vLLM's own example"),
@@ -42,6 +44,8 @@ def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
     Of vLLM with greedy drafts, its default, and of "vLLM, sampled" with sampled drafts and block
     verification; of llama.cpp from files that were converted to GGUF.
     """
+    source, revision = hub_source(target) if hub_id(target) else (target, None)
+    pinned = f" --revision {revision}" if revision else ""
     greedy = {
         "method": "draft_model",
         "model": draft,
@@ -51,13 +55,13 @@ def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
         greedy["parallel_drafting"] = True
     sampled = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
     vllm = [
-        f"vllm serve {shlex.quote(target)} --generation-config vllm --speculative-config "
+        f"vllm serve {shlex.quote(source)}{pinned} --generation-config vllm --speculative-config "
         f"{shlex.quote(json.dumps(settings, ensure_ascii=False))}"
         for settings in (greedy, greedy | sampled)
     ]
     k = DEFAULT_LENGTHS["SGLang"][0]
     sglang = [
-        f"sglang serve --model-path {shlex.quote(target)} --sampling-defaults openai",
+        f"sglang serve --model-path {shlex.quote(source)}{pinned} --sampling-defaults openai",
         f"  --speculative-algorithm STANDALONE --speculative-draft-model-path {shlex.quote(draft)}",
         f"  --speculative-num-steps {k} --speculative-eagle-topk 1",
         f"  --speculative-num-draft-tokens {k + 1}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Collection, Sequence
@@ -111,6 +112,12 @@ def public_name(name: str) -> str:
     return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
+def source_arguments(name: str) -> str:
+    """What `from_pretrained` is given in code, for a Hub id with a revision or a folder."""
+    source, revision = hub_source(name) if hub_id(name) else (name, None)
+    return json.dumps(source) + (f", revision={json.dumps(revision)}" if revision else "")
+
+
 def escape_markdown(text: str) -> str:
     """Text that Markdown and HTML show as it is, within a line or a table cell."""
     return re.sub(r"([\\`*_\[\]<>|~$&])", r"\\\1", " ".join(str(text).split()))
@@ -142,5 +149,5 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {"md": escape_markdown, "quoted": shlex.quote, "number": format_number}
-    environment.filters["longest"] = longest
+    environment.filters |= {"longest": longest, "source": source_arguments}
     return environment

@@ -93,7 +93,12 @@ class ModelPair:
         if name not in self.loaded:
             prepare_libraries()
             models = self.config.models
-            self.loaded[name] = load_model(name, load=models.loading(role), target=models.target)
+            self.loaded[name] = load_model(
+                name,
+                load=models.loading(role),
+                target=models.target,
+                target_load=models.loading("target"),
+            )
         return self.loaded[name]
 
     def identity(self) -> dict[str, Any]:

@@ -161,7 +161,8 @@ class ServerClient:
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
             try:
-                limit = TIMEOUT if body else LISTED
+                # An answer comes at once: at least a token of it in a second.
+                limit = max(TIMEOUT, body.get("max_tokens", 0)) if body else LISTED
                 response = self._client.request(method, path, json=body, timeout=limit)
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 trouble = f"{type(error).__name__}: {error}"

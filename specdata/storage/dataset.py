@@ -276,6 +276,13 @@ def is_held_out(example_id: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
+def example_ids(folder: Path, split: str) -> set[str]:
+    """The ids of a split's prompts in the shards that are there; of none it is empty."""
+    asked: dict[str, Any] = {"columns": ["example_id"], "filters": [("split", "==", split)]}
+    tables = (pq.read_table(shard, **asked) for shard in folder.glob("shard-*.parquet"))
+    return {example for table in tables for example in table["example_id"].to_pylist()}
+
+
 def of_split(
     dataset: datasets.Dataset,
     split: str,
