@@ -240,6 +240,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
             # Nothing was made before a mistake was found: another command may use the folder.
             if {file.name for file in stage.folder.iterdir()} <= {RUN, LOCK, MANIFEST, PROGRESS}:
                 (stage.folder / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(stage.folder / PROGRESS, ignore_errors=True)
                 (stage.folder / RUN).unlink()
             raise
         record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it

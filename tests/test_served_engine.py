@@ -14,13 +14,13 @@ from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.methods import SERVED
 from eval.measuring.results import read_results
-from eval.measuring.served import COUNTED, rounds_of
+from eval.measuring.served import COUNTED, ServedEngine, rounds_of
 from recipes.command import run_tool
 from recipes.config import TOY
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from tests.random_pair import measured_only
-from tests.test_vllm import Handler, no_pauses, serving
+from tests.test_vllm import Handler, client, no_pauses, serving
 
 __all__ = ["no_pauses"]  # a fixture
 
@@ -67,6 +67,12 @@ def engine(target: Any, draft: Any | None, length: int) -> type[Handler]:
             self.answer(200, {"choices": [self.server.edit(ids)]})
 
     return Engine
+
+
+def test_a_generation_that_waited_for_a_busy_server_is_measured_again() -> None:
+    with serving(troubles=(503,)) as server, client(server) as backend:
+        ServedEngine(backend).generate([2, 3], "a")
+        assert len(server.bodies) == 3  # refused, answered late, and answered at once
 
 
 def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(

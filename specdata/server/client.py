@@ -100,6 +100,7 @@ class ServerClient:
     def __init__(self, config: ServerConfig, section: str) -> None:
         self.config = config
         self.section = section
+        self.resent = 0  # requests, until now
         self._secret = _key(config.key_variable, section) if config.key_variable else ""
         key = self._secret
         headers = {"Authorization": key if " " in key else f"Bearer {key}"} if key else {}
@@ -160,6 +161,7 @@ class ServerClient:
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
+                self.resent += 1
             try:
                 # An answer comes at once: at least a token of it in a second.
                 limit = max(TIMEOUT, body.get("max_tokens", 0)) if body else LISTED
