@@ -275,6 +275,7 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
     found = [each for page in pages for each in re.findall(table, page, re.DOTALL)]
     assert [path for _, path, _ in found] == [
         *(REAL, "docs/real/float32/results.json", REAL, AT_ONE, PUBLIC),
+        "docs/real/float32/public/results.json",
         *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
         *(LLAMA_CPP, "docs/engines/results.json"),
     ]
