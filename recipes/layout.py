@@ -72,7 +72,7 @@ def draft_in_use(config: PipelineConfig) -> str:
     return str(folder(config, "draft") / "model") if config.draft else initial_draft(config)
 
 
-def load_draft(config: PipelineConfig) -> Any:
+def load_draft_in_use(config: PipelineConfig) -> Any:
     """The draft in use. If it reads a target's states, each process loads one, unless attached."""
     from specdata.models import load_model  # here: it needs torch
 

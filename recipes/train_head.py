@@ -21,7 +21,7 @@ from recipes.layout import (
     head_folder,
     held_out_setting,
     held_out_share,
-    load_draft,
+    load_draft_in_use,
     loaded,
     sampled,
 )
@@ -97,7 +97,7 @@ class Labels(Stage):
         models, draft_name = config.models, draft_in_use(config)
         tokenizer = load_tokenizer(models.target)
         check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-        draft = load_draft(config)
+        draft = load_draft_in_use(config)
         rollouts = load_stored(folder(config, "rollouts"))
         if share := held_out_share(config):
             splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
@@ -198,7 +198,7 @@ class Head(Stage):
         assert config.head is not None
         labels = load_labels(folder(config, "labels"), config.sampling)
         result = train_head(
-            draft=load_draft(config),
+            draft=load_draft_in_use(config),
             train=of_split(
                 labels,
                 "train",
