@@ -207,11 +207,11 @@ class Draft(_OfDraft):
         if draft is None:
             return
         check_loading(config, "draft")
-        check_finetuning(config, draft)
-        check_initial(config, draft)
         if reads_states(config):
             with named("draft"):
                 draft.check_states("models.draft, which reads its target's states")
+        check_finetuning(config, draft)
+        check_initial(config, draft)
         check_lora(config, draft)
         if draft.report_to:
             from distill.callbacks import reporters  # here: it needs torch

@@ -17,6 +17,7 @@ from recipes.train_head import Head
 from specdata.config import fields_of, read_config, section_type
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
+from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
@@ -292,4 +293,4 @@ def test_an_evaluation_reads_the_runs_head_if_a_method_asks_it(method: str, is_a
     config = parse(["--draft.init.kind", "target", "--eval.methods", methods], "").config
     assert config.head is not None
     assert ("head" in Eval(config).inputs) is is_asked
-    assert is_asked or _predictions(config) is None
+    assert is_asked or _predictions(config, tiny_llama(0)) is None

@@ -18,7 +18,6 @@ from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
 from eval.analysis.prediction import Predictions
-from eval.decode_config import Method
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
@@ -332,24 +331,18 @@ def _measured(results: Results, source: Path, role: Literal["draft", "head"]) ->
 
 def _shortened(results: Results) -> Results:
     """The same results without this machine's folders and the addresses of servers."""
-
-    def served(method: Method) -> Method:
-        if not method.url:
-            return method
-        name = method.served_model and public_name(method.served_model)
-        return method.model_copy(update={"url": "http://SERVER", "served_model": name})
-
-    runs = [
-        run.model_copy(
-            update={
-                "method": served(run.method),
-                "target": public_name(run.target),
-                "draft": run.draft and public_name(run.draft),
-                "head": run.head and public_name(run.head),
-            }
-        )
-        for run in results.runs
-    ]
+    runs = []
+    for run in results.runs:
+        method, name = run.method, run.method.served_model
+        if method.url:
+            server = {"url": "http://SERVER", "served_model": name and public_name(name)}
+            method = method.model_copy(update=server)
+        folders = {
+            "target": public_name(run.target),
+            "draft": run.draft and public_name(run.draft),
+            "head": run.head and public_name(run.head),
+        }
+        runs.append(run.model_copy(update={"method": method, **folders}))
     return results.model_copy(update={"runs": runs})
 
 
