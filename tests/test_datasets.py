@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from specdata.errors import ManifestError, trouble_outside
 from specdata.processes import rank
-from specdata.storage.dataset import fill_dataset, load_stored, read_manifest
+from specdata.storage.dataset import example_ids, fill_dataset, load_stored, read_manifest
 from specdata.storage.files import is_locked, locked
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
@@ -106,6 +106,8 @@ def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
         for use in (load_stored, partial(fill, parts=shards([]))):
             with pytest.raises(ManifestError, match=r"shard-00002\.parquet is not the file"):
                 use(tmp_path)
+    with pytest.raises(ManifestError, match=r"shard-00002\.parquet cannot be read"):
+        example_ids(tmp_path, "train")
     shard.unlink()
     with pytest.raises(ManifestError, match=r"shard-00002\.parquet is listed"):
         fill(tmp_path, shards([]))

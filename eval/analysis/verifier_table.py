@@ -374,7 +374,10 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
     timed: list[tuple[DraftTree, Tensor]] = []
     places, texts = _places(kind, config, measured, references, seconds / 2, timed)
     micros = [_microseconds(each.verifier, timed) for each in verifiers]
-    biases = [_bias(each.make_verifier(), each.verifier_args, timed) for each in configs]
+    biases = [
+        _bias(each.verifier, parameters, timed)
+        for each, (_, parameters) in zip(verifiers, rows, strict=True)
+    ]
     until = begun + max(seconds, 1.25 * (time.thread_time() - begun))
     counts = _enumerate(verifiers, references, places, until)
     optima = _optima(config, places)

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from eval.measuring.results import Run
-from eval.reporting.rendering import hub_id
-from specdata.sources import hub_source
+from eval.reporting.rendering import source_and_revision
 
 DEFAULT_LENGTHS = {
     "vLLM": (5, "the number in vLLM's own example"),
@@ -44,7 +43,7 @@ def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
     Of vLLM with greedy drafts, its default, and of "vLLM, sampled" with sampled drafts and block
     verification; of llama.cpp from files that were converted to GGUF.
     """
-    source, revision = hub_source(target) if hub_id(target) else (target, None)
+    source, revision = source_and_revision(target)
     pinned = f" --revision {revision}" if revision else ""
     greedy = {
         "method": "draft_model",

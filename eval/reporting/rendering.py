@@ -112,9 +112,14 @@ def public_name(name: str) -> str:
     return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
+def source_and_revision(name: str) -> tuple[str, str | None]:
+    """A Hub id and its revision, if it has one, as other libraries take them; or a folder."""
+    return hub_source(name) if hub_id(name) else (name, None)
+
+
 def source_arguments(name: str) -> str:
-    """What `from_pretrained` is given in code, for a Hub id with a revision or a folder."""
-    source, revision = hub_source(name) if hub_id(name) else (name, None)
+    """What `from_pretrained` is given in code."""
+    source, revision = source_and_revision(name)
     return json.dumps(source) + (f", revision={json.dumps(revision)}" if revision else "")
 
 

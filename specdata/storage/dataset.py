@@ -277,10 +277,22 @@ def is_held_out(example_id: str, share: float) -> bool:
 
 
 def example_ids(folder: Path, split: str) -> set[str]:
-    """The ids of a split's prompts in the shards that are there; of none it is empty."""
-    asked: dict[str, Any] = {"columns": ["example_id"], "filters": [("split", "==", split)]}
-    tables = (pq.read_table(shard, **asked) for shard in folder.glob("shard-*.parquet"))
-    return {example for table in tables for example in table["example_id"].to_pylist()}
+    """The ids of a split's prompts in the shards that are there; of none it is empty.
+
+    They are not compared with the manifest: all bytes would be read. Raises ManifestError for one
+    that cannot be read.
+    """
+    found: set[str] = set()
+    for shard in folder.glob("shard-*.parquet"):
+        try:
+            rows = pq.read_table(shard, columns=["example_id"], filters=[("split", "==", split)])
+        except pa.ArrowException as error:
+            raise ManifestError(
+                f"{shard} cannot be read ({error}): restore it, or remove {folder} and run the "
+                "stage that makes it again"
+            ) from error
+        found.update(rows["example_id"].to_pylist())
+    return found
 
 
 def of_split(
