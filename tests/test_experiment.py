@@ -46,7 +46,7 @@ def evaluate(
     folder: Path,
     methods: list[Method],
     *,
-    hardware: Mapping[str, Any] = ENVIRONMENT.hardware,
+    where: Mapping[str, Any] = {},
     log: list[str] | None = None,
     **settings: object,
 ) -> Results:
@@ -66,9 +66,7 @@ def evaluate(
         done.append(generations)
         log.append("done")
 
-    environment = ENVIRONMENT.model_copy(
-        update={"batch_size": config.batch, "hardware": dict(hardware)}
-    )
+    environment = ENVIRONMENT.model_copy(update={"batch_size": config.batch, **where})
     experiment = Experiment(models, PROMPTS, folder, config, SamplingConfig(), 5, environment)
     experiment.measure(report)
     results = experiment.results()
@@ -122,14 +120,23 @@ def test_measurements_of_another_engine_are_not_mixed(tmp_path: Path) -> None:
     assert "--eval.folder NAME" in str(error.value)
 
 
-def test_times_of_another_machine_are_not_mixed_and_its_counts_go_on(tmp_path: Path) -> None:
-    another = {**ENVIRONMENT.hardware, "cpu": "another"}
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ({"hardware": {**ENVIRONMENT.hardware, "cpu": "another"}}, r"hardware\.cpu: .* -> 'another'"),
+        ({"software": {**ENVIRONMENT.software, "torch": "9"}}, r"software\.torch: .* -> '9'"),
+        ({"git_commit": "another"}, "git_commit: .* -> 'another'"),
+    ],
+)
+def test_times_of_another_machine_or_version_are_not_mixed_and_its_counts_go_on(
+    where: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     for batch in (1, 2):
         evaluate(tmp_path / f"{batch}", [PLAIN], batch=batch)
         (tmp_path / f"{batch}" / "prompts" / "code-p4.json").unlink()
-    with pytest.raises(ConfigError, match=r"hardware\.cpu: .* -> 'another'"):
-        evaluate(tmp_path / "1", [PLAIN], hardware=another)
-    evaluate(tmp_path / "2", [PLAIN], hardware=another, batch=2)
+    with pytest.raises(ConfigError, match=named):
+        evaluate(tmp_path / "1", [PLAIN], where=where)
+    evaluate(tmp_path / "2", [PLAIN], where=where, batch=2)
 
 
 def test_another_method_goes_first_with_each_prompt(tmp_path: Path) -> None:

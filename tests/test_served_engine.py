@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ import torch
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.methods import SERVED
+from eval.measuring.records import record_prompt
 from eval.measuring.results import read_results
 from eval.measuring.served import COUNTED, ServedEngine, rounds_of
+from eval.rounds import Round
 from recipes.command import run_tool
 from recipes.config import TOY
 from specdata.errors import ConfigError
@@ -24,16 +26,22 @@ from tests.test_vllm import Handler, client, no_pauses, serving
 
 __all__ = ["no_pauses"]  # a fixture
 
-COUNTS = ("tokens", "rounds", "n_draft", "n_discarded", "accepted", "accepted_by_position")
+COUNTS = ("n_draft", "n_discarded", "accepted", "accepted_by_position")
 
 
-def engine(target: Any, draft: Any | None, length: int) -> type[Handler]:
-    """A server that decodes with our decoder and counts as vLLM does; without a draft, alone."""
+def engine(target: Any, draft: Any | None, length: int) -> Any:
+    """A server that decodes with our decoder and counts as vLLM does; without a draft, alone.
+
+    The prompt's forward gives the first token, before anything is drafted.
+    """
     config = DecodeConfig(length=length, temperature=0.0)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
     counts: Counter[str] = Counter()
 
     class Engine(Handler):
+        rounds: ClassVar[list[tuple[Round, ...]]] = []
+        """Those that drafted, of each request."""
+
         def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
             if self.path != "/metrics":
                 super().do_GET()
@@ -54,16 +62,22 @@ def engine(target: Any, draft: Any | None, length: int) -> type[Handler]:
 
         def do_POST(self) -> None:  # noqa: N802
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            prompt = torch.tensor(body["prompt"])
+            first = target(prompt[None]).logits[0, -1:].argmax(-1)
             out = decoder.generate(
-                torch.tensor(body["prompt"]),
-                max_new_tokens=body["max_tokens"],
+                torch.cat([prompt, first]),
+                max_new_tokens=body["max_tokens"] - 1,
                 generator=torch.Generator(),
             )
+            self.rounds.append(tuple(each for each in out.rounds if each.drafted))
             for each in out.rounds:
                 counts["drafts"] += each.drafted > 0
                 counts["draft_tokens"] += each.drafted
                 counts.update(map(str, range(each.accepted)))
-            ids = {"token_ids": out.tokens.tolist(), "prompt_token_ids": body["prompt"]}
+            ids = {
+                "token_ids": [*first.tolist(), *out.tokens.tolist()],
+                "prompt_token_ids": body["prompt"],
+            }
             self.answer(200, {"choices": [self.server.edit(ids)]})
 
     return Engine
@@ -85,8 +99,9 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
     given += ["--eval.methods", "[{name: plain, decoder: plain}, {name: K=3, length: 3}]"]
     given += ["--model", "served", "--method", "K=3"]
     given += ["--eval.engine", "eager", "--eval.verifier_seconds", "0"]
+    drafts = engine(target, draft, 3)
     with (
-        serving(handler=engine(target, draft, 3)) as drafting,
+        serving(handler=drafts) as drafting,
         serving(handler=engine(target, None, 3)) as alone,
     ):
         asked = [drafting.url, "--alone", alone.url, "--name", "engine", *given]
@@ -95,9 +110,13 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         path = tmp_path / "eval-server/results.json"
         runs = {run.name: run for run in read_results(path).runs}
         assert runs.keys() == {"plain", "K=3", "engine", SERVED}
-        for ours, theirs in zip(runs["K=3"].generations, runs["engine"].generations, strict=True):
-            assert [getattr(ours, name) for name in COUNTS] == [
-                getattr(theirs, name) for name in COUNTS
+        generations = runs["engine"].generations
+        for each, drafted in zip(generations, drafts.rounds[-3:], strict=True):
+            alone_too = each.tokens - sum(one.emitted for one in drafted)
+            assert (each.rounds, alone_too > 0) == (len(drafted) + alone_too, True)
+            made = record_prompt("made", drafted, seconds=None, finish="eos")
+            assert [getattr(made, name) for name in COUNTS] == [
+                getattr(each, name) for name in COUNTS
             ]
         assert runs[SERVED].speedup == 1.0
         assert runs["engine"].speedup == pytest.approx(
@@ -152,7 +171,7 @@ def test_rounds_are_told_from_counts() -> None:
         (0, 0, 1),
     ]
     cut = rounds_of(Counter({"drafts": 2, "draft_tokens": 6, "0": 2, "1": 2, "2": 1}), 5)
-    assert [(each.accepted, each.emitted) for each in cut] == [(2, 3), (2, 2)]
+    assert [(each.accepted, each.emitted) for each in cut] == [(2, 3), (1, 1), (0, 1)]
     assert len(rounds_of(Counter(), 4)) == 4
     with pytest.raises(ConfigError, match="answer nobody else"):
         rounds_of(Counter({"drafts": 9, "draft_tokens": 9}), 4)

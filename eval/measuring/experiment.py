@@ -125,10 +125,12 @@ class Experiment:
             "engine": engine_on(config.engine, environment.device),
             "device": environment.device.partition(":")[0],  # each process has a GPU of its own
         }
-        # Times of two machines must not end up in one table. Counts have none, so they go on in
-        # another number of processes, which gives each other threads.
+        # Times of two machines, or of two versions of the code, must not end up in one table.
+        # Counts have none, so they go on in another number of processes, which gives each other
+        # threads.
         if config.batch == 1:
-            values["hardware"] = environment.hardware
+            decides = ("hardware", "software", "git_commit")
+            values |= {name: getattr(environment, name) for name in decides}
         remedy = f"choose another folder with --eval.folder NAME, or remove {self.folder}"
         names = [method.name for method in config.methods]
         return RecordStore(self.folder / "prompts", names, Settings(values, remedy))

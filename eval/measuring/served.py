@@ -3,7 +3,8 @@
 One request at a time, as our decoder is measured. vLLM and llama-server count what they drafted and
 accepted, all requests together (`/metrics`); what was added while a request was answered is that
 request's. Those counts have no order, so rounds are in none, and what a last round accepted beyond
-the end of the text is taken off the longest. Rounds that drafted nothing are not counted there.
+the end of the text is taken off the longest. Rounds that drafted nothing are not counted there; that
+of the prompt, which gives the first token, never drafts.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def rounds_of(counted: Counter[str], tokens: int) -> tuple[Round, ...]:
     for place, length in enumerate(accepted):
         more = min(left, longest - length)
         lengths[place], left = length + more, left - more
-    over = max(0, sum(accepted) + drafts - tokens)  # beyond the end of the text
+    over = max(0, 1 + sum(accepted) + drafts - tokens)  # beyond the end of the text
     emitted = [each + 1 for each in accepted]
     for place in reversed(range(drafts)):
         cut = min(over, emitted[place] - 1)
@@ -116,7 +117,7 @@ def rounds_of(counted: Counter[str], tokens: int) -> tuple[Round, ...]:
         for length, right, new in zip(lengths, accepted, emitted, strict=True)
     ]
     alone = tokens - sum(emitted)
-    if alone < 0:
+    if alone < (drafts > 0):
         raise ConfigError(
             f"the server counted {drafts} drafts for {tokens} tokens: it must answer nobody else "
             "while it is measured"
