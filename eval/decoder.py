@@ -264,8 +264,7 @@ class SpeculativeDecoder:
         committed: list[int] = prompt_ids.tolist()  # T, and every token emitted since
         check_ids(self._target.vocabulary, min(committed), max(committed))
         max_length, verifier = len(committed) + max_new_tokens, self._verifier
-        if drafter is not None or not alone:
-            check_rope(self._target.model, len(committed), max_length, alone=alone)
+        check_rope(self._target.model, max_length)
         rounds: list[Round] = []
         ended = False
         while len(committed) < max_length and not ended:

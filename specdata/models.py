@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -360,9 +360,24 @@ def without_weights(name: str) -> Any:
 
 
 def positions(config: PreTrainedConfig) -> int:
-    """The longest sequence that a model has positions for, in tokens; sys.maxsize if unlimited."""
+    """The longest sequence that a model has positions for, in tokens; sys.maxsize if unlimited.
+
+    Of a longrope (Phi), the original length: beyond it, a forward reads all tokens by other
+    frequencies than the keys in the cache were written with.
+    """
     limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    rope = length_dependent_rope(config) or {}
+    if rope.get("rope_type") == "longrope":
+        limit = rope["original_max_position_embeddings"]
     return sys.maxsize if limit is None else limit
+
+
+def length_dependent_rope(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """The parameters of a rope whose frequencies depend on the sequence's length, if any."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    # Some models have one for each kind of layer.
+    ropes = [parameters, *(rope for rope in parameters.values() if isinstance(rope, Mapping))]
+    return next((rope for rope in ropes if rope.get("rope_type") in ("dynamic", "longrope")), None)
 
 
 def check_length(config: PreTrainedConfig, longest: int) -> None:

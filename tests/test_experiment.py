@@ -123,7 +123,7 @@ def test_measurements_of_another_engine_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "named"),
     [
-        ({"hardware": {**ENVIRONMENT.hardware, "cpu": "another"}}, r"hardware\.cpu: .* -> 'another'"),
+        ({"hardware": {**ENVIRONMENT.hardware, "cpu": "other"}}, r"hardware\.cpu: .* -> 'other'"),
         ({"software": {**ENVIRONMENT.software, "torch": "9"}}, r"software\.torch: .* -> '9'"),
         ({"git_commit": "another"}, "git_commit: .* -> 'another'"),
     ],

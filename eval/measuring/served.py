@@ -3,8 +3,8 @@
 One request at a time, as our decoder is measured. vLLM and llama-server count what they drafted and
 accepted, all requests together (`/metrics`); what was added while a request was answered is that
 request's. Those counts have no order, so rounds are in none, and what a last round accepted beyond
-the end of the text is taken off the longest. Rounds that drafted nothing are not counted there; that
-of the prompt, which gives the first token, never drafts.
+the end of the text is taken off the longest. Rounds that drafted nothing are not counted there, as
+that of the prompt, which gives the first token.
 """
 
 from __future__ import annotations

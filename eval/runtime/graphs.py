@@ -32,18 +32,14 @@ from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.kv_cache import CacheLayer, LayerKind
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.prepack import Prepacker
-from eval.runtime.transformers_models import (
-    WeightVersions,
-    cached_layers,
-    length_dependent_rope,
-    weight_versions,
-)
+from eval.runtime.transformers_models import WeightVersions, cached_layers, weight_versions
 from specdata.cache import cache_argument
 from specdata.draft_models.draft_vocabulary import narrow_logits
 from specdata.draft_models.states_draft import is_in_blocks, states_input
 from specdata.draft_models.taps import capturing_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
+from specdata.models import length_dependent_rope
 from specdata.prepack import multiplies, prepacked
 
 # Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
@@ -130,7 +126,7 @@ class ForwardGraphs:
         compiled: bool,
         taps: tuple[int, ...] = (),
     ) -> None:
-        if rope := length_dependent_rope(model):
+        if rope := length_dependent_rope(model.config):
             # A graph would keep the frequencies of one length.
             raise ConfigError(
                 f"{model.config.model_type} has a rope that depends on the length of the sequence "

@@ -11,7 +11,7 @@ told in a context variable which token is whose.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
@@ -34,6 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from eval.runtime.kv_cache import DummyLayer, LayerKind
 from specdata.cache import cache_argument
 from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.models import length_dependent_rope, positions
 
 PACKED = "draftsmith_packed"
 """The name by which transformers knows the attention."""
@@ -48,9 +49,6 @@ _ATTENDING = {
 """Layers of transformers' cache with keys and values of the tokens."""
 
 _PLACES: ContextVar[tuple[Tensor, Tensor]] = ContextVar("places of packed tokens")
-
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
-
 
 WeightVersions = list[tuple[int, int]]
 """Address and version counter of each parameter; equal lists mean unchanged weights."""
@@ -185,35 +183,18 @@ def check_assisted(target: PreTrainedModel) -> None:
         )
 
 
-def length_dependent_rope(model: PreTrainedModel) -> Mapping[str, Any] | None:
-    """The parameters of a rope whose frequencies depend on the sequence's length, if any."""
-    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    # Some models have one for each kind of layer.
-    ropes = [parameters, *(rope for rope in parameters.values() if isinstance(rope, Mapping))]
-    return next((rope for rope in ropes if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES), None)
-
-
-def check_rope(model: PreTrainedModel, prompt_length: int, max_length: int, *, alone: bool) -> None:
+def check_rope(model: PreTrainedModel, longest: int) -> None:
     """Refuse sequences whose distributions would depend on how many tokens a forward reads.
 
     A length-dependent rope takes the frequencies of a whole forward from its last position, and the
-    keys in the cache keep those that they were written with. `max_length` counts the prompt, too;
-    `alone` says whether forwards serve this sequence only.
+    keys in the cache keep those that they were written with.
     """
-    rope, config = length_dependent_rope(model), model.config.get_text_config()
-    if rope is None:
-        return
-    kind, reach = rope["rope_type"], config.max_position_embeddings
-    if kind == "longrope":
-        reach = rope["original_max_position_embeddings"]
-        if alone and prompt_length > reach:  # one set of frequencies from the first forward on
-            return
-    if max_length > reach:
+    rope, reach = length_dependent_rope(model.config), positions(model.config)
+    if rope is not None and longest > reach:
         raise ConfigError(
-            f"{config.model_type} has a rope ({kind}) whose frequencies change after {reach} "
-            f"tokens, so a draft would change the distribution of a sequence of up to {max_length} "
-            "tokens: shorten the prompt or max_new_tokens, or decode without a draft, one sequence "
-            "at a time"
+            f"{model.config.model_type} has a rope ({rope['rope_type']}) whose frequencies change "
+            f"after {reach} tokens, so a draft would change the distribution of a sequence of up "
+            f"to {longest} tokens: shorten the prompt or max_new_tokens"
         )
 
 
