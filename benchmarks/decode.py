@@ -20,7 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
-from eval.measuring.intervals import interval, resamples
+from eval.measuring.intervals import Interval, resamples
 from eval.runtime.engines import ENGINES, Engine
 from specdata.config import PromptSet
 from specdata.generation import plain_generation
@@ -238,7 +238,7 @@ def _speeds(
                 out = decode(prompt, options.max_new_tokens, f"{key} {repeat}")
                 counts[name][index] += len(out.tokens), out.seconds
                 rounds[name] += out.rounds
-    weights = resamples(len(pair.prompts))[1:]
+    weights = resamples(len(pair.prompts))
     base = counts["generate"]
     speeds = {}
     for name, table in counts.items():
@@ -273,18 +273,13 @@ def _interval(sums: Any, weights: Any, base: Any = None) -> dict[str, float]:
 
     Args:
         sums: (prompts, 2) tokens and seconds.
-        weights: (resamples, prompts) of the bootstrap.
+        weights: of `resamples`.
         base: the other method's sums.
     """
-
-    def speed(totals: Any) -> Any:
-        return totals[..., 0] / totals[..., 1]
-
-    value, many = speed(sums.sum(axis=0)), speed(weights @ sums)
+    speeds = np.divide(*(weights @ sums).T)
     if base is not None:
-        value, many = value / speed(base.sum(axis=0)), many / speed(weights @ base)
-    low, high = interval(many)
-    return {"value": float(value), "low": low, "high": high}
+        speeds = speeds / np.divide(*(weights @ base).T)
+    return asdict(Interval.of(speeds))
 
 
 def _limit(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
@@ -327,9 +322,7 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _shown(interval: Mapping[str, float] | None) -> str:
-    if interval is None:
-        return ""
-    return f"{interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
+    return "" if interval is None else Interval(**interval).within(2)
 
 
 if __name__ == "__main__":

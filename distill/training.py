@@ -13,8 +13,8 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import unset_hf_deepspeed_config
-from transformers.utils import logging
 
 from distill.config import DistilConfig, FinetuneConfig
 from specdata.errors import TrainingDivergedError
@@ -229,7 +228,7 @@ def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:
     supervisor = _Supervisor(label)
     trainer.add_callback(supervisor)
     try:
-        with _no_shard_bars(), until_checkpoint():
+        with until_checkpoint():
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             if supervisor.signal:
                 join_processes().wait_for_everyone()  # until the checkpoint is written
@@ -254,9 +253,8 @@ def logged_steps(trainer: Trainer) -> list[dict[str, float]]:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write weights (safetensors), `config.json` and `generation_config.json`, without a bar."""
-    with _no_shard_bars():
-        model.save_pretrained(folder)
+    """Write weights (safetensors), `config.json` and `generation_config.json`."""
+    model.save_pretrained(folder)
     add_former_names(folder)
 
 
@@ -265,18 +263,6 @@ def take_special_ids(model: Any, generation: GenerationConfig) -> None:
     model.generation_config = special_ids(generation)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(generation, name))
-
-
-@contextmanager
-def _no_shard_bars() -> Iterator[None]:
-    """Hide the bars of saving and loading, which break ours and last milliseconds."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _engine() -> str:

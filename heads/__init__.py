@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specdata import __version__
-
 if TYPE_CHECKING:
     from heads.model import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 
-__all__ = ["AcceptanceHead", "BaseHead", "ConfidenceHead", "ImmediateHead", "__version__"]
+__all__ = ["AcceptanceHead", "BaseHead", "ConfidenceHead", "ImmediateHead"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from specdata.errors import ConfigError
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -62,13 +64,13 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or larger, got {self.temperature}")
+            raise ConfigError(f"temperature must be 0 or larger, got {self.temperature}")
         if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be 0 (off) or larger, below 2**31, got {self.top_k}")
+            raise ConfigError(f"top_k must be 0 (off) or larger, below 2**31, got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+            raise ConfigError(f"min_p must lie in [0, 1], got {self.min_p}")
 
     @property
     def truncates(self) -> bool:

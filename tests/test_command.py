@@ -111,13 +111,9 @@ def test_every_launch_profile_has_absolute_files(capsys: pytest.CaptureFixture[s
         assert capsys.readouterr().out == f"{LAUNCH / profile}.yaml\n"
 
 
-def test_every_package_has_the_version_and_a_type_marker() -> None:
-    packages = ("specdata", "distill", "heads", "eval", "recipes")
-    for package in packages:
+def test_every_package_has_a_type_marker() -> None:
+    for package in ("specdata", "distill", "heads", "eval", "recipes"):
         assert (ROOT / package / "py.typed").is_file()
-    code = "; ".join(f"import {name} as p; print(p.__version__)" for name in packages)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [__version__] * 5
 
 
 def test_the_wheel_holds_every_module_and_data_file_and_no_tests(tmp_path: Path) -> None:

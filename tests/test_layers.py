@@ -36,7 +36,7 @@ BELOW = {
     },
     "specdata": {
         "errors": "",
-        "sampling": "",
+        "sampling": "errors",
         "generation": "sampling",
         "terminal": "errors",
         "processes": "errors",

@@ -45,7 +45,6 @@ from benchmarks.head_figures.replay import (
     Replayed,
     best_length,
     every_rule,
-    figures,
     of_rules,
     together,
     with_head,
@@ -218,12 +217,12 @@ def _domain(
         "tokens": len(test.accept),
         "acceptance": test.traces.mean_accept(),
         "best_k": int(fixed.setting),
-        "saving_over_best_k": figures(saving(ours, fixed.counts, times)),
-        f"saving_over_{PUBLISHED.name}": figures(saving(ours, rules[PUBLISHED.name].counts, times)),
-        "auroc": figures(test.auroc(test.logits(shipped))),
+        "saving_over_best_k": asdict(saving(ours, fixed.counts, times)),
+        f"saving_over_{PUBLISHED.name}": asdict(saving(ours, rules[PUBLISHED.name].counts, times)),
+        "auroc": asdict(test.auroc(test.logits(shipped))),
         "auroc_of": {
-            **{name: figures(test.auroc(test.logits(head))) for name, head in heads.items()},
-            "q": figures(test.auroc(test.line(test.traces.tokens.q))),
+            **{name: asdict(test.auroc(test.logits(head))) for name, head in heads.items()},
+            "q": asdict(test.auroc(test.line(test.traces.tokens.q))),
         },
         "rules": of_rules(rules, fixed.counts, times),
     }
@@ -276,7 +275,7 @@ def _against(
     counts = together([each.counts for each in ours])
     rivals = together([each.counts for each in others])
     prompts = [*test.prompts] * len(ours)
-    return figures(saving(counts, rivals, times, prompts))
+    return asdict(saving(counts, rivals, times, prompts))
 
 
 def _ablation_part(

@@ -202,11 +202,6 @@ def together(counts: Sequence[Counts]) -> Counts:
     return Counts(*(np.concatenate([getattr(each, name) for each in counts]) for name in names))
 
 
-def figures(interval: Interval) -> dict[str, float]:
-    """As JSON."""
-    return asdict(interval)
-
-
 def of_rules(results: Mapping[str, Replayed], best: Counts, times: Times) -> dict[str, Any]:
     """A row for each rule."""
     return {
@@ -215,7 +210,7 @@ def of_rules(results: Mapping[str, Replayed], best: Counts, times: Times) -> dic
             "seconds_per_token": result.counts.seconds_per_token(times),
             "tokens_per_round": float(result.counts.tokens.sum() / result.counts.n_target.sum()),
             "discard_rate": float(result.counts.n_discarded.sum() / result.counts.tokens.sum()),
-            "saving_over_best_k": figures(saving(result.counts, best, times)),
+            "saving_over_best_k": asdict(saving(result.counts, best, times)),
         }
         for name, result in results.items()
     }

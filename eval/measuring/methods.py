@@ -43,7 +43,7 @@ class EvalConfig(Config):
     scores: list[ScoreName] = Field(
         default=[],
         description="task scores of texts whose prompts have a reference: rougeL, bleu, "
-        "exact_match (needs draftsmith[scores])",
+        "exact_match (needs pip install '.[scores]')",
     )
     reward_model: str | None = Field(
         default=None,

@@ -35,7 +35,7 @@ def check_scores(names: Sequence[str]) -> None:
         if not can_score(name):
             raise ConfigError(
                 f"the score {name!r} needs {PACKAGES[name]}, which is not installed: pip install "
-                "'draftsmith[scores]', or take it out of eval.scores"
+                "'.[scores]', or take it out of eval.scores"
             )
 
 

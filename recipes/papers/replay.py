@@ -51,16 +51,6 @@ class Counts:
         """The same of all rollouts together, for one emitted token."""
         return float(self.seconds(times).sum() / self.tokens.sum())
 
-    @property
-    def verification_rate(self) -> float:
-        """Forwards of the target for each emitted token."""
-        return float(self.n_target.sum() / self.tokens.sum())
-
-    @property
-    def discard_rate(self) -> float:
-        """Drafted tokens thrown away for each emitted token."""
-        return float(self.n_discarded.sum() / self.tokens.sum())
-
 
 def expected_counts(traces: Traces, lengths: Lengths) -> Counts:
     """Expected counts under a rule that drafts (R, N) tokens in a round from each position.

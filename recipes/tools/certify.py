@@ -219,13 +219,11 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     """Certify a served engine; returns the exit status."""
     if not given.target or given.folder or min(given.count, given.max_new_tokens) < 1:
         raise ConfigError("--server needs --target, at least one prompt and one token, no folder")
+    sampling = SamplingConfig(given.temperature, given.top_k, given.top_p, given.min_p)
     try:
-        sampling = SamplingConfig(given.temperature, given.top_k, given.top_p, given.min_p)
         server = ServerConfig(url=given.server, model=given.model, key_variable=given.key_variable)
     except ValidationError as error:
         raise ConfigError(f"--server {error.errors()[0]['msg']}") from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     import torch
 
     from eval.analysis.certificate import certify_server

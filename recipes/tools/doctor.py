@@ -36,10 +36,7 @@ def main(given: argparse.Namespace) -> int:
             "--count and --max-new-tokens must be at least 1, got "
             f"{given.count} and {given.max_new_tokens}"
         )
-    try:
-        sampling = SamplingConfig(given.temperature)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    sampling = SamplingConfig(given.temperature)
     from distill.doctor import examine  # here: it needs torch
 
     problems = 0

@@ -34,7 +34,7 @@ eval:
   methods:
     - {{name: plain, decoder: plain}}
     - {{name: block K=4, verifier: block, length: 4}}
-    - {{name: head, verifier: block, stop: head}}
+    - {{name: cost, verifier: block, stop: cost}}    # asks the head
 """
 
 

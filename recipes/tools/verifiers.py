@@ -78,10 +78,7 @@ def _measured(given: argparse.Namespace) -> list[VerifierRow]:
             "--max-new-tokens must be at least 2 and --count at least 1; got "
             f"{given.max_new_tokens} and {given.count}"
         )
-    try:
-        sampling = SamplingConfig(given.temperature, given.top_k, given.top_p, given.min_p)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    sampling = SamplingConfig(given.temperature, given.top_k, given.top_p, given.min_p)
     import torch
 
     from eval.analysis.round_times import measure_times

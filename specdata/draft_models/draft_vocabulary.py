@@ -212,15 +212,11 @@ def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
 def install_output(model: PreTrainedModel, output: ReducedOutput) -> None:
     """Make a model's output embedding a reduced one, and store with it what it keeps."""
     replace_output(model, output)
-    size = len(output.vocabulary_ids)
-    setattr(model.config, SIZE, size)
-    model.register_buffer(
-        "d2t", output.vocabulary_ids - torch.arange(size, device=output.vocabulary_ids.device)
-    )
-    is_in_vocabulary = torch.zeros(
-        output.vocabulary, dtype=torch.bool, device=output.vocabulary_ids.device
-    )
-    model.register_buffer("t2d", is_in_vocabulary.index_fill_(0, output.vocabulary_ids, True))
+    ids = output.vocabulary_ids
+    setattr(model.config, SIZE, len(ids))
+    model.register_buffer("d2t", ids - torch.arange(len(ids), device=ids.device))
+    is_kept = torch.zeros(output.vocabulary, dtype=torch.bool, device=ids.device)
+    model.register_buffer("t2d", is_kept.index_fill_(0, ids, True))
 
 
 def replace_output(model: PreTrainedModel, output: nn.Module) -> None:
