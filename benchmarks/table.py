@@ -158,6 +158,8 @@ def _shown(given: argparse.Namespace) -> str:
         check_metrics(each, path)
     if given.beside:
         names = [path.parent.name for path in paths]
+        if len({*names}) < len(names):
+            names = [str(path.parent) for path in paths]
         return beside_table(dict(zip(names, evaluations, strict=True)), given.method)
     results = together(evaluations)
     methods = shown_methods(results, given.method)
@@ -168,7 +170,11 @@ def _shown(given: argparse.Namespace) -> str:
         if given.out.resolve() in [path.parent.resolve() for path in paths]:
             raise ConfigError(f"--out must be another folder than that of {paths[0]}")
         write_evidence(results, given.out, methods)
-        ran = {each: paths[0].resolve().parents[1] / each / "run.json" for each in STAGES}
+        run = paths[0].resolve().parents[1]
+        ran = {each: run / each / "run.json" for each in STAGES}
+        if (measured := paths[0].with_name("run.json")).is_file():
+            folder = (read_object(measured)["config"]["head"] or {}).get("folder")
+            ran["head"] = run / (folder or "head") / "run.json"
         kept = {each: read_object(file)["config"] for each, file in ran.items() if file.is_file()}
         if kept:
             write_json(given.out / RECIPE, {each: config[each] for each, config in kept.items()})

@@ -32,6 +32,7 @@ from distill.engine_layouts import (
 from distill.watch import Figures, HeldOut
 from specdata.config import PromptSet
 from specdata.draft_models.states_draft import Norms, states_input
+from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
 from specdata.prompts.catalogue import EMBEDDED
@@ -88,8 +89,10 @@ def examine(
     is_published = layout is DSPARK or "speculators_model_type" in config
     is_published |= "Eagle3" in str(config.get("architectures"))
     if not is_published:
-        draft = load_model(name, target=target_name)
-        kind = "on states, for this decoder alone" if states_input(draft) else "an ordinary draft"
+        draft, kind = load_model(name), "an ordinary draft"
+        if states_input(draft) is not None:
+            attach(draft, target)
+            kind = "on states, for this decoder alone"
         yield Finding("ok", "layout", f"{kind}, {type(draft).__name__}")
         yield _acceptance(held.measure(draft).overall)
         return

@@ -6,6 +6,7 @@ code (EAGLE's: `midlayer.` or `layers.0.`). Every tensor must be there and known
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -34,6 +35,7 @@ from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.models import load_model
 from specdata.saving import copy_tokenizer
+from specdata.sources import hub_source
 from specdata.storage.files import atomic_folder, read_object, write_json
 
 METADATA = (
@@ -66,7 +68,7 @@ CARD = """# An EAGLE-3 draft for {target}
 It proposes {tokens:,} tokens and reads the states that enter layers {taps}.
 vLLM takes these numbers as they are. SGLang adds 1 to numbers in config.json: give it {sglang}.
 
-    vllm serve {target} --speculative-config \\
+    vllm serve {served} --generation-config vllm --speculative-config \\
       '{{"method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {drafted}}}'
 """
 ANCHORS = 512
@@ -78,11 +80,12 @@ BLOCK_CARD = """# A DSpark draft for {target}
 It proposes {size} of {tokens:,} tokens after one forward and reads the states that enter layers
 {taps}. {confidence}
 
-    vllm serve {target} --speculative-config \\
+    vllm serve {served} --generation-config vllm --speculative-config \\
       '{{"method": "dspark", "model": "THIS FOLDER", "num_speculative_tokens": {size}}}'
-    sglang serve --model-path {target} --speculative-algorithm DSPARK \\
-      --speculative-draft-model-path "THIS FOLDER"
-    python convert_hf_to_gguf.py "THIS FOLDER" --target-model-dir {target} --outfile draft.gguf
+    sglang serve --model-path {served} --sampling-defaults openai \\
+      --speculative-algorithm DSPARK --speculative-draft-model-path "THIS FOLDER"
+    python convert_hf_to_gguf.py "THIS FOLDER" --target-model-dir "TARGET'S FOLDER" \\
+      --outfile draft.gguf
     llama-server --model target.gguf --spec-draft-model draft.gguf --spec-type draft-dspark \\
       --spec-draft-n-max {size} --spec-draft-p-min {least}
 """
@@ -482,8 +485,11 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return names[former] + name.removeprefix(former) if former else name
 
 
-def of_layout(folder: Path) -> tuple[dict[str, Any], TargetStates]:
-    """The config.json of a draft of ours that engines can hold, and what it says of the target."""
+def of_layout(folder: Path, target: str | None = None) -> tuple[dict[str, Any], TargetStates]:
+    """The config.json of a draft of ours that engines can hold, and what it says of the target.
+
+    By default that lies where it was when the draft was made.
+    """
     settings = config_of(folder)
     record = TargetStates.of(settings) if KEY in settings else None
     if record is None or (record.layout is None and record.blocks is None):
@@ -491,30 +497,39 @@ def of_layout(folder: Path) -> tuple[dict[str, Any], TargetStates]:
             f"{folder} must be a draft of draft.init.layout eagle3 or dspark, or one that import "
             "wrote: engines cannot hold any other, train one with this layout"
         )
-    return settings, record
+    return settings, record.model_copy(update={"target": target}) if target else record
+
+
+def _served(target: str) -> str:
+    """How vLLM and SGLang are told of a target."""
+    source, revision = hub_source(target)
+    return shlex.quote(source) + (f" --revision {revision}" if revision else "")
 
 
 def write_dspark(
-    draft: Path, out: Path, confidence: tuple[Tensor, Tensor] | None = None
+    draft: Path,
+    out: Path,
+    confidence: tuple[Tensor, Tensor] | None = None,
+    target: str | None = None,
 ) -> tuple[int, list[int], str]:
     """Write a draft of `draft.init.layout: dspark`, or of `read_published`, for engines.
 
     The acceptance head is a linear map of its states, (1, H + r) and (1,), whose sigmoid is a
     probability. Returns how many tokens the draft proposes, the taps that it reads, and its target.
     """
-    settings, record = of_layout(draft)
+    settings, record = of_layout(draft, target)
     assert record.blocks is not None
     if not record.taps[0]:
         raise ConfigError(
             f"{draft} reads what enters its target's first layer, and engines call a tap by the "
             "layer before it: train a draft with draft.init.taps of 1 and more"
         )
-    target, blocks, given = load_model(record.target), record.blocks, stored(draft)
+    model, blocks, given = load_model(record.target), record.blocks, stored(draft)
     given[FC] = given[FC] * given.pop(SCALE)
     vocabulary, tokens = settings["vocab_size"], settings[SIZE]
-    shared = {TOKENS: target.get_input_embeddings()}
+    shared = {TOKENS: model.get_input_embeddings()}
     if tokens == vocabulary:
-        shared["lm_head.weight"] = target.get_output_embeddings()
+        shared["lm_head.weight"] = model.get_output_embeddings()
         given = {name: each for name, each in given.items() if name not in MAPS}
     for name, module in shared.items():
         own, theirs = given.pop(name).float(), module.weight.detach().float().cpu()
@@ -534,7 +549,7 @@ def write_dspark(
         "architectures": ["Qwen3DSparkModel"],
         "model_type": record.model_type,
         "block_size": blocks.size,
-        "num_target_layers": target.config.get_text_config().num_hidden_layers,
+        "num_target_layers": model.config.get_text_config().num_hidden_layers,
         "num_anchors": ANCHORS,
         "markov_rank": blocks.rank,
         "markov_head_type": "vanilla",
@@ -553,6 +568,7 @@ def write_dspark(
         says += " SGLang knows no reduced vocabulary here."
     card = BLOCK_CARD.format(
         target=record.target,
+        served=_served(record.target),
         size=blocks.size,
         tokens=tokens,
         taps=record.taps,
@@ -574,14 +590,14 @@ def _write(
 
 
 def write_eagle(
-    draft: Path, out: Path, layout: Literal["eagle", "speculators"]
+    draft: Path, out: Path, layout: Literal["eagle", "speculators"], target: str | None = None
 ) -> tuple[int, list[int], str]:
     """Write a draft of `draft.init.layout: eagle3`, or of `read_published`, for engines.
 
     In the layout of EAGLE's own code, which vLLM and SGLang load, or speculators'.
     Returns how many tokens it proposes, the taps that it reads, and its target.
     """
-    settings, record = of_layout(draft)
+    settings, record = of_layout(draft, target)
     assert record.layout is not None
     names = {"lm_head.norm.": "norm.", "model.norm.": "norm."}
     names |= {ours: former for former, ours in EAGLE3.tensors.items()}
@@ -618,11 +634,15 @@ def write_eagle(
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
                 "proposal_methods": [proposal],
-                "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+                "verifier": {
+                    "name_or_path": hub_source(target)[0],
+                    "architectures": ["LlamaForCausalLM"],
+                },
             },
         }
     card = CARD.format(
         target=target,
+        served=_served(target),
         tokens=size[SIZE],
         taps=taps,
         sglang=[tap - 1 for tap in taps],

@@ -159,8 +159,9 @@ class PreparedHead:
         for _ in range(self.accelerator.gradient_accumulation_steps):
             with self.accelerator.accumulate(self.model):
                 self.backward(0.0 * self.model(*arguments).sum())
-        for state in self.optimizer.state.values():
-            state["step"].fill_(len(checkpoint.losses))
+        steps = len(checkpoint.losses)
+        for state in self.optimizer.state.values():  # DeepSpeed's of the CPU counts in an int
+            state["step"] = steps if isinstance(state["step"], int) else state["step"].fill_(steps)
         for moment in MOMENTS:
             for name, parameter in self.head.named_parameters():
                 value = checkpoint.moments[moment][name].to(self.accelerator.device)

@@ -386,11 +386,16 @@ def feature_scales(inputs: TrainingInputs, rows: LabelRows) -> dict[str, tuple[f
 
     By some of the rows, the same ones in every process.
     """
-    step = max(1, len(rows) // SCALED_ROWS)
-    sample = [inputs.row(rows[index], index, 0) for index in range(0, len(rows), step)]
+    parts: dict[str, list[Tensor]] = {name: [] for name in inputs.reads}
+    for index in range(0, len(rows), max(1, len(rows) // SCALED_ROWS)):  # a device may not hold all
+        read = inputs.arguments([inputs.row(rows[index], index, 0)])
+        for (name, part), values in zip(parts.items(), read, strict=True):
+            if FEATURES[name].shape != "number":
+                values = values.double().square().mean(-1).sqrt()
+            part.append(values.flatten().double())
     scales = {}
-    for name, values in zip(inputs.reads, inputs.arguments(sample), strict=True):
-        values = values.flatten().double()
+    for name, part in parts.items():
+        values = torch.cat(part)
         mean = float(values.mean()) if FEATURES[name].shape == "number" else 0.0
         deviation = float((values - mean).square().mean().sqrt())
         # What never changes, such as the entropy of a greedy draft, says nothing: it becomes 0.

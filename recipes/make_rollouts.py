@@ -166,6 +166,8 @@ class Rollouts(Stage):
             backend, identity, limit, vocabulary = _backend(config, stack)
             check_positions("rollouts", rollouts.max_new_tokens, config.models.target, limit)
             longest = limit - rollouts.max_new_tokens
+            if config.logits and config.logits.backend == "vllm":
+                longest -= 1  # a server is asked for one token more than a text has
             loaded = load_prompts(
                 rollouts.sets,
                 tokenizer,
@@ -206,7 +208,7 @@ class Rollouts(Stage):
         if (left := results["asked"] - results["rows"]) > 0:
             say(
                 f"  {left} later turns left out: their conversations had grown longer than the "
-                "context, or had tokens that the target has no row for"
+                "context, had tokens that the target has no row for, or the template refused them"
             )
 
 

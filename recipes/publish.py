@@ -164,6 +164,8 @@ class Release(Stage):
                 release(out=out, results=results, private=private)
         for former in self.folder.glob("[!.]*"):
             if former.is_dir():
+                if (card := former / "README.md").is_file():  # somebody may have edited it
+                    card.replace(self.folder / f"{former.name}.former-README.md")
                 shutil.rmtree(former)
         for name in parts:
             (self.folder / PROGRESS / name).replace(self.folder / name)

@@ -98,7 +98,7 @@ def load_model(
             )
         alone = Loading(device_map=load.device_map)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
-        return merge_adapters(model, name, base).eval()
+        return _named(merge_adapters(model, name, base).eval(), name)
     source, revision = hub_source(name)
     model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
     if missing := sorted(info["missing_keys"]):
@@ -112,7 +112,7 @@ def load_model(
             f"{KEY} in the config.json of {name!r} must be as it was written: the weights hold "
             f"{unknown[0]}, of which it says nothing; restore it"
         )
-    model = _placed(model, name, load).eval()
+    model = _named(_placed(model, name, load).eval(), name)
     if reads_states(model.config):
         reader, at = states_input(model), target or TargetStates.of(model.config).target
         assert reader is not None
@@ -130,6 +130,12 @@ def load_model(
             return reader.read_target(ids)
 
         reader.read_target = read
+    return model
+
+
+def _named(model: Any, name: str) -> Any:
+    """A model that is called as it was asked for, its adapters or revision included."""
+    model.name_or_path = model.config.name_or_path = name
     return model
 
 

@@ -126,6 +126,7 @@ def test_checkpoints_hold_adapters_alone(pair: Path, tmp_path: Path) -> None:
 def test_a_folder_of_adapters_is_loaded_merged_with_its_base(pair: Path, tmp_path: Path) -> None:
     expected = randomly_adapted(pair / "draft", tmp_path / "adapters")
     model = load_model(str(tmp_path / "adapters"))
+    assert model.name_or_path == model.config.name_or_path == str(tmp_path / "adapters")
     assert type(model) is type(load_model(str(pair / "draft")))
     assert model.state_dict().keys() == load_model(str(pair / "draft")).state_dict().keys()
     with torch.no_grad():

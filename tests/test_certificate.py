@@ -164,7 +164,11 @@ def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
     assert made["sentence"] == sentence([found])
     assert made["sentence"] in capsys.readouterr().out
     assert not list(folder.glob(".cert*"))
+    record = json.loads((folder / "run.json").read_text())
+    record["config"]["eval"]["methods"] = methods[:1]
+    (folder / "run.json").write_text(json.dumps(record))
     for wrong, said in (
+        ([str(folder)], "nothing to certify"),
         ([str(tmp_path)], "the folder of a finished evaluation"),
         ([str(folder), "--texts", "1"], "2 or larger"),
     ):

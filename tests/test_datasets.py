@@ -97,6 +97,19 @@ def test_a_run_that_lost_its_folder_to_another_writes_nothing_into_it(tmp_path: 
     assert list(folder.glob("shard-*")) == []
 
 
+def test_a_shard_of_a_finished_dataset_is_not_written_over(tmp_path: Path) -> None:
+    """Another node may have finished it meanwhile, on a file system that said so late."""
+    fill(tmp_path / "theirs", shards([]))
+    expected = content(tmp_path / "theirs")
+
+    def late() -> list[Rollout]:
+        shutil.copytree(tmp_path / "theirs", tmp_path / "ours", dirs_exist_ok=True)
+        return [row(99)]
+
+    assert fill(tmp_path / "ours", [*shards([])[:3], late]) == 8
+    assert content(tmp_path / "ours") == expected
+
+
 def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
     fill(tmp_path, shards([]))
     shard = tmp_path / "shard-00002.parquet"

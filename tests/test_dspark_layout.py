@@ -147,6 +147,9 @@ def test_an_exported_head_says_in_the_engines_form_what_it_says_here(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(target, tmp_path / "draft", kind="states", layers=1, layout="dspark", block=BLOCK)
+    # A release does not say where its target was.
+    path = tmp_path / "draft" / "config.json"
+    path.write_text(path.read_text().replace(str(target), "/path/to/target"))
     draft = load_model(str(tmp_path / "draft"), target=str(target))
     sizes = {"hidden_size": draft.get_output_embeddings().in_features, "probe": probe_of(draft)}
     torch.manual_seed(1)
@@ -156,7 +159,9 @@ def test_an_exported_head_says_in_the_engines_form_what_it_says_here(
     others["other kind"] = AcceptanceHead(**sizes)
     for name, each in others.items():
         each.save_pretrained(tmp_path / name)
-    paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out")]
+    paths = [str(tmp_path / "draft"), "--out", str(tmp_path / "out"), "--target", str(target)]
+    assert run_tool("export", paths[:3]) == 2
+    assert "/path/to/target" in capsys.readouterr().err
     for option, value, message in (
         ("--head", tmp_path / "another", "trained for another draft"),
         ("--head", tmp_path / "other kind", "must be a head of kind confidence"),
@@ -174,6 +179,7 @@ def test_an_exported_head_says_in_the_engines_form_what_it_says_here(
     expected = torch.sigmoid(head(states) + torch.tensor(3.0).log())
     torch.testing.assert_close(said[:, 0], expected)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["enable_confidence_head"]
+    assert f"vllm serve {target} --gen" in (tmp_path / "out" / "README.md").read_text()
     # The head is no part of the draft that is read back.
     again = read_published(tmp_path / "out", load_model(str(target)))
     with torch.inference_mode():

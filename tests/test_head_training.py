@@ -310,6 +310,20 @@ def test_two_processes_train_the_same_head_as_one_and_one_can_go_on(
 
 
 @pytest.mark.exhaustive
+def test_a_head_goes_on_with_its_optimizer_in_the_memory_of_the_processor(
+    tmp_path: Path, references: dict[str, TrainedHead], server: ForkServerContext
+) -> None:
+    config, out = changed(IMMEDIATE, micro_batch_size=3), keeping_checkpoints(tmp_path / "one")
+    drive(out, config, draws=2)
+    shutil.copytree(out / "checkpoints", tmp_path / "two" / "checkpoints")
+    offload = {
+        f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE": "cpu" for what in ("OPTIMIZER", "PARAM")
+    }
+    finish(start_two(server, drive, tmp_path / "two", config, 50, 7, 2, **ZERO_3, **offload))
+    assert_same_training(tmp_path / "two", references["immediate"])
+
+
+@pytest.mark.exhaustive
 def test_deepspeed_that_was_silently_lost_is_an_error(server: ForkServerContext) -> None:
     process = server.Process(target=joined_without_deepspeed)
     process.start()

@@ -35,6 +35,7 @@ from tests.synthetic_results import only, rebuilt, slower
 ROOT = Path(__file__).parent.parent
 REAL, AT_ONE = "docs/real/results.json", "docs/real/temperature-1/results.json"
 PUBLIC = "docs/real/public/results.json"
+FLOAT32 = "docs/real/float32"
 GEMMA = "docs/real/gemma-3-270m"
 SERVED = ("f16-t0", "f16-t0.2", "q8_0-t0", "q8_0-t0.2")
 LLAMA_CPP = " ".join(f"docs/engines/{name}/results.json" for name in SERVED)
@@ -83,11 +84,14 @@ def test_the_command_prints_the_table_and_writes_what_to_commit(
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "docs"
     write_results(run / "results.json", results)
-    draft = {"epochs": 7}
+    draft, head = {"epochs": 7}, {"folder": "head-2"}
     write_json(tmp_path / "draft" / "run.json", {"config": {"draft": draft, "head": None}})
+    write_json(run / "run.json", {"config": {"head": head}})
+    for name, kept in (("head", {"folder": None}), ("head-2", head)):
+        write_json(tmp_path / name / "run.json", {"config": {"head": kept}})
     assert main([str(run), "--method", "plain", "--method", "fixed-4", "--out", str(out)]) == 0
     assert capsys.readouterr().out == readme_table(results, ["plain", "fixed-4"])
-    assert json.loads((out / "recipe.json").read_text()) == {"draft": draft}
+    assert json.loads((out / "recipe.json").read_text()) == {"draft": draft, "head": head}
     written = out / "results.json"
     assert read_results(written) == results
     check_metrics(read_results(written))
@@ -153,7 +157,11 @@ def test_evaluations_of_other_settings_stand_beside_one_another(
 
     evaluations = {"T=1": results, "T=.5": rebuilt(results, changed)}
     for name, each in evaluations.items():
-        write_results(tmp_path / name / "results.json", each)
+        for folder in (name, f"{name}/eval"):
+            write_results(tmp_path / folder / "results.json", each)
+    assert main([*(str(tmp_path / name / "eval") for name in evaluations), "--beside"]) == 0
+    names = cells(capsys.readouterr().out)["method"]
+    assert names == [str(tmp_path / name / "eval").replace("_", "\\_") for name in evaluations]
     assert main([*(str(tmp_path / name) for name in evaluations), "--beside"]) == 0
     rows = cells(printed := capsys.readouterr().out)
     assert rows["method"] == list(evaluations)
@@ -274,8 +282,8 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
     table = r"<!-- (brief )?table of (.+?) -->\n(.*?)<!-- end of table -->"
     found = [each for page in pages for each in re.findall(table, page, re.DOTALL)]
     assert [path for _, path, _ in found] == [
-        *(REAL, "docs/real/float32/results.json", REAL, AT_ONE, PUBLIC),
-        "docs/real/float32/public/results.json",
+        *(REAL, f"{FLOAT32}/results.json", f"{FLOAT32}/plain/results.json", REAL, AT_ONE, PUBLIC),
+        f"{FLOAT32}/public/results.json",
         *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
         *(LLAMA_CPP, "docs/engines/results.json"),
     ]

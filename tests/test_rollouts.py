@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import Counter
 from collections.abc import Sequence
@@ -161,3 +162,8 @@ def test_later_turns_follow_the_models_own_answers(
     short = rows_of(tmp_path / "short", sampler, asked, Dialogue(chat, longest=12), samples=2)
     assert 10 <= len(short) < len(runs[0]), "conversations end where the context does"
     assert all(len(row["prompt_ids"]) <= 12 for row in short)
+    refusing = copy.deepcopy(chat)
+    once = "{% if messages[1:] %}{{ raise_exception('one turn') }}{% endif %}"
+    refusing.chat_template = f"{once}{chat.chat_template}"
+    alone = rows_of(tmp_path / "alone", sampler, asked, Dialogue(refusing, longest=200), samples=2)
+    assert len(alone) == 10, "or the template takes no more"

@@ -217,7 +217,13 @@ def test_a_release_stays_whole_until_all_of_another_is_there(copy: Path) -> None
     assert (stage.folder / ".progress" / "draft").is_dir()
     assert before == {part: fingerprint(str(stage.folder / part)) for part in parts}
     run_stage(made(Release, configuration(*OTHER)))
-    assert "mit" in (stage.folder / "head" / "README.md").read_text()
+    card = stage.folder / "head" / "README.md"
+    card.write_text("as I edited it")
+    run_stage(made(Release, configuration(*OTHER)))
+    assert card.read_text() == "as I edited it"
+    run_stage(made(Release, configuration("--publish.license", "apache-2.0")))
+    assert "apache" in card.read_text()
+    assert (stage.folder / "head.former-README.md").read_text() == "as I edited it"
 
 
 @pytest.mark.slow

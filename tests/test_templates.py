@@ -250,6 +250,17 @@ def test_a_template_that_changes_the_answer_is_refused() -> None:
         tokenizer.chat_template = FAMILIES["chatml"]
 
 
+def test_a_template_that_writes_the_date_makes_the_same_prompts_every_day() -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    today = """{{ strftime_now('%d %b %Y') }} {{ strftime_now( "%Y-%m-%d" ) }} """
+    tokenizer.chat_template = f"{{% if strftime_now is defined %}}{today}{{% endif %}}" + str(
+        tokenizer.chat_template
+    )
+    same = "26 Jul 2024 2024-07-26 "
+    assert tokenizer.decode(chat_ids(tokenizer, TALK[:1])).startswith(same)
+    assert tokenizer.decode(assistant_mask(tokenizer, TALK)[0]).startswith(same)
+
+
 def test_a_role_that_the_template_does_not_take_is_refused_with_its_reason() -> None:
     system = {"role": "system", "content": "Be short."}
     assert chat_ids(chat_tokenizer("chatml"), [system, *TALK[:1]])

@@ -380,7 +380,7 @@ def certify(
     alone, expected = sampled(Method(name=PLAIN, decoder="plain"))
     most = min(CONTEXT, *(positions(model.config) - DEPTH for model in pair))
     laws = [
-        laws_after(pair, torch.cat(text)[:most].tolist(), sampling, LIKELIEST)
+        laws_after(pair, torch.cat(text)[-most - 1 : -1].tolist(), sampling, LIKELIEST)
         for text in alone[:: -(-texts // POSITIONS)]
     ]
     report(1)

@@ -39,6 +39,7 @@ from heads.remote import write_custom_generate
 from specdata.draft_models.depths import DEPTHS, depths_of
 from specdata.draft_models.draft_vocabulary import (
     draft_vocabulary_ids,
+    is_reduced,
     restore_vocabulary,
     substitute_row,
 )
@@ -226,6 +227,7 @@ def release_head(
         by_transformers=not reads_states(read) and getattr(used.method.stop, "cumulative", True),
         depths=getattr(read, DEPTHS, 1),
         width=getattr(head, "width", None),
+        reduced=not reads_states(read) and is_reduced(read),
         trained=trained,
         pays=head_sentence(measured),
         rivals=head_rivals(measured),

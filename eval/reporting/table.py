@@ -103,6 +103,8 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
         method = row.method
         if method.name != PLAIN:
             kind = (method.decoder, method.drafter, method.verifier, method.stop.name)
+            if method.decoder == "assisted":  # with a draft, or without: the rest are settings
+                kind = ("assisted", "lookup" if method.lookup else "draft")
             kinds.setdefault(kind, []).append(row)
     best = sorted((max(rows, key=merit) for rows in kinds.values()), key=merit, reverse=True)
     plain = [PLAIN] if PLAIN in measured else []

@@ -31,6 +31,8 @@ run_recipe() {
     local stopping="" status=0 step
     # Signals go to the launchers and their processes; none of them is the batch script.
     trap 'trap "" USR1; stopping=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+    # srun does not take this from sbatch since SLURM 22.05.
+    [[ -z "${SLURM_CPUS_PER_TASK:-}" ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
     # One launcher a node. SLURM_NODEID exists only inside srun, hence the shell.
     # shellcheck disable=SC2016
     srun --kill-on-bad-exit=1 bash -c '

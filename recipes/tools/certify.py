@@ -110,6 +110,8 @@ def main(given: argparse.Namespace) -> int:
     from eval.measuring.environment import describe_environment, using_threads
     from recipes.run_eval import load_experiment
 
+    if not ways(config.eval, config.sampling):
+        raise ConfigError(f"{folder} has no drafting method of ours: there is nothing to certify")
     prepare_libraries()
     experiment, *_ = load_experiment(config)
     # Graphs pay for many texts only.
@@ -227,6 +229,8 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     import torch
 
     from eval.analysis.certificate import certify_server
+    from specdata.draft_models.states_draft import states_input
+    from specdata.draft_models.taps import attach
     from specdata.models import end_ids, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
     from specdata.rollouts.vllm import VllmBackend
@@ -247,6 +251,8 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     ).prompts
     target = load_model(given.target, dtype=given.dtype)
     draft = load_model(given.draft, dtype=given.dtype) if given.draft else None
+    if draft is not None and states_input(draft) is not None:
+        attach(draft, target)
     parts = given.out / ".answers"
     parts.mkdir(parents=True, exist_ok=True)
     asked: dict[str, Any] = {

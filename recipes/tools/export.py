@@ -1,7 +1,7 @@
 """Write a draft in EAGLE-3's or DSpark's layout, for engines.
 
     draftsmith export DRAFT --out FOLDER [--layout speculators]
-    draftsmith export DRAFT --out FOLDER [--head HEAD]
+    draftsmith export DRAFT --out FOLDER [--head HEAD] [--target TARGET]
 
 DRAFT is one of `draft.init.layout: eagle3` or `dspark`, or an imported one. DSpark's has a slot for
 HEAD, of `head.kind: confidence`.
@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "speculators'",
     )
     parser.add_argument("--head", type=Path, help="of DSpark: its acceptance head")
+    parser.add_argument("--target", help="its target, if that is not where it was at training")
 
 
 def main(given: argparse.Namespace) -> int:
@@ -49,27 +50,28 @@ def main(given: argparse.Namespace) -> int:
             "ask no head, and --head is DSpark's"
         )
     if in_blocks:
-        head = given.head and _confidence(given.folder, given.head)
-        tokens, taps, target = write_dspark(given.folder, given.out, head)
+        head = given.head and _confidence(given)
+        tokens, taps, target = write_dspark(given.folder, given.out, head, given.target)
     else:
-        tokens, taps, target = write_eagle(given.folder, given.out, given.layout or "eagle")
+        layout = given.layout or "eagle"
+        tokens, taps, target = write_eagle(given.folder, given.out, layout, given.target)
     say(f"{given.out}: {tokens:,} tokens, taps {taps}, for {target}")
     return 0
 
 
-def _confidence(draft: Path, source: Path) -> tuple[Tensor, Tensor]:
+def _confidence(given: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """The weight (1, H + r) and bias (1,) of a head, whose sigmoid is the probability."""
     from heads import ConfidenceHead
     from heads.probe import check_head
     from recipes.run_eval import load_head
     from specdata.models import load_model
 
-    head = load_head(source)
+    head = load_head(given.head)
     if not isinstance(head, ConfidenceHead):
         raise ConfigError(
-            f"{source} must be a head of kind confidence, the one form that engines ask, and is of "
-            f"kind {head.kind}: train one with head.kind: confidence"
+            f"{given.head} must be a head of kind confidence, the one form that engines ask, and "
+            f"is of kind {head.kind}: train one with head.kind: confidence"
         )
-    check_head(load_model(str(draft)), head)
+    check_head(load_model(str(given.folder), target=given.target), head)
     output = head.output
     return output.weight.detach(), output.bias.detach() + math.log(head.rejection_weight)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from recipes.run import say
 from specdata.errors import ConfigError
-from specdata.storage.files import atomic_folder, read_object
+from specdata.storage.files import atomic_folder
+from specdata.storage.resume import read_record
 
 # The weight of rejections in the loss of the released head (its README: layer=3, weight=6).
 RELEASED_WEIGHT = 6.0
@@ -45,7 +46,7 @@ def main(given: argparse.Namespace) -> int:
         raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
     if given.out.exists():
         raise ConfigError(f"{given.out} exists: give another --out, or remove it")
-    if "num_layers" in read_object(config):
+    if "num_layers" in read_record(config, (), "restore it"):
         _import_head(given)
     elif given.target:
         _import_draft(given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdata.errors import ConfigError
@@ -18,6 +19,11 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 FIELDS = ("tool_calls", *THOUGHTS, "tool_call_id", "name")
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TODAY = re.compile(r"""strftime_now\(\s*(?:"([^"]*)"|'([^']*)')\s*\)""")
+DAY = date(2024, 7, 26)
+"""What templates that write today's date are given (the one that Llama 3's have without a clock):
+prompts are the same tomorrow. A variable of the template's, such as Llama's `date_string`,
+precedes."""
 _BLANK = "\ue000"  # stands for what somebody says; a private character, which no text holds
 
 
@@ -97,7 +103,10 @@ def assistant_mask(
         if any(message.get("weight") == 0 for message in messages):
             raise UnmaskableError("an answer has weight 0, and the template marks every answer")
         out = tokenizer.apply_chat_template(
-            list(messages), return_assistant_tokens_mask=True, **variables
+            list(messages),
+            chat_template=template.source,
+            return_assistant_tokens_mask=True,
+            **variables,
         )
         ids, mask = out["input_ids"], out["assistant_masks"]
     else:
@@ -140,10 +149,15 @@ class _Template(NamedTuple):
     variables: Mapping[str, Any]
 
     @property
+    def source(self) -> str:
+        """What renders a conversation, on `DAY`."""
+        source = str(self.tokenizer.get_chat_template(tools=self.variables.get("tools")))
+        return _TODAY.sub(lambda day: repr(DAY.strftime(day[1] or day[2])), source)
+
+    @property
     def program(self) -> str:
-        """What renders a conversation, without comments."""
-        program = str(self.tokenizer.get_chat_template(tools=self.variables.get("tools")))
-        return re.sub(r"\{#.*?#\}", "", program, flags=re.DOTALL)
+        """The same without comments."""
+        return re.sub(r"\{#.*?#\}", "", self.source, flags=re.DOTALL)
 
     def render(self, messages: Sequence[Message], *, reply: bool = False) -> str:
         """The text that it makes of messages."""
@@ -151,7 +165,11 @@ class _Template(NamedTuple):
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=reply, **self.variables
+                    list(messages),
+                    chat_template=self.source,
+                    tokenize=False,
+                    add_generation_prompt=reply,
+                    **self.variables,
                 )
             )
         except Exception as error:  # whatever a program of somebody else's may raise

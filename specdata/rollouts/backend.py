@@ -305,6 +305,8 @@ def read_prompts(
         keys = torch.cat([_padded(piece.keys, shared, padding) for piece, padding in pieces])
         values = torch.cat([_padded(piece.values, shared, padding) for piece, padding in pieces])
         layer.update(keys, values)
+        for part, _ in parts:  # no more than one layer is held twice
+            part.layers[index] = DynamicLayer()
     return torch.cat(logits), torch.cat(masks)
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from specdata.config import RolloutConfig
-from specdata.prompts.chat_templates import Message, chat_ids
+from specdata.prompts.chat_templates import Message, TemplateRefusedError, chat_ids
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Backend, Completion, Report, Request
 from specdata.storage.dataset import fill_dataset
@@ -32,8 +32,8 @@ from specdata.target_states import taps_to_bytes, to_bytes
 class Dialogue:
     """What later turns of a conversation need: the target's tokenizer, with its chat template.
 
-    A conversation ends before a turn whose prompt has more tokens than the `longest`, or has a
-    token that the target, of that `vocabulary`, has no row for.
+    A conversation ends before a turn whose prompt has more tokens than the `longest`, has a token
+    that the target, of that `vocabulary`, has no row for, or is refused by the template.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -140,7 +140,7 @@ class _Turn:
         return row
 
     def next(self, completion: Completion, dialogue: Dialogue) -> _Turn | None:
-        """The next turn, unless this was the last one or the conversation has become too long."""
+        """The next turn, unless it was the last, is too long, or the template refuses it."""
         index, sample, turn = self.place
         if turn == len(self.prompt.follow_ups):
             return None
@@ -149,7 +149,10 @@ class _Turn:
         answered = {"role": "assistant", "content": answer}
         asked = {"role": "user", "content": self.prompt.follow_ups[turn]}
         messages = (*self.messages, answered, asked)
-        ids = chat_ids(dialogue.tokenizer, messages, self.prompt.variables)
+        try:
+            ids = chat_ids(dialogue.tokenizer, messages, self.prompt.variables)
+        except TemplateRefusedError:  # of an empty answer, say
+            return None
         if len(ids) > dialogue.longest or max(ids) >= dialogue.vocabulary:
             return None
         return _Turn((index, sample, turn + 1), self.prompt, messages, ids)

@@ -185,15 +185,20 @@ class _DatasetInProgress:
         with locked(self.progress / f"{_name(index)}.lock", wait=False) as mine:
             if not mine:
                 return None
-            if record := self.done(index):  # by another process, since the last look
+            # By another process, since the last look; listing has NFS look again, too.
+            is_there = self.folder / _name(index) in self.folder.iterdir()
+            if is_there and (record := self.done(index)):
                 return record
             manifest = read_manifest(self.folder)
             if manifest["finished"]:
                 return dict(manifest["shards"][index])
             made = rows()
             # Another run may have taken the folder meanwhile, if the launcher of this process was
-            # killed and the process was not.
-            self.settings.check(read_manifest(self.folder)["settings"], self.folder)
+            # killed and the process was not, or have finished it.
+            manifest = read_manifest(self.folder)
+            self.settings.check(manifest["settings"], self.folder)
+            if manifest["finished"]:
+                return dict(manifest["shards"][index])
             with atomic_write(self.folder / _name(index)) as temporary:
                 pq.write_table(pa.Table.from_pylist(made, schema=self.schema), temporary)
                 record = {
