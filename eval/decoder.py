@@ -173,8 +173,8 @@ class SpeculativeDecoder:
 
         Raises:
             ValueError: for an empty prompt or a budget below 1.
-            ConfigError: for ids that the target has no row for, or if drafting would change its
-                distribution (`check_rope`).
+            ConfigError: for ids that the target has no row for, or a sequence whose distribution
+                would depend on how it is read (`check_rope`).
             NotFiniteError: naming the model, if a distribution is needed that has none.
         """
         self._refresh_graphs()

@@ -37,7 +37,7 @@ from recipes.steps import HUB_ID, CommandLine, Step, load_draft, load_head
 from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.reading import source_of
-from specdata.storage.files import PROGRESS, fingerprint, read_object
+from specdata.storage.files import PROGRESS, fingerprint, read_object, sha256
 from specdata.storage.resume import read_record
 
 _METHOD_HINT = " (--method leaves only the methods that it names: give it once more, for this one)"
@@ -165,7 +165,7 @@ class Release(Stage):
         for former in self.folder.glob("[!.]*"):
             if former.is_dir():
                 if (card := former / "README.md").is_file():  # somebody may have edited it
-                    card.replace(self.folder / f"{former.name}.former-README.md")
+                    card.replace(self.folder / f"{former.name}.README-{sha256(card)[:8]}.md")
                 shutil.rmtree(former)
         for name in parts:
             (self.folder / PROGRESS / name).replace(self.folder / name)

@@ -250,8 +250,9 @@ def test_a_template_that_changes_the_answer_is_refused() -> None:
         tokenizer.chat_template = FAMILIES["chatml"]
 
 
-def test_a_template_that_writes_the_date_makes_the_same_prompts_every_day() -> None:
-    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+@pytest.mark.parametrize("family", ["chatml", "marked"])
+def test_a_template_that_writes_the_date_makes_the_same_prompts_every_day(family: str) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer(family))
     today = """{{ strftime_now('%d %b %Y') }} {{ strftime_now( "%Y-%m-%d" ) }} """
     tokenizer.chat_template = f"{{% if strftime_now is defined %}}{today}{{% endif %}}" + str(
         tokenizer.chat_template

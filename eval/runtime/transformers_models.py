@@ -193,8 +193,8 @@ def check_rope(model: PreTrainedModel, longest: int) -> None:
     if rope is not None and longest > reach:
         raise ConfigError(
             f"{model.config.model_type} has a rope ({rope['rope_type']}) whose frequencies change "
-            f"after {reach} tokens, so a draft would change the distribution of a sequence of up "
-            f"to {longest} tokens: shorten the prompt or max_new_tokens"
+            f"after {reach} tokens, so the distribution of a sequence of up to {longest} would "
+            "depend on how it is read: shorten the prompt or max_new_tokens"
         )
 
 

@@ -19,11 +19,11 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 FIELDS = ("tool_calls", *THOUGHTS, "tool_call_id", "name")
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TODAY = re.compile(r"""strftime_now\(\s*(?:"([^"]*)"|'([^']*)')\s*\)""")
+_TODAY = re.compile(r"""strftime_now\s*\(\s*(?:"([^"]+)"|'([^']+)')\s*\)""")
 DAY = date(2024, 7, 26)
-"""What templates that write today's date are given (the one that Llama 3's have without a clock):
-prompts are the same tomorrow. A variable of the template's, such as Llama's `date_string`,
-precedes."""
+"""The date that templates write as today's (the one that Llama 3's have without a clock), where
+they say how as a text: prompts are the same tomorrow. A template's own variable, such as Llama's
+`date_string`, precedes."""
 _BLANK = "\ue000"  # stands for what somebody says; a private character, which no text holds
 
 
