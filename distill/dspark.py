@@ -11,7 +11,7 @@ of a later slot is the bias: a map of its embedding, of as many dimensions as th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -124,12 +124,14 @@ def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset
     tokens = [unit(each, 1) for each in embedded]
     mask = reads.tokens.weight[reads.blocks.mask]
 
-    later = []
-    for token, context, state in zip(tokens, contexts, final, strict=True):
-        for step in range(1, min(size, len(token))):
-            x = (token[:-step], context[:-step], token[step:], token.new_ones(len(token) - step, 1))
-            later.append((torch.cat(x, dim=-1), state[step:] - mask))
-    fitted = ridge(later).float()
+    def later() -> Iterator[tuple[Tensor, Tensor]]:
+        """Of a text and a later slot after the other: all together are many times the texts."""
+        for token, context, state in zip(tokens, contexts, final, strict=True):
+            for n in range(1, min(size, len(token))):
+                x = (token[:-n], context[:-n], token[n:], token.new_ones(len(token) - n, 1))
+                yield torch.cat(x, dim=-1), state[n:] - mask
+
+    fitted = ridge(later()).float()
     of_anchor, of_context, of_before, constant = torch.split(fitted, [width, width, width, 1])
     # The token before, in as many dimensions as keep most of what it adds.
     spread = torch.cat(tokens).double()
@@ -143,7 +145,8 @@ def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset
     reads.markov.weight.copy_(unit(reads.tokens.weight, 1) @ w1)
     # The final norm makes states of one size, which logits and the bias share.
     alone = torch.cat([of_anchor, of_context, torch.zeros_like(of_before), constant])
-    scale = _size(torch.cat([x for x, _ in later]) @ alone + mask)
+    sizes = [(x @ alone + mask).square().mean(dim=-1).sqrt() for x, _ in later()]
+    scale = torch.cat(sizes).mean()
     head, norm = cast(MarkovOutput, draft.lm_head), draft.model.norm.norm.weight
     head.markov.copy_(head.weight * norm @ w2 / scale)
 

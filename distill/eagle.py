@@ -26,6 +26,7 @@ TURNED, AT_ITSELF = 8, 32.0
 """The share of a head's dimensions that a token knows itself by, and the score that this gives."""
 
 
+@torch.no_grad()
 def first_eagle3(
     target: PreTrainedModel, taps: Sequence[int], rollouts: Dataset
 ) -> PreTrainedModel:

@@ -201,8 +201,8 @@ def parse(
         if (text := vars(options)[key]) is not None:
             section, (*path, last) = tree, key.split(".")
             for name in path:
-                if not isinstance(section.get(name), dict):
-                    section[name] = {}
+                inner = section.get(name)  # a copy, because an alias in YAML is the same mapping
+                section[name] = {**inner} if isinstance(inner, dict) else {}
                 section = section[name]
             section[last] = text if _is_literal(info, text) else _value(key, text)
     if options.method and "eval" not in sections:

@@ -181,6 +181,26 @@ def _names(rows: Dataset) -> list[tuple[Any, ...]]:
     return list(zip(rows["example_id"], rows["sample"], rows["turn"], strict=True))
 
 
+def check_stored_states(config: PipelineConfig, rows: Dataset) -> None:
+    """Refuse rollouts with the target's states that another made, or it in other precision."""
+    from specdata.models import revision_of
+    from specdata.storage.dataset import read_manifest
+    from specdata.storage.schema import TARGET_STATES, TARGET_TAPS
+
+    if not {*TARGET_STATES.names, *TARGET_TAPS.names} & {*rows.column_names}:
+        return
+    source, models = folder(config, "rollouts"), config.models
+    made = dict(read_manifest(source)["settings"])
+    made |= made.get("load", {}).get("target", {})
+    stored = {"dtype": made["dtype"], "revision": made["target"]["revision"]}
+    now = {"dtype": models.dtype_of("target"), "revision": revision_of(models.target)}
+    if changed := differences(stored, now):
+        raise ConfigError(
+            f"{source} holds states of another target, or of another models.dtype: restore it, or "
+            "make the rollouts again. Stored -> this run's:\n  " + "\n  ".join(changed)
+        )
+
+
 def check_logits(config: PipelineConfig, key: str, logits: str, *, bound: bool) -> None:
     """Refuse top logits that a stage cannot learn from, as far as is known. Raises ConfigError."""
     if (stored := _top_logits_of(config, key, logits)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -265,6 +266,8 @@ def prepare_libraries() -> None:
     if torch.cuda.is_available():
         # Before any model is loaded: each process has a GPU of its own, if there are enough.
         torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+        gc.collect()  # a training that is done, whose parts name one another
+        torch.cuda.empty_cache()
     else:
         # DeepSpeed guesses the same, with a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -30,7 +30,7 @@ from recipes.layout import (
     sampled,
     template_setting,
 )
-from recipes.make_logits import check_logits, made_of, rows_with_logits
+from recipes.make_logits import check_logits, check_stored_states, made_of, rows_with_logits
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import draft_size, draft_width, reads_states, sizes_of, source_model
@@ -66,7 +66,9 @@ class _OfDraft(Stage):
 
         source = folder(self.config, "rollouts")
         share = self.draft.held_out_share if split == "train" else 0.0
-        return of_split(load_stored(source), split, source, held_out_share=share)
+        stored = load_stored(source)
+        check_stored_states(self.config, stored)
+        return of_split(stored, split, source, held_out_share=share)
 
 
 class Initial(_OfDraft):

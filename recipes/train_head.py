@@ -25,7 +25,13 @@ from recipes.layout import (
     loaded,
     sampled,
 )
-from recipes.make_logits import check_logits, identity, made_of, rows_with_logits
+from recipes.make_logits import (
+    check_logits,
+    check_stored_states,
+    identity,
+    made_of,
+    rows_with_logits,
+)
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
 from recipes.sizes import PAIR, rows_size
@@ -99,6 +105,7 @@ class Labels(Stage):
         check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
         draft = load_draft_in_use(config)
         rollouts = load_stored(folder(config, "rollouts"))
+        check_stored_states(config, rollouts)
         if share := held_out_share(config):
             splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
             rollouts = rollouts.select(

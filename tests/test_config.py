@@ -111,6 +111,21 @@ def test_text_on_the_command_line_is_taken_as_it_stands(name: str) -> None:
     assert parse(["--labels.logits", "a #1"], "").config.labels.logits == "a #1"
 
 
+ALIKE = """
+output: out
+models: {target: t, draft: d, load: {target: &same {attn_implementation: sdpa}, draft: *same}}
+rollouts: {sets: [{name: maths}]}
+eval: {sets: [{name: maths}], methods: [{name: plain, decoder: plain}]}
+"""
+
+
+def test_an_option_changes_one_of_two_aliases(tmp_path: Path) -> None:
+    (tmp_path / "pair.yaml").write_text(ALIKE)
+    given = ["--config", str(tmp_path / "pair.yaml")]
+    load = parse([*given, "--models.load.target.attn_implementation", "eager"]).config.models.load
+    assert (load.target.attn_implementation, load.draft.attn_implementation) == ("eager", "sdpa")
+
+
 MERGED = """
 anchors: &outer
   deep: &second {<<: &first {batch_size: 7, epochs: 3}, epochs: 4}

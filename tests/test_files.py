@@ -108,6 +108,8 @@ def test_a_large_file_is_hashed_once_a_process_until_it_changes(
     monkeypatch.setattr(files.hashlib, "file_digest", counted)
     path.write_bytes(bytes(files.END))
     before = files.sha256(path)
+    (tmp_path / "model.logs").mkdir()
+    (tmp_path / "model.logs" / "events").write_text("which nothing reads")
     assert files.digests(tmp_path) == {"shard.parquet": before[:16]}
     assert files.fingerprint(str(path)) == before[:16]
     assert len(read) == 1

@@ -75,6 +75,11 @@ def test_draft_and_head_learn_from_different_rollouts(word_pair: Path, tmp_path:
     learnt = draft.rollouts("train")
     assert {*learnt["example_id"]} == of["train"] - held_out
     assert {*draft.rollouts("dev")["example_id"]} == of["dev"]
+    # States in another precision would be read as other numbers.
+    other = parse([*asked, "--models.dtype", "float16"]).config
+    for stage in (train_draft.Draft(other).run, train_head.Labels(other).run):
+        with pytest.raises(ConfigError, match="dtype: 'bfloat16' -> 'float16'"):
+            stage()
     labels = load_stored(tmp_path / "out" / "labels")
     assert {*labels["example_id"]} == held_out | of["dev"]
     assert {row["split"] for row in labels} == {"train", "dev"}

@@ -155,6 +155,17 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
     assert least * 0.99 < seconds / emitted < least * 1.03 < fixed
 
 
+def test_tokens_that_one_forward_drafts_share_its_time_in_the_cost_rule() -> None:
+    rule = CostEstimates(Cost(calibration=(1.0, 0.5)))
+    times = {"draft_seconds": 0.4, "target_seconds": 1.0, "overhead_seconds": 0.0}
+    for _ in range(4):
+        rule.begin()
+        for _ in range(4):
+            rule.should_stop(DraftedToken(0, distribution(0.5), None))
+        rule.observe(Round(4, 4, 1, 2, draft_forwards=1, **times))
+    assert rule.draft_seconds == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize("rule", STOPPING_RULES.values(), ids=lambda rule: rule.name)
 def test_a_rule_describes_its_parameters_which_no_other_setting_is_called(
     rule: type[StoppingRule],

@@ -169,7 +169,7 @@ class CachedSequence:
         """Forget the sequence."""
         self.length = 0
         self.ancestors = NO_NODES
-        self.states = None
+        self.states = self.taps = None
 
     @property
     def hidden(self) -> Tensor | None:

@@ -254,7 +254,7 @@ def digests(folder: Path) -> dict[str, str]:
     """Path in a folder -> digest, of the files that `fingerprint` reads and those in its folders.
 
     Weights are read whole, however large: they were made here, and nothing else checks them.
-    Pages and cards are left out: people edit them.
+    Pages and cards are left out: people edit them. So are logs of a training: nothing reads them.
     """
     files = {file.relative_to(folder): file for file in sorted(folder.rglob("*"))}
     return {
@@ -263,7 +263,7 @@ def digests(folder: Path) -> dict[str, str]:
         if file.is_file()
         and file.suffix not in (".md", ".html")
         and file.name not in TIMED
-        and not any(part.startswith(".") for part in name.parts)
+        and not any(part.startswith(".") or part.endswith(".logs") for part in name.parts)
     }
 
 

@@ -211,8 +211,10 @@ class CostEstimates(ActiveRule):
         seconds = np.array(
             [r.target_seconds + r.overhead_seconds + r.draft_seconds for r in rounds]
         )
-        # Medians, because some rounds hold a prefill and any may be interrupted.
-        forward = float(np.median([r.draft_seconds / r.draft_forwards for r in rounds]))
+        # Medians, because some rounds hold a prefill and any may be interrupted. One forward may
+        # give several tokens.
+        shares = [r.draft_seconds / max(r.draft_forwards, r.drafted) for r in rounds]
+        forward = float(np.median(shares))
         slope = forward
         if len(rounds) >= 16 and np.ptp(drafted) >= 2:
             slope = max(slope_of(seconds, drafted), 0.5 * forward)
