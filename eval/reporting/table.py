@@ -102,6 +102,7 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
     for row in medians(results):
         method = row.method
         if method.name != PLAIN:
+            kind: tuple[str, ...]
             kind = (method.decoder, method.drafter, method.verifier, method.stop.name)
             if method.decoder == "assisted":  # with a draft, or without: the rest are settings
                 kind = ("assisted", "lookup" if method.lookup else "draft")

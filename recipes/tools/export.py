@@ -53,8 +53,8 @@ def main(given: argparse.Namespace) -> int:
         head = given.head and _confidence(given)
         tokens, taps, target = write_dspark(given.folder, given.out, head, given.target)
     else:
-        layout = given.layout or "eagle"
-        tokens, taps, target = write_eagle(given.folder, given.out, layout, given.target)
+        written = write_eagle(given.folder, given.out, given.layout or "eagle", given.target)
+        tokens, taps, target = written
     say(f"{given.out}: {tokens:,} tokens, taps {taps}, for {target}")
     return 0
 
