@@ -145,8 +145,7 @@ def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset
     reads.markov.weight.copy_(unit(reads.tokens.weight, 1) @ w1)
     # The final norm makes states of one size, which logits and the bias share.
     alone = torch.cat([of_anchor, of_context, torch.zeros_like(of_before), constant])
-    sizes = [(x @ alone + mask).square().mean(dim=-1).sqrt() for x, _ in later()]
-    scale = torch.cat(sizes).mean()
+    scale = torch.cat([_sizes(x @ alone + mask) for x, _ in later()]).mean()
     head, norm = cast(MarkovOutput, draft.lm_head), draft.model.norm.norm.weight
     head.markov.copy_(head.weight * norm @ w2 / scale)
 
@@ -154,8 +153,8 @@ def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset
         (torch.cat([token, context], dim=-1), state - x)
         for token, context, x, state in zip(tokens, contexts, embedded, final, strict=True)
     ]
-    size_now = _size(torch.cat([x for x, _ in now]) @ ridge(now).float() + torch.cat(embedded))
-    bias = size_now / scale * w1 @ w2.T  # which the first slot has, too
+    states = torch.cat([x for x, _ in now]) @ ridge(now).float() + torch.cat(embedded)
+    bias = _sizes(states).mean() / scale * w1 @ w2.T  # which the first slot has, too
     now = [(x, y - x[:, :width] @ bias) for x, y in now]
     first_anchor, first_context = torch.split(ridge(now).float(), width)
     _set_attention(
@@ -239,6 +238,6 @@ def _nearness(frequencies: Tensor) -> Tensor:
     return torch.tensor(shares / shares.sum())
 
 
-def _size(states: Tensor) -> Tensor:
-    """Mean root mean square of states (n, H)."""
-    return states.square().mean(dim=-1).sqrt().mean()
+def _sizes(states: Tensor) -> Tensor:
+    """(n,) root mean squares of states (n, H)."""
+    return states.square().mean(dim=-1).sqrt()

@@ -216,5 +216,8 @@ def test_length_dependent_ropes_decode_within_the_length_and_are_refused_beyond(
         assert out.tokens.tolist() == greedy(target, prompt, 13)
         with pytest.raises(ConfigError, match="change after 16 tokens"):
             decoder.generate(prompt, max_new_tokens=14, generator=seed)
+    plain = SpeculativeDecoder.from_config(target, None, CASES["chain"])
+    with pytest.raises(ConfigError, match="change after 16 tokens"):
+        plain.generate_batch([prompt], max_new_tokens=40, generators=[seed])
     # Nor do the stages before go beyond: labels and states would be of other frequencies.
     assert positions(target.config) == positions(draft.config) == 16

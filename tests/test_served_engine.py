@@ -110,8 +110,9 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         path = tmp_path / "eval-server/results.json"
         runs = {run.name: run for run in read_results(path).runs}
         assert runs.keys() == {"plain", "K=3", "engine", SERVED}
-        generations = runs["engine"].generations
-        for each, drafted in zip(generations, drafts.rounds[-3:], strict=True):
+        alike = zip(runs["engine"].generations, runs["K=3"].generations, strict=True)
+        for (each, ours), drafted in zip(alike, drafts.rounds[-3:], strict=True):
+            assert each.tokens == ours.tokens
             alone_too = each.tokens - sum(one.emitted for one in drafted)
             assert (each.rounds, alone_too > 0) == (len(drafted) + alone_too, True)
             made = record_prompt("made", drafted, seconds=None, finish="eos")

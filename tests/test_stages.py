@@ -218,6 +218,7 @@ def test_a_release_stays_whole_until_all_of_another_is_there(copy: Path) -> None
     assert before == {part: fingerprint(str(stage.folder / part)) for part in parts}
     run_stage(made(Release, configuration(*OTHER)))
     card = stage.folder / "head" / "README.md"
+    assert "mit" in card.read_text()
     card.write_text("as I edited it")
     run_stage(made(Release, configuration(*OTHER)))
     assert card.read_text() == "as I edited it"

@@ -121,7 +121,7 @@ def fastest(rows: Sequence[PooledRow]) -> tuple[PooledRow, list[PooledRow]] | No
     """The lossless method with the most tokens a second, and those not told apart from it.
 
     A method ties if the interval of its speed over the fastest one's, paired by prompt, contains 1.
-    Of decoder `server` and `generate` none is meant; None if no other lossless method was timed.
+    Those of decoder `server` and `generate` do not count; None if no other was timed.
     """
     timed = [row for row in rows if row.method.lossless and "tokens_per_second" in row.rates]
     # A server may be another machine, and `generate` is the target alone in slower code.

@@ -51,10 +51,10 @@ def main(given: argparse.Namespace) -> int:
         )
     if in_blocks:
         head = given.head and _confidence(given)
-        tokens, taps, target = write_dspark(given.folder, given.out, head, given.target)
+        written = write_dspark(given.folder, given.out, head, given.target)
     else:
         written = write_eagle(given.folder, given.out, given.layout or "eagle", given.target)
-        tokens, taps, target = written
+    tokens, taps, target = written
     say(f"{given.out}: {tokens:,} tokens, taps {taps}, for {target}")
     return 0
 
