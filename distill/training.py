@@ -55,6 +55,7 @@ from specdata.storage.checkpoints import (
 from specdata.storage.files import atomic_folder, write_json
 from specdata.storage.resume import read_record
 from specdata.terminal import progress
+from specdata.threads import threads_of
 
 TRIMMED_STEPS = 4
 
@@ -337,6 +338,13 @@ class _Supervisor(TrainerCallback):  # type: ignore[misc]
         self.healthy_steps = 0
         self.signal = 0
         self.bar: tqdm[Any] | None = None
+        self.threads = threads_of(label, device())
+
+    def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        self.threads.begin(state.global_step + 1)
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.threads.end()  # before measurements and checkpoints
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self.healthy_steps = state.global_step

@@ -36,8 +36,12 @@ from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, NotFiniteError
 from specdata.models import check_ids, end_ids
 from specdata.probability import SamplingConfig, draw_one
+from specdata.threads import Threads
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
+
+WARM_UP = 8
+"""Rounds of a decoder in which graphs are made, before numbers of threads are compared."""
 
 
 class SpeculativeDecoder:
@@ -76,6 +80,7 @@ class SpeculativeDecoder:
         self._most = min((most_tokens(draft.model) for draft in self._drafts), default=sys.maxsize)
         # What decodes one sequence at a time: the target's KV cache of it, and a drafter.
         self._slots: list[tuple[CachedSequence, Drafter | None]] = []
+        self._threads = Threads(target.device, warm_up=WARM_UP)
 
     @classmethod
     def from_config(
@@ -181,6 +186,7 @@ class SpeculativeDecoder:
         try:
             return drive(self._decode(0, prompt_ids, max_new_tokens, generator, alone=True))
         finally:
+            self._threads.end()
             self._free_caches()
 
     @torch.inference_mode()
@@ -268,6 +274,8 @@ class SpeculativeDecoder:
         rounds: list[Round] = []
         ended = False
         while len(committed) < max_length and not ended:
+            if alone:
+                self._threads.begin(is_unit=bool(rounds))  # the first reads the prompt
             started = self._now() if alone else 0.0
 
             # 1. Draft a tree of N nodes. One token of the budget is for the verifier to add, and
@@ -335,6 +343,7 @@ class SpeculativeDecoder:
             rounds.append(record)
             if drafter is not None:
                 drafter.observe(record)
+            self._threads.end()
         return Generation(
             torch.tensor(committed[len(prompt_ids) :]),
             tuple(rounds),

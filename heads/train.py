@@ -37,6 +37,7 @@ from specdata.storage.checkpoints import checkpoint_to_resume, newest_complete
 from specdata.storage.files import write_json
 from specdata.storage.resume import read_record
 from specdata.terminal import progress
+from specdata.threads import threads_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,6 +167,7 @@ class Training:
         per_epoch = math.ceil(len(self.train_rows) / config.batch_size)
         epochs = config.passes(len(self.train_rows))
         steps, warmup_ratio = epochs * per_epoch, TRAINING[config.kind].warmup_ratio
+        threads = threads_of("acceptance head", prepared.accelerator.device)
 
         # The order of rows and their mixing follow from (seed, epoch) and the rate from the step,
         # so a resumed run does what an uninterrupted one does.
@@ -180,7 +182,9 @@ class Training:
                     rate = learning_rate(len(losses), steps, self.peak, warmup_ratio)
                     prepared.set_learning_rate(rate)
                     batch = order[start : start + config.batch_size]
+                    threads.begin(len(losses) + 1)
                     loss = self.step([self.inputs.row(self.train_rows[i], i, epoch) for i in batch])
+                    threads.end()
                     if not math.isfinite(loss):
                         raise self.diverged(f"the loss is {loss} in step {len(losses) + 1}")
                     losses.append(loss)

@@ -207,6 +207,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     say(f"{stage.name}: {'continuing' if stored else 'starting'} in {stage.folder}", style="bold")
     from eval.measuring.environment import describe_environment
     from specdata.models import device
+    from specdata.threads import choosing_threads
 
     prepare_libraries()
     begun = time.perf_counter()
@@ -234,7 +235,9 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         }
         write_json(stage.folder / RUN, record)
         try:
-            record["results"] = stage.run()
+            with choosing_threads(stage.folder) as chosen:
+                record["results"] = stage.run()
+                record["threads"] = {name: each.count for name, each in chosen.items()}
         except USER_ERRORS as error:
             if isinstance(error, TrainingDivergedError):
                 error.remedy = stage.remedy  # run.json holds the learning rate, too

@@ -163,10 +163,12 @@ class Eval(Stage):
     def run(self) -> dict[str, Any]:
         """Measure with every process that can, and report in the main one."""
         config = self.config
-        from eval.measuring.environment import measured_on, using_threads
+        from eval.measuring.environment import measured_on
+        from eval.measuring.experiment import DECODING
         from eval.measuring.scores import Scorer
         from specdata.models import load_tokenizer
         from specdata.prompts.loading import dropped
+        from specdata.threads import threads_of, using_threads
 
         if not _is_measuring(config):
             return {}
@@ -190,9 +192,11 @@ class Eval(Stage):
         if not is_main():
             return {}
         devices = measured_on(self.folder) or [environment.device]
-        where = environment.model_copy(update={"devices": devices})
+        threads = threads_of(DECODING, experiment.models.target.device).count
+        hardware = {**environment.hardware, "threads": config.eval.threads or threads}
+        where = environment.model_copy(update={"devices": devices, "hardware": hardware})
         results = replace(experiment, environment=where).results()
-        with using_threads(config.eval.threads):
+        with using_threads(config.eval.threads or threads):
             verifiers = _verifiers(experiment, results)
         results = results.model_copy(update={"verifiers": verifiers})
         write_results(self.folder / RESULTS, results)
@@ -229,7 +233,7 @@ def load_experiment(
         The experiment, with fitted parameters of rules where methods give none; its prompts; those
         parameters, if any were fitted.
     """
-    from eval.measuring.environment import describe_environment, using_threads
+    from eval.measuring.environment import describe_environment
     from eval.measuring.experiment import Artefacts, Experiment
     from specdata.draft_models.states_draft import states_input
     from specdata.draft_models.taps import attach
@@ -241,6 +245,7 @@ def load_experiment(
     )
     from specdata.prompts.loading import load_prompts
     from specdata.storage.dataset import example_ids
+    from specdata.threads import using_threads
 
     models, evaluation, output = config.models, config.eval, eval_folder(config)
     head_name, draft_name = _head_asked(config), draft_in_use(config)

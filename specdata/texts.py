@@ -22,6 +22,7 @@ from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_ids, check_length, positions
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 from specdata.target_states import reading_stored, stored_states
+from specdata.threads import threads_of
 from specdata.top_logits import TopLogitDistributions, log_total, top_logit_columns
 
 if TYPE_CHECKING:
@@ -268,7 +269,8 @@ def along(
     members = range(len(rows)) if members is None else members
     step = max(POSITIONS.get(device.type, POSITIONS["cpu"]), VALUES_AT_ONCE // vocabulary)
     columns_of: dict[int, dict[str, Tensor]] = {}
-    for group in by_length([text_length(rows[each]) for each in members], tokens_at_once):
+    groups = by_length([text_length(rows[each]) for each in members], tokens_at_once)
+    for group in threads_of("texts", device).units(groups):
         examples = [members[index] for index in group]
         asked = None if places is None else [places[example] for example in examples]
         batch = TextBatch.of([rows[each] for each in examples], examples, places=asked).to(device)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -79,19 +77,6 @@ def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Env
         dtype=dtype,
         batch_size=batch_size,
     )
-
-
-@contextmanager
-def using_threads(count: int) -> Iterator[None]:
-    """Have torch use so many threads in the block; 0 leaves its default."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _cpu_name() -> str:

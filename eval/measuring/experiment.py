@@ -43,6 +43,7 @@ from specdata.server.client import ServerClient
 from specdata.storage.files import PROGRESS, locked, share_out
 from specdata.storage.resume import Settings
 from specdata.texts import along_pair
+from specdata.threads import threads_of
 
 Progress = Callable[[int], object]
 """Called with the number of generations that are done since the last call."""
@@ -50,6 +51,8 @@ BATCHES = 4
 """Batches in a group, which is decoded and stored as a whole; rows are refilled within a group."""
 WARMUP_TOKENS = 16
 """Tokens that each method decodes before anything is timed."""
+DECODING = "decoding"
+"""What is repeated, to `specdata.threads`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +226,28 @@ class _Share:
         # Of what is timed: warmed up now, and kept from prompt to prompt.
         self.decoders: dict[str, SpeculativeDecoder] = {}
         self.servers: dict[str, ServedEngine] = {}
+        # One number for all methods, or what threads gain would be a method's.
+        self.threads = threads_of(DECODING, experiment.models.target.device)
         if config.batch == 1:
+            self.threads.begin(is_unit=False)
             for method in self.methods:
                 if method.decoder == "server":
                     self.servers[method.name] = experiment.served(method, closing)
                 elif method.decoder not in THEIRS:
                     self.decoders[method.name] = experiment.decoder(method)
                     self.decoders[method.name].warm_up()
-            for method in self.methods:
-                self.generate(method, prompts[0], WARMUP_TOKENS)
+            self.warm_up(self.methods)
+            self.threads.end()
+            here = [method for method in self.methods if method.decoder != "server"]
+            while here and not self.threads.is_settled:
+                self.threads.begin()
+                self.warm_up(here)
+                self.threads.end()
+
+    def warm_up(self, methods: Sequence[Method]) -> None:
+        """Decode a few tokens with each of these methods."""
+        for method in methods:
+            self.generate(method, self.experiment.prompts[0], WARMUP_TOKENS)
 
     def attempt(self, index: int) -> bool:
         """Measure a group, unless it is stored; False if another process is at it."""
@@ -259,6 +275,7 @@ class _Share:
         # Another method goes first each time, so none profits from its place.
         first = index % len(self.methods) if timed else 0
         generations: dict[str, list[Generation]] = {}
+        self.threads.begin()
         for method in [*self.methods[first:], *self.methods[:first]]:
             stop_if_asked()
             if timed:
@@ -269,6 +286,7 @@ class _Share:
                 self.report(1)
             else:
                 generations[method.name] = self.generate_batch(method, group)
+        self.threads.end()
         for number, prompt in enumerate(group):
             outs = {method.name: generations[method.name][number] for method in self.methods}
             records = {

@@ -149,13 +149,14 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     methods' labels with their fitted times (`fit`); `alone: draft` decodes with the draft instead.
     `scores` are those of prompts that have a reference, where their packages are installed.
     """
-    from eval.measuring.environment import describe_environment, using_threads
+    from eval.measuring.environment import describe_environment
     from eval.measuring.experiment import Artefacts, Experiment
     from eval.measuring.results import build_results
     from eval.measuring.scores import Scorer
     from eval.runtime.engines import engine_on
     from heads import BaseHead
     from specdata.models import load_tokenizer
+    from specdata.threads import using_threads
 
     config, sampling, methods = evaluated(pair, spec)
     prompts = pair.load_prompts(config)

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from eval.measuring.environment import describe_environment, using_threads
+from eval.measuring.environment import describe_environment
 from eval.reporting.rendering import escape_markdown
 from recipes.checks import check_whole_run
 from recipes.config import PipelineConfig, parse
@@ -28,6 +28,7 @@ from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.storage.files import locked, write_json, write_text
 from specdata.storage.resume import Settings, read_record
+from specdata.threads import using_threads
 
 FOLDER = Path(__file__).parent
 PAPERS = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -107,8 +107,9 @@ def main(given: argparse.Namespace) -> int:
     tree = json.loads(text.replace(f'"{OUTPUT}/', f'"{folder.parent}/'))
     config = build({**tree, "output": str(folder.parent)})
     from eval.analysis.certificate import certify, sentence, ways
-    from eval.measuring.environment import describe_environment, using_threads
+    from eval.measuring.environment import describe_environment
     from recipes.run_eval import load_experiment
+    from specdata.threads import using_threads
 
     if not ways(config.eval, config.sampling):
         raise ConfigError(f"{folder} has no drafting method of ours: there is nothing to certify")

@@ -28,6 +28,7 @@ from specdata.prepack import prepacked
 from specdata.probability import NO_TOKEN, SamplingConfig, drawn_tokens, to_vocabulary
 from specdata.sampling import generator_for
 from specdata.target_states import check_keepable
+from specdata.threads import threads_of
 
 # The cache is copied when it is full, and when this share of a batch's rows has ended.
 GROWTH = 1.5
@@ -190,15 +191,17 @@ def sample_batch(
         nullcontext() if states is None else capturing_hidden(model, seen.append),
         capturing_taps(model, tap_ids, tapped.append),
     ):
-        cache = growing_cache(model)
+        cache, threads = growing_cache(model), threads_of("rollouts", model.device)
+        threads.begin(is_unit=False)
         logits, mask = read_prompts(model, prompts, cache)
+        threads.end()
         for row_taps, prompt in zip(taps_of, _of_prompts(tapped, prompts), strict=bool(taps_of)):
             row_taps.append(prompt)
         positions = mask.sum(dim=1, keepdim=True) - 1
         drawn: list[list[int]] = [[] for _ in prompts]
         rows = list(range(len(prompts)))  # row of the batch -> prompt
         alive = torch.ones(len(rows), dtype=torch.bool, device=model.device)
-        for step in range(uniforms.shape[1]):
+        for step in threads.units(range(uniforms.shape[1])):
             logits = to_vocabulary(logits, vocabulary or logits.shape[-1])
             token = drawn_tokens(logits, sampling, uniforms[:, step])
             going = {row for row, is_alive in zip(rows, alive.tolist(), strict=True) if is_alive}
