@@ -195,7 +195,7 @@ class Eval(Stage):
         threads = threads_of(DECODING, experiment.models.target.device).count
         hardware = {**environment.hardware, "threads": config.eval.threads or threads}
         where = environment.model_copy(update={"devices": devices, "hardware": hardware})
-        results = replace(experiment, environment=where).results()
+        results = experiment.results().model_copy(update={"environment": where})
         with using_threads(config.eval.threads or threads):
             verifiers = _verifiers(experiment, results)
         results = results.model_copy(update={"verifiers": verifiers})

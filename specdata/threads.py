@@ -24,7 +24,7 @@ from specdata.storage.files import PROGRESS, write_json
 
 T = TypeVar("T")
 KEPT = "threads.json"
-UNITS, SECONDS = 3, 0.2
+UNITS, SECONDS = 5, 0.5
 """Each number of threads is tried on at least so many units of work, and for so long."""
 CLEAR = 2.0
 """A number that takes so many times as long needs no further unit."""
@@ -36,7 +36,7 @@ that does: alone it is there for .97 or more, beside other programs for .7 or le
 LOOK, PATIENCE = 1.0, 60.0
 """Seconds between looks at this, and before more threads are tried again."""
 COST = 100
-"""More threads are tried in at most one of so many seconds, fewer in one of a tenth of them."""
+"""More threads are tried in at most one of so many seconds, fewer in one of a quarter."""
 
 _given = _working = False
 _folder: Path | None = None
@@ -170,7 +170,7 @@ class Threads:
         self._rested += self._wall
         waits = self._worked < WAITS * self._wall
         self._wall = self._worked = 0.0
-        if waits and self._rested > COST / 10 * self._spent:
+        if waits and self._rested > COST / 4 * self._spent:
             self._rivals = self._beside(self.count // 2)
         elif self._rested > max(PATIENCE, COST * self._spent):
             self._rivals = self._beside(2 * self.count)
