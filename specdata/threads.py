@@ -26,7 +26,7 @@ T = TypeVar("T")
 KEPT = "threads.json"
 UNITS, SECONDS = 5, 0.5
 """Each number of threads is tried on at least so many units of work, and for so long."""
-CLEAR = 2.0
+CLEAR = 1.5
 """A number that takes so many times as long needs no further unit."""
 GAIN = 1.03
 """More threads must be faster by so much."""

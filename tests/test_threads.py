@@ -57,7 +57,7 @@ def work(
 
 def busy(count: int) -> float:
     """Seconds of a unit beside other programs: threads wait for each other."""
-    return 0.01 * count**3
+    return 0.1 * count**3
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_a_number_that_is_slow_by_far_is_left_after_one_unit(clock: Clock) -> No
 def test_work_that_waits_goes_on_with_fewer_and_with_more_again_later(clock: Clock) -> None:
     threads = Threads(CPU)
     assert work(threads, clock, lambda count: 0.8 / count, 50)[-1] == 8
-    assert work(threads, clock, busy, 50, share=0.6)[-1] == 1
-    assert work(threads, clock, lambda count: 0.8 / count, 500)[-1] == 8
+    assert work(threads, clock, busy, 100, share=0.6)[-1] == 1
+    assert work(threads, clock, lambda count: 0.8 / count, 2000)[-1] == 8
 
 
 @pytest.mark.parametrize("given", ["environment", "block", "later", "launcher", "gpu"])
