@@ -63,13 +63,18 @@ class Recipe:
             )
         return asked or [last]
 
+    def check(self, config: PipelineConfig) -> bool:
+        """Refuse what a run would; True if all is made already."""
+        stages = self.asked(config)
+        is_made = check_stages(stages)
+        if _is_whole(stages) and not is_made:
+            check_whole_run(config)
+        return is_made
+
     def main(self, config: PipelineConfig) -> None:
         """Do every stage, after a look at all of them."""
         begun, stages = time.perf_counter(), self.asked(config)
-        is_made = check_stages(stages)
-        is_whole = len({stage.recipe for stage in stages}) > 1
-        if is_whole and not is_made:
-            check_whole_run(config)
+        is_made, is_whole = self.check(config), _is_whole(stages)
         answers = []
         for stage in stages:
             results = run_stage(stage)
@@ -84,8 +89,14 @@ class Recipe:
         for stage, results in answers if is_main() else ():
             stage.show(results)
 
-    def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
-        """Run the recipe from a command line, by default this process's.
+    def run(
+        self,
+        arguments: Sequence[str] | None = None,
+        program: str | None = None,
+        *,
+        is_check: bool = False,
+    ) -> int:
+        """Run the recipe from a command line, by default this process's; or only check it.
 
         Returns:
             The exit status: 0 done, 1 failure while running, 2 unusable configuration or input,
@@ -95,7 +106,7 @@ class Recipe:
         accept_any_text()
         keep_freed_memory()
         with stopping_on_signals():
-            status = self._run(given, program)
+            status = self._run(given, program, is_check)
             if status not in INTERRUPTED:
                 leave_processes()
             elif in_group():
@@ -106,7 +117,7 @@ class Recipe:
                 os._exit(status)
         return status
 
-    def _run(self, given: Sequence[str], program: str | None) -> int:
+    def _run(self, given: Sequence[str], program: str | None, is_check: bool) -> int:
         """The exit status; what `run` says."""
         try:
             command = parse(given, self.description, self.sections, program)
@@ -120,6 +131,8 @@ class Recipe:
                     from recipes.memory import show_memory  # here: it needs torch
 
                     show_memory(stages, command.memory)
+            elif is_check:
+                self.check(config)
             else:
                 self.main(config)
                 for step in self.asked(config)[-1].next(CommandLine(given, program)):
@@ -131,6 +144,11 @@ class Recipe:
                 return interrupted(Interrupted(number))  # another process of this run stopped first
             return tell(error)
         return 0
+
+
+def _is_whole(stages: Sequence[Stage]) -> bool:
+    """True for a run of several recipes."""
+    return len({stage.recipe for stage in stages}) > 1
 
 
 def check_stages(stages: Sequence[Stage]) -> bool:
