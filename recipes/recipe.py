@@ -31,7 +31,7 @@ from specdata.processes import (
     process_count,
     rank,
 )
-from specdata.sampling import unapplied_words
+from specdata.sampling import sampling_words, unapplied_words
 from specdata.terminal import accept_any_text, tell
 
 INTERRUPTED = (129, 130, 143)  # exit statuses after SIGHUP, SIGINT (Ctrl-C) and SIGTERM
@@ -177,8 +177,11 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
         return
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
-    if words := unapplied_words(generation_of(stages[0].config)):
-        console.print(f"# {words}", markup=False)
+    config = stages[0].config
+    generation = generation_of(config.models.target)
+    for words in (sampling_words(config.sampling, generation), unapplied_words(generation)):
+        if words:
+            console.print(f"# {words}", markup=False)
     is_new = False
     for stage in stages:
         state = _state(stage)
