@@ -14,15 +14,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
-from sysconfig import get_path
 
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
-from recipes.config import read_yaml
+from recipes.config import parse, read_yaml
 from recipes.recipe import interrupted
 from recipes.steps import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
-from specdata.errors import ConfigError
 from specdata.interruption import stopping_on_signals
 from specdata.terminal import accept_any_text, tell
 
@@ -100,12 +98,11 @@ def environment(command: Sequence[str]) -> dict[str, str]:
 
 def of_launched() -> dict[str, str]:
     """What the environment of launched processes holds besides."""
-    # `python -m` looks into the working folder first, where a user may have an eval.py.
     root, path = str(LAUNCH.parent), os.environ.get("PYTHONPATH")
-    is_installed = root in (get_path("purelib"), get_path("platlib"))
     return {
+        # Or `python -m` would look into the working folder first, where a user has an eval.py.
         "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, ("" if is_installed else root, path))),
+        "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root,
         # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"),
     }
@@ -142,14 +139,15 @@ def launch(arguments: Sequence[str]) -> int:
         os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:place]])
         options, recipe, further = arguments[1:place], arguments[place], arguments[place + 1 :]
         command = launch_command(profile, options, recipe, further)
-        outside = {**os.environ, **of_launched()}
+        outside, started = {**os.environ, **of_launched()}, RECIPES[recipe]
         try:
             os.environ.update(environment(command))
-        except ConfigError as error:
+            if "--plan" in further:
+                return started.run(further, f"draftsmith {recipe}")
+            # One answer in place of one from every process.
+            started.check(parse(further, started.description, started.sections, recipe).config)
+        except Exception as error:  # noqa: BLE001 - raised again if it is a defect
             return tell(error)
-        status = RECIPES[recipe].run(further, f"draftsmith {recipe}", is_check=True)
-        if status or "--plan" in further:  # one answer, and none from every process
-            return status
         os.execve(command[0], command, outside)  # its signals and exit status are then this one's
     print(LAUNCH / (f"{profile}.yaml" if profile in PROFILES else profile))
     return 0

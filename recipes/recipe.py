@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from recipes.checks import check_paths, check_whole_run
+from recipes.checks import check_models, check_paths, check_whole_run, not_looked_at
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import is_within
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
@@ -63,18 +63,18 @@ class Recipe:
             )
         return asked or [last]
 
-    def check(self, config: PipelineConfig) -> bool:
-        """Refuse what a run would; True if all is made already."""
+    def check(self, config: PipelineConfig) -> tuple[bool, bool]:
+        """Refuse what a run would; whether all is made already, and whether it is of many parts."""
         stages = self.asked(config)
-        is_made = check_stages(stages)
-        if _is_whole(stages) and not is_made:
+        is_made, is_whole = check_stages(stages), len({stage.recipe for stage in stages}) > 1
+        if is_whole and not is_made:
             check_whole_run(config)
-        return is_made
+        return is_made, is_whole
 
     def main(self, config: PipelineConfig) -> None:
         """Do every stage, after a look at all of them."""
         begun, stages = time.perf_counter(), self.asked(config)
-        is_made, is_whole = self.check(config), _is_whole(stages)
+        is_made, is_whole = self.check(config)
         answers = []
         for stage in stages:
             results = run_stage(stage)
@@ -89,14 +89,8 @@ class Recipe:
         for stage, results in answers if is_main() else ():
             stage.show(results)
 
-    def run(
-        self,
-        arguments: Sequence[str] | None = None,
-        program: str | None = None,
-        *,
-        is_check: bool = False,
-    ) -> int:
-        """Run the recipe from a command line, by default this process's; or only check it.
+    def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+        """Run the recipe from a command line, by default this process's.
 
         Returns:
             The exit status: 0 done, 1 failure while running, 2 unusable configuration or input,
@@ -106,7 +100,7 @@ class Recipe:
         accept_any_text()
         keep_freed_memory()
         with stopping_on_signals():
-            status = self._run(given, program, is_check)
+            status = self._run(given, program)
             if status not in INTERRUPTED:
                 leave_processes()
             elif in_group():
@@ -117,22 +111,22 @@ class Recipe:
                 os._exit(status)
         return status
 
-    def _run(self, given: Sequence[str], program: str | None, is_check: bool) -> int:
+    def _run(self, given: Sequence[str], program: str | None) -> int:
         """The exit status; what `run` says."""
         try:
             command = parse(given, self.description, self.sections, program)
             config = command.config
             if command.plan:
                 stages = self.asked(config)
-                check_stages(stages)
+                is_made = check_stages(stages)
                 read = {key: each for key, each in command.given.items() if key in self.sections}
                 show_plan(read, stages)
                 if is_main() and (command.memory or is_launched()):
                     from recipes.memory import show_memory  # here: it needs torch
 
                     show_memory(stages, command.memory)
-            elif is_check:
-                self.check(config)
+                if not is_made:
+                    show_doubts(stages)
             else:
                 self.main(config)
                 for step in self.asked(config)[-1].next(CommandLine(given, program)):
@@ -144,11 +138,6 @@ class Recipe:
                 return interrupted(Interrupted(number))  # another process of this run stopped first
             return tell(error)
         return 0
-
-
-def _is_whole(stages: Sequence[Stage]) -> bool:
-    """True for a run of several recipes."""
-    return len({stage.recipe for stage in stages}) > 1
 
 
 def check_stages(stages: Sequence[Stage]) -> bool:
@@ -193,6 +182,17 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
             there = _absent(source, str(given.get("output")))
             console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
+
+
+def show_doubts(stages: Sequence[Stage]) -> None:
+    """Print what a run would refuse that a plan takes, and what was not looked at."""
+    config = stages[0].config
+    try:
+        check_models(config, here_alone=True)
+    except USER_ERRORS as error:
+        say(f"\nwould fail:\n  {error}")
+    if unseen := [*not_looked_at(stages)]:
+        say("\n  ".join(("\nnot looked at:", *unseen)))
 
 
 def _absent(source: str, output: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
@@ -79,38 +79,25 @@ class SamplingConfig:
 
 
 def served_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling that a generation_config.json asks for, as vLLM serves it by default.
+    """What a generation_config.json names of `SamplingConfig`, which is how vLLM then serves.
 
-    vLLM takes the four numbers and does not read `do_sample`; where they are missing it has our
-    defaults. (transformers takes the likeliest token without `do_sample: true`, and a top_k of 50.)
+    It does not read `do_sample`, without which transformers takes the likeliest token.
     """
-    asked = {each.name: generation.get(each.name) for each in fields(SamplingConfig)}
-    given = {name: x for name, x in asked.items() if isinstance(x, int | float)}
-    given["top_k"] = max(0, given.get("top_k", 0))  # -1 is off, too
-    default = {each.name: each.default for each in fields(SamplingConfig)}
-    return {
-        name: x
-        for name, x in (default | given).items()
-        if name == "temperature" or x != default[name]
-    }
+    named = {each.name: generation.get(each.name) for each in fields(SamplingConfig)}
+    asked = {name: value for name, value in named.items() if isinstance(value, int | float)}
+    return asked | ({"top_k": 0} if asked.get("top_k", 0) < 0 else {})  # -1 is off, too
 
 
 def sampling_words(sampling: SamplingConfig, generation: Mapping[str, Any]) -> str:
-    """Where sampling is not what a generation_config.json names, in a sentence; "" if nowhere."""
-    served = SamplingConfig(**served_sampling(generation))
-    differ = [
-        f"{each.name} is {ours:g} here and {theirs:g} there"
-        for each in fields(SamplingConfig)
-        if (ours := getattr(sampling, each.name)) != (theirs := getattr(served, each.name))
-        and generation.get(each.name) is not None
-    ]
+    """Where sampling is not what a generation_config.json has servers do; "" if nowhere."""
+    ours, there = asdict(sampling), {**asdict(SamplingConfig()), **served_sampling(generation)}
+    differ = [f"{key} is {ours[key]:g} here and {there[key]:g} there" for key in ours]
+    differ = [each for key, each in zip(ours, differ, strict=True) if ours[key] != there[key]]
     if generation.get("do_sample") is False and sampling.temperature > 0:
-        differ.append(f"temperature is {sampling.temperature:g} here and do_sample is false there")
-    if not differ:
-        return ""
-    return (
-        f"sampling is not that of the target's generation_config.json: {', '.join(differ)}. A "
-        "server takes the file's unless told otherwise (vLLM: --generation-config vllm)."
+        differ.append("do_sample is false there, which vLLM does not read")
+    return bool(generation and differ) * (
+        "sampling is not what the target's generation_config.json has a server do (unless told "
+        f"otherwise, vLLM: --generation-config vllm): {', '.join(differ)}."
     )
 
 

@@ -47,14 +47,12 @@ eval:
   methods:
     - {{name: plain, decoder: plain}}
 """
-LOOKUP = "{name: lookup, decoder: assisted, lookup: 3}"
+LENGTHS = (1, 2, 3, 4, 5)
 TREES = (
     "{name: tree 4, verifier: traversal, drafter: tree, widths: [4], siblings: distinct}",
     "{name: dynamic tree, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 4, gain: 0.5}",
 )
-LENGTHS = (1, 2, 3, 4, 5)
-WITHOUT_HEAD = "{name: cost without head, verifier: block, stop: cost, head: false}"
-WITH_HEAD = "{name: cost, verifier: block, stop: cost}"
+LOOKUP = "{name: lookup, decoder: assisted, lookup: 3}"
 DRAFTS = {
     "target": ("init: {kind: target, layers: 2}", "immediate"),
     "states": ("init: {kind: states, layers: 1}", "immediate"),
@@ -65,8 +63,6 @@ DRAFTS = {
     ),
 }
 """What `--draft` names -> its section, and the kind of its head: engines ask none of EAGLE-3's."""
-DESCRIBE = ["*config.json", "chat_template*", "additional_chat_templates/*"]
-"""The small files of a model on the Hub that say what it is."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +88,9 @@ def _fetch(target: str) -> None:
     from huggingface_hub import snapshot_download  # here: it is slow to import
 
     source, revision = hub_source(target)
+    files = ["*config.json", "chat_template*", "additional_chat_templates/*"]
     with suppress(OSError, ValueError):  # no Hub id, or not reached: what is known is written
-        snapshot_download(source, revision=revision, allow_patterns=DESCRIBE)
+        snapshot_download(source, revision=revision, allow_patterns=files)
 
 
 def _of_target(given: argparse.Namespace) -> dict[str, str]:
@@ -103,15 +100,15 @@ def _of_target(given: argparse.Namespace) -> dict[str, str]:
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     processor = Path("/proc/cpuinfo")
     has_bfloat16 = processor.is_file() and "bf16" in processor.read_text(encoding="utf-8")
-    generation = generation_of(given.target)
-    source = "of its generation_config.json, as vLLM serves it"
-    if generation.get("do_sample") is False:
-        source += " (transformers: temperature 0)"
+    generation, source = generation_of(given.target), "as you serve"
+    if generation:
+        source = "of its generation_config.json, as vLLM serves it"
+    sampling = {"temperature": 1.0, **served_sampling(generation)}
     return {
         "dtype": "bfloat16" if device == "cuda" or has_bfloat16 else "float32",
         "engine": "captured" if device == "cpu" else "eager",
-        "sampling": ", ".join(f"{key}: {x}" for key, x in served_sampling(generation).items()),
-        "source": source if generation else "as you serve (no generation_config.json was found)",
+        "sampling": ", ".join(f"{key}: {value}" for key, value in sampling.items()),
+        "source": source,
     }
 
 
@@ -119,9 +116,8 @@ def _methods(config: PipelineConfig) -> list[str]:
     """The ways of decoding that this pair can do, beside the target alone."""
 
     def can(*methods: str) -> bool:
-        asked = [load_yaml(each) for each in methods]
-        changed = [*config.eval.methods[:1], *map(Method.model_validate, asked)]
-        section = config.eval.model_copy(update={"methods": changed})
+        asked = [Method.model_validate(load_yaml(each)) for each in methods]
+        section = config.eval.model_copy(update={"methods": asked})
         try:
             check_decodable(config.model_copy(update={"eval": section}))
         except (ConfigError, CacheNotRewindableError):
@@ -130,9 +126,10 @@ def _methods(config: PipelineConfig) -> list[str]:
 
     most = block_of(config) or max(LENGTHS)
     methods = [f"{{name: K={n}, verifier: block, length: {n}}}" for n in LENGTHS if n <= most]
-    methods += [*(TREES if can(*TREES) else ()), WITHOUT_HEAD]
+    methods += TREES if can(*TREES) else ()
+    methods.append("{name: cost without head, verifier: block, stop: cost, head: false}")
     if config.head:
-        methods.append(f"{WITH_HEAD}   # asks the head")
+        methods.append("{name: cost, verifier: block, stop: cost}   # asks the head")
     return [*methods, *([LOOKUP] if can(LOOKUP) else ())]
 
 
@@ -157,8 +154,8 @@ def main(given: argparse.Namespace) -> int:
         check_sets([prompts], 0)  # by the file's own name
         # By hash, so that equal lines are one, and a line stays in its split whatever their order.
         ordered = sorted(lines, key=lambda line: hashlib.sha256(line).digest())
-        tenth = max(1, len(ordered) // 10)
-        dev, test, train = ordered[:tenth], ordered[tenth : 2 * tenth], ordered[2 * tenth :]
+        part = max(1, len(ordered) // 10, min(16, len(ordered) // 4))  # few say nothing
+        dev, test, train = ordered[:part], ordered[part : 2 * part], ordered[2 * part :]
         splits = {"train": train, "dev": dev, "test": test}
         files = {name: given.out.with_name(f"{given.out.stem}-{name}.jsonl") for name in splits}
         if there := [str(path) for path in (given.out, *files.values()) if path.exists()]:
@@ -171,21 +168,19 @@ def main(given: argparse.Namespace) -> int:
             _fetch(given.target)
         training, head = DRAFTS.get(given.draft, ("objective: lk_hybrid", "immediate"))
         names = {"output": f"runs/{given.out.stem}", "target": given.target, **files}
+        names |= {"draft": given.draft, "template": given.template}
         values = {key: json.dumps(str(each), ensure_ascii=False) for key, each in names.items()}
+        values["draft"] = "" if given.draft in DRAFTS else f"draft: {values['draft']}, "
+        values["asked"] = f", template: {values['template']}" if given.template else ""
         values |= {"training": training, "head": f"{{kind: {head}}}" if head else "null"}
-        named = {"draft": None if given.draft in DRAFTS else given.draft}
-        named["template"] = given.template
-        quoted = {key: json.dumps(each, ensure_ascii=False) for key, each in named.items() if each}
-        values["draft"] = f"draft: {quoted['draft']}, " if "draft" in quoted else ""
-        values["asked"] = f", template: {quoted['template']}" if given.template else ""
         values |= _of_target(given)
         config = build(load_yaml(WRITTEN.format(**values)))
         has_template = has_chat_template(config)
         # What is said of one set is true of all.
         if "as_text" in check_sets(config.rollouts.sets[:1], 0, has_template=has_template)[0]:
             values["asked"] += ", chat: true"
-        lines = [f"    - {each}\n" for each in _methods(config)]
-        given.out.write_text(WRITTEN.format(**values) + "".join(lines), encoding="utf-8")
+        text = WRITTEN.format(**values) + "".join(f"    - {each}\n" for each in _methods(config))
+        given.out.write_text(text, encoding="utf-8")
         # What a plan would refuse is refused here, and leaves nothing.
         config = parse([str(given.out)]).config
         check_stages(RECIPE.asked(config))
