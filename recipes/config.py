@@ -310,7 +310,7 @@ def _help(info: FieldInfo) -> str:
     if section_type(info.annotation) and get_origin(info.annotation) is not list:
         return "the whole section" + (", or null to leave it out" if info.default is None else "")
     text = info.description or ""
-    if not info.is_required():
+    if not info.is_required() and info.get_default(call_default_factory=True) is not None:
         text += f" (default: {info.get_default(call_default_factory=True)})"
     return text.replace("%", "%%")
 

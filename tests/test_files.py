@@ -148,7 +148,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         ),
         (lambda plan: plan["sets"][1].update(count=9), "plan.sets.1.count: 5 -> 9"),
         (lambda plan: plan["sets"].append({"name": "c"}), "plan.sets.2: absent -> {'name': 'c'}"),
-        (lambda plan: plan.update(unknown=None), "plan.unknown: absent -> None"),
+        (lambda plan: plan.update(unknown=None), "plan.unknown: absent -> null"),
         (
             lambda plan: plan["target"].update(revision="bad"),
             "plan.target.revision: 'f00' -> 'bad'",
