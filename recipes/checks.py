@@ -257,8 +257,7 @@ def check_models(config: PipelineConfig, *, here_alone: bool = False) -> None:
         prompt_limits(config.models.target, config.eval.max_new_tokens)
         tokenizer = load_tokenizer(config.models.target)
         for name in looked[1:]:
-            with named(f"the draft {name}"):
-                check_shared_vocabulary(tokenizer, load_tokenizer(name))
+            check_shared_vocabulary(tokenizer, load_tokenizer(name))
 
 
 def not_looked_at(stages: Sequence[Stage]) -> Iterator[str]:

@@ -163,6 +163,7 @@ def test_a_free_key_may_differ_and_tuples_are_stored_as_lists() -> None:
     moved = changed(lambda plan: plan["target"].update(name="there"))
     assert differences(STORED, moved, ["plan.target.name"]) == []
     assert differences(STORED, moved) == ["plan.target.name: 'here' -> 'there'"]
+    assert differences({"a": "0" * 16}, {"a": "b" * 16}) == ["a: its contents have changed"]
     assert Settings({"widths": (1, 2)}).values == {"widths": [1, 2]}
 
 

@@ -175,9 +175,8 @@ def main(given: argparse.Namespace) -> int:
         values |= {"training": training, "head": f"{{kind: {head}}}" if head else "null"}
         values |= _of_target(given)
         config = build(load_yaml(WRITTEN.format(**values)))
-        has_template = has_chat_template(config)
-        # What is said of one set is true of all.
-        if "as_text" in check_sets(config.rollouts.sets[:1], 0, has_template=has_template)[0]:
+        has_template, one = has_chat_template(config), config.rollouts.sets[:1]  # true of all
+        if "as_text" in check_sets(one, 0, has_template=has_template)[0]:
             values["asked"] += ", chat: true"
         text = WRITTEN.format(**values) + "".join(f"    - {each}\n" for each in _methods(config))
         given.out.write_text(text, encoding="utf-8")
@@ -198,7 +197,7 @@ def main(given: argparse.Namespace) -> int:
     print(f"wrote {given.out} and its prompts ({counts})")
     for note in notes:
         print(note)
-    if has_template is None:
+    if not on_this_machine(given.target):
         print(
             f"{given.target} is neither here nor reached on the Hub: set sampling as you serve it, "
             "and if it chats, add chat: true to each set of texts"

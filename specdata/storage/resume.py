@@ -122,7 +122,7 @@ def _compare(
         elif name not in free and (before is _ABSENT or after is _ABSENT or before != after):
             hashes = [isinstance(each, str) and _HASH.fullmatch(each) for each in (before, after)]
             shown = f"{_shown(before)} -> {_shown(after)}"
-            yield f"{name}: {'other contents than then' if all(hashes) else shown}"
+            yield f"{name}: {'its contents have changed' if all(hashes) else shown}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
