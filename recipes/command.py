@@ -96,18 +96,6 @@ def environment(command: Sequence[str]) -> dict[str, str]:
     }
 
 
-def of_launched() -> dict[str, str]:
-    """What the environment of launched processes holds besides."""
-    root, path = str(LAUNCH.parent), os.environ.get("PYTHONPATH")
-    return {
-        # Or `python -m` would look into the working folder first, where a user has an eval.py.
-        "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": f"{path}{os.pathsep}{root}" if path else root,
-        # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"),
-    }
-
-
 def launch(arguments: Sequence[str]) -> int:
     """Start a recipe in several processes as a profile says; alone, a profile's or file's path."""
     files = sorted(
@@ -137,15 +125,20 @@ def launch(arguments: Sequence[str]) -> int:
             known = "; ".join(close) or ", ".join(RECIPES)
             parser.error(f"name a recipe after the profile: {known}")
         os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:place]])
+        # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+        # Or `python -m` would look into the working folder first, where a user may have an eval.py.
+        os.environ["PYTHONSAFEPATH"], path = "1", os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, str(LAUNCH.parent))))
         options, recipe, further = arguments[1:place], arguments[place], arguments[place + 1 :]
-        command = launch_command(profile, options, recipe, further)
-        outside, started = {**os.environ, **of_launched()}, RECIPES[recipe]
+        command, program = launch_command(profile, options, recipe, further), f"draftsmith {recipe}"
+        outside, started = dict(os.environ), RECIPES[recipe]
         try:
             os.environ.update(environment(command))
             if "--plan" in further:
-                return started.run(further, f"draftsmith {recipe}")
+                return started.run(further, program)
             # One answer in place of one from every process.
-            started.check(parse(further, started.description, started.sections, recipe).config)
+            started.check(parse(further, started.description, started.sections, program).config)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect
             return tell(error)
         os.execve(command[0], command, outside)  # its signals and exit status are then this one's

@@ -201,13 +201,7 @@ def parse(
             raise ConfigError(f"two configuration files, {options.config} and {rest[0]}: give one")
         options.config = rest.pop(0)
     if rest:
-        keys = [
-            *(key for key, _ in _options(PipelineConfig, "")),
-            "config",
-            "memory",
-            "method",
-            "plan",
-        ]
+        keys = [*dict(_options(PipelineConfig, "")), "config", "memory", "method", "plan"]
         hint = nearest(rest[0].lstrip("-").split("=")[0], keys)
         raise ConfigError(f"unknown option {rest[0]}: {hint}")
     tree = read_yaml(Path(options.config or TOY))

@@ -258,7 +258,7 @@ def test_the_example_of_the_readme_is_what_init_writes_and_a_plan_names_what_dif
 ) -> None:
     monkeypatch.chdir(tmp_path)
     chatting(tmp_path / "my-7b")
-    rows(tmp_path, "mine.jsonl", *({"prompt": f"Say {n}."} for n in range(60)))
+    rows(tmp_path, "mine.jsonl", *({"prompt": f"Say {n}."} for n in range(1000)))
     assert main(["init", "my-7b", "--prompts", "mine.jsonl", "--device", "cuda"]) == 0
     assert [Path("my-pair.yaml").read_text()] == blocks("README.md", "yaml")
     assert main(["pipeline", "my-pair.yaml", "--plan"]) == 0
@@ -281,8 +281,7 @@ def test_the_example_of_the_readme_is_what_init_writes_and_a_plan_names_what_dif
         ("eagle3", LLAMA, "layout: eagle3, layers: 1}}\nhead: null", "stop: cost}"),
         ("dspark", LLAMA, "head: {kind: confidence}", "head: null"),
         ("my-org/my-160m", LLAMA, 'draft: "my-org/my-160m", dtype', "init"),
-        ("my-org/my-160m", MAMBA, "length: 5", "tree"),
-        ("my-org/my-160m", MAMBA, "length: 5", "lookup"),
+        ("my-org/my-160m", MAMBA, "head: false}\n    - {name: cost, verifier", "lookup"),
     ],
 )
 def test_init_writes_a_file_for_each_kind_of_draft_without_what_it_cannot_do(
@@ -308,41 +307,39 @@ def test_init_writes_a_file_for_each_kind_of_draft_without_what_it_cannot_do(
     assert main(["pipeline", "my-pair.yaml", "--plan"]) == 0
 
 
-def folders_of(pair: Path, fault: str, folder: Path) -> str:
-    """A draft that a plan takes and a run refuses; returns its name."""
-    shutil.copytree(pair / "draft", folder)
-    if fault == "vocabulary":  # as tokenizers without a tokenizer.json are stored, too
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        settings["added_tokens_decoder"] = {}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": "<x>"}))
-    elif fault == "base":
-        (folder / "config.json").unlink()
-        write_json(folder / "adapter_config.json", {"base_model_name_or_path": "/no/base"})
-    elif fault == "shard":
-        write_json(folder / "model.safetensors.index.json", {"weight_map": {"a": "2.safetensors"}})
-    else:
-        (folder / "config.json").unlink()
-    return str(folder)
-
-
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("file", "values", "said"),
     [
-        ("vocabulary", "must share a vocabulary; 1 ids differ"),
-        ("base", "{} holds adapters of /no/base, and there is no such folder"),
-        ("shard", "{} lacks 2.safetensors, which its model.safetensors.index.json names"),
-        ("config", "{} has no config.json"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {}, "unk_token": "<x>"}, "1 ids differ"),
+        (
+            "adapter_config.json",
+            {"base_model_name_or_path": "/no/base"},
+            "{} holds adapters of /no",
+        ),
+        ("model.safetensors.index.json", {"weight_map": {"a": "2"}}, "{} lacks 2, which its model"),
+        ("config.json", {}, "{} has no config.json"),
     ],
 )
 def test_a_plan_ends_with_what_would_fail(
-    fault: str, said: str, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str,
+    values: dict[str, object],
+    said: str,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    draft = folders_of(trained_pair, fault, tmp_path / "draft")
+    draft = tmp_path / "draft"
+    shutil.copytree(trained_pair / "draft", draft)
+    if file in ("adapter_config.json", "config.json"):
+        (draft / "config.json").unlink()
+    if values:
+        there = json.loads((draft / file).read_text()) if (draft / file).exists() else {}
+        write_json(draft / file, there | values)
     models = [f"--models.target={trained_pair / 'target'}", f"--models.draft={draft}"]
-    flags = [f"--output={tmp_path / 'out'}", "--toy=null", *models, "--method={name: a, length: 2}"]
-    assert pipeline.RECIPE.run([*flags, "--head=null", "--plan"]) == 0
+    flags = [f"--output={tmp_path / 'out'}", "--toy=null", *models, *methods("{name: a}")]
+    assert pipeline.RECIPE.run([*flags, "--plan"]) == 0
     assert said.format(draft) in capsys.readouterr().out.split("\nwould fail:\n  ")[1]
-    assert pipeline.RECIPE.run([*flags, "--head=null"]) == 2
+    assert pipeline.RECIPE.run(flags) == 2
     assert said.format(draft) in capsys.readouterr().err
 
 

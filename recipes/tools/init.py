@@ -42,8 +42,8 @@ eval:
   engine: {engine}
   max_new_tokens: 128
   sets:                                   # dev chooses settings, test judges them
-    - {{name: {dev}, split: dev, count: 32{asked}}}
-    - {{name: {test}, split: test, count: 64{asked}}}
+    - {{name: {dev}, split: dev, count: {tried}{asked}}}
+    - {{name: {test}, split: test, count: {judged}{asked}}}
   methods:
     - {{name: plain, decoder: plain}}
 """
@@ -172,6 +172,7 @@ def main(given: argparse.Namespace) -> int:
         values = {key: json.dumps(str(each), ensure_ascii=False) for key, each in names.items()}
         values["draft"] = "" if given.draft in DRAFTS else f"draft: {values['draft']}, "
         values["asked"] = f", template: {values['template']}" if given.template else ""
+        values |= {"tried": str(min(32, part)), "judged": str(min(64, part))}
         values |= {"training": training, "head": f"{{kind: {head}}}" if head else "null"}
         values |= _of_target(given)
         config = build(load_yaml(WRITTEN.format(**values)))
