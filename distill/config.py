@@ -119,7 +119,7 @@ class InitConfig(Config):
                 f"{self.layers}"
             )
         if self.block is not None and self.layout != "dspark":
-            raise ValueError(f"block needs layout dspark, got layout {self.layout}")
+            raise ValueError(f"block needs layout dspark, got {self.layout or 'none'}")
         if self.taps is not None and self.taps != sorted(set(self.taps)):
             raise ValueError(f"taps must be in order, each once, got {self.taps}")
         return self

@@ -32,7 +32,7 @@ from distill.engine_layouts import (
 from distill.watch import Figures, HeldOut
 from specdata.config import PromptSet
 from specdata.draft_models.states_draft import Norms, states_input
-from specdata.draft_models.taps import attach
+from specdata.draft_models.taps import BOUND, attach
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
 from specdata.prompts.catalogue import EMBEDDED
@@ -113,6 +113,7 @@ def _of_files(
     name = str(folder)
     try:
         theirs = stored(folder)
+        yield from _of_target(config, theirs, target)
         if layout is DSPARK:
             yield from _of_engines(config, theirs, target)
             config["sample_from_anchor"] = True  # as it is measured at first
@@ -139,6 +140,29 @@ def _of_files(
     share_said = f"{len(ids):,} tokens, {share:.1%} of the target's text"
     yield Finding(kind, "vocabulary", f"{share_said}{head}")
     return tensors, ids
+
+
+def _of_target(
+    config: Mapping[str, Any], theirs: Mapping[str, Tensor], target: PreTrainedModel
+) -> Iterator[Finding]:
+    """Signs that the draft was trained for another target."""
+    tensors = {name.removeprefix("model."): each for name, each in theirs.items()}
+    embedding, own = tensors.get("embed_tokens.weight"), target.get_input_embeddings().weight
+    states = tensors.get("fc.weight", own).shape[-1]
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    named, here = verifier.get("name_or_path"), target.name_or_path
+    signs = []
+    if named and Path(named).name != Path(here).name:
+        signs.append(f"config.json names {named}")
+    if states % (width := target.config.get_text_config().hidden_size):
+        signs.append(f"the draft reads {states} numbers of states, and this has {width} in each")
+    if embedding is not None and (
+        embedding.shape != own.shape
+        or (embedding.float() - own.cpu()).norm() > BOUND * own.cpu().norm()
+    ):
+        signs.append("embed_tokens are not this target's")
+    if signs:
+        yield Finding("warning", "target", f"{here} may be the wrong one: {'; '.join(signs)}")
 
 
 def _of_settings(
@@ -189,9 +213,19 @@ def _of_settings(
         moved = [tap + step for tap in taps]
         if moved[0] >= 0 and moved[-1] <= last:
             others[f"taps {moved}"] = (moved, flags)
-    is_better = False
+    is_better, measured = False, {}
     for what, other in others.items():
-        better = held.measure(read(*other)).overall.expected_tokens["token_4"]
+        measured[what] = held.measure(read(*other)).overall
+    if not max(each.acceptance for each in (figures, *measured.values())) >= LOW:
+        yield Finding(
+            "problem",
+            "target",
+            f"{target.name_or_path} may be the wrong one, or the draft untrained: it is accepted "
+            f"with none of these: {_flags(flags)}, taps {taps}; {'; '.join(measured)}",
+        )
+        measured = {}
+    for what, each in measured.items():
+        better = each.expected_tokens["token_4"]
         least = FAR_BETTER if what.startswith("sample_from_anchor") else BETTER
         if better > rounds * (1 + least):
             is_better = True
@@ -202,7 +236,7 @@ def _of_settings(
                 f"instead of {rounds:.2f}: config.json (taps {taps}, {_flags(flags)}) is not how "
                 "it was trained",
             )
-    if not is_better:
+    if not is_better and measured:
         yield Finding("ok", "settings", f"taps {taps}, {_flags(flags)}: no other is better")
     yield _acceptance(figures)
 
@@ -269,7 +303,7 @@ def _acceptance(figures: Figures) -> Finding:
         f"target's text; {figures.expected_tokens['token_4']:.2f} tokens a round of four"
     )
     if figures.acceptance < FLAG:
-        text += ", nearly always a flag or taps"
+        text += ", nearly always the wrong target, a flag or taps"
     if not figures.acceptance >= LOW:  # NaN, too
         return Finding("problem", "acceptance", f"{text}: too little, see what is above")
     return Finding("ok", "acceptance", text)

@@ -302,7 +302,7 @@ def _blocks_of(settings: dict[str, Any], target: PreTrainedModel) -> tuple[list[
         )
     if (said.num_target_layers or layers) != layers or said.mask_token_id >= vocabulary:
         raise ConfigError(
-            f"config.json describes a target of {said.num_target_layers} layers and mask "
+            f"config.json describes a target of {said.num_target_layers or layers} layers and mask "
             f"{said.mask_token_id}, and the target has {layers} layers and {vocabulary} tokens: "
             "give the one that the draft was trained for"
         )

@@ -30,7 +30,9 @@ from recipes.sizes import (
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.loading import check_vocabularies
 from specdata.processes import local_process_count, process_count
+from specdata.sources import base_of_adapters, is_hub_id
 from specdata.storage.files import read_object
+from specdata.storage.resume import read_record
 
 # Beside a tokenizer; other versions keep it in tokenizer_config.json.
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -45,11 +47,9 @@ def check_paths(stages: Sequence[Stage]) -> None:
         raise ConfigError(f"cannot write into {output} ({folder} {why}): choose another --output")
     for stage in stages:
         for name, source in stage.inputs.items():
-            # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
-            is_path = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
-            if "://" in source or not is_path or is_within(source, output):
+            if "://" in source or is_within(source, output):
                 continue  # what is missing in the output may be made before the run
-            if not Path(source).exists():
+            if not Path(source).exists() and not is_hub_id(source):
                 raise ConfigError(
                     f"{stage.name} reads {name} from {source}, and there is no such file or "
                     "folder: mend the path, or give a Hub id (OWNER/NAME)"
@@ -200,28 +200,16 @@ def check_decodable(config: PipelineConfig) -> None:
 def check_whole_run(config: PipelineConfig) -> None:
     """Refuse what only a run that ends in an evaluation needs, and what only the Hub tells.
 
-    That is models without weights (enough for `--plan`, and for a target behind a server), prompt
-    sets of the Hub, the contexts of models, and whether they share a vocabulary. Downloads the sets
-    (conversations, too), and of models config.json and the tokenizer. Raises ConfigError.
+    That is `check_models`, and prompt sets of the Hub. Downloads the sets (conversations, too), and
+    of models config.json and the tokenizer. Raises ConfigError.
     """
-    from specdata.models import check_shared_vocabulary, load_tokenizer, prompt_limits
+    from specdata.models import load_tokenizer
     from specdata.prompts.chat_templates import require_template
     from specdata.prompts.conversations import check_conversations
     from specdata.prompts.loading import check_sets
     from specdata.prompts.reading import is_remote
 
-    for name in given_models(config):
-        if is_without_weights(name) and not is_made_here(config, name):
-            raise ConfigError(
-                f"{name} has a config.json and no weights ({', '.join(WEIGHTS)}), which the "
-                "evaluation reads: copy them there, or run the recipes before it one by one"
-            )
-    if not is_made_here(config, config.models.target):
-        prompt_limits(config.models.target, config.eval.max_new_tokens)
-        tokenizer = load_tokenizer(config.models.target)
-        for name in (*given_models(config)[1:], *path_drafts(config.eval)):
-            if not is_made_here(config, name):
-                check_shared_vocabulary(tokenizer, load_tokenizer(name))
+    check_models(config)
     check_decodable(config)
     if config.draft and config.draft.finetune and config.draft.finetune.conversations:
         tokenizer = load_tokenizer(config.models.target)
@@ -237,6 +225,50 @@ def check_whole_run(config: PipelineConfig) -> None:
     for sets in (trained, config.eval.sets):
         remote = [dataset for dataset in sets if is_remote(dataset)]
         check_sets(remote, config.seed, has_template=has_chat_template(config))
+
+
+def check_models(config: PipelineConfig, *, here_alone: bool = False) -> None:
+    """Refuse models without all of their weights, and tokenizers that differ, however stored.
+
+    A plan takes them, and so does a target behind a server. With `here_alone` only of folders.
+    """
+    every = dict.fromkeys((*given_models(config), *path_drafts(config.eval)))
+    models = {name: base_of_adapters(name) or name for name in every}
+    models = {name: base for name, base in models.items() if not is_made_here(config, name)}
+    for name, base in models.items():
+        if not Path(base).is_dir():
+            if base != name and not is_hub_id(base):
+                raise ConfigError(f"{name} holds adapters of {base}, and there is no such folder")
+        elif not (Path(base) / "config.json").is_file():
+            raise ConfigError(f"{base} has no config.json: give the folder of a saved model")
+        elif is_without_weights(base):
+            raise ConfigError(
+                f"{base} has a config.json and no weights ({', '.join(WEIGHTS)}), which the "
+                "evaluation reads: copy them there, or run the recipes before it one by one"
+            )
+        for index in Path(base).glob("*.index.json"):
+            parts = {*read_record(index, ["weight_map"], "restore it")["weight_map"].values()}
+            if missing := sorted(part for part in parts if not index.with_name(part).is_file()):
+                raise ConfigError(f"{base} lacks {missing[0]}, which its {index.name} names")
+    looked = [name for name in models if not here_alone or Path(name).is_dir()]
+    if config.models.target in looked:
+        from specdata.models import check_shared_vocabulary, load_tokenizer, prompt_limits
+
+        prompt_limits(config.models.target, config.eval.max_new_tokens)
+        tokenizer = load_tokenizer(config.models.target)
+        for name in looked[1:]:
+            check_shared_vocabulary(tokenizer, load_tokenizer(name))
+
+
+def not_looked_at(stages: Sequence[Stage]) -> Iterator[str]:
+    """What a plan cannot look at, because it is on the Hub."""
+    config = stages[0].config
+    read = {source: name for stage in stages for name, source in stage.inputs.items()}
+    bases = filter(None, map(base_of_adapters, [*read]))
+    for source, name in (read | dict.fromkeys(bases, "base of adapters")).items():
+        is_here = Path(source).exists() or on_this_machine(source)
+        if not is_here and not is_within(source, config.output):
+            yield f"{name} {source}: no such folder here, so it is taken for a Hub id"
 
 
 def check_room(config: PipelineConfig, section: str, new: int) -> None:

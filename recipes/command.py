@@ -1,7 +1,7 @@
 """The `draftsmith` command: every recipe and tool of the project under one name.
 
-draftsmith pipeline --config my-pair.yaml
-draftsmith launch multi_gpu --num_processes 8 train-head --config my-pair.yaml
+draftsmith pipeline my-pair.yaml
+draftsmith launch multi_gpu --num_processes 8 train-head my-pair.yaml
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
 
-import yaml
-
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
+from recipes.config import parse, read_yaml
 from recipes.recipe import interrupted
 from recipes.steps import LAUNCHED
 from specdata import __version__
@@ -78,7 +77,7 @@ def environment(command: Sequence[str]) -> dict[str, str]:
     from accelerate.commands.launch import launch_command_parser  # here: it is heavy
 
     given = launch_command_parser().parse_args(command[3:])
-    profile = yaml.safe_load(Path(given.config_file).read_text(encoding="utf-8"))
+    profile = read_yaml(Path(given.config_file))
     processes = given.num_processes or profile.get("num_processes", 1)
     machines = given.num_machines or profile.get("num_machines", 1)
     is_deepspeed = given.use_deepspeed or profile.get("distributed_type") == "DEEPSPEED"
@@ -92,7 +91,7 @@ def environment(command: Sequence[str]) -> dict[str, str]:
             given.deepspeed_config_file or engine.get("deepspeed_config_file")
         ),
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(given.zero_stage or engine.get("zero_stage", 2)),
-        "ACCELERATE_USE_FSDP": str(given.use_fsdp),
+        "ACCELERATE_USE_FSDP": str(given.use_fsdp or profile.get("distributed_type") == "FSDP"),
         "ACCELERATE_DYNAMO_BACKEND": given.dynamo_backend or "no",
     }
 
@@ -106,7 +105,7 @@ def launch(arguments: Sequence[str]) -> int:
     )
     parser = argparse.ArgumentParser(
         "draftsmith launch",
-        "draftsmith launch PROFILE [--num_processes N ...] RECIPE [--config FILE ...]\n"
+        "draftsmith launch PROFILE [--num_processes N ...] RECIPE [FILE ...]\n"
         "       draftsmith launch PROFILE_OR_FILE",
         "Start a recipe in several processes, as a launch profile says; options before RECIPE are "
         "those of `accelerate launch`. With nothing after it, print the path of a profile or of "
@@ -128,13 +127,21 @@ def launch(arguments: Sequence[str]) -> int:
         os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:place]])
         # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+        # Or `python -m` would look into the working folder first, where a user may have an eval.py.
+        os.environ["PYTHONSAFEPATH"], path = "1", os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, str(LAUNCH.parent))))
         options, recipe, further = arguments[1:place], arguments[place], arguments[place + 1 :]
-        command = launch_command(profile, options, recipe, further)
-        if "--plan" in further:
+        command, program = launch_command(profile, options, recipe, further), f"draftsmith {recipe}"
+        outside, started = dict(os.environ), RECIPES[recipe]
+        try:
             os.environ.update(environment(command))
-            command = [sys.executable, *command[command.index("--module") :]]
-            command[1] = "-m"
-        os.execv(command[0], command)  # whose signals and exit status are then this process's
+            if "--plan" in further:
+                return started.run(further, program)
+            # One answer in place of one from every process.
+            started.check(parse(further, started.description, started.sections, program).config)
+        except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+            return tell(error)
+        os.execve(command[0], command, outside)  # its signals and exit status are then this one's
     print(LAUNCH / (f"{profile}.yaml" if profile in PROFILES else profile))
     return 0
 
@@ -165,11 +172,19 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
 
 
 TOOLS = (*DOES, "launch")
+BEGIN = """\
+draftsmith init TARGET --prompts FILE    writes my-pair.yaml for your model and your prompts
+draftsmith pipeline my-pair.yaml --plan  says what that would read, write and refuse
+draftsmith pipeline my-pair.yaml         trains a draft and a head, measures them, says what pays
+draftsmith --help                        lists all commands"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if not given:  # status 2: a script whose command is an empty variable must not go on
+        print(BEGIN, file=sys.stderr)
+        return 2
     parser = _parser()
     name = parser.parse_args(given[:1]).command  # what follows is for the command itself
     if name in RECIPES:

@@ -43,6 +43,16 @@ from specdata.loading import Dtype, Loading, PairLoading, Role, in_numbers
 from specdata.sampling import SamplingConfig
 
 TOY = Path(__file__).parent / "configs" / "toy.yaml"
+USE = """\
+  %(prog)s my-pair.yaml --plan              what it would read, write and refuse; nothing is made
+  %(prog)s my-pair.yaml                     do it; after a kill the same command goes on
+  %(prog)s my-pair.yaml --draft.epochs 2    with another value of a key, of those below
+  draftsmith launch PROFILE RECIPE my-pair.yaml     in several processes
+  draftsmith init TARGET --prompts FILE             writes my-pair.yaml
+
+Without a FILE the embedded pair is meant, which takes minutes on a CPU (`make demo`).
+It ends with status 0 (done), 2 (unusable configuration or input) or 1 (failed while running).
+Every key of the file can be given as an option, with its dotted name."""
 MOST_BYTES, MOST_VALUES = 2**17, 10_000
 """Of a YAML file; ours hold 5,000 bytes and 200 values."""
 SHARED = ("output", "seed", "models", "sampling")
@@ -180,23 +190,21 @@ def parse(
     sections: Sequence[str] = tuple(PipelineConfig.model_fields),
     program: str | None = None,
 ) -> Command:
-    """Read `--config FILE --key value ... [--method METHOD ...] [--plan]`.
+    """Read `FILE --key value ... [--method METHOD ...] [--plan]`; `--config FILE` is the same.
 
     For `--help`: what the recipe does, the sections that it lists (the others are accepted, too),
     and how the recipe was called, by default the script's name.
     """
     options, rest = _parser(description, sections, program).parse_known_args(arguments)
+    while rest and not rest[0].startswith("-"):  # the value of an unknown option comes after it
+        if options.config is not None:
+            raise ConfigError(f"two configuration files, {options.config} and {rest[0]}: give one")
+        options.config = rest.pop(0)
     if rest:
-        keys = [
-            *(key for key, _ in _options(PipelineConfig, "")),
-            "config",
-            "memory",
-            "method",
-            "plan",
-        ]
+        keys = [*dict(_options(PipelineConfig, "")), "config", "memory", "method", "plan"]
         hint = nearest(rest[0].lstrip("-").split("=")[0], keys)
         raise ConfigError(f"unknown option {rest[0]}: {hint}")
-    tree = _read(Path(options.config))
+    tree = read_yaml(Path(options.config or TOY))
     for key, info in _options(PipelineConfig, ""):
         if (text := vars(options)[key]) is not None:
             section, (*path, last) = tree, key.split(".")
@@ -228,13 +236,13 @@ def _parser(
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         program,
-        "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan]",
-        description,
+        "%(prog)s [FILE] [--KEY VALUE ...] [--plan]",
+        f"{description}\n\n{USE}" if description else None,
         allow_abbrev=False,
         epilog="\n".join(_epilog(sections)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", default=str(TOY), help="YAML file (default: the toy pair)")
+    parser.add_argument("--config", metavar="FILE", help="the same as FILE (default: the toy pair)")
     parser.add_argument(
         "--plan",
         action="store_true",
@@ -296,7 +304,7 @@ def _help(info: FieldInfo) -> str:
     if section_type(info.annotation) and get_origin(info.annotation) is not list:
         return "the whole section" + (", or null to leave it out" if info.default is None else "")
     text = info.description or ""
-    if not info.is_required():
+    if not info.is_required() and info.get_default(call_default_factory=True) is not None:
         text += f" (default: {info.get_default(call_default_factory=True)})"
     return text.replace("%", "%%")
 
@@ -310,7 +318,8 @@ def _options(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
             yield from _options(section, f"{prefix}{name}.")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file of a user holds. Raises ConfigError."""
     try:
         if path.exists() and not (path.is_file() and path.stat().st_size <= MOST_BYTES):
             what = f"it must be a regular file of at most {MOST_BYTES:,} bytes"

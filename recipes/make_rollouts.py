@@ -62,8 +62,8 @@ class Pair(Stage):
             place = self.folder / name
             if path is None or absolute(path) != absolute(place):
                 raise ConfigError(
-                    f"with a toy section, models.{name} must be {place}, got {path}: change it, or "
-                    "set toy to null and use your own pair"
+                    f"with a toy section, models.{name} must be {place}, got {path or 'none'}: "
+                    "change it, or set toy to null and use your own pair"
                 )
         if process_count() > 1 and not finished(self.folder):
             # Its Trainer would wait for the others, which have nothing to train.

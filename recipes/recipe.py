@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from recipes.checks import check_paths, check_whole_run
+from recipes.checks import check_models, check_paths, check_whole_run, not_looked_at
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import is_within
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
@@ -31,7 +31,7 @@ from specdata.processes import (
     process_count,
     rank,
 )
-from specdata.sampling import unapplied_words
+from specdata.sampling import sampling_words, unapplied_words
 from specdata.terminal import accept_any_text, tell
 
 INTERRUPTED = (129, 130, 143)  # exit statuses after SIGHUP, SIGINT (Ctrl-C) and SIGTERM
@@ -63,13 +63,18 @@ class Recipe:
             )
         return asked or [last]
 
+    def check(self, config: PipelineConfig) -> tuple[bool, bool]:
+        """Refuse what a run would; whether all is made already, and whether it is of many parts."""
+        stages = self.asked(config)
+        is_made, is_whole = check_stages(stages), len({stage.recipe for stage in stages}) > 1
+        if is_whole and not is_made:
+            check_whole_run(config)
+        return is_made, is_whole
+
     def main(self, config: PipelineConfig) -> None:
         """Do every stage, after a look at all of them."""
         begun, stages = time.perf_counter(), self.asked(config)
-        is_made = check_stages(stages)
-        is_whole = len({stage.recipe for stage in stages}) > 1
-        if is_whole and not is_made:
-            check_whole_run(config)
+        is_made, is_whole = self.check(config)
         answers = []
         for stage in stages:
             results = run_stage(stage)
@@ -113,13 +118,15 @@ class Recipe:
             config = command.config
             if command.plan:
                 stages = self.asked(config)
-                check_stages(stages)
+                is_made = check_stages(stages)
                 read = {key: each for key, each in command.given.items() if key in self.sections}
                 show_plan(read, stages)
                 if is_main() and (command.memory or is_launched()):
                     from recipes.memory import show_memory  # here: it needs torch
 
                     show_memory(stages, command.memory)
+                if not is_made:
+                    show_doubts(stages)
             else:
                 self.main(config)
                 for step in self.asked(config)[-1].next(CommandLine(given, program)):
@@ -159,8 +166,11 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
         return
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
-    if words := unapplied_words(generation_of(stages[0].config)):
-        console.print(f"# {words}", markup=False)
+    config = stages[0].config
+    generation = generation_of(config.models.target)
+    for words in (sampling_words(config.sampling, generation), unapplied_words(generation)):
+        if words:
+            console.print(f"# {words}", markup=False)
     is_new = False
     for stage in stages:
         state = _state(stage)
@@ -172,6 +182,17 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
             there = _absent(source, str(given.get("output")))
             console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
+
+
+def show_doubts(stages: Sequence[Stage]) -> None:
+    """Print what a run would refuse that a plan takes, and what was not looked at."""
+    try:
+        if any(stage.name == "eval" for stage in stages):
+            check_models(stages[0].config, here_alone=True)
+    except USER_ERRORS as error:
+        say(f"\nwould fail:\n  {error}")
+    if unseen := [*not_looked_at(stages)]:
+        say("\n  ".join(("\nnot looked at:", *unseen)))
 
 
 def _absent(source: str, output: str) -> str:

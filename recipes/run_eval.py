@@ -419,7 +419,8 @@ def _context(config: PipelineConfig, predicted: Predictions | None) -> Context:
     if (output / RUN).is_file():
         program, *given = map(without_passwords, stage_record(output)["arguments"])
         command = shlex.join([Path(program).name, *given])
-    samples, left_out = read_samples(output / SAMPLES), unapplied_words(generation_of(config))
+    samples = read_samples(output / SAMPLES)
+    left_out = unapplied_words(generation_of(config.models.target))
     return Context(predicted, command, samples, left_out)
 
 

@@ -69,9 +69,8 @@ def described(model: str) -> Mapping[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def generation_of(config: PipelineConfig) -> Mapping[str, Any]:
-    """The target's generation_config.json; empty if it is not on this machine."""
-    name = config.models.target
+def generation_of(name: str) -> Mapping[str, Any]:
+    """A model's generation_config.json; empty if it is not on this machine."""
     folder = on_this_machine(base_of_adapters(name) or name)
     try:
         return read_object(folder / "generation_config.json") if folder else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
@@ -76,6 +76,29 @@ class SamplingConfig:
     def truncates(self) -> bool:
         """Whether tokens can lose their probability at a temperature above 0."""
         return self.top_k != 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def served_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    """What a generation_config.json names of `SamplingConfig`, which is how vLLM then serves.
+
+    It does not read `do_sample`, without which transformers takes the likeliest token.
+    """
+    named = {each.name: generation.get(each.name) for each in fields(SamplingConfig)}
+    asked = {name: value for name, value in named.items() if isinstance(value, int | float)}
+    return asked | ({"top_k": 0} if asked.get("top_k", 0) < 0 else {})  # -1 is off, too
+
+
+def sampling_words(sampling: SamplingConfig, generation: Mapping[str, Any]) -> str:
+    """Where sampling is not what a generation_config.json has servers do; "" if nowhere."""
+    ours, there = asdict(sampling), {**asdict(SamplingConfig()), **served_sampling(generation)}
+    differ = [f"{key} is {ours[key]:g} here and {there[key]:g} there" for key in ours]
+    differ = [each for key, each in zip(ours, differ, strict=True) if ours[key] != there[key]]
+    if generation.get("do_sample") is False and sampling.temperature > 0:
+        differ.append("do_sample is false there, which vLLM does not read")
+    return bool(generation and differ) * (
+        "sampling is not what the target's generation_config.json has a server do (unless told "
+        f"otherwise, vLLM: --generation-config vllm): {', '.join(differ)}."
+    )
 
 
 def unapplied(generation: Mapping[str, Any]) -> dict[str, Any]:

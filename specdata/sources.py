@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,11 @@ def hub_source(name: str) -> tuple[str, str | None]:
         )
     source, at, revision = name.partition("@")
     return (source, revision) if at and not Path(name).exists() else (name, None)
+
+
+def is_hub_id(name: str) -> bool:
+    """True for what the Hub could call a model or data set, its revision aside: [OWNER/]NAME."""
+    return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]{,95}", hub_source(name)[0]))
 
 
 def base_of_adapters(folder: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ def tell(error: Exception) -> int:
         text += "cause and run the same command again"
     else:
         raise error
+    text = re.sub(r"\[Errno -?\d+\] ", "", text)  # whoever reported it: what follows says it
     sys.stderr.write(f"{visible(without_passwords(text))}\n")
     return status
 

@@ -16,6 +16,7 @@ from eval.drafting.stopping import STOPPING_RULES
 from eval.verifiers import VERIFIERS
 from recipes.command import LAUNCH, PROFILES, RECIPES, TOOLS, launch_command, main
 from specdata import __version__, terminal
+from specdata.errors import ConfigError
 from specdata.terminal import progress, visible
 from tests.light_imports import run_without_heavy_libraries
 
@@ -32,7 +33,10 @@ ASKED_FOR = {"make-logits": ["--logits", "{top_logits: 64}"]}
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_help_and_plan_import_no_heavy_library(name: str, tmp_path: Path) -> None:
-    assert f"usage: draftsmith {name}" in command(name, "--help")
+    shown = command(name, "--help")
+    assert f"usage: draftsmith {name}" in shown
+    assert f"draftsmith {name} my-pair.yaml --plan" in shown.split("options:")[0]
+    assert "None" not in shown
     plan = ["--plan", *ASKED_FOR.get(name, [])]
     module = f"recipes.{name.replace('-', '_')}"
     assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, *plan, cwd=tmp_path)
@@ -68,14 +72,48 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
         (["launch", "cpu-2", "trian-head"], "did you mean 'train-head'?"),
         (["launch", "cpu-3", "train-head"], "invalid choice: 'cpu-3'"),
         (["launch", "zero3.json", "train-head"], "invalid choice: 'zero3.json'"),
-        ([], "the following arguments are required: COMMAND"),
+        (["launch", "cpu-2", "--num_proceses", "2", "train-head"], "unrecognized arguments"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
         assert hint in capsys.readouterr().err
+    assert main([]) == 2
+    assert "draftsmith init TARGET --prompts FILE" in capsys.readouterr().err
     assert main(["train-head", "--head.depht", "1"]) == 2
     assert "did you mean 'head.depth'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["none.yaml"], "configuration file none.yaml does not exist"),
+        (["--head.depht", "1"], "did you mean 'head.depth'?"),
+        (["--sampling.temperature=-1"], "temperature must be 0 or larger"),
+        ([], "the embedded pair is trained by one process"),
+    ],
+)
+def test_a_launch_is_refused_once_before_it_starts_processes(
+    given: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # what it tells its processes
+    assert main(["launch", "cpu-2", "pipeline", *given]) == 2
+    said = capfd.readouterr().err
+    assert said.count("error: ") == 1
+    assert message in said
+
+
+def test_an_error_of_the_system_is_told_without_its_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for error in (FileNotFoundError(2, "No such file", "a"), ConfigError("x ([Errno 13] No)")):
+        terminal.tell(error)
+        assert "Errno" not in capsys.readouterr().err
 
 
 def test_progress_in_a_file_is_lines_that_say_how_far_it_is(

@@ -40,6 +40,9 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults() -> Non
     [
         (["--head.dept", "1"], "did you mean 'head.depth'"),
         (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["--plan", "nowhere.yaml", "--seed", "1"], "nowhere.yaml does not exist"),
+        (["a.yaml", "b.yaml"], "two configuration files, a.yaml and b.yaml: give one"),
         (["--sampling.top_p", "0"], "top_p must lie in"),
         (["--sampling.min_p", "1.5"], "min_p must lie in"),
         (["--sampling.repetition_penalty", "1.1"], r"nothing here applies repetition_.*y: 1.0\)"),

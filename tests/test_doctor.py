@@ -201,7 +201,7 @@ TRAPS: dict[str, tuple[Change, str]] = {
         lambda tensors, _: [
             tensors[name].mul_(-50) for name in ("norm.weight", "markov_head.markov_w2.weight")
         ],
-        "nearly always a flag or taps: too little",
+        "nearly always the wrong target, a flag or taps: too little",
     ),
     "head off": (with_head(enable_confidence_head=False), "enable_confidence_head must be true"),
     "head of states alone": (
@@ -254,6 +254,33 @@ def test_a_sound_draft_in_dsparks_layout_is_told_from_one_whose_anchor_proposes_
 
     status, said = said_of(changed(in_blocks, tmp_path / "ill", change), trained_pair, capsys)
     assert "with sample_from_anchor False the draft is accepted more" in said
+
+
+@pytest.mark.parametrize("draft", ["released", "in_blocks"])
+def test_a_wrong_target_is_named_and_neither_flags_nor_taps(
+    draft: str,
+    request: pytest.FixtureRequest,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(trained_pair / "target", tmp_path / "target")
+    target = load_model(str(tmp_path / "target"))
+    with torch.no_grad():
+        target.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight.roll(7, 0))
+        target.model.norm.weight.mul_(30)  # sure of itself: flat distributions are all alike
+    target.save_pretrained(tmp_path / "target")
+    verifier = {"verifier": {"name_or_path": "their/own-7b"}}
+    folder = changed(
+        request.getfixturevalue(draft),
+        tmp_path / "draft",
+        lambda _, config: config.update(speculators_config=verifier),
+    )
+    status, said = said_of(folder, tmp_path, capsys)
+    blamed = [each for each in said.splitlines() if each.startswith(("problem", "warning"))]
+    assert "may be the wrong one: config.json names their/own-7b" in blamed[0]
+    assert "may be the wrong one, or the draft untrained" in said
+    assert (status, " settings:" in said) == (1, False), said
 
 
 def test_a_target_that_llama_cpp_hands_out_nothing_of_is_named(

@@ -148,7 +148,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         ),
         (lambda plan: plan["sets"][1].update(count=9), "plan.sets.1.count: 5 -> 9"),
         (lambda plan: plan["sets"].append({"name": "c"}), "plan.sets.2: absent -> {'name': 'c'}"),
-        (lambda plan: plan.update(unknown=None), "plan.unknown: absent -> None"),
+        (lambda plan: plan.update(unknown=None), "plan.unknown: absent -> null"),
         (
             lambda plan: plan["target"].update(revision="bad"),
             "plan.target.revision: 'f00' -> 'bad'",
@@ -163,6 +163,7 @@ def test_a_free_key_may_differ_and_tuples_are_stored_as_lists() -> None:
     moved = changed(lambda plan: plan["target"].update(name="there"))
     assert differences(STORED, moved, ["plan.target.name"]) == []
     assert differences(STORED, moved) == ["plan.target.name: 'here' -> 'there'"]
+    assert differences({"a": "0" * 16}, {"a": "b" * 16}) == ["a: its contents have changed"]
     assert Settings({"widths": (1, 2)}).values == {"widths": [1, 2]}
 
 

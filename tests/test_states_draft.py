@@ -628,7 +628,7 @@ OTHER_TRAININGS = {"logits": "a", "on_policy": 0.5, "finetune": {}, "lora": {}, 
             for key, value in OTHER_TRAININGS.items()
         ),
         ({"init": {"kind": "states", "taps": [3, 1]}}, "in order, each once"),
-        ({"init": {"kind": "states", "block": 3}}, "block needs layout dspark, got layout None"),
+        ({"init": {"kind": "states", "block": 3}}, "block needs layout dspark, got none"),
         (
             {"init": {"kind": "states", "layout": "dspark", "block": 1}},
             "greater than or equal to 2",

@@ -39,8 +39,9 @@ def free_port() -> int:
 
 def launch(folder: Path, profile: str, *words: str) -> subprocess.Popen[str]:
     """Start a launcher of a recipe as users do, in a folder that is no checkout."""
+    (folder / "eval.py").write_text("raise SystemExit('the user has a module of this name')\n")
     return subprocess.Popen(
-        [sys.executable, "-m", "recipes.command", "launch", profile, *words],
+        [sys.executable, "-P", "-m", "recipes.command", "launch", profile, *words],
         cwd=folder,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,

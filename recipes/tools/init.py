@@ -1,6 +1,9 @@
 """Write a configuration for a target and a file of prompts.
 
-draftsmith init TARGET --prompts FILE [--device cuda|cpu] [--out my-pair.yaml]
+draftsmith init TARGET --prompts FILE [--draft states|eagle3|dspark|target|NAME] [--device cuda|cpu]
+
+It splits the prompts in three, reads TARGET's generation_config.json and chat template, and leaves
+out what the pair cannot do.
 """
 
 from __future__ import annotations
@@ -10,40 +13,124 @@ import codecs
 import hashlib
 import json
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
-from recipes.checks import has_chat_template
-from recipes.config import parse
+from eval.decode_config import Method
+from recipes.checks import check_decodable, has_chat_template
+from recipes.config import PipelineConfig, build, load_yaml, parse
 from recipes.pipeline import RECIPE
 from recipes.recipe import check_stages
+from recipes.sizes import block_of, generation_of, on_this_machine
 from specdata.config import PromptSet
-from specdata.errors import ConfigError
+from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.sampling import served_sampling
+from specdata.sources import hub_source
 
-MINIMAL = """\
+WRITTEN = """\
 output: {output}
-models: {{target: {target}, dtype: {dtype}}}
-sampling: {{temperature: 1.0}}                # how you serve: labels, losses, decoding all use it
+models: {{target: {target}, {draft}dtype: {dtype}}}
+sampling: {{{sampling}}}   # {source}
 rollouts:
   max_new_tokens: 256
-  sets: [{{name: {train}, split: train, count: 0}}, {{name: {dev}, split: dev, count: 0}}]
-draft: {{init: {{kind: target, layers: 2}}}}    # or models.draft, to begin with a draft of your own
-head: {{kind: immediate}}                     # null: no head; then leave out its method below
+  sets:                                   # count 0: all
+    - {{name: {train}, split: train, count: 0{asked}}}
+    - {{name: {dev}, split: dev, count: 0{asked}}}
+draft: {{{training}}}
+head: {head}
 eval:
+  engine: {engine}
   max_new_tokens: 128
-  sets: [{{name: {test}, split: test, count: 100}}]
+  sets:                                   # dev chooses settings, test judges them
+    - {{name: {dev}, split: dev, count: {tried}{asked}}}
+    - {{name: {test}, split: test, count: {judged}{asked}}}
   methods:
     - {{name: plain, decoder: plain}}
-    - {{name: block K=4, verifier: block, length: 4}}
-    - {{name: cost, verifier: block, stop: cost}}    # asks the head
 """
+LENGTHS = (1, 2, 3, 4, 5)
+TREES = (
+    "{name: tree 4, verifier: traversal, drafter: tree, widths: [4], siblings: distinct}",
+    "{name: dynamic tree, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 4, gain: 0.5}",
+)
+LOOKUP = "{name: lookup, decoder: assisted, lookup: 3}"
+DRAFTS = {
+    "target": ("init: {kind: target, layers: 2}", "immediate"),
+    "states": ("init: {kind: states, layers: 1}", "immediate"),
+    "eagle3": ("init: {kind: states, layout: eagle3, layers: 1}", None),
+    "dspark": (
+        "init: {kind: states, layout: dspark, layers: 1}, optimizer: muon, learning_rate: 1.5e-3",
+        "confidence",
+    ),
+}
+"""What `--draft` names -> its section, and the kind of its head: engines ask none of EAGLE-3's."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command line."""
-    parser.add_argument("target", metavar="TARGET", help="folder or Hub id of the target")
-    parser.add_argument("--prompts", required=True, type=Path, help="JSONL file, split in three")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where it runs")
-    parser.add_argument("--out", type=Path, default=Path("my-pair.yaml"), help="file to write")
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="folder or Hub id of the target")
+    add("--prompts", required=True, type=Path, help="JSONL file, split in three")
+    add("--template", help="the prompt's text, where no column is called `prompt`: '{question}'")
+    add(
+        "--draft",
+        default="target",
+        metavar="|".join((*DRAFTS, "NAME")),
+        help="what the draft is: target (two of its layers, the default), states (a layer that "
+        "reads the target's states), eagle3 or dspark (such a one for engines), or NAME, a folder "
+        "or Hub id of a model to begin with",
+    )
+    add("--device", choices=["cuda", "cpu"], help="where it runs (default: cuda if there is one)")
+    add("--out", type=Path, default=Path("my-pair.yaml"), help="file to write")
+
+
+def _fetch(target: str) -> None:
+    """Bring the small files that describe a target from the Hub, if it can be reached."""
+    from huggingface_hub import snapshot_download  # here: it is slow to import
+
+    source, revision = hub_source(target)
+    files = ["*config.json", "chat_template*", "additional_chat_templates/*"]
+    with suppress(OSError, ValueError):  # no Hub id, or not reached: what is known is written
+        snapshot_download(source, revision=revision, allow_patterns=files)
+
+
+def _of_target(given: argparse.Namespace) -> dict[str, str]:
+    """What is written of the target, and of the device that it runs on."""
+    import torch  # here: it is heavy
+
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    processor = Path("/proc/cpuinfo")
+    has_bfloat16 = processor.is_file() and "bf16" in processor.read_text(encoding="utf-8")
+    generation, source = generation_of(given.target), "as you serve"
+    if generation:
+        source = "of its generation_config.json, as vLLM serves it"
+    sampling = {"temperature": 1.0, **served_sampling(generation)}
+    return {
+        "dtype": "bfloat16" if device == "cuda" or has_bfloat16 else "float32",
+        "engine": "captured" if device == "cpu" else "eager",
+        "sampling": ", ".join(f"{key}: {value}" for key, value in sampling.items()),
+        "source": source,
+    }
+
+
+def _methods(config: PipelineConfig) -> list[str]:
+    """The ways of decoding that this pair can do, beside the target alone."""
+
+    def can(*methods: str) -> bool:
+        asked = [Method.model_validate(load_yaml(each)) for each in methods]
+        section = config.eval.model_copy(update={"methods": asked})
+        try:
+            check_decodable(config.model_copy(update={"eval": section}))
+        except (ConfigError, CacheNotRewindableError):
+            return False
+        return True
+
+    most = block_of(config) or max(LENGTHS)
+    methods = [f"{{name: K={n}, verifier: block, length: {n}}}" for n in LENGTHS if n <= most]
+    methods += TREES if can(*TREES) else ()
+    methods.append("{name: cost without head, verifier: block, stop: cost, head: false}")
+    if config.head:
+        methods.append("{name: cost, verifier: block, stop: cost}   # asks the head")
+    return [*methods, *([LOOKUP] if can(LOOKUP) else ())]
 
 
 def main(given: argparse.Namespace) -> int:
@@ -63,11 +150,12 @@ def main(given: argparse.Namespace) -> int:
                 "--prompts must be a .jsonl file of three different lines or more, such as "
                 f'{{"prompt": "..."}} or {{"messages": [...]}}; got {given.prompts}'
             )
-        check_sets([PromptSet(str(given.prompts), "train", 0)], 0)  # by the file's own name
+        prompts = PromptSet(str(given.prompts), "train", 0, template=given.template)
+        check_sets([prompts], 0)  # by the file's own name
         # By hash, so that equal lines are one, and a line stays in its split whatever their order.
         ordered = sorted(lines, key=lambda line: hashlib.sha256(line).digest())
-        tenth = max(1, len(ordered) // 10)
-        dev, test, train = ordered[:tenth], ordered[tenth : 2 * tenth], ordered[2 * tenth :]
+        part = max(1, len(ordered) // 10, min(16, len(ordered) // 4))  # few say nothing
+        dev, test, train = ordered[:part], ordered[part : 2 * part], ordered[2 * part :]
         splits = {"train": train, "dev": dev, "test": test}
         files = {name: given.out.with_name(f"{given.out.stem}-{name}.jsonl") for name in splits}
         if there := [str(path) for path in (given.out, *files.values()) if path.exists()]:
@@ -76,15 +164,27 @@ def main(given: argparse.Namespace) -> int:
         written = [given.out, *files.values()]
         for name, path in files.items():
             path.write_bytes(b"".join(line + b"\n" for line in splits[name]))
-        dtype = "bfloat16" if given.device == "cuda" else "float32"
-        values = {"output": f"runs/{given.out.stem}", "target": given.target, **files}
-        shown = {name: json.dumps(str(value), ensure_ascii=False) for name, value in values.items()}
-        given.out.write_text(MINIMAL.format(**shown, dtype=dtype), encoding="utf-8")
+        if not on_this_machine(given.target):
+            _fetch(given.target)
+        training, head = DRAFTS.get(given.draft, ("objective: lk_hybrid", "immediate"))
+        names = {"output": f"runs/{given.out.stem}", "target": given.target, **files}
+        names |= {"draft": given.draft, "template": given.template}
+        values = {key: json.dumps(str(each), ensure_ascii=False) for key, each in names.items()}
+        values["draft"] = "" if given.draft in DRAFTS else f"draft: {values['draft']}, "
+        values["asked"] = f", template: {values['template']}" if given.template else ""
+        values |= {"tried": str(min(32, part)), "judged": str(min(64, part))}
+        values |= {"training": training, "head": f"{{kind: {head}}}" if head else "null"}
+        values |= _of_target(given)
+        config = build(load_yaml(WRITTEN.format(**values)))
+        has_template, one = has_chat_template(config), config.rollouts.sets[:1]  # true of all
+        if "as_text" in check_sets(one, 0, has_template=has_template)[0]:
+            values["asked"] += ", chat: true"
+        text = WRITTEN.format(**values) + "".join(f"    - {each}\n" for each in _methods(config))
+        given.out.write_text(text, encoding="utf-8")
         # What a plan would refuse is refused here, and leaves nothing.
-        config = parse(["--config", str(given.out)]).config
+        config = parse([str(given.out)]).config
         check_stages(RECIPE.asked(config))
-        first = config.rollouts.sets[:1]  # what is said of one is true of all
-        notes = dropped(check_sets(first, 0, has_template=has_chat_template(config)))
+        notes = dropped(check_sets(config.rollouts.sets[:1], 0, has_template=has_template))
     except Exception as error:
         said = str(error)
         for path in written:
@@ -98,5 +198,10 @@ def main(given: argparse.Namespace) -> int:
     print(f"wrote {given.out} and its prompts ({counts})")
     for note in notes:
         print(note)
-    print(f"plan     draftsmith pipeline --config {shlex.quote(str(given.out))} --plan")
+    if not on_this_machine(given.target):
+        print(
+            f"{given.target} is neither here nor reached on the Hub: set sampling as you serve it, "
+            "and if it chats, add chat: true to each set of texts"
+        )
+    print(f"plan     draftsmith pipeline {shlex.quote(str(given.out))} --plan")
     return 0

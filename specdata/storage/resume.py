@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from specdata.errors import ManifestError, OtherSettingsError
 from specdata.storage.files import read_object, write_json
 
 _ABSENT = object()
+_HASH = re.compile(r"[0-9a-f]{16,64}")  # of a file, a folder or a commit
 LONGEST = 80  # characters of a value that a refusal shows
 
 
@@ -118,7 +120,9 @@ def _compare(
         if old is not None and new is not None:
             yield from _compare(old, new, free, f"{name}.")
         elif name not in free and (before is _ABSENT or after is _ABSENT or before != after):
-            yield f"{name}: {_shown(before)} -> {_shown(after)}"
+            hashes = [isinstance(each, str) and _HASH.fullmatch(each) for each in (before, after)]
+            shown = f"{_shown(before)} -> {_shown(after)}"
+            yield f"{name}: {'its contents have changed' if all(hashes) else shown}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
@@ -131,5 +135,5 @@ def _mapping(value: Any) -> Mapping[str, Any] | None:
 
 
 def _shown(value: Any) -> str:
-    text = "absent" if value is _ABSENT else repr(value)
+    text = "absent" if value is _ABSENT else "null" if value is None else repr(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
