@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REASONS = {
     "undecodable": "not made of texts",
     "media": "with pictures, videos or sounds",
-    "unknown_role": "with a role other than system, developer, user, assistant and tool",
+    "unknown_role": "with a role that is not known",
     "no_assistant_turn": "without a turn of the assistant",
     "refused": "refused by the chat template",
     "unmaskable": "whose chat template hides what the assistant said",
@@ -34,7 +34,7 @@ REASONS = {
 }
 _FORMS = (
     "`messages`, `conversations`, or `prompt` and `completion`: lists of {role, content} (system, "
-    "user, assistant, tool) or {from, value} (human, gpt)"
+    "developer, user, assistant, tool) or {from, value} (human, gpt)"
 )
 _SHOWN = 300  # characters of what is said of one conversation
 

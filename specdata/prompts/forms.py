@@ -20,15 +20,14 @@ from specdata.prompts.chat_templates import FIELDS, Conversation, Message
 
 CALLING = ("function_call", "tool_call")
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
-ROLES |= dict.fromkeys(("human", "prompter"), "user")
+ROLES |= {"human": "user", **dict.fromkeys(CALLING, "assistant")}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "model"), "assistant")
 ROLES |= dict.fromkeys(("function", "observation", "ipython", "tool_response"), "tool")
-ROLES |= dict.fromkeys(CALLING, "assistant")
 """What exports call the roles of a conversation -> what chat templates call them. Those of
 `CALLING` say the call of a tool as JSON text."""
 FLAGS = ("weight", "loss", "loss_weight", "loss_mask", "train", "trainable")
 _FLAG = re.compile(  # whether a message is to be learnt, or not to be
-    r"(?P<no>(mask|ignore|skip|exclude)(d|ped)?(_|$)|(no|not|un)_?(loss|train|learn))"
+    r"(?P<no>(mask|ignore|skip|exclude)(d|ed|ped)?$|(mask|ignore|no|not|un)_?(loss|train|learn))"
     r"|(.*_)?(weight|loss|train|learn|supervis)"
 )
 _MEDIA = re.compile(r"(?<![a-z])(image|img|picture|photo|pixel|video|audio|speech)s?(?![a-z])")
@@ -36,7 +35,6 @@ _PLACEHOLDER = re.compile(  # at an end of a line, and not an element that is cl
     r"(?:^\s*|(?=<[^>]*>\s*$))<\|?(image|video|audio|speech)(_pad|[ _]?\d+)?\|?>(?![\s\S]*</\1)",
     re.M,
 )
-_IDENTIFIER = re.compile(r"(^|_)(id|idx|index|uuid)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,20 +303,19 @@ def media_in(row: Mapping[str, Any], column: str) -> str | None:
 def unread_in(row: Mapping[str, Any], form: Form) -> list[str]:
     """The keys of a row and of its messages that hold something and that nothing reads.
 
-    Identifiers are not named, nor is a `completion`, which the target writes itself.
+    An `id` is not named, nor is a `completion`, which the target writes itself.
     """
     turns = objects_in(row[form.messages]) or [] if form.messages else []
-    read = {*columns_of(form), "completion"}
+    read = {*columns_of(form), "id", "completion"}
     read |= {*columns_of(Form(plain=(form.reference,)))} if form.reference else set()
     if form.messages:
         read |= {"system", "tools", "functions", "chat_template_kwargs", *FLAGS}
     held = [(name, "", row[name]) for name in row if name not in read]
-    read = {"role", "from", "content", "value", "function_call", *FIELDS}
+    read = {"id", "role", "from", "content", "value", "function_call", *FIELDS}
     for turn in turns:
         names = (name for name in turn if name not in read and not _FLAG.match(name))
         held += [(name, " of messages", turn[name]) for name in names]
-    held = [each for each in held if each[2] not in (None, "", [], {})]
-    shown = (f"`{name}`{of}" for name, of, _ in held if not _IDENTIFIER.search(name))
+    shown = (f"`{name}`{of}" for name, of, value in held if value not in (None, "", [], {}))
     return list(dict.fromkeys(shown))
 
 

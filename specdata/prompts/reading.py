@@ -358,6 +358,8 @@ def _at(data: Any, indices: Iterable[int]) -> Iterator[tuple[int, PromptRow]]:
             row = {name: _unfilled(each, data.features[name]) for name, each in data[index].items()}
         except UnicodeDecodeError:
             row = f"row {index + 1} is no UTF-8"
+        except ImportError as error:  # of what decodes sounds and pictures
+            row = f"row {index + 1} holds more than text ({error})"
         yield index + 1, row
 
 
