@@ -355,6 +355,7 @@ CALLS = [{"type": "function", "function": each} for each in (ASKED, LATER)]
 SCHEMA = {"name": "rain", "parameters": {"type": "object", "default": None}}
 SCHEMA_AS_TEXT = {**SCHEMA, "parameters": json.dumps(SCHEMA["parameters"])}
 TOOL = {"type": "function", "function": SCHEMA}
+HI = OPENAI[0]
 
 
 @pytest.mark.parametrize("role", ["tool", "function", "observation", "tool_response", "ipython"])
@@ -385,17 +386,11 @@ def test_calls_of_tools_are_read_in_every_form_with_the_nulls_that_were_said(
 
 
 def test_what_a_table_fills_up_for_other_rows_is_no_null_that_was_said(tmp_path: Path) -> None:
-    rows = [
-        {"messages": [OPENAI[0], {"role": "assistant", "tool_calls": [{"function": call}]}]}
-        for call in ({"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {"y": 2}})
-    ]
-    first, second = read_conversations(Account(parquet(tmp_path / "a.parquet", rows)), 0)
-    for (_, talk), arguments in ((first, {"x": 1}), (second, {"y": 2})):
-        assert talk.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
-        assert talk.messages[0] == OPENAI[0]
-
-
-HI = {"role": "user", "content": "Hello."}
+    calls = [{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {"y": [2]}}]
+    turns = [{"role": "assistant", "tool_calls": [{"function": call}]} for call in calls]
+    rows = [{"messages": [OPENAI[0], turn]} for turn in turns]
+    talks = read_conversations(Account(parquet(tmp_path / "a.parquet", rows)), 0)
+    assert [talk.messages[1]["tool_calls"][0]["function"] for _, talk in talks] == calls
 
 
 @pytest.mark.parametrize(
@@ -439,8 +434,7 @@ def test_keys_that_nothing_reads_are_named_and_counted(tmp_path: Path) -> None:
         load_prompts([PromptSet(source, "train", 0, turns="last")], CHAT, seed=0).report
     )
     assert line.endswith("rows: `enable_thinking` in 2, `toxic` of messages in 1")
-    for _ in read_conversations(account := Account(source), 0):
-        pass
+    list(read_conversations(account := Account(source), 0))
     assert str(account) == "`enable_thinking`, not read, in 2; `toxic` of messages, not read, in 1"
     source = jsonl(tmp_path / "b.jsonl", [{"prompt": "Hi.", "system": "x", "completion": "y"}])
     said = dropped(load_prompts([PromptSet(source, "train", 0)], PLAIN, seed=0).report)

@@ -293,7 +293,6 @@ def test_an_answer_that_its_row_says_not_to_learn_is_not_learnt(flag: dict[str, 
     answers = [f"{TALK[index]['content']}<|im_end|>" for index in (1, 3)]
     expected = answers[1:] if flag in NOT_LEARNT else answers
     assert said(row) == expected
-    # A row may say it of each message in a list.
     assert said({"messages": TALK, "loss_mask": [0, int(flag in LEARNT_TOO), 0, 1]}) == expected
 
 

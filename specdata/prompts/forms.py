@@ -32,8 +32,7 @@ _FLAG = re.compile(  # whether a message is to be learnt, or not to be
 )
 _MEDIA = re.compile(r"(?<![a-z])(image|img|picture|photo|pixel|video|audio|speech)s?(?![a-z])")
 _PLACEHOLDER = re.compile(  # at an end of a line, and not an element that is closed
-    r"(?:^\s*|(?=<[^>]*>\s*$))<\|?(image|video|audio|speech)(_pad|[ _]?\d+)?\|?>(?![\s\S]*</\1)",
-    re.M,
+    r"(?:^\s*|(?=<[^>]*>\s*$))<\|?(image|video|audio)(_pad|[ _]?\d+)?\|?>(?![\s\S]*</\1)", re.M
 )
 
 
@@ -230,9 +229,8 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
             return "unknown_role"
         message = {"role": ROLES[role], "content": text, **more}
         message |= _weight(turn) if ROLES[role] == "assistant" else {}
-        last = messages[-1] if messages else {}
-        is_more = (last.get("role"), last.get("weight")) == ("assistant", message.get("weight"))
-        if role in CALLING and is_more:
+        last = messages[-1] if messages and role in CALLING else {}
+        if (last.get("role"), last.get("weight")) == ("assistant", message.get("weight")):
             last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
         else:
             messages.append(message | ({"tool_calls": calls} if calls else {}))

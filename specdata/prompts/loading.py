@@ -251,8 +251,7 @@ class _Reading:
 def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each set of a report that lost prompts, with the reasons, or has too few.
 
-    And for each of rows with keys that are not read, and of texts, which for a target that chats
-    would be its user's messages.
+    And for each with keys that are not read, and of texts, which could be a chat's messages.
     """
     lines = []
     for account in report:

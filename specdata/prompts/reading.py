@@ -364,10 +364,7 @@ def _at(data: Any, indices: Iterable[int]) -> Iterator[tuple[int, PromptRow]]:
 
 
 def _unfilled(value: Any, feature: Any) -> Any:
-    """A value without the keys that are None: a table fills up those that other rows have.
-
-    A column of JSON (`datasets.Json`) is not filled up, so what is None there was written.
-    """
+    """A value without keys that are None: tables, but no JSON in them, have those of other rows."""
     if isinstance(value, dict) and isinstance(feature, dict):
         held = {name: each for name, each in value.items() if each is not None}
         return {name: _unfilled(each, feature[name]) for name, each in held.items()}
