@@ -299,7 +299,7 @@ def test_an_answer_that_its_row_says_not_to_learn_is_not_learnt(flag: dict[str, 
 def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:
     roles = ("Developer", "human", "bot", "User")
     turns = [{"from": role, "value": f"said by {role}"} for role in roles]
-    talk: Any = conversation_of({"conversations": turns}, "conversations")
+    talk: Any = conversation_of({"prompt": turns}, "prompt")
     for family in ("chatml", "marked"):
         tokenizer = copy.deepcopy(chat_tokenizer(family))
         assert "system\nsaid by Developer" in tokenizer.decode(chat_ids(tokenizer, talk.messages))

@@ -65,9 +65,8 @@ class Account:
             f"{count} {REASONS[reason]} ({self.first[reason]})"
             for reason, count in self.left_out.items()
         ]
-        return "; ".join(
-            [*parts, *(f"{name}, not read, in {count}" for name, count in self.unread.items())]
-        )
+        parts += [f"{name}, not read, in {count}" for name, count in self.unread.items()]
+        return "; ".join(parts)
 
     def check(self) -> None:
         """Raise ConfigError if no conversation is left to train on."""

@@ -32,7 +32,7 @@ _FLAG = re.compile(  # whether a message is to be learnt, or not to be
 )
 _MEDIA = re.compile(r"(?<![a-z])(image|img|picture|photo|pixel|video|audio|speech)s?(?![a-z])")
 _PLACEHOLDER = re.compile(  # at an end of a line, and not an element that is closed
-    r"(?:^\s*|(?=<[^>]*>\s*$))<\|?(image|video|audio)(_pad|[ _]?\d+)?\|?>(?![\s\S]*</\1)", re.M
+    r"(?:^|(?=<[^>]{,20}> *$))<\|?(image|video|audio|vision)(_\w+| ?\d+)?\|?>(?![\s\S]*</\1)", re.M
 )
 
 
@@ -155,7 +155,8 @@ def prompts_in(
         if talk == "undecodable":
             must = f"`{form.messages}` must be a list of {{role, content}} or {{from, value}}"
             yield Unusable(
-                "undecodable", f"{must}, which are texts; `tools` a list of objects; no documents"
+                "undecodable",
+                f"{must}, which are texts; `tools` and `functions` lists of objects; no documents",
             )
         elif not ends:
             roles = ", ".join(ROLES)
@@ -291,6 +292,7 @@ def media_in(row: Mapping[str, Any], column: str) -> str | None:
     turns = objects_in(row.get(column)) or []
     contents = [first_of(turn, "content", "value") for turn in turns]
     parts = [part for each in contents if _are(Mapping, each) for part in each]
+    contents += [part.get("text") for part in parts]
     held = [item for each in (row, *turns, *parts) for item in each.items()]
     held += [(str(part.get("type")), part) for part in parts]
     shown = [_PLACEHOLDER.search(each) for each in contents if isinstance(each, str)]
@@ -314,7 +316,7 @@ def unread_in(row: Mapping[str, Any], form: Form) -> list[str]:
         names = (name for name in turn if name not in read and not _FLAG.match(name))
         held += [(name, " of messages", turn[name]) for name in names]
     shown = (f"`{name}`{of}" for name, of, value in held if value not in (None, "", [], {}))
-    return list(dict.fromkeys(shown))
+    return [*dict.fromkeys(shown)]
 
 
 def objects_in(value: Any) -> list[Mapping[str, Any]] | None:
