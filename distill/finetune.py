@@ -126,7 +126,7 @@ def make_rows(
         "texts": "conversations" if config.conversations else "rollouts",
         "read": read + sum(sum(account.left_out.values()) for account in accounts),
         "used": read,
-        "left_out": [f"{account.source}: {account}" for account in accounts if account.left_out],
+        "left_out": [f"{account.source}: {account}" for account in accounts if str(account)],
         "split": split,
         "rows": len(dataset),
         "tokens": sum(map(len, ids)),

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from distill.toy import train_tokenizer
@@ -291,12 +292,13 @@ PARTS = [
 
 @pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])
 @pytest.mark.parametrize("turns", [OPENAI, SHAREGPT, PARTS], ids=["openai", "sharegpt", "parts"])
+@pytest.mark.parametrize("write", [list, json.dumps, lambda said: [*map(json.dumps, said)]])
 def test_a_conversation_is_known_by_what_it_holds_not_by_its_column(
-    column: str, turns: Any, tmp_path: Path
+    column: str, turns: Any, write: Any, tmp_path: Path
 ) -> None:
-    row = {column: turns}
+    row = {column: write(turns)}
     if column == "prompt":
-        row = {"prompt": turns[:1], "completion": turns[1:]}
+        row = {"prompt": write(turns[:1]), "completion": write(turns[1:])}
     for source in (jsonl(tmp_path / "a.jsonl", [row]), parquet(tmp_path / "b.parquet", [row])):
         loaded = load_prompts([PromptSet(source, "train", 0, turns="first")], CHAT, seed=0)
         assert [prompt.messages for prompt in loaded.prompts] == [tuple(OPENAI[:1])]
@@ -344,6 +346,99 @@ def test_what_a_row_holds_beside_its_messages_is_given_to_the_template(tmp_path:
     (entry,) = loaded.report
     assert (entry["kept"], entry["dropped"]["duplicate"]) == (1, 1)
     assert entry["dropped"]["undecodable"] == 4
+
+
+ASKED = {"name": "rain", "arguments": {"city": "Oslo", "unit": None}}
+AS_TEXT = {"name": "rain", "arguments": json.dumps(ASKED["arguments"])}
+LATER = {"name": "rain", "arguments": {"day": 1, "list": [None]}}
+CALLS = [{"type": "function", "function": each} for each in (ASKED, LATER)]
+SCHEMA = {"name": "rain", "parameters": {"type": "object", "default": None}}
+SCHEMA_AS_TEXT = {**SCHEMA, "parameters": json.dumps(SCHEMA["parameters"])}
+TOOL = {"type": "function", "function": SCHEMA}
+HI = OPENAI[0]
+
+
+@pytest.mark.parametrize("role", ["tool", "function", "observation", "tool_response", "ipython"])
+@pytest.mark.parametrize(
+    ("said", "tools"),
+    [
+        ([{"tool_calls": CALLS}], {"tools": [TOOL]}),
+        ([{"tool_calls": json.dumps(CALLS)}], {"tools": json.dumps([TOOL])}),
+        ([{"tool_calls": [{"function": AS_TEXT}, LATER]}], {"tools": [json.dumps(TOOL)]}),
+        ([{"function_call": AS_TEXT}, {"role": "tool_call", "content": json.dumps(LATER)}],
+         {"functions": [SCHEMA]}),
+        ([{"role": "function_call", "content": json.dumps([ASKED, LATER])}],
+         {"functions": json.dumps([SCHEMA])}),
+        ([{"role": "tool_call", "content": json.dumps(each)} for each in (ASKED, LATER)],
+         {"tools": [{**TOOL, "function": SCHEMA_AS_TEXT}]}),
+    ],
+)  # fmt: skip
+def test_calls_of_tools_are_read_in_every_form_with_the_nulls_that_were_said(
+    said: list[dict[str, Any]], tools: dict[str, Any], role: str, tmp_path: Path
+) -> None:
+    turns = [{"role": "assistant", "content": "", **each} for each in said]
+    talk = [OPENAI[0], *turns, {"role": role, "name": "rain", "content": "wet"}, OPENAI[2]]
+    account = Account(jsonl(tmp_path / "a.jsonl", [{"messages": talk, **tools}]))
+    ((_, read),) = read_conversations(account, 0)
+    assert read.messages[1] == {"role": "assistant", "content": "", "tool_calls": CALLS}
+    assert read.messages[2:] == [{"role": "tool", "content": "wet", "name": "rain"}, OPENAI[2]]
+    assert read.variables == {"tools": [TOOL]}
+
+
+def test_what_a_table_fills_up_for_other_rows_is_no_null_that_was_said(tmp_path: Path) -> None:
+    calls = [{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {"y": [2]}}]
+    turns = [{"role": "assistant", "tool_calls": [{"function": call}]} for call in calls]
+    path = parquet(tmp_path / "a.parquet", [{"messages": [HI, turn]} for turn in turns])
+    talks = read_conversations(Account(path), 0)
+    assert [talk.messages[1]["tool_calls"][0]["function"] for _, talk in talks] == calls
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *({"messages": [HI], name: ["a"]} for name in ("images", "video_path", "imageUrl")),
+        {"prompt": "Hello.", "image": {"bytes": "x"}},
+        {"messages": [{**HI, "images": ["a.jpg"]}]},
+        *({"messages": [{**HI, "content": [{"type": kind, kind: "x"}]}]}
+          for kind in ("image_url", "input_audio", "video")),
+        {"messages": [{**HI, "content": [{"text": "What?\n<image> ", "type": "text"}]}]},
+        *({"messages": [{"from": "human", "value": text}]}
+          for text in ("<image>\nWhat?", "What?\n<video>", "<audio><audio>What?", "<|image_pad|>")),
+    ],
+)  # fmt: skip
+def test_rows_of_more_than_text_are_left_out_and_counted(row: Any, tmp_path: Path) -> None:
+    text = "<image> is a tag:\n<image>\n</image>"
+    good = {"messages": [{**HI, "content": text}], "prompt": text, "image": None, "imagined": "x"}
+    source = jsonl(tmp_path / "a.jsonl", [row, {name: good[name] for name in good if name in row}])
+    loaded = load_prompts([PromptSet(source, "train", 0)], CHAT, seed=0)
+    assert (loaded.report[0]["kept"], loaded.report[0]["dropped"]["media"]) == (1, 1)
+    assert "1 media. row 1: `" in dropped(loaded.report)[0]
+
+
+def test_a_row_with_sounds_costs_itself_alone_where_nothing_decodes_them(tmp_path: Path) -> None:
+    sounds = ({"bytes": b"RIFF", "path": None}, None)
+    rows = datasets.Dataset.from_list([{"messages": [HI], "audio": each} for each in sounds])
+    rows.cast_column("audio", datasets.Audio()).to_parquet(source := str(tmp_path / "a.parquet"))
+    (entry,) = load_prompts([PromptSet(source, "train", 0)], CHAT, seed=0).report
+    assert (entry["read"], entry["kept"]) == (2, 1)
+
+
+def test_keys_that_nothing_reads_are_named_and_counted(tmp_path: Path) -> None:
+    turns = [{**turn, "toxic": False, "id": 1} for turn in OPENAI]
+    rows = [
+        {"id": 1, "messages": turns, "enable_thinking": False, "source": ""},
+        {"messages": OPENAI, "enable_thinking": True, "system": "Be brief."},
+    ]
+    source = jsonl(tmp_path / "a.jsonl", rows)
+    (line,) = dropped(
+        load_prompts([PromptSet(source, "train", 0, turns="last")], CHAT, seed=0).report
+    )
+    assert line.endswith("rows: `enable_thinking` in 2, `toxic` of messages in 1")
+    list(read_conversations(account := Account(source), 0))
+    assert str(account) == "`enable_thinking`, not read, in 2; `toxic` of messages, not read, in 1"
+    source = jsonl(tmp_path / "b.jsonl", [{"prompt": "Hi.", "system": "x", "completion": "y"}])
+    (said,) = dropped(load_prompts([PromptSet(source, "train", 0)], PLAIN, seed=0).report)
+    assert said.endswith("rows: `system` in 1")
 
 
 @pytest.mark.parametrize("end", [".jsonl", ".jsonl.gz", ".json", ".json.gz"])

@@ -21,6 +21,7 @@ from specdata.prompts.chat_templates import (
     chat_ids,
     text_ids,
 )
+from specdata.prompts.forms import conversation_of
 from tests.chats import FAMILIES, chat_tokenizer
 
 SOUND = ("chatml", "marked", "llama3", "gemma", "mistral")
@@ -269,6 +270,42 @@ def test_a_role_that_the_template_does_not_take_is_refused_with_its_reason() -> 
         chat_ids(chat_tokenizer("gemma"), [system, *TALK[:1]])
     with pytest.raises(TemplateRefusedError, match="must alternate"):
         chat_ids(chat_tokenizer("mistral"), [TALK[0], TALK[2]])
+
+
+NOT_LEARNT = [{name: 0} for name in ("weight", "loss_mask", "loss_weight")]
+NOT_LEARNT += [{name: False} for name in ("loss", "train", "training", "trainable", "learn")]
+NOT_LEARNT += [{"train_on_turn": False}, {"masked": True}, {"no_loss": True}, {"loss": "false"}]
+LEARNT_TOO = [{"loss": True}, {"weight": 1}, {"masked": False}, {"train": None}, {"note": False}]
+NEITHER = [{"weight": 0.5}, {"loss_mask": [1, 0]}, {"mask": 0}, {"train_detail": [{}]}]
+
+
+@pytest.mark.parametrize("flag", [*NOT_LEARNT, *LEARNT_TOO, *NEITHER], ids=str)
+def test_an_answer_that_its_row_says_not_to_learn_is_not_learnt(flag: dict[str, Any]) -> None:
+    def said(row: dict[str, Any]) -> list[str]:
+        talk: Any = conversation_of(row, "messages")
+        return learnt(chat_tokenizer("chatml"), talk.messages)
+
+    row = {"messages": [TALK[0], {**TALK[1], **flag}, *TALK[2:]]}
+    if flag in NEITHER:
+        with pytest.raises(UnmaskableError, match=next(iter(flag))):
+            said(row)
+        return
+    answers = [f"{TALK[index]['content']}<|im_end|>" for index in (1, 3)]
+    expected = answers[1:] if flag in NOT_LEARNT else answers
+    assert said(row) == expected
+    assert said({"messages": TALK, "loss_mask": [0, int(flag in LEARNT_TOO), 0, 1]}) == expected
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:
+    roles = ("Developer", "human", "bot", "User")
+    turns = [{"from": role, "value": f"said by {role}"} for role in roles]
+    talk: Any = conversation_of({"prompt": turns}, "prompt")
+    for family in ("chatml", "marked"):
+        tokenizer = copy.deepcopy(chat_tokenizer(family))
+        assert "system\nsaid by Developer" in tokenizer.decode(chat_ids(tokenizer, talk.messages))
+        assert learnt(tokenizer, talk.messages) == ["said by bot<|im_end|>"]
+    tokenizer.chat_template += "{% if messages[0].role == 'developer' %}{% endif %}"
+    assert "developer\nsaid by Developer" in tokenizer.decode(chat_ids(tokenizer, talk.messages))
 
 
 def test_a_tokenizer_without_a_chat_template_says_what_to_do() -> None:

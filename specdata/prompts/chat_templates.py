@@ -94,6 +94,9 @@ def assistant_mask(
     """
     template = _Template(tokenizer, variables)
     whole = template.whole(messages)
+    for weight in (message.get("weight", 1) for message in messages):
+        if weight not in (0, 1):
+            raise UnmaskableError(f"an answer is learnt or not (0, 1, true, false), not {weight}")
     if not tokenizer.is_fast:
         raise ConfigError(
             "conversations need a tokenizer that tells where its tokens begin: save a fast one "
@@ -103,7 +106,7 @@ def assistant_mask(
         if any(message.get("weight") == 0 for message in messages):
             raise UnmaskableError("an answer has weight 0, and the template marks every answer")
         out = tokenizer.apply_chat_template(
-            list(messages),
+            template.known(messages),
             chat_template=template.source,
             return_assistant_tokens_mask=True,
             **variables,
@@ -151,6 +154,7 @@ class _Template(NamedTuple):
     @property
     def source(self) -> str:
         """What renders a conversation, on `DAY`."""
+        require_template(self.tokenizer)
         source = str(self.tokenizer.get_chat_template(tools=self.variables.get("tools")))
         return _TODAY.sub(lambda day: repr(DAY.strftime(day[1] or day[2])), source)
 
@@ -159,13 +163,19 @@ class _Template(NamedTuple):
         """The same without comments."""
         return re.sub(r"\{#.*?#\}", "", self.source, flags=re.DOTALL)
 
+    def known(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages, in which `developer` is `system` if the template does not name that role."""
+        if re.search(r"['\"]developer['\"]", self.program):
+            return list(messages)
+        system = {"role": "system"}
+        return [each | system if each["role"] == "developer" else each for each in messages]
+
     def render(self, messages: Sequence[Message], *, reply: bool = False) -> str:
         """The text that it makes of messages."""
-        require_template(self.tokenizer)
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages),
+                    self.known(messages),
                     chat_template=self.source,
                     tokenize=False,
                     add_generation_prompt=reply,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
-from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
+from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, Form
 from specdata.prompts.chat_templates import (
     Conversation,
     TemplateRefusedError,
     UnmaskableError,
     assistant_mask,
 )
-from specdata.prompts.forms import conversation_of, recorded_in
+from specdata.prompts.forms import conversation_of, objects_in, recorded_in, unread_in
 from specdata.prompts.reading import check_names, check_split, is_remote, read_rows
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 REASONS = {
     "undecodable": "not made of texts",
-    "unknown_role": "with a role other than system, user, assistant and tool",
+    "media": "with pictures, videos or sounds",
+    "unknown_role": "with a role that is not known",
     "no_assistant_turn": "without a turn of the assistant",
     "refused": "refused by the chat template",
     "unmaskable": "whose chat template hides what the assistant said",
@@ -32,7 +34,7 @@ REASONS = {
 }
 _FORMS = (
     "`messages`, `conversations`, or `prompt` and `completion`: lists of {role, content} (system, "
-    "user, assistant, tool) or {from, value} (human, gpt)"
+    "developer, user, assistant, tool) or {from, value} (human, gpt)"
 )
 _SHOWN = 300  # characters of what is said of one conversation
 
@@ -41,13 +43,15 @@ _SHOWN = 300  # characters of what is said of one conversation
 class Account:
     """The account of one source: what was read and what of it is left out.
 
-    `left_out` is how many by reason (one of `REASONS`), `first` the first one for each, in words.
+    `left_out` is how many by reason (one of `REASONS`), `first` the first one for each, in words;
+    `unread` in how many rows is which key that nothing reads.
     """
 
     source: str
     read: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
+    unread: Counter[str] = field(default_factory=Counter)
 
     def leave_out(self, row: int, reason: str, why: str = "") -> None:
         """Count a conversation that cannot be used."""
@@ -56,11 +60,13 @@ class Account:
         self.first.setdefault(reason, f"the first is row {row}{why}"[:_SHOWN])
 
     def __str__(self) -> str:
-        """The number that are left out and why, as a part of a sentence; empty if none is."""
-        return "; ".join(
+        """What is left out and why, as a part of a sentence; empty if nothing is."""
+        parts = [
             f"{count} {REASONS[reason]} ({self.first[reason]})"
             for reason, count in self.left_out.items()
-        )
+        ]
+        parts += [f"{name}, not read, in {count}" for name, count in self.unread.items()]
+        return "; ".join(parts)
 
     def check(self) -> None:
         """Raise ConfigError if no conversation is left to train on."""
@@ -97,14 +103,16 @@ def read_conversations(account: Account, seed: int) -> Iterator[tuple[int, Conve
                 f"conversations {name!r}, row {number}, has no column {column!r}; it has "
                 f"{', '.join(map(repr, row)) or 'none'}. Each row must hold {_FORMS}"
             )
-        if column == "prompt" and isinstance(row["prompt"], list):
-            row = {**row, "prompt": [*row["prompt"], *(row.get("completion") or ())]}
+        if column == "prompt":
+            asked, said = objects_in(row["prompt"]), objects_in(row.get("completion") or [])
+            row = {**row, "prompt": None if asked is None or said is None else [*asked, *said]}
         talk = conversation_of(row, column)
         if isinstance(talk, str):
             account.leave_out(number, talk)
         elif all(message["role"] != "assistant" for message in talk.messages):
             account.leave_out(number, "no_assistant_turn")
         else:
+            account.unread.update(unread_in(row, Form(messages=column)))
             yield number, talk
     account.check()
 

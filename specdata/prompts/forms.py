@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from string import Formatter
 from typing import Any, NamedTuple
 
@@ -17,9 +18,22 @@ from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, NATURAL, Form
 from specdata.prompts.chat_templates import FIELDS, Conversation, Message
 
-ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "function": "tool"}
-"""What exports call the roles of a conversation -> what chat templates call them."""
+CALLING = ("function_call", "tool_call")
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"human": "user", **dict.fromkeys(CALLING, "assistant")}
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "model"), "assistant")
+ROLES |= dict.fromkeys(("function", "observation", "ipython", "tool_response"), "tool")
+"""What exports call the roles of a conversation -> what chat templates call them. Those of
+`CALLING` say the call of a tool as JSON text."""
+FLAGS = ("weight", "loss", "loss_weight", "loss_mask", "train", "trainable")
+_FLAG = re.compile(  # whether a message is to be learnt, or not to be
+    r"(?P<no>(mask|ignore|skip|exclude)(d|ed|ped)?$|(mask|ignore|no|not|un)_?(loss|train|learn))"
+    r"|(.*_)?(weight|loss|train|learn|supervis)"
+)
+_MEDIA = re.compile(r"(?<![a-z])(image|img|picture|photo|pixel|video|audio|speech)s?(?![a-z])")
+_PLACEHOLDER = re.compile(  # at an end of a line, and not an element that is closed
+    r"(?:^|(?=<[^>]{,20}> *$))<\|?(image|video|audio|vision)(_\w+| ?\d+)?\|?>(?![\s\S]*</\1)", re.M
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +41,7 @@ class RawPrompt:
     """A prompt before it is tokenized: a text, or messages and the user's later turns.
 
     `variables` are what else the chat template is given, `reference` what its answer is scored
-    against, if the row has them.
+    against, if the row has them, and `unread` names what else it has.
     """
 
     text: str = ""
@@ -35,6 +49,7 @@ class RawPrompt:
     follow_ups: tuple[str, ...] = ()
     reference: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
 
 class Unusable(NamedTuple):
@@ -46,7 +61,8 @@ class Unusable(NamedTuple):
 
 def recorded_in(row: Mapping[str, Any]) -> str | None:
     """The column of a row that holds a conversation; None if none does."""
-    prompt = "prompt" if _are(Mapping, row.get("prompt")) else None
+    turns = objects_in(row.get("prompt")) or [{}]
+    prompt = "prompt" if all({"role", "from"} & {*turn} for turn in turns) else None
     return next((name for name in ("messages", "conversations") if name in row), prompt)
 
 
@@ -140,7 +156,7 @@ def prompts_in(
             must = f"`{form.messages}` must be a list of {{role, content}} or {{from, value}}"
             yield Unusable(
                 "undecodable",
-                f"{must}, which are texts; `tools` a list of objects; no documents and images",
+                f"{must}, which are texts; `tools` and `functions` lists of objects; no documents",
             )
         elif not ends:
             roles = ", ".join(ROLES)
@@ -177,37 +193,52 @@ def _are(kind: type, values: Any) -> bool:
 
 
 def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
-    """A row's conversation, with its `system`, `tools` and `chat_template_kwargs`.
+    """A row's conversation, with its `system`, `tools`, `functions`, `chat_template_kwargs`.
 
-    Or why there is none: "undecodable" if it is not made of texts, "unknown_role". A message that
-    is not to be learnt (OpenAI's `weight: 0`, or `train: false`) has weight 0.
+    Or why there is none: "media" if it is of more than text, "undecodable" if it is not made of
+    texts, "unknown_role". Any list may be JSON text, in whole or each of it. An answer that is not
+    to be learnt (such as OpenAI's `weight: 0`, or `loss: false`) has weight 0.
     """
-    if any(row.get(name) for name in ("documents", "images", "videos", "audios")):
-        return "undecodable"
-    recorded, system = row[column], row.get("system")
-    tools = _read_json(row.get("tools"))
+    recorded, system = objects_in(row[column]), row.get("system")
+    tools, functions = objects_in(row.get("tools") or []), objects_in(row.get("functions") or [])
     variables = _read_json(row.get("chat_template_kwargs")) or {}
-    if not all(_are(Mapping, each) for each in (recorded, tools or [], [variables])):
+    if media_in(row, column):
+        return "media"
+    if recorded is None or tools is None or functions is None or row.get("documents"):
+        return "undecodable"
+    functions = [{"type": "function", "function": each} for each in functions]
+    tools = [_schema(each) for each in (*tools, *functions)]
+    flags = {name: _read_json(row[name]) for name in FLAGS if row.get(name) is not None}
+    if not _are(Mapping, [variables, *(each.get("function", {}) for each in tools)]):
         return "undecodable"
     messages: list[Message] = []
     first = [{"role": "system", "content": system}] if system else []
-    for turn in (*first, *recorded):
-        role, content = first_of(turn, "role", "from"), first_of(turn, "content", "value")
-        called = turn.get("tool_calls") or []
-        calls = [_call(each) for each in called] if _are(Mapping, called) else [None]
-        text = "" if content is None and calls else _text(content)
+    for at, turn in enumerate((*first, *recorded), start=-len(first)):
+        for name, each in flags.items():  # of all answers, or of each message
+            in_list = isinstance(each, list) and len(each) == len(recorded)
+            turn = {name: each[at] if in_list else each, **turn}
+        role = str(first_of(turn, "role", "from")).lower()
+        content = first_of(turn, "content", "value")
+        said = (turn.get("tool_calls"), content if role in CALLING else turn.get("function_call"))
+        called = [objects_in(each or []) for each in said]
+        calls = [_call(each) for each in chain(*(objects or [] for objects in called))]
+        text = "" if calls and (content is None or role in CALLING) else _text(content)
         more = {name: turn[name] for name in FIELDS if name != "tool_calls" and turn.get(name)}
-        if text is None or None in calls or not _are(str, [*more.values()]):
+        if text is None or None in (*called, *calls) or not _are(str, [*more.values()]):
             return "undecodable"
-        if str(role) not in ROLES:
+        if role not in ROLES:
             return "unknown_role"
-        message = {"role": ROLES[str(role)], "content": text, **more}
-        if turn.get("weight") == 0 or turn.get("train") is False:
-            message["weight"] = 0
-        messages.append(message | ({"tool_calls": calls} if calls else {}))
+        message = {"role": ROLES[role], "content": text, **more}
+        message |= _weight(turn) if ROLES[role] == "assistant" else {}
+        last = messages[-1] if messages and role in CALLING else {}
+        if (last.get("role"), last.get("weight")) == ("assistant", message.get("weight")):
+            last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
+        else:
+            messages.append(message | ({"tool_calls": calls} if calls else {}))
     if system and messages[:1] == messages[1:2]:
         del messages[0]
-    variables = _without_none({**variables, **({"tools": tools} if tools else {})})
+    variables = {name: each for name, each in variables.items() if each is not None}
+    variables |= {"tools": tools} if tools else {}
     is_whole = is_unicode(json.dumps([messages, variables], ensure_ascii=False, default=str))
     return Conversation(messages, variables) if is_whole else "undecodable"
 
@@ -227,14 +258,74 @@ def _text(content: Any) -> str | None:
 
 def _call(recorded: Mapping[str, Any]) -> dict[str, Any] | None:
     """A call of a tool, its arguments as templates want them: a mapping; None if it is none."""
-    call = _without_none(recorded)
-    function = call.get("function", call)
+    function = _read_json(recorded.get("function")) or recorded
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
-    arguments = _read_json(function.get("arguments")) or {}
-    call |= {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    kept = {name: call[name] for name in ("type", "id", "function") if name in call}
+    arguments = _read_json(first_of(function, "arguments", "parameters", "input")) or {}
+    call = {"name": function["name"], "arguments": arguments}
+    whole = {"type": "function", "id": recorded.get("id"), "function": call}
+    kept = {name: each for name, each in whole.items() if each is not None}
     return kept if isinstance(arguments, Mapping) else None
+
+
+def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool's schema, whose parts a table may hold as JSON text."""
+    parts = {name: _read_json(tool[name]) for name in ("function", "parameters") if tool.get(name)}
+    if isinstance(parts.get("function"), Mapping):
+        parts["function"] = _schema(parts["function"])
+    return {**tool, **parts}
+
+
+def _weight(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """`weight` for a message that is not to be learnt, 0, or what it says that is neither."""
+    for name, value in turn.items():
+        if (flag := _FLAG.match(name)) and (value := _read_json(value)) is not None:
+            if value not in (0, 1) or (flag["no"] and not isinstance(value, bool)):
+                return {"weight": f"`{name}`: {value!r}"}
+            if bool(value) == bool(flag["no"]):
+                return {"weight": 0}
+    return {}
+
+
+def media_in(row: Mapping[str, Any], column: str) -> str | None:
+    """The first key of a row, message or part, or text in one, that stands for more than text."""
+    turns = objects_in(row.get(column)) or []
+    contents = [first_of(turn, "content", "value") for turn in turns]
+    parts = [part for each in contents if _are(Mapping, each) for part in each]
+    contents += [part.get("text") for part in parts]
+    held = [item for each in (row, *turns, *parts) for item in each.items()]
+    held += [(str(part.get("type")), part) for part in parts]
+    shown = [_PLACEHOLDER.search(each) for each in contents if isinstance(each, str)]
+    names = [name for name, value in held if value and _MEDIA.search(name)]
+    return next(iter([*names, *(each[0].strip() for each in shown if each)]), None)
+
+
+def unread_in(row: Mapping[str, Any], form: Form) -> list[str]:
+    """The keys of a row and of its messages that hold something and that nothing reads.
+
+    An `id` is not named, nor is a `completion`, which the target writes itself.
+    """
+    turns = objects_in(row[form.messages]) or [] if form.messages else []
+    read = {*columns_of(form), "id", "completion"}
+    read |= {*columns_of(Form(plain=(form.reference,)))} if form.reference else set()
+    if form.messages:
+        read |= {"system", "tools", "functions", "chat_template_kwargs", *FLAGS}
+    held = [(name, "", row[name]) for name in row if name not in read]
+    read = {"id", "role", "from", "content", "value", "function_call", *FIELDS}
+    for turn in turns:
+        names = (name for name in turn if name not in read and not _FLAG.match(name))
+        held += [(name, " of messages", turn[name]) for name in names]
+    shown = (f"`{name}`{of}" for name, of, value in held if value not in (None, "", [], {}))
+    return [*dict.fromkeys(shown)]
+
+
+def objects_in(value: Any) -> list[Mapping[str, Any]] | None:
+    """The objects of a list, or one, which may be JSON text, in whole or each; None if others."""
+    value = _read_json(value)
+    values = [value] if isinstance(value, Mapping) else value
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        values = [_read_json(each) for each in values]
+    return values if _are(Mapping, values) else None
 
 
 def _read_json(value: Any) -> Any:
@@ -243,13 +334,6 @@ def _read_json(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
-
-
-def _without_none(value: Any) -> Any:
-    """A value without what is None: tables fill up the keys that other rows have."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:

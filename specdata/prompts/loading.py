@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 REASONS = (
     *("duplicate", "near_empty", "over_long", "out_of_vocabulary"),
-    *("undecodable", "no_user_turn", "refused", "trained_on"),
+    *("undecodable", "media", "no_user_turn", "refused", "trained_on"),
 )
 
 
@@ -65,7 +66,8 @@ class LoadedPrompts:
     """Prompts, in the order of the sets, and an account of what was read, kept and dropped.
 
     The report has for each set JSON values: its name, split, source and licence, and how many
-    prompts were asked for, read, kept and dropped for each of `REASONS`.
+    prompts were asked for, read, kept and dropped for each of `REASONS`, and of how many kept ones
+    the row had which key that is `unread`.
     """
 
     prompts: list[Prompt]
@@ -159,6 +161,7 @@ class _Reading:
             "read": 0,
             "kept": 0,
             "dropped": dict.fromkeys(REASONS, 0),
+            "unread": Counter(),
         }
         may_be_messages = self.has_template and dataset.chat is None
         may_be_messages = may_be_messages and dataset.name not in {*EMBEDDED, *CATALOGUE}
@@ -168,6 +171,7 @@ class _Reading:
             wrong = prompt if isinstance(prompt, Unusable) else self._keep(prompt, dataset)
             if wrong is None:
                 account["kept"] += 1
+                account["unread"].update(getattr(prompt, "unread", ()))
                 continue
             account["dropped"][wrong.reason] += 1
             if wrong.why:
@@ -247,23 +251,24 @@ class _Reading:
 def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each set of a report that lost prompts, with the reasons, or has too few.
 
-    And for each of texts, which for a target that chats would be its user's messages.
+    And for each with keys that are not read, and of texts, which could be a chat's messages.
     """
     lines = []
     for account in report:
+        of = f"prompts of {account['name']}/{account['split']}"
         reasons = [f"{count} {reason}" for reason, count in account["dropped"].items() if count]
         if account["read"] < account["asked"]:
             reasons.append(f"it has no more ({account['asked']} were asked for)")
         if reasons:
             causes = [account[key] for name in REASONS if (key := f"{name}_because") in account]
-            lines.append(
-                f"prompts of {account['name']}/{account['split']}: {account['kept']} of "
-                f"{account['read']} kept; {', '.join(reasons)}{'. '.join(['', *causes])}"
-            )
+            what = f"{', '.join(reasons)}{'. '.join(['', *causes])}"
+            lines.append(f"{of}: {account['kept']} of {account['read']} kept; {what}")
+        if account["unread"]:
+            keys = ", ".join(f"{name} in {count}" for name, count in account["unread"].items())
+            lines.append(f"{of}: nothing reads these keys of their rows: {keys}")
         if "as_text" in account:
             lines.append(
-                f"prompts of {account['name']}/{account['split']}: the target has a chat template, "
-                "and these texts are taken as they are; `chat: true` in each set makes them a "
-                "user's messages"
+                f"{of}: the target has a chat template, and these texts are taken as they are; "
+                "`chat: true` in each set makes them a user's messages"
             )
     return lines

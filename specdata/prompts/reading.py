@@ -8,6 +8,7 @@ refusals need only the sources.
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -38,8 +39,11 @@ from specdata.prompts.forms import (
     columns_of,
     first_of,
     form_of,
+    media_in,
+    objects_in,
     prompts_in,
     require_columns,
+    unread_in,
     uses_chat,
 )
 from specdata.sampling import generator_for
@@ -137,6 +141,7 @@ def raw_prompts(
     # Each row makes one prompt at least.
     for number, row in islice(_rows(dataset, seed), dataset.count or None):
         prompts: Iterable[RawPrompt | Unusable]
+        unread: Sequence[str] = ()
         if isinstance(row, str):
             prompts = [Unusable("undecodable", row)]
         else:
@@ -144,12 +149,18 @@ def raw_prompts(
             require_columns(columns_of(form), row, f"prompt set {dataset.name!r}, row {number},")
             chat = uses_chat(dataset, form, has_template)
             prompts = prompts_in(row, form, chat=chat, turns=dataset.turns)
+            if dataset.template is None and (name := media_in(row, form.messages or "prompt")):
+                prompts = [Unusable("media", f"`{name}` stands for more than text")]
+            elif dataset.template is None and dataset.name not in {*EMBEDDED, *CATALOGUE}:
+                unread = unread_in(row, form)
         for prompt in prompts:
             if left == 0:
                 return
             left -= 1
             if isinstance(prompt, Unusable) and prompt.why != row:
                 prompt = prompt._replace(why=f"row {number}: {prompt.why}")
+            elif unread and isinstance(prompt, RawPrompt):
+                prompt = dataclasses.replace(prompt, unread=tuple(unread))
             yield prompt
 
 
@@ -329,7 +340,7 @@ def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:
         if isinstance(row, str):
             values = None
         elif form.messages:  # the keys that are read: files differ in the others
-            turns = row[form.messages] or ()
+            turns = objects_in(row[form.messages]) or ()
             keys = (("from", "role"), ("value", "content"))
             values = [[first_of(turn, *names) for names in keys] for turn in turns]
         else:
@@ -342,11 +353,24 @@ def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:
 
 def _at(data: Any, indices: Iterable[int]) -> Iterator[tuple[int, PromptRow]]:
     for index in indices:
+        row: PromptRow
         try:
-            row = data[index]
+            row = {name: _unfilled(each, data.features[name]) for name, each in data[index].items()}
         except UnicodeDecodeError:
             row = f"row {index + 1} is no UTF-8"
+        except ImportError as error:  # of what decodes sounds and pictures
+            row = f"row {index + 1} holds more than text ({error})"
         yield index + 1, row
+
+
+def _unfilled(value: Any, feature: Any) -> Any:
+    """A value without keys that are None: tables, but no JSON in them, have those of other rows."""
+    if isinstance(value, dict) and isinstance(feature, dict):
+        held = {name: each for name, each in value.items() if each is not None}
+        return {name: _unfilled(each, feature[name]) for name, each in held.items()}
+    if isinstance(value, list):
+        return [_unfilled(each, getattr(feature, "feature", None)) for each in value]
+    return value
 
 
 def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:
