@@ -40,13 +40,13 @@ def main(given: argparse.Namespace) -> int:
     from distill.engine_layouts import config_of, of_layout
     from eval.publishing.release import release_unmeasured
     from specdata.draft_models.draft_vocabulary import SIZE
-    from specdata.draft_models.states_draft import KEY
+    from specdata.draft_models.states_draft import KEY, is_for_engines
 
     settings, run = config_of(given.folder), given.folder.absolute().parents[1]
     if given.out.exists():
         raise ConfigError(f"{given.out} exists: give another --out, or remove it")
     if KEY not in settings:
-        if any(name in str(settings.get("architectures")) for name in ("Eagle3", "DSpark")):
+        if is_for_engines(settings):
             raise ConfigError(f"{given.folder} is in a layout of engines: they load it as it is")
         released = run / "release" / "draft"
         where = f"is {released}" if released.is_dir() else "draftsmith publish writes"
