@@ -297,6 +297,25 @@ def test_the_draft_card_generates_under_the_measured_sampling(pair: Pair, draft:
     assert "custom_generate" in given
 
 
+def test_cards_of_a_chat_model_ask_through_its_chat_template(pair: Pair, tmp_path: Path) -> None:
+    target = shutil.copytree(pair.target, tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = "{{ messages[0].content }} {{ mode }} {{ add_generation_prompt }}"
+    tokenizer.save_pretrained(target)
+    results, about = measured_of(pair.results, target=target), About(chat={"mode": "short"})
+    for folder in (
+        release_draft(pair.draft, tmp_path / "draft", results, about),
+        release_head(pair.head, tmp_path / "head", results, about),
+    ):
+        for code in code_blocks(ModelCard.load(folder / "README.md"), "python"):
+            asks = re.search(r"^messages = .*?^\)$", code, re.MULTILINE | re.DOTALL)
+            assert asks is not None
+            scope: dict[str, Any] = {"tokenizer": tokenizer}
+            exec(asks[0], scope)
+            read = tokenizer.decode(scope["inputs"]["input_ids"][0])
+            assert read == f"{scope['messages'][0]['content']} short True"
+
+
 @pytest.mark.parametrize("kind", ["draft", "head"])
 def test_every_number_of_the_table_is_in_the_results(
     pair: Pair, kind: str, request: pytest.FixtureRequest
