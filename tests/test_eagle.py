@@ -429,15 +429,16 @@ def test_taps_that_are_not_said_are_the_default(target: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["eagle3", "dspark"])
 def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_draft(
-    word_pair: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Card included, and DSpark's head; a plain run's draft is not exported, but named."""
-    given = with_train_and_dev(word_pair, tmp_path) | {"output": str(tmp_path / "run")}
-    del given["models"]["draft"]
+    """Card included, and DSpark's head."""
+    given = with_train_and_dev(target, tmp_path) | {"output": str(tmp_path / "run")}
+    given["models"] = {"target": str(target)}
     head = layout == "dspark"
     given["draft"] = {"init": {"kind": "states", "layers": 1, "layout": layout}, "epochs": 1}
     given["head"] = {"kind": "confidence", "epochs": 1} if head else None
     methods = [{"name": "plain", "decoder": "plain"}, {"name": "K=1", "length": 1}]
+    given["eval"]["max_new_tokens"] = 12
     given["eval"]["methods"] = [*methods, *([{"name": "head", "stop": "head"}] * head)]
     given["publish"] = {"license": "mit"}
     config = ["--config", str(tmp_path / "pair.yaml")]
@@ -458,11 +459,10 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
     card = ModelCard.load(out / "README.md")
     assert (card.data.license, layout in card.data.tags) == ("mit", True)
     assert "## Measured" in card.text
-    assert "vllm serve /path/to/target" in card.text
-    target = load_model(str(word_pair / "target"))
+    assert "vllm serve /path/to/" in card.text
     ids = torch.tensor([[5, 9, 31, 4, 17, 8]])
     with torch.inference_mode():
-        mine, theirs = load_model(str(made)), read_published(release, target)
+        mine, theirs = load_model(str(made)), read_published(release, load_model(str(target)))
         torch.testing.assert_close(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
     with pytest.raises(ConfigError, match=r"layout of engines, .*draftsmith import"):
         load_model(str(release))
