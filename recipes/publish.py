@@ -32,14 +32,7 @@ from recipes.layout import (
 )
 from recipes.recipe import Recipe
 from recipes.run import Stage, remove_caches, say, stage_record
-from recipes.sizes import (
-    described,
-    draft_size,
-    in_bytes,
-    layout_of,
-    reads_states,
-    source_model,
-)
+from recipes.sizes import described, draft_size, in_bytes, layout_of, reads_states, source_model
 from recipes.steps import HUB_ID, CommandLine, Step, load_draft, load_head
 from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError
@@ -122,7 +115,7 @@ class Release(Stage):
         from eval.reporting.rendering import public_name
 
         config = self.config
-        results = measured(config)
+        results = measurements(config)
         publish, private = config.publish, config.publish.private
         parts: dict[str, Callable[..., object]] = {}
         if config.draft:
@@ -136,9 +129,8 @@ class Release(Stage):
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
             predicted = stage_record(eval_folder(config))["results"].get("predictions")
-            about = replace(
-                _about(config), base_model=base, datasets=sets, measures=trained["after"]
-            )
+            shared = _about(config)
+            about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])
             parts["head"] = partial(
                 release_head,
                 Path(head),
@@ -214,8 +206,8 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
         measures=rates,
     )
     if engines is None and (layout := layout_of(str(draft))):
-        is_asked = config.head is not None and config.head.kind == "confidence"
-        head = head_in_use(config) if is_asked and layout == "dspark" else None
+        is_asked = layout == "dspark" and config.head and config.head.kind == "confidence"
+        head = head_in_use(config) if is_asked else None
         engines = for_engines(draft, config.models.target, layout, head)
     return partial(release_draft, draft, about=about, engines=engines)
 
@@ -291,7 +283,7 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     return [Step("serve", f"{line}  # which length pays in vLLM, draftsmith engine measures")]
 
 
-def measured(config: PipelineConfig) -> Results:
+def measurements(config: PipelineConfig) -> Results:
     """The measurements, with models named as this run names them now."""
     evaluation = eval_folder(config)
     results = read_results(evaluation / RESULTS)

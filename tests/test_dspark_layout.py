@@ -166,7 +166,7 @@ def test_an_exported_head_says_in_the_engines_form_what_it_says_here(
         ("--head", tmp_path / "another", "trained for another draft"),
         ("--head", tmp_path / "other kind", "must be a head of kind confidence"),
         ("--head", tmp_path / "draft", "not an acceptance head"),
-        ("--layout", "eagle3", "of layout dspark: leave out --layout eagle3"),
+        ("--layout", "eagle3", "of layout dspark: --layout must be dspark"),
     ):
         assert run_tool("export", [*paths, option, str(value)]) == 2
         assert message in capsys.readouterr().err

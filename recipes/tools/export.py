@@ -17,7 +17,7 @@ from typing import Literal
 from eval.publishing.serving import serving_lines
 from recipes.config import PipelineConfig, build
 from recipes.layout import RESULTS, absolute, draft_in_use
-from recipes.publish import draft_release, for_engines, measured
+from recipes.publish import draft_release, for_engines, measurements
 from recipes.run import say, stage_record
 from specdata.errors import ConfigError
 
@@ -57,16 +57,15 @@ def main(given: argparse.Namespace) -> int:
     record = of_layout(given.folder, given.target)[1]
     own: Literal["eagle3", "dspark"] = "dspark" if record.blocks else "eagle3"
     layout: Literal["eagle3", "speculators", "dspark"] = given.layout or own
-    if layout != own and (own, layout) != ("eagle3", "speculators"):
-        raise ConfigError(f"{given.folder} is a draft of layout {own}: leave out --layout {layout}")
-    if given.head and own != "dspark":
+    allowed = ("dspark",) if own == "dspark" else ("eagle3", "speculators")
+    if layout not in allowed or (given.head and own != "dspark"):
         raise ConfigError(
-            f"--head {given.head} is DSpark's, and {given.folder} is a draft of layout {own}, of "
-            "which engines ask no head: leave it out"
+            f"{given.folder} is a draft of layout {own}: --layout must be {' or '.join(allowed)}, "
+            "and --head is for dspark alone"
         )
     engines = for_engines(given.folder, record.target, layout, given.head)
     if config := _measured_by(run, given.folder, record.target):
-        draft_release(config, engines)(out=given.out, results=measured(config))
+        draft_release(config, engines)(out=given.out, results=measurements(config))
     else:
         release_unmeasured(given.folder, given.out, record.target, engines)
     tokens = settings.get(SIZE, settings["vocab_size"])
