@@ -139,6 +139,7 @@ def release_draft(
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
+    is_asked = engines is not None and engines.is_asked
     if reduced is not None and len(reduced) == config.vocab_size:  # of an engine's layout
         reduced = None
     # The metadata gives the metrics of the best length, else of the longest.
@@ -179,13 +180,7 @@ def release_draft(
         length_table=lengths_table(fastest),
         acceptance=acceptance_by_position(measured),
         depths=depths,
-        serving=serving_lines(
-            released,
-            loadable(target),
-            kind,
-            depths,
-            is_asked=engines is not None and engines.is_asked,
-        ),
+        serving=serving_lines(released, loadable(target), kind, depths, is_asked=is_asked),
         served_lengths=served_lengths(kind, depths),
     ) as folder:
         if engines:
