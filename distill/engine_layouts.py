@@ -6,7 +6,6 @@ code (EAGLE's: `midlayer.` or `layers.0.`). Every tensor must be there and known
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -36,7 +35,7 @@ from specdata.generation import special_ids
 from specdata.models import load_model
 from specdata.saving import copy_tokenizer
 from specdata.sources import hub_source
-from specdata.storage.files import atomic_folder, read_object, write_json
+from specdata.storage.files import read_object, write_json
 
 METADATA = (
     *("architectures", "auto_map", "attention_dropout", "base_model_ep_plan", "base_model_pp_plan"),
@@ -61,34 +60,12 @@ IGNORED = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "confidence_hea
 """Tensors that are the target's, follow from others, or are a head's."""
 TOKENS, LAYER, MAPS = "model.embed_tokens.tokens.weight", "model.layers.0.", ("d2t", "t2d")
 FC, SCALE = "model.embed_tokens.states.weight", "model.embed_tokens.scale"
-DRAFTED = 3
-"""Tokens that a released folder asks engines to draft."""
-CARD = """# An EAGLE-3 draft for {target}
-
-It proposes {tokens:,} tokens and reads the states that enter layers {taps}.
-vLLM takes these numbers as they are. SGLang adds 1 to numbers in config.json: give it {sglang}.
-
-    vllm serve {served} --generation-config vllm --speculative-config \\
-      '{{"method": "eagle3", "model": "THIS FOLDER", "num_speculative_tokens": {drafted}}}'
-"""
+DRAFTED = 2
+"""Tokens that speculators' config.json asks engines to draft: as in our own line for vLLM."""
 ANCHORS = 512
 """Blocks of a text in DeepSpec's training, whose code refuses a config.json without it."""
 ROUNDING = 0.01
 """Relative error up to which a matrix is the target's, rounded to half precision or not."""
-BLOCK_CARD = """# A DSpark draft for {target}
-
-It proposes {size} of {tokens:,} tokens after one forward and reads the states that enter layers
-{taps}. {confidence}
-
-    vllm serve {served} --generation-config vllm --speculative-config \\
-      '{{"method": "dspark", "model": "THIS FOLDER", "num_speculative_tokens": {size}}}'
-    sglang serve --model-path {served} --sampling-defaults openai \\
-      --speculative-algorithm DSPARK --speculative-draft-model-path "THIS FOLDER"
-    python convert_hf_to_gguf.py "THIS FOLDER" --target-model-dir "TARGET'S FOLDER" \\
-      --outfile draft.gguf
-    llama-server --model target.gguf --spec-draft-model draft.gguf --spec-type draft-dspark \\
-      --spec-draft-n-max {size} --spec-draft-p-min {least}
-"""
 
 
 class _Read(Config):
@@ -500,22 +477,16 @@ def of_layout(folder: Path, target: str | None = None) -> tuple[dict[str, Any], 
     return settings, record.model_copy(update={"target": target}) if target else record
 
 
-def _served(target: str) -> str:
-    """How vLLM and SGLang are told of a target."""
-    source, revision = hub_source(target)
-    return shlex.quote(source) + (f" --revision {revision}" if revision else "")
-
-
 def write_dspark(
     draft: Path,
-    out: Path,
+    folder: Path,
     confidence: tuple[Tensor, Tensor] | None = None,
     target: str | None = None,
-) -> tuple[int, list[int], str]:
+) -> None:
     """Write a draft of `draft.init.layout: dspark`, or of `read_published`, for engines.
 
     The acceptance head is a linear map of its states, (1, H + r) and (1,), whose sigmoid is a
-    probability. Returns how many tokens the draft proposes, the taps that it reads, and its target.
+    probability.
     """
     settings, record = of_layout(draft, target)
     assert record.blocks is not None
@@ -558,44 +529,24 @@ def write_dspark(
         "sample_from_anchor": True,
         "dflash_config": {**ids, "causal": False},
     }
-    says = "It has no acceptance head, so llama.cpp's --spec-draft-p-min must be 0."
-    if confidence is not None:
-        says = (
-            "Its acceptance head is asked by llama.cpp (--spec-draft-p-min: the block ends before "
-            "the first token of a smaller probability), and for its scheduling by vLLM and SGLang."
-        )
-    if tokens < vocabulary:
-        says += " SGLang knows no reduced vocabulary here."
-    card = BLOCK_CARD.format(
-        target=record.target,
-        served=_served(record.target),
-        size=blocks.size,
-        tokens=tokens,
-        taps=record.taps,
-        confidence=says,
-        least=0 if confidence is None else 0.5,
-    )
-    _write(draft, out, tensors, config, card)
-    return tokens, record.taps, record.target
+    _write(draft, folder, tensors, config)
 
 
-def _write(
-    draft: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any], card: str
-) -> None:
-    with atomic_folder(out) as temporary:
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        write_json(temporary / "config.json", config)
-        copy_tokenizer(str(draft), temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
+def _write(draft: Path, folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", config)
+    copy_tokenizer(str(draft), folder)
 
 
 def write_eagle(
-    draft: Path, out: Path, layout: Literal["eagle", "speculators"], target: str | None = None
-) -> tuple[int, list[int], str]:
+    draft: Path,
+    folder: Path,
+    layout: Literal["eagle3", "speculators"] = "eagle3",
+    target: str | None = None,
+) -> None:
     """Write a draft of `draft.init.layout: eagle3`, or of `read_published`, for engines.
 
     In the layout of EAGLE's own code, which vLLM and SGLang load, or speculators'.
-    Returns how many tokens it proposes, the taps that it reads, and its target.
     """
     settings, record = of_layout(draft, target)
     assert record.layout is not None
@@ -614,7 +565,7 @@ def write_eagle(
     if size[SIZE] == vocabulary:  # vLLM has no map then, and refuses one
         tensors = {name: each for name, each in tensors.items() if name not in MAPS}
     config: dict[str, Any]
-    if layout == "eagle":
+    if layout == "eagle3":
         layer["architectures"] = ["LlamaForCausalLMEagle3"]
         # Where vLLM and SGLang look for them, then where llama.cpp's converter does.
         config = {**layer, **size, **norms, "eagle_config": {**ids, "use_aux_hidden_state": True}}
@@ -640,13 +591,4 @@ def write_eagle(
                 },
             },
         }
-    card = CARD.format(
-        target=target,
-        served=_served(target),
-        tokens=size[SIZE],
-        taps=taps,
-        sglang=[tap - 1 for tap in taps],
-        drafted=DRAFTED,
-    )
-    _write(draft, out, tensors, config, card)
-    return size[SIZE], taps, target
+    _write(draft, folder, tensors, config)

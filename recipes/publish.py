@@ -7,14 +7,14 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
-import re
+import math
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from distill.config import DistilConfig
 from eval.analysis.prediction import Predictions
@@ -32,13 +32,19 @@ from recipes.layout import (
 )
 from recipes.recipe import Recipe
 from recipes.run import Stage, remove_caches, say, stage_record
-from recipes.sizes import described, draft_size, in_bytes, reads_states, source_model
+from recipes.sizes import described, draft_size, in_bytes, layout_of, reads_states, source_model
 from recipes.steps import HUB_ID, CommandLine, Step, load_draft, load_head
 from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.reading import source_of
 from specdata.storage.files import PROGRESS, fingerprint, read_object, sha256
 from specdata.storage.resume import read_record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eval.publishing.metadata import About
+    from eval.publishing.release import ForEngines
 
 _METHOD_HINT = " (--method leaves only the methods that it names: give it once more, for this one)"
 
@@ -105,40 +111,15 @@ class Release(Stage):
 
     def run(self) -> dict[str, Any]:
         """Assemble and upload."""
-        from eval.publishing.metadata import About
-        from eval.publishing.release import UPLOAD, release_draft, release_head
+        from eval.publishing.release import UPLOAD, release_head
         from eval.reporting.rendering import public_name
 
         config = self.config
-        results = _results(config)
+        results = measurements(config)
         publish, private = config.publish, config.publish.private
         parts: dict[str, Callable[..., object]] = {}
-        certificate, sentence = eval_folder(config) / CERTIFICATE, None
-        if certificate.exists():
-            remedy = "remove it, and certify again"
-            sentence = read_record(certificate, ["sentence"], remedy)["sentence"]
-        shared = About(license=publish.license, language=publish.language, certificate=sentence)
         if config.draft:
-            trained = stage_record(folder(config, "draft"))["results"]
-            what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
-            rates = {
-                f"{what} before distillation": trained["acceptance_before"],
-                f"{what} after distillation": trained["acceptance_after"],
-            }
-            if trained["steps"] == 0:
-                rates = {what: trained["acceptance_after"]}
-            about = replace(
-                shared,
-                base_model=None if config.draft.init.kind == "fresh" else source_model(config),
-                datasets=_texts_of_draft(config, config.draft),
-                measures=rates,
-            )
-            parts["draft"] = partial(
-                release_draft,
-                Path(draft_in_use(config)),
-                about=about,
-                push_to=publish.draft_id,
-            )
+            parts["draft"] = partial(draft_release(config), push_to=publish.draft_id)
         if head := head_in_use(config):
             made, draws = stage_record(head_folder(config)), config.labels.draws
             trained, tokens = made["results"], f"{draws} drafted token{'' if draws == 1 else 's'}"
@@ -148,6 +129,7 @@ class Release(Stage):
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
             predicted = stage_record(eval_folder(config))["results"].get("predictions")
+            shared = _about(config)
             about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])
             parts["head"] = partial(
                 release_head,
@@ -194,7 +176,8 @@ class Release(Stage):
         if config.draft:
             draft, states = config.publish.draft_id or f"{self.folder}/draft", reads_states(config)
             unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
-            steps += [load_draft(draft, states=states), *([] if states else _serve(config, draft))]
+            here = draft_in_use(config) if states else draft  # of engines' layouts imported alone
+            steps += [load_draft(here, states=states), *_serve(config, draft)]
         if config.head:
             steps.append(load_head(config.publish.head_id or self.folder / "head"))
             unnamed += [] if config.publish.head_id else ["--publish.head_id", HUB_ID]
@@ -203,24 +186,104 @@ class Release(Stage):
         return steps
 
 
-def _serve(config: PipelineConfig, draft: str) -> list[Step]:
-    """Serve with vLLM, at a draft length N that is to be measured there.
+def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> Callable[..., Path]:
+    """What assembles a run's draft, by default in its own layout, with all that its card says."""
+    from eval.publishing.release import release_draft
 
-    Nothing if the models' output sizes are known and differ, because vLLM refuses such a pair.
+    assert config.draft is not None
+    trained, draft = stage_record(folder(config, "draft"))["results"], Path(draft_in_use(config))
+    what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
+    rates = {
+        f"{what} before distillation": trained["acceptance_before"],
+        f"{what} after distillation": trained["acceptance_after"],
+    }
+    if trained["steps"] == 0:
+        rates = {what: trained["acceptance_after"]}
+    about = replace(
+        _about(config),
+        base_model=None if config.draft.init.kind == "fresh" else source_model(config),
+        datasets=_texts_of_draft(config, config.draft),
+        measures=rates,
+    )
+    if engines is None and (layout := layout_of(str(draft))):
+        is_asked = layout == "dspark" and config.head and config.head.kind == "confidence"
+        head = head_in_use(config) if is_asked else None
+        engines = for_engines(draft, config.models.target, layout, head)
+    return partial(release_draft, draft, about=about, engines=engines)
+
+
+def for_engines(
+    draft: Path,
+    target: str,
+    layout: Literal["eagle3", "speculators", "dspark"],
+    head: str | Path | None = None,
+) -> ForEngines:
+    """A draft of `draft.init.layout`, or an imported one, in a layout that engines hold."""
+    from distill.engine_layouts import write_dspark, write_eagle
+    from eval.publishing.release import ForEngines
+
+    if layout == "dspark":
+        confidence = _confidence(draft, target, head) if head else None
+        write = partial(write_dspark, draft, confidence=confidence, target=target)
+        return ForEngines(layout, write, is_asked=confidence is not None)
+    return ForEngines(layout, partial(write_eagle, draft, layout=layout, target=target))
+
+
+def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:
+    """The weight (1, H + r) and bias (1,) of a head, whose sigmoid is the probability."""
+    from heads import ConfidenceHead
+    from heads.probe import check_head
+    from recipes.run_eval import load_head
+    from specdata.models import load_model
+
+    head = load_head(folder)
+    if not isinstance(head, ConfidenceHead):
+        raise ConfigError(
+            f"{folder} must be a head of kind confidence, the one form that engines ask, and "
+            f"is of kind {head.kind}: train one with head.kind: confidence"
+        )
+    check_head(load_model(str(draft), target=target), head)
+    output = head.output
+    return output.weight.detach(), output.bias.detach() + math.log(head.rejection_weight)
+
+
+def _about(config: PipelineConfig) -> About:
+    """What every card of a run says."""
+    from eval.publishing.metadata import About
+
+    certificate, sentence = eval_folder(config) / CERTIFICATE, None
+    if certificate.exists():
+        remedy = "remove it, and certify again"
+        sentence = read_record(certificate, ["sentence"], remedy)["sentence"]
+    return About(
+        license=config.publish.license,
+        language=config.publish.language,
+        certificate=sentence,
+        chat=config.chat_template_kwargs,
+    )
+
+
+def _serve(config: PipelineConfig, draft: str) -> list[Step]:
+    """Serve with vLLM, at a draft length that is to be measured there.
+
+    Nothing of a draft that no engine loads, and if the models' output sizes are known and differ,
+    because vLLM refuses such a pair.
     """
-    target = config.models.target
+    target, layout = config.models.target, layout_of(draft_in_use(config))
+    if reads_states(config) and layout is None:
+        return []
     released = described(str(folder(config, "release") / "draft"))
     if len({each.get("vocab_size") for each in (described(target), released)} - {None}) > 1:
         return []
-    depths = released.get("depths", 1)
-    line = serving_lines(draft, target, depths)["vLLM"]
+    depths = released.get("block_size" if layout else "depths", 1)
+    kind = layout or ("pard" if depths > 1 else "draft_model")
+    line = serving_lines(draft, target, kind, depths)["vLLM"]
     if depths > 1:
         return [Step("serve", line)]
-    line = re.sub(r'("num_speculative_tokens": )\d+', r"\1N", line)
-    return [Step("serve", f"{line}  # which N pays in vLLM, draftsmith engine measures")]
+    return [Step("serve", f"{line}  # which length pays in vLLM, draftsmith engine measures")]
 
 
-def _results(config: PipelineConfig) -> Results:
+def measurements(config: PipelineConfig) -> Results:
     """The measurements, with models named as this run names them now."""
     evaluation = eval_folder(config)
     results = read_results(evaluation / RESULTS)

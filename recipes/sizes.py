@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from distill.config import ARCHITECTURES, BLOCK, TOY_POSITIONS
 from recipes.config import PipelineConfig
@@ -116,6 +116,14 @@ def block_of(config: PipelineConfig) -> int | None:
         return int(described(given)["target_states"]["blocks"]["size"]) if given else None
     except (KeyError, TypeError, ValueError):  # it has none, or loading it says what is wrong
         return None
+
+
+def layout_of(draft: str) -> Literal["eagle3", "dspark"] | None:
+    """The layout of engines that a draft of ours, or an imported one, can be written in."""
+    states = described(draft).get("target_states")
+    if not isinstance(states, dict):
+        return None
+    return "dspark" if states.get("blocks") else "eagle3" if states.get("layout") else None
 
 
 def draft_width(config: PipelineConfig) -> int | None:

@@ -34,6 +34,7 @@ from specdata.draft_models.states_draft import (
     KEY,
     MODEL_TYPE,
     TargetStates,
+    is_for_engines,
     reads_states,
     states_class,
     states_input,
@@ -196,6 +197,11 @@ def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
 def _config(source: str, revision: str | None) -> PreTrainedConfig:
     """A model's configuration; of a draft on its target's states, that of its layers."""
     values, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    if is_for_engines(values):
+        raise ConfigError(
+            "it is in a layout of engines, and is read once: draftsmith import FOLDER --target "
+            "TARGET --out DRAFT. Give DRAFT"
+        )
     for size, most in MOST.items():
         if isinstance(found := values.get(size), int) and not 0 < found <= most:
             raise ConfigError(f"{size} in config.json must be from 1 to {most}, it is {found}")

@@ -166,7 +166,7 @@ def test_an_exported_head_says_in_the_engines_form_what_it_says_here(
         ("--head", tmp_path / "another", "trained for another draft"),
         ("--head", tmp_path / "other kind", "must be a head of kind confidence"),
         ("--head", tmp_path / "draft", "not an acceptance head"),
-        ("--layout", "eagle", "--layout is EAGLE-3's"),
+        ("--layout", "eagle3", "of layout dspark: --layout must be dspark"),
     ):
         assert run_tool("export", [*paths, option, str(value)]) == 2
         assert message in capsys.readouterr().err
@@ -179,7 +179,11 @@ def test_an_exported_head_says_in_the_engines_form_what_it_says_here(
     expected = torch.sigmoid(head(states) + torch.tensor(3.0).log())
     torch.testing.assert_close(said[:, 0], expected)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["enable_confidence_head"]
-    assert f"vllm serve {target} --gen" in (tmp_path / "out" / "README.md").read_text()
+    assert f"vllm serve {target} --gen" in capsys.readouterr().out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "/path/to/out" in card
+    assert str(tmp_path) not in card
+    assert "Its acceptance head is asked" in card
     # The head is no part of the draft that is read back.
     again = read_published(tmp_path / "out", load_model(str(target)))
     with torch.inference_mode():

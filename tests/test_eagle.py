@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -19,7 +20,7 @@ from distill.chunked import chunked_loss
 from distill.engine_layouts import read_published, settings_of
 from distill.rounds import readings
 from eval.analysis.traces import tree_states
-from recipes.command import run_tool
+from recipes.command import RECIPES, run_tool
 from specdata.draft_models.taps import read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
@@ -27,6 +28,7 @@ from specdata.models import load_model
 from tests.test_initial import ROWS, make, stored
 from tests.test_states_draft import DRAFTED, decoded_as_defined
 from tests.trainings import QUICK, changed, distilled
+from tests.word_pair import with_train_and_dev
 
 ROOT = Path(__file__).parent.parent
 H, INNER, HEADS, KEPT = 16, 24, 2, 40
@@ -68,7 +70,7 @@ def published(
         "mlp.up_proj": (INNER, H),
         "mlp.down_proj": (H, INNER),
     }
-    first = "midlayer." if layout == "eagle" else "layers.0."
+    first = "midlayer." if layout == "eagle3" else "layers.0."
     made = {f"{first}{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
     for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
         made[f"{first}{name}.weight"] = 1.0 + 0.2 * torch.randn(H)
@@ -138,7 +140,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stored(tmp_path_factory.mktemp("target") / "model", **sizes)
 
 
-@pytest.mark.parametrize("layout", ["eagle", "speculators"])
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 @pytest.mark.parametrize("flags", [(), FLAGS[:2], FLAGS[2:]])
 @torch.inference_mode()
 def test_a_draft_of_each_layout_is_what_its_definition_says(
@@ -179,7 +181,7 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     target: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = load_model(str(target))
-    published(tmp_path / "theirs", model.config.vocab_size, "eagle", "norm_output")
+    published(tmp_path / "theirs", model.config.vocab_size, "eagle3", "norm_output")
     paths = [str(tmp_path / "theirs"), "--target", str(target), "--out", str(tmp_path / "ours")]
     assert run_tool("import", paths) == 0
     assert "40 tokens, taps [1, 2, 3]" in capsys.readouterr().out
@@ -201,7 +203,7 @@ def learnt(target: Path, folder: Path, **init: Any) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("layout", ["eagle", "speculators"])
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 def test_a_new_draft_learns_and_what_is_released_of_it_is_the_same_draft(
     target: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,7 +244,7 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
     for flags in ((), ("norm_before_residual", "norm_output"), ("fc_norm",)):
         here = tmp_path / "-".join(("with", *flags))
         here.mkdir()
-        published(here / "theirs", vocabulary, "eagle", *flags)
+        published(here / "theirs", vocabulary, "eagle3", *flags)
         paths = [str(here / "theirs"), "--target", str(target), "--out", str(here / "ours")]
         assert run_tool("import", paths) == 0
         out = ["--out", str(here / "out"), "--layout", "speculators"]
@@ -269,7 +271,7 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
 @torch.no_grad()
 def test_training_reads_what_drafting_does(target: Path, tmp_path: Path) -> None:
     model = load_model(str(target))
-    published(tmp_path / "theirs", model.config.vocab_size, "eagle", *FLAGS[:3])
+    published(tmp_path / "theirs", model.config.vocab_size, "eagle3", *FLAGS[:3])
     draft = read_published(tmp_path / "theirs", model)
     ids = torch.tensor([[5, 9, 31, 4, 17, 8, 3]])
     first, second, _ = readings(draft, ids, read_taps(model, TAPS, ids), 3)
@@ -363,7 +365,7 @@ def test_a_folder_that_is_no_published_draft_is_refused_with_what_is_wrong(
     target: Path, tmp_path: Path, key: str, value: Any, message: str
 ) -> None:
     model, folder = load_model(str(target)), tmp_path / "ill"
-    tensors = published(folder, model.config.vocab_size, "eagle")
+    tensors = published(folder, model.config.vocab_size, "eagle3")
     path = folder / "config.json"
     if isinstance(value, bytes):
         (folder / key).write_bytes(value)
@@ -397,7 +399,7 @@ def test_what_published_files_say_beside_is_taken_and_flags_and_scale_wherever_t
     target: Path, tmp_path: Path
 ) -> None:
     model, ids = load_model(str(target)), torch.tensor([[5, 9, 31, 4, 17, 8]])
-    tensors = published(tmp_path / "plain", model.config.vocab_size, "eagle", "norm_before_fc")
+    tensors = published(tmp_path / "plain", model.config.vocab_size, "eagle3", "norm_before_fc")
 
     def read() -> Tensor:
         logits: Tensor = read_published(tmp_path / "plain", model)(input_ids=ids).logits
@@ -424,15 +426,63 @@ def test_taps_that_are_not_said_are_the_default(target: Path) -> None:
     assert settings_of({**LAYER, "eagle_config": {AUX: None}}, model) == settings_of(LAYER, model)
 
 
+@pytest.mark.parametrize("layout", ["eagle3", "dspark"])
+def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_draft(
+    target: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Card included, and DSpark's head."""
+    given = with_train_and_dev(target, tmp_path) | {"output": str(tmp_path / "run")}
+    given["models"] = {"target": str(target)}
+    head = layout == "dspark"
+    given["draft"] = {"init": {"kind": "states", "layers": 1, "layout": layout}, "epochs": 1}
+    given["head"] = {"kind": "confidence", "epochs": 1} if head else None
+    methods = [{"name": "plain", "decoder": "plain"}, {"name": "K=1", "length": 1}]
+    given["eval"]["max_new_tokens"] = 12
+    given["eval"]["methods"] = [*methods, *([{"name": "head", "stop": "head"}] * head)]
+    given["publish"] = {"license": "mit"}
+    config = ["--config", str(tmp_path / "pair.yaml")]
+    Path(config[1]).write_text(json.dumps(given))
+    assert RECIPES["pipeline"].run(config, "draftsmith pipeline") == 0
+    out, made = tmp_path / "draft", tmp_path / "run" / "draft" / "model"
+    release = tmp_path / "run" / "release" / "draft"
+    served = f'"method": "{layout}", "model": '
+    assert f'{served}"{release}"' in capsys.readouterr().out
+    asked = ["--head", str(tmp_path / "run" / "head" / "model")] if head else []
+    assert run_tool("export", [str(made), "--out", str(out), "--layout", layout, *asked]) == 0
+    assert f'{served}"{out}"' in capsys.readouterr().out
+    files = {path.name: path.read_bytes() for path in release.iterdir()}
+    assert files == {path.name: path.read_bytes() for path in out.iterdir()}
+    card = ModelCard.load(out / "README.md")
+    assert (card.data.license, layout in card.data.tags) == ("mit", True)
+    assert f'{served}"/path/to/draft"' in card.text[: card.text.index("## Measured")]
+    ids = torch.tensor([[5, 9, 31, 4, 17, 8]])
+    with torch.inference_mode():
+        mine, theirs = load_model(str(made)), read_published(release, load_model(str(target)))
+        torch.testing.assert_close(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
+    with pytest.raises(ConfigError, match=r"layout of engines, .*draftsmith import"):
+        load_model(str(release))
+
+
 def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    published(tmp_path / "draft", load_model(str(target)).config.vocab_size, "eagle")
+    published(tmp_path / "draft", load_model(str(target)).config.vocab_size, "eagle3")
     ours = ["--target", str(target), "--out", str(tmp_path / "ours")]
     assert run_tool("import", [str(tmp_path / "draft"), *ours]) == 0
     (tmp_path / "ours" / "model.safetensors").unlink()
     assert run_tool("export", [str(tmp_path / "ours"), "--out", str(tmp_path / "out")]) == 2
     assert "must hold safetensors" in capsys.readouterr().err
+    make(target, tmp_path / "states", kind="states", layers=1)
+    for folder, message in (
+        (target, "vLLM loads its release, which draftsmith publish writes"),
+        (tmp_path / "draft", "is in a layout of engines"),
+        (tmp_path / "states", "must be a draft of draft.init.layout eagle3"),
+    ):
+        assert run_tool("export", [str(folder), "--out", str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err
+    released = target.parents[1] / "release" / "draft"
+    released.mkdir(parents=True)
     assert run_tool("export", [str(target), "--out", str(tmp_path / "out")]) == 2
-    assert "must be a draft of draft.init.layout eagle3" in capsys.readouterr().err
+    assert f"which is {released}" in capsys.readouterr().err
+    released.rmdir()
     assert not (tmp_path / "out").exists()

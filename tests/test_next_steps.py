@@ -70,12 +70,12 @@ def released(tmp_path: Path, target: int) -> list[str]:
     return ["--output", str(tmp_path / "out"), "--models.target", str(tmp_path / "target")]
 
 
-def test_how_many_tokens_vllm_drafts_is_left_open(tmp_path: Path) -> None:
+def test_the_line_for_vllm_runs_as_it_is_and_its_length_is_to_be_measured(tmp_path: Path) -> None:
     _, _, serve = steps("publish", "--head", "null", *released(tmp_path, 100))[:3]
-    settings = shlex.split(serve.line, comments=True)[-1]
-    assert '"num_speculative_tokens": N' in settings
-    settings = json.loads(settings.replace(": N", ": 1"))
+    assert serve.line.endswith("# which length pays in vLLM, draftsmith engine measures")
+    settings = json.loads(shlex.split(serve.line, comments=True)[-1])
     assert settings["model"] == str(tmp_path / "out" / "release" / "draft")
+    assert settings["num_speculative_tokens"] == 5
 
 
 def test_a_pair_that_vllm_refuses_is_not_served_with_it(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.engines import llama, to_gguf, vllm
 from distill.config import DistilConfig
-from distill.engine_layouts import write_eagle
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.served import ServedEngine
@@ -105,38 +104,34 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Name -> a draft as it decodes here, and as engines load it."""
+    """Name -> a draft as it decodes here, and as engines load it: its release, if it has one."""
     folder = tmp_path_factory.mktemp("drafts")
     made = {"plain": (DEMO / "draft/model", DEMO / "release/draft")}
     rollouts = of_split(load_stored(DEMO / "rollouts"), "train", DEMO / "rollouts")
-    for name, settings in {
-        "eagle3": {"layout": "eagle3"},
-        "eagle3 of 200 tokens": {"layout": "eagle3", "vocabulary": 200},
-    }.items():
-        ours, theirs = folder / name, folder / f"{name} exported"
-        make(TARGET, ours, rollouts, kind="states", layers=1, **settings)
-        write_eagle(ours, theirs, "eagle")
-        made[name] = (ours, theirs)
     dev = of_split(load_stored(DEMO / "rollouts"), "dev", DEMO / "rollouts").select(range(8))
     config = DistilConfig(depths=4, epochs=0.2, keep="last", report_to=[])
     own = {"train": rollouts, "dev": dev, "draft": DEMO / "draft/model"}
     distilled(DEMO / "pair", folder / "masks", config, **own)
     made["masks"] = (folder / "masks", folder / "masks")
-    run = folder / "run"
-    given = ["--config", str(TOY), "--toy", "null", "--head", "null", "--output", str(run)]
-    given += ["--models.target", str(TARGET), "--models.draft", "null"]
-    given += ["--draft.init", "{kind: target, layers: 2, vocabulary: 200, align: true}"]
     each = [
         {"name": name, "split": split, "count": count}
         for name in SETS
         for split, count in SPLITS.items()
     ]
-    given += ["--draft.epochs", "1", "--rollouts.sets", json.dumps(each)]
-    given += ["--eval.sets", "[{name: maths, count: 1}]"]
+    given = ["--config", str(TOY), "--toy", "null", "--head", "null", "--models.draft", "null"]
+    given += ["--models.target", str(TARGET), "--draft.epochs", "1"]
+    given += ["--rollouts.sets", json.dumps(each), "--eval.sets", "[{name: maths, count: 1}]"]
     given += ["--eval.methods", "[{name: plain, decoder: plain}, {name: K=4, length: 4}]"]
-    pipeline = [sys.executable, "-m", "recipes.command", "pipeline", *given]
-    subprocess.run(pipeline, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    made["plain of 200 tokens"] = (run / "draft/model", run / "release/draft")
+    for name, init in {
+        "plain of 200 tokens": "{kind: target, layers: 2, vocabulary: 200, align: true}",
+        "eagle3": "{kind: states, layout: eagle3, layers: 1}",
+        "eagle3 of 200 tokens": "{kind: states, layout: eagle3, layers: 1, vocabulary: 200}",
+    }.items():
+        run = folder / name
+        pipeline = [sys.executable, "-m", "recipes.command", "pipeline", *given]
+        pipeline += ["--output", str(run), "--draft.init", init]
+        subprocess.run(pipeline, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        made[name] = (run / "draft/model", run / "release/draft")
     return made
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import ModelCard, ModelCardData, constants, metadata_load
+from huggingface_hub import (
+    ModelCard,
+    ModelCardData,
+    constants,
+    metadata_load,
+    snapshot_download,
+)
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from huggingface_hub.utils import validate_repo_id
@@ -38,6 +45,8 @@ from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.report import positions_of
 from eval.reporting.table import shown_methods
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
+from recipes.command import run_tool
+from recipes.publish import for_engines
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.lm_head import width_of_states
 from specdata.models import load_model
@@ -52,11 +61,11 @@ HIDDEN = 16
 
 
 def save_llama(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int, pad: int = 0
+    folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int, pad: int = 0, layers: int = 1
 ) -> None:
     size = len(tokenizer) + pad
     language_model(
-        tokenizer, layers=1, width=HIDDEN, seed=seed, vocabulary=size, positions=128
+        tokenizer, layers=layers, width=HIDDEN, seed=seed, vocabulary=size, positions=128
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -94,7 +103,7 @@ class Pair:
     def __init__(self, root: Path, *, pad: int = 0) -> None:
         self.target, self.draft, self.head = root / "target", root / "draft", root / "head"
         tokenizer = train_tokenizer(["a short text about nothing at all, 0123456789"] * 4, 280)
-        save_llama(self.target, tokenizer, seed=0, pad=pad)
+        save_llama(self.target, tokenizer, seed=0, pad=pad, layers=3)
         asked = self.target / "generation_config.json"
         write_json(asked, {**json.loads(asked.read_text()), "repetition_penalty": 1.1})
         save_llama(self.draft, tokenizer, seed=1)
@@ -286,6 +295,25 @@ def test_the_draft_card_generates_under_the_measured_sampling(pair: Pair, draft:
     said = card.text.replace("\\", "")
     assert "generation_config.json asks for repetition_penalty 1.1" in said
     assert "custom_generate" in given
+
+
+def test_cards_of_a_chat_model_ask_through_its_chat_template(pair: Pair, tmp_path: Path) -> None:
+    target = shutil.copytree(pair.target, tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = "{{ messages[0].content }} {{ mode }} {{ add_generation_prompt }}"
+    tokenizer.save_pretrained(target)
+    results, about = measured_of(pair.results, target=target), About(chat={"mode": "short"})
+    for folder in (
+        release_draft(pair.draft, tmp_path / "draft", results, about),
+        release_head(pair.head, tmp_path / "head", results, about),
+    ):
+        for code in code_blocks(ModelCard.load(folder / "README.md"), "python"):
+            asks = re.search(r"^messages = .*?^\)$", code, re.MULTILINE | re.DOTALL)
+            assert asks is not None
+            scope: dict[str, Any] = {"tokenizer": tokenizer}
+            exec(asks[0], scope)
+            read = tokenizer.decode(scope["inputs"]["input_ids"][0])
+            assert read == f"{scope['messages'][0]['content']} short True"
 
 
 @pytest.mark.parametrize("kind", ["draft", "head"])
@@ -482,30 +510,40 @@ def test_a_draft_on_states_and_its_head_decode_from_the_hub_as_where_they_were_m
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        release_draft(made, tmp_path / "draft", results, push_to=names[0])
+        own = head if layout == "dspark" else None
+        engines = for_engines(made, target, layout, own) if layout else None
+        release_draft(made, tmp_path / "draft", results, engines=engines, push_to=names[0])
         release_head(head, tmp_path / "head", results, About(names[0]), push_to=names[1])
-        with pytest.raises(ValueError, match=r"load-with-draftsmith_see-README\.md"):
-            AutoModelForCausalLM.from_pretrained(names[0])
         cards = [(root / name / "README.md").read_text(encoding="utf-8") for name in names]
-        codes = [code_blocks(ModelCard(card), "python") for card in cards]
-        for name, (code,) in zip(names, codes, strict=True):
+        monkeypatch.chdir(tmp_path)
+        for name, card in zip(names, cards, strict=True):
+            if layout:  # as the card says
+                lines = re.search(
+                    r"hf download (.*) --local-dir (.*)\ndraftsmith (import .*)", card
+                )
+                assert lines is not None
+                snapshot_download(lines[1], local_dir=lines[2])
+                words = shlex.split(lines[3].replace(loadable(target), target))
+                assert run_tool(words[0], words[1:]) == 0
+            else:
+                with pytest.raises(ValueError, match=r"load-with-draftsmith_see-README\.md"):
+                    AutoModelForCausalLM.from_pretrained(names[0])
+            (code,) = code_blocks(ModelCard(card), "python")
             assert "AutoModel" not in code, name
             shown: dict[str, Any] = {}
             exec(code.replace(json.dumps(loadable(target)), json.dumps(target)), shown)
             asked = shown["config"], shown.get("head")
             decoder = SpeculativeDecoder.from_config(shown["target"], load_model(str(made)), *asked)
             same_rounds(shown, decoder)
+            shutil.rmtree(tmp_path / "imported", ignore_errors=True)
     for card in cards:
         assert str(tmp_path) not in card
-    assert ("export" in cards[0]) == (layout is not None)
-    assert ("DSpark's form: after one forward it drafts a block of up to 7" in cards[0]) == (
-        layout == "dspark"
-    )
+    assert ("a block of up to 7 after one forward" in cards[0]) == (layout == "dspark")
     assert "parallel_drafting" not in cards[0]
     profile = json.loads((root / names[0] / "speculation_profile.json").read_text())
     assert profile["method"] == (layout or "draftsmith")
     assert str(pair.target.parent) not in (root / names[0] / "config.json").read_text()
-    assert ("It proposes" in cards[0]) == (kept is not None)
+    assert ("It proposes 40 of" in cards[0]) == (kept is not None)
     assert not (root / names[0] / "custom_generate").exists()
 
 

@@ -6,8 +6,8 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
-from distill.engine_layouts import BLOCK_CARD
 from eval.publishing import serving
 from eval.publishing.serving import DEFAULT_LENGTHS, served_lengths, serving_lines
 from eval.reporting.rendering import source_arguments
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 ENGINES = ROOT / "docs" / "engines.md", ROOT / "distill" / "doctor.py"
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
 VLLM_KEYS = {
-    "method": {"draft_model"},
+    "method": {"draft_model", "eagle3", "dspark"},
     "model": None,
     "num_speculative_tokens": None,
     "draft_sample_method": {"greedy", "probabilistic"},
@@ -34,6 +34,7 @@ SGLANG_OPTIONS = {
     "--speculative-eagle-topk",
     "--speculative-num-draft-tokens",
 }
+STEPS = re.compile("num|topk")  # which DSpark's config.json says
 # common/arg.cpp, and for the types common/speculative.cpp.
 LLAMA_BUILD = "b11434"
 LLAMA_OPTIONS = {"--model", "--spec-draft-model", "--spec-type", "--spec-draft-n-max"}
@@ -41,7 +42,7 @@ LLAMA_ASKS = "--spec-draft-p-min"  # an acceptance head
 LLAMA_TYPES = {"draft-simple", "draft-eagle3", "draft-dspark"}
 
 
-def options(engine: str, program: str, target: str = "acme/target", **asked: int) -> dict[str, str]:
+def options(engine: str, program: str, target: str = "acme/target", **asked: Any) -> dict[str, str]:
     """Of an engine's line as a shell reads it: --name value ..., after the program's words."""
     line = serving_lines("acme/draft", target, **asked)[engine]  # a continued line is one
     words, begin = shlex.split(line.replace("\\\n", "")), shlex.split(program)
@@ -61,14 +62,22 @@ def test_vllm_reads_its_lines() -> None:
         assert settings["model"] == "acme/draft"
         assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
     assert settings["rejection_sample_method"] == "block"
-    masked = options("vLLM", "vllm serve acme/target", depths=3)["--speculative-config"]
-    assert served_lengths(depths=3)["vLLM"][0] == 3  # as the card says
+    asked: dict[str, Any] = {"kind": "pard", "depths": 3}
+    masked = options("vLLM", "vllm serve acme/target", **asked)["--speculative-config"]
+    assert served_lengths(**asked)["vLLM"][0] == 3  # as the card says
     assert json.loads(masked) == {
         "method": "draft_model",
         "model": "acme/draft",
         "num_speculative_tokens": 3,
         "parallel_drafting": True,
     }
+    for kind, depths, length in (("eagle3", 1, 2), ("dspark", 7, 7)):
+        given = options("vLLM", "vllm serve acme/target", kind=kind, depths=depths)
+        assert json.loads(given["--speculative-config"]) == {
+            "method": kind,
+            "model": "acme/draft",
+            "num_speculative_tokens": length,
+        }
 
 
 def test_a_targets_revision_is_an_option() -> None:
@@ -83,15 +92,25 @@ def test_sglang_reads_its_line() -> None:
     assert given["--speculative-algorithm"] == "STANDALONE"
     # With one candidate a step, SGLang wants one more token: that of the target.
     assert int(given["--speculative-num-draft-tokens"]) == 1 + int(given["--speculative-num-steps"])
+    for kind, more in (("eagle3", set()), ("dspark", {*filter(STEPS.search, SGLANG_OPTIONS)})):
+        given = options("SGLang", "sglang serve", kind=kind, depths=7)
+        assert given["--speculative-algorithm"] == kind.upper()
+        assert set(given) == SGLANG_OPTIONS - more
 
 
 def test_llama_cpp_reads_its_line() -> None:
     given = options("llama.cpp", "llama-server")
     assert set(given) == LLAMA_OPTIONS
     assert given["--spec-type"] == "draft-simple"
-    blocks = BLOCK_CARD[BLOCK_CARD.index("llama-server") :].replace("\\\n", "").split()
-    assert set(blocks[1::2]) == {*LLAMA_OPTIONS, LLAMA_ASKS}
-    assert blocks[blocks.index("--spec-type") + 1] in LLAMA_TYPES
+    for is_asked in (False, True):
+        blocks = options("llama.cpp", "llama-server", kind="dspark", depths=7, is_asked=is_asked)
+        assert set(blocks) == {*LLAMA_OPTIONS, LLAMA_ASKS}
+        assert (float(blocks[LLAMA_ASKS]) > 0) == is_asked
+        types = {
+            blocks["--spec-type"],
+            options("llama.cpp", "llama-server", kind="eagle3")["--spec-type"],
+        }
+        assert types | {given["--spec-type"]} == LLAMA_TYPES
     assert set(re.findall(r"`(draft-\w+)`", ENGINES[0].read_text())) == LLAMA_TYPES
 
 

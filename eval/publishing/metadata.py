@@ -37,6 +37,7 @@ class About:
         datasets: data sets that it was trained on; those that are no Hub id are left out.
         measures: figures of the training stage, such as a head's calibration error.
         certificate: what `draftsmith certify` found, in words; None if it was not run.
+        chat: variables that the target's chat template was given.
     """
 
     base_model: str | None = None
@@ -45,6 +46,7 @@ class About:
     datasets: Sequence[str] = ()
     measures: Mapping[str, float | None] = field(default_factory=dict)
     certificate: str | None = None
+    chat: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.license is not None and not _LICENSE.fullmatch(self.license):

@@ -7,8 +7,9 @@ counts first. Nothing leaves this machine unless a repository is named.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from heads import BaseHead
 from heads.remote import write_custom_generate
 from specdata.draft_models.depths import DEPTHS, depths_of
 from specdata.draft_models.draft_vocabulary import (
+    SIZE,
     draft_vocabulary_ids,
     is_reduced,
     restore_vocabulary,
@@ -66,8 +68,8 @@ UPLOAD = "upload.json"
 TAGS = {
     "draft_model": ("vllm", "sglang", "llama-cpp"),
     "pard": ("pard", "vllm", "arxiv:2504.18583"),
-    "eagle3": ("eagle3", "arxiv:2503.01840"),
-    "dspark": ("dspark", "arxiv:2607.05147"),
+    "eagle3": ("eagle3", "vllm", "sglang", "llama-cpp", "arxiv:2503.01840"),
+    "dspark": ("dspark", "vllm", "sglang", "llama-cpp", "arxiv:2607.05147"),
     "draftsmith": (),
 }
 """Kind of a draft -> its name, the engines that load it as it is released, its paper."""
@@ -78,12 +80,28 @@ REDUCED = "reduced"
 OWN_TEXTS, OWN_LENGTH = 64, 32
 
 
+@dataclass(frozen=True, slots=True)
+class ForEngines:
+    """A draft in a layout that engines hold.
+
+    Attributes:
+        layout: "eagle3", "speculators", which is another of EAGLE-3's, or "dspark".
+        write: writes its config.json, weights and tokenizer into a folder.
+        is_asked: whether an acceptance head is in its slot.
+    """
+
+    layout: Literal["eagle3", "speculators", "dspark"]
+    write: Callable[[Path], None]
+    is_asked: bool = False
+
+
 def release_draft(
     source: Path,
     out: Path,
     results: Results,
     about: About | None = None,
     *,
+    engines: ForEngines | None = None,
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
@@ -91,9 +109,10 @@ def release_draft(
 
     The settings make transformers draft as many tokens a round as were measured to be best in its
     own loop; where that was not measured they leave it to transformers. A draft on its target's
-    states, which transformers refuses, comes without code, as it was measured, and names its
-    target. The folder appears when all of it, the upload included, is done; nothing is uploaded
-    unless `push_to` names a repository, which is made private unless told otherwise.
+    states, which transformers refuses, comes without code: as `engines` load it, or else as it was
+    measured, and then it names its target. The folder appears when all of it, the upload included,
+    is done; nothing is uploaded unless `push_to` names a repository, which is made private unless
+    told otherwise.
     """
     about, name = about or About(), push_to or out.name
     check_repository(push_to)
@@ -116,9 +135,11 @@ def release_draft(
     kind = "pard" if (depths := depths_of(model)) > 1 else "draft_model"
     if states:
         kind = "eagle3" if states.layout else "dspark" if states.blocks else "draftsmith"
+        assert (engines is None) == (kind == "draftsmith"), "engines hold the two layouts"
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
+    is_asked = engines is not None and engines.is_asked
     if reduced is not None and len(reduced) == config.vocab_size:  # of an engine's layout
         reduced = None
     # The metadata gives the metrics of the best length, else of the longest.
@@ -153,29 +174,57 @@ def release_draft(
         target_vocabulary=targets.vocab_size,
         reduced=None if reduced is None else len(reduced),
         states=states,
+        engines=engines,
         longest=longest,
         lengths=lengths,
         length_table=lengths_table(fastest),
         acceptance=acceptance_by_position(measured),
         depths=depths,
-        serving=serving_lines(released, loadable(target), depths),
-        served_lengths=served_lengths(depths),
+        serving=serving_lines(released, loadable(target), kind, depths, is_asked=is_asked),
+        served_lengths=served_lengths(kind, depths),
     ) as folder:
-        if states:
-            getattr(model.config, KEY)["target"] = loadable(target)
-        elif reduced is not None:
-            model.save_pretrained(folder / REDUCED)
-            add_former_names(folder / REDUCED)
-            copy_tokenizer(target, folder / REDUCED)
-            _make_whole(model)
-        model.save_pretrained(folder)
-        add_former_names(folder)
-        copy_tokenizer(target, folder)
+        if engines:
+            engines.write(folder)
+        else:
+            if states:
+                getattr(model.config, KEY)["target"] = loadable(target)
+            elif reduced is not None:
+                model.save_pretrained(folder / REDUCED)
+                add_former_names(folder / REDUCED)
+                copy_tokenizer(target, folder / REDUCED)
+                _make_whole(model)
+            model.save_pretrained(folder)
+            add_former_names(folder)
+            copy_tokenizer(target, folder)
         shown = [run for run in _shortened(measured).runs if run.name == method.name]
         write_json(folder / PROFILE, speculation_profile(kind, shown, results.environment.date))
         if not states:
             write_custom_generate(folder)
     return out
+
+
+def release_unmeasured(source: Path, out: Path, target: str, engines: ForEngines) -> None:
+    """Assemble a draft for engines that no results measure; its card has no figures."""
+    config = load_configs(str(source))[0]
+    states, reduced = TargetStates.of(config), getattr(config, SIZE)
+    kind, depths = ("dspark", states.blocks.size) if states.blocks else ("eagle3", 1)
+    own, named = loadable(out.name), loadable(target)
+    card = render(
+        "unmeasured_card.md.jinja",
+        name=out.name,
+        target=public_name(target),
+        local=[path for path in (own, named) if path.startswith(ELSEWHERE)],
+        states=states,
+        engines=engines,
+        depths=depths,
+        vocabulary=config.vocab_size,
+        reduced=None if reduced == config.vocab_size else reduced,
+        serving=serving_lines(own, named, kind, depths, is_asked=engines.is_asked),
+        served_lengths=served_lengths(kind, depths),
+    )
+    with atomic_folder(out) as folder:
+        engines.write(folder)
+        write_text(folder / CARD, card)
 
 
 def release_head(
@@ -201,6 +250,7 @@ def release_head(
     used = head_run(measured)
     target, draft = used.target, about.base_model or str(used.draft)
     read = load_configs(str(used.draft))[0]
+    states = TargetStates.of(read) if reads_states(read) else None
     front = {
         "library": "draftsmith",
         "tags": ["acceptance-head", "arxiv:2405.19715"],
@@ -224,10 +274,11 @@ def release_head(
             "draft": loadable(draft),
         },
         head=head,
-        by_transformers=not reads_states(read) and getattr(used.method.stop, "cumulative", True),
+        by_transformers=not states and getattr(used.method.stop, "cumulative", True),
+        in_layout=states is not None and bool(states.layout or states.blocks),
         depths=getattr(read, DEPTHS, 1),
         width=getattr(head, "width", None),
-        reduced=not reads_states(read) and is_reduced(read),
+        reduced=not states and is_reduced(read),
         trained=trained,
         pays=head_sentence(measured),
         rivals=head_rivals(measured),
@@ -287,6 +338,7 @@ def _assembled(
         sampling=results.runs[0].sampling,
         unapplied={name: UNAPPLIED[name] for name in unapplied(generation)},
         unapplied_words=unapplied_words(generation),
+        chat=about.chat if load_tokenizer(target).chat_template else None,
         timed=results.timed,
         batch=results.environment.batch_size,
         **values,

@@ -26,31 +26,39 @@ DEFAULT_LENGTHS = {
 loop says nothing about another, and what pays in one is measured there (`draftsmith engine`)."""
 
 
-def served_lengths(depths: int = 1) -> dict[str, tuple[int, str]]:
+def served_lengths(kind: str = "draft_model", depths: int = 1) -> dict[str, tuple[int, str]]:
     """The draft length in each engine's lines, and whose it is."""
+    if kind == "eagle3":
+        fastest = (2, "what was fastest there with this project's own draft")
+        return DEFAULT_LENGTHS | {"vLLM": fastest}
     if depths == 1:
         return DEFAULT_LENGTHS
-    return DEFAULT_LENGTHS | {"vLLM": (depths, "what the draft proposes after one forward")}
+    whole = (depths, "what the draft proposes after one forward")
+    return DEFAULT_LENGTHS | dict.fromkeys(DEFAULT_LENGTHS if kind == "dspark" else ["vLLM"], whole)
 
 
-def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
+def serving_lines(
+    draft: str, target: str, kind: str = "draft_model", depths: int = 1, *, is_asked: bool = False
+) -> dict[str, str]:
     """The command lines with which engines serve a draft and its target (Hub ids or folders).
 
-    A draft that proposes `depths` tokens after one forward is served so by vLLM alone of these,
-    and with as many; the others take it for an ordinary draft.
+    Of a plain draft ("draft_model"), of one that proposes `depths` tokens after one forward
+    ("pard"), which vLLM alone of these serves so and the others take for an ordinary draft, and of
+    those in layouts of engines ("eagle3", "dspark", whose acceptance head `is_asked` or not there).
 
     Without the sampling of the target's generation_config.json, which nobody has measured here.
-    Of vLLM with greedy drafts, its default, and of "vLLM, sampled" with sampled drafts and block
-    verification; of llama.cpp from files that were converted to GGUF.
+    Of vLLM with greedy drafts, its default, and of "vLLM, sampled", of a plain draft alone, with
+    sampled drafts and block verification; of llama.cpp from files that were converted to GGUF.
     """
     source, revision = source_and_revision(target)
     pinned = f" --revision {revision}" if revision else ""
+    lengths, in_layout = served_lengths(kind, depths), kind in ("eagle3", "dspark")
     greedy = {
-        "method": "draft_model",
+        "method": kind if in_layout else "draft_model",
         "model": draft,
-        "num_speculative_tokens": served_lengths(depths)["vLLM"][0],
+        "num_speculative_tokens": lengths["vLLM"][0],
     }
-    if depths > 1:
+    if kind == "pard":
         greedy["parallel_drafting"] = True
     sampled = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
     vllm = [
@@ -58,20 +66,25 @@ def serving_lines(draft: str, target: str, depths: int = 1) -> dict[str, str]:
         f"{shlex.quote(json.dumps(settings, ensure_ascii=False))}"
         for settings in (greedy, greedy | sampled)
     ]
-    k = DEFAULT_LENGTHS["SGLang"][0]
+    k, quoted = lengths["SGLang"][0], shlex.quote(draft)
+    algorithm = kind.upper() if in_layout else "STANDALONE"
     sglang = [
         f"sglang serve --model-path {shlex.quote(source)}{pinned} --sampling-defaults openai",
-        f"  --speculative-algorithm STANDALONE --speculative-draft-model-path {shlex.quote(draft)}",
-        f"  --speculative-num-steps {k} --speculative-eagle-topk 1",
-        f"  --speculative-num-draft-tokens {k + 1}",
+        f"  --speculative-algorithm {algorithm} --speculative-draft-model-path {quoted}",
     ]
+    if kind != "dspark":  # whose config.json says it
+        sglang.append(f"  --speculative-num-steps {k} --speculative-eagle-topk 1")
+        sglang.append(f"  --speculative-num-draft-tokens {k + 1}")
+    form = kind if in_layout else "simple"
     llama = [
         "llama-server --model target.gguf --spec-draft-model draft.gguf",
-        f"  --spec-type draft-simple --spec-draft-n-max {DEFAULT_LENGTHS['llama.cpp'][0]}",
+        f"  --spec-type draft-{form} --spec-draft-n-max {lengths['llama.cpp'][0]}",
     ]
+    if kind == "dspark":
+        llama[1] += f" --spec-draft-p-min {0.5 if is_asked else 0}"
     return {
         "vLLM": vllm[0],
-        "vLLM, sampled": vllm[1],
+        **({} if in_layout else {"vLLM, sampled": vllm[1]}),
         "SGLang": " \\\n".join(sglang),
         "llama.cpp": " \\\n".join(llama),
     }

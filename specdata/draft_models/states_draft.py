@@ -13,7 +13,7 @@ Its config.json says `target_states`: the taps, the target's name, and a probe o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -204,6 +204,11 @@ def token_embedding(model: Any) -> nn.Module:
 def reads_states(config: PreTrainedConfig) -> bool:
     """True if a configuration is that of a draft that reads its target's states."""
     return getattr(config, KEY, None) is not None
+
+
+def is_for_engines(settings: Mapping[str, Any]) -> bool:
+    """True of a config.json in a layout of engines, which `draftsmith import` reads."""
+    return any(name in str(settings.get("architectures")) for name in ("Eagle3", "DSpark"))
 
 
 def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
