@@ -64,8 +64,9 @@ def test_help_of_an_evaluation_lists_what_a_method_holds() -> None:
 
 
 def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # what a launch tells its processes
     for arguments, hint in (
         (["trian-head"], "unknown command 'trian-head': did you mean 'train-head'?"),
         (["launch", "cpu-2", "--num_processes", "2"], "name a recipe after the profile"),

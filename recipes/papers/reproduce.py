@@ -28,7 +28,6 @@ from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.storage.files import locked, write_json, write_text
 from specdata.storage.resume import Settings, read_record
-from specdata.threads import using_threads
 
 FOLDER = Path(__file__).parent
 PAPERS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -77,6 +76,7 @@ def measure(pair: ModelPair, name: str, spec: Mapping[str, Any]) -> dict[str, An
         settings.write(folder / SETTINGS)
         prepare_libraries()
         from specdata.models import device
+        from specdata.threads import using_threads
 
         begun = time.perf_counter()
         with using_threads(pair.config.eval.threads):
