@@ -9,11 +9,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     GPT2Config,
@@ -25,6 +28,7 @@ from transformers import (
 )
 
 from distill.toy import END_TOKEN, save_tokenizer, train_tokenizer
+from distill.training import save_model
 from eval.publishing.release import _load_whole
 from specdata.cache import cache_argument
 from specdata.errors import CacheNotRewindableError, ConfigError
@@ -34,6 +38,7 @@ from specdata.models import (
     known_ids,
     load_configs,
     load_model,
+    load_reward_model,
     load_tokenizer,
     positions,
     revision_of,
@@ -164,6 +169,73 @@ def test_missing_and_damaged_weights_and_absent_models_are_named(tmp_path: Path)
         load_model(str(tmp_path))
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         load_tokenizer("nobody/nothing")
+
+
+def save_with(folder: Path, *names: str, layers: int = 2) -> dict[str, Tensor]:
+    """Save a model, and tensors of these names beside its own."""
+    tiny_llama(0, layers=layers).save_pretrained(folder)
+    held = load_file(folder / "model.safetensors") | {name: torch.ones(4) for name in names}
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    return held
+
+
+MLP, ATTENTION = "model.layers.0.mlp.up_proj.", "model.layers.1.self_attn."
+SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "input_scale", "weight_packed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(MLP + each for each in (*SCALES, "qweight", "qzeros", "weight.absmax", "SCB", "bias")),
+        *(ATTENTION + each for each in ("q_proj.bias", "q_norm.weight", "k_scale", "sinks")),
+        *("model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.post_norm.weight"),
+        *("model.layers.2.input_layernorm.weight", "lm_head.bias", "lm_head.weight_scale"),
+        *("model.embed_tokens.weight_scale", "model.norm.bias"),
+    ],
+)
+def test_a_tensor_of_a_module_that_exists_which_nothing_reads_is_named(
+    name: str, tmp_path: Path
+) -> None:
+    save_with(tmp_path, name)
+    with pytest.raises(ConfigError, match=rf"1 tensors that nothing would .*first: {name}\)"):
+        load_model(str(tmp_path))
+
+
+def test_tensors_of_other_modules_and_former_ones_are_read_over(tmp_path: Path) -> None:
+    names = [ATTENTION + "rotary_emb.inv_freq", ATTENTION + "masked_bias", "score.weight"]
+    names += ["v_head.summary.weight", "mtp.fc.weight", "model.mtp_layers.0.eh_proj.weight"]
+    names += ["vision_tower.layers.0.mlp.up_proj.weight_scale", "model.visual.norm.weight"]
+    names += ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"]
+    save_with(tmp_path, *names)
+    ids = torch.tensor([[2, 3, 1]])
+    model, expected = load_model(str(tmp_path)), tiny_llama(0, layers=2).float()
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits)
+
+
+def test_a_reward_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
+    save_target(tmp_path)
+    save_with(tmp_path)
+    with pytest.raises(ConfigError, match=r"1 are missing \(first: score\.weight"):
+        load_reward_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_model, lambda name: _load_whole(Path(name))])
+def test_what_is_saved_ties_matrices_only_if_they_are_one(
+    load: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """transformers 4 and engines tie two that differ where config.json says so; 5 does not."""
+    for ties, differ in ((True, True), (True, False), (False, True)):
+        held = save_with(tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": ties}))
+        if not differ:
+            held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+            save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        save_model(load(str(tmp_path)), tmp_path / "saved")
+        saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+        stored = load_file(tmp_path / "saved" / "model.safetensors")
+        assert saved["tie_word_embeddings"] == (ties and not differ)
+        assert ("lm_head.weight" in stored) == differ
 
 
 def test_sequences_beyond_the_models_positions_are_refused() -> None:
