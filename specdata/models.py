@@ -41,7 +41,7 @@ from specdata.draft_models.states_draft import (
 )
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
-from specdata.loading import ONE_DEVICE, Loading, check_vocabularies
+from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint
@@ -256,6 +256,9 @@ def _config(source: str, revision: str | None) -> PreTrainedConfig:
     for size, most in MOST.items():
         if isinstance(found := values.get(size), int) and not 0 < found <= most:
             raise ConfigError(f"{size} in config.json must be from 1 to {most}, it is {found}")
+    for part in (values, values.get("text_config")):
+        if wrong := contradictions(part) if isinstance(part, Mapping) else []:
+            raise ConfigError(f"config.json must say one thing once: {wrong[0]}; mend it")
     if values.get("model_type") == MODEL_TYPE:
         values |= {"model_type": TargetStates.of(values).model_type, "name_or_path": source}
         config = AutoConfig.for_model(**values)
@@ -426,16 +429,11 @@ def without_weights(name: str) -> Any:
 
 
 def positions(config: PreTrainedConfig) -> int:
-    """The longest sequence that a model has positions for, in tokens; sys.maxsize if unlimited.
-
-    Of a longrope (Phi), the original length: beyond it, a forward reads all tokens by other
-    frequencies than the keys in the cache were written with.
-    """
-    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    rope = length_dependent_rope(config) or {}
-    if rope.get("rope_type") == "longrope":
-        limit = rope["original_max_position_embeddings"]
-    return sys.maxsize if limit is None else limit
+    """The longest sequence that a model has positions for, in tokens; sys.maxsize if unlimited."""
+    text = config.get_text_config()
+    # Not all have these in their own dictionary: GPT-2 and its kin have other names.
+    named = {key: getattr(text, key, None) for key in ("max_position_embeddings", "model_type")}
+    return reach({**vars(text), **named}) or sys.maxsize
 
 
 def length_dependent_rope(config: PreTrainedConfig) -> Mapping[str, Any] | None:

@@ -32,6 +32,7 @@ from distill.training import save_model
 from eval.publishing.release import _load_whole
 from specdata.cache import cache_argument
 from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.loading import contradictions, reach
 from specdata.models import (
     check_length,
     end_ids,
@@ -154,7 +155,60 @@ def test_former_names_of_settings_are_added_and_change_nothing_here(
     add_former_names(tmp_path)
     after = json.loads((tmp_path / "config.json").read_text())
     assert after == written | former
+    assert contradictions(after) == []
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == before
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+ORIGINAL = YARN | {"original_max_position_embeddings": 64}
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_theta": 5.0, "rope_parameters": LOCAL},
+        {"rope_scaling": YARN, "rope_parameters": LOCAL},
+        {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
+        {"rope_scaling": YARN | {"type": "linear"}},
+        {"partial_rotary_factor": 0.5, "rope_parameters": LOCAL | {"partial_rotary_factor": 1.0}},
+        {"original_max_position_embeddings": 8, "rope_parameters": ORIGINAL},
+        {"rope_local_base_freq": 5.0, "rope_parameters": {"sliding_attention": LOCAL}},
+        {"rope_theta": 5.0, "rope_parameters": {"full_attention": LOCAL}},
+        {"torch_dtype": "float16", "dtype": "float32"},
+    ],
+)
+def test_a_setting_that_is_said_twice_must_be_the_same(
+    said: dict[str, Any], tmp_path: Path
+) -> None:
+    described = {"model_type": "llama", **said}
+    for each in (described, {"model_type": "gemma3", "text_config": described}):
+        (tmp_path / "config.json").write_text(json.dumps(each))
+        with pytest.raises(ConfigError, match=r"once: .*\) contradicts ") as refusal:
+            load_configs(str(tmp_path))
+        assert next(iter(said)) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (ORIGINAL, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        (YARN, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 128),
+        ({"rope_type": "dynamic", "factor": 2.0}, 64),  # further on its frequencies change
+        (LLAMA3, 64),
+        (LOCAL, 64),
+        (None, 64),
+    ],
+)
+def test_a_rope_that_extends_a_context_is_read_as_far_as_engines_do(
+    rope: dict[str, Any] | None, longest: int, tmp_path: Path
+) -> None:
+    """vLLM's `_get_and_verify_max_len`, but of the kinds whose frequencies change."""
+    described = {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert positions(load_configs(str(tmp_path))[0]) == reach(described) == longest
 
 
 def test_missing_and_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -101,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def complete(model: Any, body: dict[str, Any], ends: set[int]) -> dict[str, Any]:
+def complete(model: Any, body: dict[str, Any], ends: Iterable[int] = ()) -> dict[str, Any]:
     """Sample with transformers' own `generate`, from the request's own seed."""
     torch.manual_seed(body["seed"])
     ids = torch.tensor([body["prompt"]])
