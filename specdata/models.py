@@ -59,7 +59,7 @@ OUTPUTS = {
     "return_dict": True,
 }
 """What a forward returns, whatever config.json says: training leaves other words there."""
-FORMER = re.compile(r"inv_freq$|masked_bias$|causal_mask$|(attn|attention)\.bias$")
+FORMER = re.compile(r"rotary_emb\.|inv_freq$|masked_bias$|causal_mask$|(attn|attention)\.bias$")
 """Tensors that follow from others, which earlier versions of transformers stored."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

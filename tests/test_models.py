@@ -243,8 +243,7 @@ SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "input_scale", "
         *(MLP + each for each in (*SCALES, "qweight", "qzeros", "weight.absmax", "SCB", "bias")),
         *(ATTENTION + each for each in ("q_proj.bias", "q_norm.weight", "k_scale", "sinks")),
         *("model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.post_norm.weight"),
-        *("model.layers.2.input_layernorm.weight", "lm_head.bias", "lm_head.weight_scale"),
-        *("model.embed_tokens.weight_scale", "model.norm.bias"),
+        *("model.layers.2.input_layernorm.weight", "lm_head.bias", "model.norm.bias"),
     ],
 )
 def test_a_tensor_of_a_module_that_exists_which_nothing_reads_is_named(
@@ -256,7 +255,7 @@ def test_a_tensor_of_a_module_that_exists_which_nothing_reads_is_named(
 
 
 def test_tensors_of_other_modules_and_former_ones_are_read_over(tmp_path: Path) -> None:
-    names = [ATTENTION + "rotary_emb.inv_freq", ATTENTION + "masked_bias", "score.weight"]
+    names = [ATTENTION + "rotary_emb.cos_cached", ATTENTION + "masked_bias", "score.weight"]
     names += ["v_head.summary.weight", "mtp.fc.weight", "model.mtp_layers.0.eh_proj.weight"]
     names += ["vision_tower.layers.0.mlp.up_proj.weight_scale", "model.visual.norm.weight"]
     names += ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"]
