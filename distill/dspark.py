@@ -30,6 +30,7 @@ from specdata.draft_models.states_draft import KEY, states_input, unit
 from specdata.draft_models.taps import attach, decoder_layers, read_taps, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
+from specdata.models import positions
 
 RANK = 64
 """Of the bias; published drafts have 256."""
@@ -88,7 +89,7 @@ def new_dspark(text: Any, record: Mapping[str, Any], init: InitConfig, mask: int
         num_attention_heads=GROUPS * groups,
         num_key_value_heads=groups,
         head_dim=size,
-        max_position_embeddings=text.max_position_embeddings,
+        max_position_embeddings=positions(text),
         rms_norm_eps=text.rms_norm_eps,
         tie_word_embeddings=False,
         **{KEY: {**record, "blocks": blocks}, SIZE: text.vocab_size},

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,6 +32,7 @@ from specdata.draft_models.states_draft import KEY, Blocks, Norms, TargetStates
 from specdata.draft_models.taps import attach, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
+from specdata.loading import ROPES, SAME, contradictions
 from specdata.models import load_model
 from specdata.saving import copy_tokenizer
 from specdata.sources import hub_source
@@ -42,14 +43,16 @@ METADATA = (
     *("base_model_tp_plan", "draft_vocab_size", "dtype", "embed_requires_grad", "name_or_path"),
     *("confidence_head_alpha", "sliding_window_non_causal"),
     *("has_no_defaults_at_init", "initializer_range", "max_window_layers", "_name_or_path"),
-    *("num_anchors", "num_eagle_features", "pretraining_tp", "sliding_window"),
+    *("num_anchors", "num_eagle_features", "pretraining_tp", "sliding_window", "model_type"),
+    *("modal_type", "output_router_logits", "router_aux_loss_coef", "use_mrope"),
     *("speculators_config", "speculators_version", "target_hidden_size", "target_model_type"),
-    *("torch_dtype", "vocab_size", *GenerationConfig().to_dict()),
+    *("torch_dtype", "tie_word_embeddings", "vocab_size", *GenerationConfig().to_dict()),
 )
 """Keys of published config.json files that change nothing of what is computed. Of Llama's layers
-`sliding_window` is one: engines apply it where `layer_types` says so."""
+`sliding_window` is one: engines apply it where `layer_types` says so. Matrices are tied if one is
+not stored."""
 ONLY: Mapping[str, Any] = {
-    **{"decoder_sparse_step": 1, "use_sliding_window": False, "tie_word_embeddings": False},
+    **{"decoder_sparse_step": 1, "use_sliding_window": False},
     **{"partial_rotary_factor": 1.0, "embedding_multiplier": 1.0, "use_aux_hidden_state": True},
     **{"torchscript": False, "use_bfloat16": False, "is_decoder": False, "pruned_heads": {}},
 }
@@ -74,10 +77,22 @@ class _Read(Config):
     model_config = ConfigDict(extra="ignore")
 
 
-class Layer(_Read):
-    """The one layer of a draft, of Llama's kind."""
+class _Roped(_Read):
+    rope_theta: PositiveFloat | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
 
-    model_type: Literal["llama"] = "llama"
+    @field_validator(*ROPES)
+    @classmethod
+    def _of_text(cls, rope: dict[str, Any] | None) -> dict[str, Any] | None:
+        if rope and (rope.get("rope_type") or rope.get("type")) == "mrope":
+            return {**rope, "rope_type": SAME["mrope"]}
+        return rope
+
+
+class Layer(_Roped):
+    """The one layer of a draft: its tensors are those of Llama's, its model_type may be any."""
+
     num_hidden_layers: Literal[1] = 1
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -89,9 +104,6 @@ class Layer(_Read):
     mlp_bias: bool = False
     max_position_embeddings: PositiveInt = 2048
     rms_norm_eps: PositiveFloat = 1e-6
-    rope_theta: PositiveFloat | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
     logit_scale: PositiveFloat | None = None
     layer_types: list[Literal["full_attention"]] | None = Field(None, exclude=True)
 
@@ -100,7 +112,7 @@ class _Taps(_Read):
     eagle_aux_hidden_state_layer_ids: list[NonNegativeInt] | None = None  # speculators' may be null
 
 
-class BlockLayers(_Read):
+class BlockLayers(_Roped):
     """The layers of a draft in DSpark's layout, of Qwen3's kind."""
 
     model_type: Literal["qwen3"] = "qwen3"
@@ -114,9 +126,6 @@ class BlockLayers(_Read):
     attention_bias: Literal[False] = False
     max_position_embeddings: PositiveInt
     rms_norm_eps: PositiveFloat
-    rope_theta: PositiveFloat | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
     layer_types: list[Literal["full_attention"]] | None = None
 
 
@@ -199,6 +208,15 @@ def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
             "take out what does not matter to it"
         )
     tensors = tensors_of(stored(folder), name, layout_of(settings))
+    if (
+        settings.get("tie_word_embeddings")
+        and TOKENS in tensors
+        and "lm_head.weight" not in tensors
+    ):
+        raise ConfigError(
+            f"tie_word_embeddings in config.json of {name} ties its own embed_tokens to an lm_head "
+            "that it does not hold, and engines take the target's: store lm_head, or say false"
+        )
     taps, form = settings_of(settings, target)
     return built(settings, taps, form, tensors, ids_of(tensors, target, name), target, name)
 
@@ -243,10 +261,13 @@ def not_computed(settings: dict[str, Any]) -> list[str]:
             found.append(f"partial_rotary_factor in {key} must be 1.0, the one computed here")
         if value is None or key in known or (key in defaults and value == defaults[key]):
             continue
+        if key.endswith("_token_id"):  # of images, sounds and the like, which no draft reads here
+            continue
         if key not in only:
             found.append(f"{key} ({value!r}) is not known here, and may change what is computed")
         elif value != only[key]:
             found.append(f"{key} must be {only[key]!r}, the one computed here, it is {value!r}")
+    found += [each for part in (settings, *parts) for each in contradictions(part)]
     return list(dict.fromkeys(found))
 
 

@@ -28,7 +28,7 @@ from recipes.sizes import (
     sizes_of,
 )
 from specdata.errors import CacheNotRewindableError, ConfigError
-from specdata.loading import check_vocabularies
+from specdata.loading import check_vocabularies, reach
 from specdata.processes import local_process_count, process_count
 from specdata.sources import base_of_adapters, is_hub_id
 from specdata.storage.files import read_object
@@ -309,7 +309,4 @@ def has_chat_template(config: PipelineConfig) -> bool | None:
 
 def positions_of(config: PipelineConfig, model: str) -> int | None:
     """A model's context in tokens, as its config.json on this machine has it; None if unknown."""
-    sizes = sizes_of(config, model)
-    # GPT-2 and its kin call it n_positions.
-    limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
-    return limit if isinstance(limit, int) else None
+    return reach(sizes_of(config, model))

@@ -17,6 +17,22 @@ Role = Literal["target", "draft"]
 _SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
 
 
+ROPES = ("rope_scaling", "rope_parameters")
+FORMER = {
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), "full_attention.rope_theta"),
+    "rope_local_base_freq": "sliding_attention.rope_theta",
+    **dict.fromkeys(
+        ("partial_rotary_factor", "rotary_pct"), "full_attention.partial_rotary_factor"
+    ),
+    "original_max_position_embeddings": "full_attention.original_max_position_embeddings",
+    **dict.fromkeys(("torch_dtype", "dtype"), "dtype"),
+}
+"""Settings of a rope outside of its section, and others of two names; a rope of all layers counts
+as that of full attention."""
+SAME = {"mrope": "default", "su": "longrope"}
+"""Kinds of rope by other names; of text alone, the axes of a multimodal one are one position."""
+
+
 def in_numbers(size: str) -> int:
     """Bytes of a size such as 80GB or 24GiB. Raises ConfigError."""
     if not _SIZE.fullmatch(size):
@@ -110,6 +126,55 @@ class PairLoading(Config):
     draft: DraftLoading = Field(
         default=DraftLoading(), description="the draft, and other drafts of methods"
     )
+
+
+def reach(values: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a model reads, in tokens, as its config.json says; None if unsaid.
+
+    YaRN and a linear rope read `factor` times the length that they extend, as vLLM counts too:
+    max_position_embeddings may be left at that. Llama 3's rope and Gemma 3 have all of it there.
+    Beyond the original length of a longrope (Phi) and the limit of a dynamic rope, a forward reads
+    all tokens by other frequencies than the keys in the cache were written with.
+    """
+    limit = values.get("max_position_embeddings", values.get("n_positions"))
+    if not isinstance(limit, int):
+        return None
+    ropes = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    found = [limit]
+    # Some models have one for each kind of layer.
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, Mapping))):
+        kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1.0
+        original = rope.get("original_max_position_embeddings") or limit
+        if kind in ("longrope", "su"):
+            return int(values.get("original_max_position_embeddings") or original)
+        if kind == "yarn" or (kind == "linear" and "gemma3" not in values.get("model_type", "")):
+            found.append(int((original if kind == "yarn" else limit) * factor))
+    return max(found)
+
+
+def contradictions(values: Mapping[str, Any]) -> list[str]:
+    """What a config.json says twice and differently: transformers 5 takes one without a word."""
+    said: dict[str, dict[str, Any]] = {}  # setting -> where it stands -> value
+    for name in FORMER.keys() & values.keys():
+        said.setdefault(FORMER[name], {})[name] = values[name]
+    for section in ROPES:
+        if not isinstance(rope := values.get(section), Mapping):
+            continue
+        kinds = {kind: part for kind, part in rope.items() if isinstance(part, Mapping)}
+        for kind, part in (kinds or {"full_attention": rope}).items():
+            for key, value in {"rope_type": part.get("type", "default"), **part}.items():
+                place = f"{section}.{kind}.{key}" if kinds else f"{section}.{key}"
+                setting = f"{kind}.{'rope_type' if key == 'type' else key}"
+                value = SAME.get(value, value) if isinstance(value, str) else value
+                said.setdefault(setting, {})[place] = value
+    found = []
+    for places in said.values():
+        given = {place: value for place, value in places.items() if value is not None}
+        first = next(iter(given.values()), None)
+        if any(value != first for value in given.values()):
+            each = (f"{place} ({value!r})" for place, value in sorted(given.items()))
+            found.append(" contradicts ".join(each))
+    return found
 
 
 def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -41,7 +42,7 @@ from specdata.draft_models.states_draft import (
 )
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
-from specdata.loading import ONE_DEVICE, Loading, check_vocabularies
+from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint
@@ -54,6 +55,13 @@ LANGUAGE_MODEL = {
     r"^(model\.)?language_model\.(model\.)?": "model.",
 }
 """What wrappers call the weights of their language model: pattern -> its beginning there."""
+OUTPUTS = {
+    **{"output_router_logits": False, "output_attentions": False, "output_hidden_states": False},
+    "return_dict": True,
+}
+"""What a forward returns, whatever config.json says: training leaves other words there."""
+FORMER = re.compile(r"rotary_emb\.|inv_freq$|masked_bias$|causal_mask$|(attn|attention)\.bias$")
+"""Tensors that follow from others, which earlier versions of transformers stored."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -99,20 +107,15 @@ def load_model(
             )
         alone = Loading(device_map=load.device_map)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
-        return _named(merge_adapters(model, name, base).eval(), name)
+        return _named(_tied_as_stored(merge_adapters(model, name, base)).eval(), name)
     source, revision = hub_source(name)
     model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
-    if missing := sorted(info["missing_keys"]):
-        # transformers would fill them with random numbers and only log it.
-        raise ConfigError(
-            f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
-            f"(first: {missing[0]}); save it again with save_pretrained"
-        )
     if reads_states(model.config) and (unknown := sorted(info["unexpected_keys"])):
         raise ConfigError(
             f"{KEY} in the config.json of {name!r} must be as it was written: the weights hold "
             f"{unknown[0]}, of which it says nothing; restore it"
         )
+    _check_weights(name, model, info)
     model = _named(_placed(model, name, load).eval(), name)
     if reads_states(model.config):
         reader, at = states_input(model), target or TargetStates.of(model.config).target
@@ -132,6 +135,44 @@ def load_model(
 
         reader.read_target = read
     return model
+
+
+def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    """Refuse weights that are missing, and those of a module that exists which nothing would read.
+
+    transformers would only log both. A tensor belongs to the innermost module around it: scales of
+    quantised weights and biases to one that has weights, what an architecture lacks to a layer.
+    Other heads, vision towers and layers that predict further tokens belong to none.
+    """
+    modules, buffers = dict(model.named_modules()), {name for name, _ in model.named_buffers()}
+    layers = [key for key, module in modules.items() if isinstance(module, nn.ModuleList)]
+    further = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    predicting = {key.rpartition(".eh_proj.")[0] for key in info["unexpected_keys"]}
+    unread = []
+    for key in sorted({*info["unexpected_keys"]} - buffers):
+        inside = key
+        while (inside := inside.rpartition(".")[0]) not in modules:
+            pass
+        module, index = modules[inside], key.removeprefix(f"{inside}.").partition(".")[0]
+        if isinstance(module, nn.ModuleList) and index.isdecimal():
+            is_own = int(index) - len(module) >= further and f"{inside}.{index}" not in predicting
+        else:
+            is_leaf = not [*module.children()]
+            is_own = is_leaf or any(inside.startswith(f"{each}.") for each in layers)
+        if is_own and not FORMER.search(key):
+            unread.append(key)
+    if unread:
+        raise ConfigError(
+            f"the weights of {name!r} hold {len(unread)} tensors that nothing would read (first: "
+            f"{unread[0]}), so it would compute something else: config.json is of another model "
+            "(restore it), or they are quantised in a form that transformers does not load (give "
+            "the model in 16 bits)"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(
+            f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
+            f"(first: {missing[0]}); save it again with save_pretrained"
+        )
 
 
 def _named(model: Any, name: str) -> Any:
@@ -168,7 +209,23 @@ def read_model(
         model._weight_conversions = None  # it is saved as a language model, not as the wrapper
     if architecture is not None:
         model.__class__ = architecture
-    return settle(model) if is_reduced(config) else model, info
+    for each in (model.config, model.config.get_text_config()):
+        each.update({key: value for key, value in OUTPUTS.items() if hasattr(each, key)})
+    return _tied_as_stored(settle(model) if is_reduced(config) else model), info
+
+
+def _tied_as_stored(model: Any) -> Any:
+    """A model whose `tie_word_embeddings` says no more than its matrices do.
+
+    transformers 5 ties no two that are stored and differ, and saves the flag as it was; earlier
+    ones and engines would tie them then.
+    """
+    text, output = model.config.get_text_config(), model.get_output_embeddings()
+    if text.tie_word_embeddings and output is not None:
+        weight = model.get_input_embeddings().weight
+        if output.weight is not weight and not output.weight.is_meta:
+            model.config.tie_word_embeddings = text.tie_word_embeddings = False
+    return model
 
 
 def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
@@ -205,6 +262,9 @@ def _config(source: str, revision: str | None) -> PreTrainedConfig:
     for size, most in MOST.items():
         if isinstance(found := values.get(size), int) and not 0 < found <= most:
             raise ConfigError(f"{size} in config.json must be from 1 to {most}, it is {found}")
+    for part in (values, values.get("text_config")):
+        if wrong := contradictions(part) if isinstance(part, Mapping) else []:
+            raise ConfigError(f"config.json must say one thing once: {wrong[0]}; mend it")
     if values.get("model_type") == MODEL_TYPE:
         values |= {"model_type": TargetStates.of(values).model_type, "name_or_path": source}
         config = AutoConfig.for_model(**values)
@@ -300,11 +360,14 @@ def load_reward_model(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load a model for sequence classification and its tokenizer, without remote code."""
     source, revision = hub_source(name)
     kind: Any = AutoModelForSequenceClassification
-    model = from_hub(
+    model, info = from_hub(
         "reward model",
         name,
-        lambda: kind.from_pretrained(source, revision=revision, trust_remote_code=False),
+        lambda: kind.from_pretrained(
+            source, revision=revision, trust_remote_code=False, output_loading_info=True
+        ),
     )
+    _check_weights(name, model, info)
     return model.to(device()).eval(), load_tokenizer(name)
 
 
@@ -372,16 +435,11 @@ def without_weights(name: str) -> Any:
 
 
 def positions(config: PreTrainedConfig) -> int:
-    """The longest sequence that a model has positions for, in tokens; sys.maxsize if unlimited.
-
-    Of a longrope (Phi), the original length: beyond it, a forward reads all tokens by other
-    frequencies than the keys in the cache were written with.
-    """
-    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    rope = length_dependent_rope(config) or {}
-    if rope.get("rope_type") == "longrope":
-        limit = rope["original_max_position_embeddings"]
-    return sys.maxsize if limit is None else limit
+    """The longest sequence that a model has positions for, in tokens; sys.maxsize if unlimited."""
+    text = config.get_text_config()
+    # Not all have these in their own dictionary: GPT-2 and its kin have other names.
+    named = {key: getattr(text, key, None) for key in ("max_position_embeddings", "model_type")}
+    return reach({**vars(text), **named}) or sys.maxsize
 
 
 def length_dependent_rope(config: PreTrainedConfig) -> Mapping[str, Any] | None:

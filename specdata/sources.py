@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
+NOT_MERGED = (
+    *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY"),
+    *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA"),
+)
+"""PEFT's methods (`peft_type`) that add tokens, states or choices, and no difference of weights."""
 
 
 def hub_source(name: str) -> tuple[str, str | None]:
@@ -54,12 +59,23 @@ def base_of_adapters(folder: str) -> str | None:
             "of its own (base_model_name_or_path): merge them into their base (merge_and_unload of "
             "PEFT), and give the folder of the merged model"
         )
+    changed = next(
+        (key for key in ("alora_invocation_tokens", "layer_replication") if settings.get(key)), ""
+    )
+    if changed or settings.get("peft_type") in NOT_MERGED:
+        raise ConfigError(
+            f"{folder} holds adapters of {base} that cannot be merged into it ("
+            f"{changed or settings['peft_type']} in {ADAPTER_CONFIG}), and nothing here reads them "
+            "unmerged: give a model, or adapters that are differences of weights, such as LoRA's"
+        )
     return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
 
 
 def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrainedModel:
     """Merge a folder's adapters into the base that they were trained in, in place."""
     import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
 
     try:
         with warnings.catch_warnings():
@@ -69,6 +85,8 @@ def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrained
             adapted = peft.PeftModel.from_pretrained(model, folder)
         adapter_keys = set(peft.load_peft_weights(folder, device="cpu"))
         model_keys = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        # PEFT writes matrices of the base that it adapts or resizes beside them, and reads them.
+        adapter_keys -= adapted.state_dict().keys() - model_keys
     except Exception as error:
         # torch's first line only announces the mismatches that it lists.
         lines = (str(error).strip() or repr(error)).splitlines()
@@ -77,7 +95,17 @@ def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrained
         where = "adapters" if different[0] in adapter_keys else "base"
         only = f"{len(different)} names are in one alone (first: {different[0]}, in the {where})"
         raise _other_base(folder, base, only)
-    merged: PreTrainedModel = adapted.merge_and_unload()
+    ends = [adapted.get_input_embeddings(), adapted.get_output_embeddings()]
+    if any(isinstance(each, BaseTunerLayer) for each in ends):  # a tied matrix would get both
+        last = ends[1].get_base_layer() if isinstance(ends[1], BaseTunerLayer) else ends[1]
+        last.weight = nn.Parameter(last.weight.detach().clone())
+    try:
+        merged: PreTrainedModel = adapted.merge_and_unload()
+    except Exception as error:  # of PEFT: each method has its own
+        raise ConfigError(
+            f"PEFT does not merge the adapters in {folder} into their base, {base}: {error}. Give "
+            "a folder with the merged model, or other adapters"
+        ) from error
     return merged
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,10 +15,13 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.config import DistilConfig, LoraConfig
+from recipes.sizes import described
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_configs, load_model, load_tokenizer
+from specdata.sources import NOT_MERGED
 from tests.random_pair import texts_of
+from tests.tiny import tiny_llama
 from tests.trainings import distilled, trainer_of, weights_of
 
 LORA = LoraConfig(rank=4)
@@ -169,3 +173,61 @@ def test_adapters_that_do_not_fit_their_base_are_refused_with_both_names(
     renamed(adapters, None)
     with pytest.raises(ConfigError, match="names no base model"):
         load_model(str(adapters))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*(embedding layer|tie_word_embeddings|tied_target)")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "modules", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"], []]
+)
+def test_adapters_of_embeddings_are_merged_into_the_matrices_that_lie_beside_them(
+    modules: list[str], tied: bool, tmp_path: Path
+) -> None:
+    base = tiny_llama(0, vocab=40).float()
+    base.config.tie_word_embeddings = tied
+    base.tie_weights()
+    base.save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(target_modules=["q_proj", *modules], init_lora_weights=False)
+    adapted = peft.get_peft_model(load_model(str(tmp_path / "base")), settings)
+    if not modules:  # trained without adapters, and saved because that is asked for
+        adapted.get_input_embeddings().weight.data.mul_(1.5)
+    adapted.save_pretrained(tmp_path / "adapters", save_embedding_layers=modules or True)
+    model = load_model(str(tmp_path / "adapters"))
+    model.save_pretrained(tmp_path / "merged")
+    assert model.config.tie_word_embeddings == (tied and not modules)
+    with torch.no_grad():
+        expected = adapted.eval()(input_ids=IDS).logits
+        for each in (model, load_model(str(tmp_path / "merged"))):
+            torch.testing.assert_close(each(input_ids=IDS).logits, expected)
+
+
+KINDS = peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()
+PROMPTS = {name.value for name, kind in KINDS if issubclass(kind, peft.PromptLearningConfig)}
+CANNOT: list[dict[str, object]] = [{"peft_type": kind} for kind in sorted({*NOT_MERGED, *PROMPTS})]
+CANNOT += [{"alora_invocation_tokens": [3]}, {"layer_replication": [[0, 1], [0, 1]]}]
+
+
+@pytest.mark.parametrize("settings", CANNOT, ids=lambda value: str(*value.values()))
+def test_adapters_that_cannot_be_merged_are_refused_by_name(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    made = {"base_model_name_or_path": "me/base", "peft_type": "LORA"} | settings
+    (tmp_path / "adapter_config.json").write_text(json.dumps(made))
+    for load in (load_model, load_tokenizer, load_configs, described):  # a plan asks the last
+        with pytest.raises(ConfigError, match="of me/base that cannot be merged") as refusal:
+            load(str(tmp_path))
+        found = settings.get("peft_type") or next(iter(settings))
+        assert f"({found} in adapter_config.json)" in str(refusal.value)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
+@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")
+def test_what_peft_does_not_merge_ends_with_its_reason(tmp_path: Path) -> None:
+    tiny_llama(0).save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(
+        load_model(str(tmp_path / "base")), peft.LoraConfig(lora_bias=True)
+    )
+    adapted.save_pretrained(tmp_path)  # the matrices that it adapts have no bias
+    with pytest.raises(ConfigError, match=f"does not merge the adapters in {tmp_path} .*no bias"):
+        load_model(str(tmp_path))

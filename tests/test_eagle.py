@@ -334,7 +334,7 @@ def test_gradients_of_few_logits_are_those_of_all(
         ("num_attention_heads", 0, "must be greater than 0 .got 0"),
         ("num_key_value_heads", "two", "num_key_value_heads: must be a valid integer"),
         ("num_hidden_layers", 2, "num_hidden_layers: must be 1 .got 2"),
-        ("model_type", "qwen3", "model_type: must be 'llama'"),
+        ("rope_parameters", {"rope_theta": 1e6}, r"rope_theta .1000000.0. contradicts rope_theta"),
         ("head_dim", 10**18, "describes no layer"),
         ("intermediate_size", 10**12, "have another shape"),
         ("hidden_act", "abc", "describes no layer"),
@@ -394,9 +394,28 @@ OF_PUBLISHED: dict[str, Any] = {
 }
 
 
+OF_TARGETS: list[dict[str, Any]] = [
+    {"model_type": "qwen2", "tie_word_embeddings": True},
+    {"model_type": "phi3", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+    {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}, "image_token_id": 9},
+]
+
+
+def test_a_head_that_is_tied_to_a_matrix_of_the_draft_must_be_stored(
+    target: Path, tmp_path: Path
+) -> None:
+    model, folder = load_model(str(target)), tmp_path / "tied"
+    w = published(folder, model.config.vocab_size, "speculators", tie_word_embeddings=True)
+    del w["lm_head.weight"]
+    save_file(w, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="ties its own embed_tokens"):
+        read_published(folder, model)
+
+
+@pytest.mark.parametrize("of_target", OF_TARGETS)
 @torch.no_grad()
 def test_what_published_files_say_beside_is_taken_and_flags_and_scale_wherever_they_stand(
-    target: Path, tmp_path: Path
+    target: Path, tmp_path: Path, of_target: dict[str, Any]
 ) -> None:
     model, ids = load_model(str(target)), torch.tensor([[5, 9, 31, 4, 17, 8]])
     tensors = published(tmp_path / "plain", model.config.vocab_size, "eagle3", "norm_before_fc")
@@ -406,8 +425,10 @@ def test_what_published_files_say_beside_is_taken_and_flags_and_scale_wherever_t
         return logits
 
     logits, path = read(), tmp_path / "plain" / "config.json"
-    settings = json.loads(path.read_text()) | OF_PUBLISHED | {"logit_scale": 0.5}
-    settings["eagle_config"] |= {"norm_before_fc": settings.pop("norm_before_fc")}
+    settings = json.loads(path.read_text()) | OF_PUBLISHED | of_target | {"logit_scale": 0.5}
+    settings["eagle_config"] = settings["eagle_config"] | {
+        "norm_before_fc": settings.pop("norm_before_fc")
+    }
     path.write_text(json.dumps(settings))
     torch.testing.assert_close(read(), logits / 2)
     # Without an lm_head, the target's rows of the tokens are meant.

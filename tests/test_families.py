@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -232,6 +233,21 @@ def test_every_family_decodes_as_generate_does_or_is_refused_with_a_reason(name:
         reason = TOO_OLD
     no_tree = NO_TREES.get(kind_of_cache(name), "")
     assert found == {"chain": reason, "itself": reason, "tree": reason or no_tree}
+
+
+SAID = {"output_router_logits": True, "output_hidden_states": True, "return_dict": False}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe", "granitemoe", "gpt_oss"])
+def test_what_config_json_says_of_outputs_changes_no_forward(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | SAID))
+    loaded = load_model(str(tmp_path))
+    decoder = SpeculativeDecoder.from_config(loaded, loaded, CHAIN)
+    out = decoder.generate(PROMPTS[1], max_new_tokens=8, generator=torch.Generator())
+    assert out.tokens.tolist() == greedy(model, PROMPTS[1], 8)
 
 
 VISION = {

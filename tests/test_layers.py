@@ -44,7 +44,7 @@ BELOW = {
         "toy": "",
         "config": "errors sampling",
         "cache": "errors",
-        "draft_models": "cache config errors",
+        "draft_models": "cache config errors loading",
         "probability": "errors sampling",
         # A leaf: rollouts and labels run any model through it.
         "prepack": "",

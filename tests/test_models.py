@@ -9,11 +9,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     GPT2Config,
@@ -25,15 +28,18 @@ from transformers import (
 )
 
 from distill.toy import END_TOKEN, save_tokenizer, train_tokenizer
+from distill.training import save_model
 from eval.publishing.release import _load_whole
 from specdata.cache import cache_argument
 from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.loading import contradictions, reach
 from specdata.models import (
     check_length,
     end_ids,
     known_ids,
     load_configs,
     load_model,
+    load_reward_model,
     load_tokenizer,
     positions,
     revision_of,
@@ -149,7 +155,60 @@ def test_former_names_of_settings_are_added_and_change_nothing_here(
     add_former_names(tmp_path)
     after = json.loads((tmp_path / "config.json").read_text())
     assert after == written | former
+    assert contradictions(after) == []
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == before
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+ORIGINAL = YARN | {"original_max_position_embeddings": 64}
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_theta": 5.0, "rope_parameters": LOCAL},
+        {"rope_scaling": YARN, "rope_parameters": LOCAL},
+        {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
+        {"rope_scaling": YARN | {"type": "linear"}},
+        {"partial_rotary_factor": 0.5, "rope_parameters": LOCAL | {"partial_rotary_factor": 1.0}},
+        {"original_max_position_embeddings": 8, "rope_parameters": ORIGINAL},
+        {"rope_local_base_freq": 5.0, "rope_parameters": {"sliding_attention": LOCAL}},
+        {"rope_theta": 5.0, "rope_parameters": {"full_attention": LOCAL}},
+        {"torch_dtype": "float16", "dtype": "float32"},
+    ],
+)
+def test_a_setting_that_is_said_twice_must_be_the_same(
+    said: dict[str, Any], tmp_path: Path
+) -> None:
+    described = {"model_type": "llama", **said}
+    for each in (described, {"model_type": "gemma3", "text_config": described}):
+        (tmp_path / "config.json").write_text(json.dumps(each))
+        with pytest.raises(ConfigError, match=r"once: .*\) contradicts ") as refusal:
+            load_configs(str(tmp_path))
+        assert next(iter(said)) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (ORIGINAL, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        (YARN, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 128),
+        ({"rope_type": "dynamic", "factor": 2.0}, 64),  # further on its frequencies change
+        (LLAMA3, 64),
+        (LOCAL, 64),
+        (None, 64),
+    ],
+)
+def test_a_rope_that_extends_a_context_is_read_as_far_as_engines_do(
+    rope: dict[str, Any] | None, longest: int, tmp_path: Path
+) -> None:
+    """vLLM's `_get_and_verify_max_len`, but of the kinds whose frequencies change."""
+    described = {"model_type": "llama", "max_position_embeddings": 64, "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert positions(load_configs(str(tmp_path))[0]) == reach(described) == longest
 
 
 def test_missing_and_damaged_weights_and_absent_models_are_named(tmp_path: Path) -> None:
@@ -164,6 +223,72 @@ def test_missing_and_damaged_weights_and_absent_models_are_named(tmp_path: Path)
         load_model(str(tmp_path))
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         load_tokenizer("nobody/nothing")
+
+
+def save_with(folder: Path, *names: str, layers: int = 2) -> dict[str, Tensor]:
+    """Save a model, and tensors of these names beside its own."""
+    tiny_llama(0, layers=layers).save_pretrained(folder)
+    held = load_file(folder / "model.safetensors") | {name: torch.ones(4) for name in names}
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    return held
+
+
+MLP, ATTENTION = "model.layers.0.mlp.up_proj.", "model.layers.1.self_attn."
+SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "input_scale", "weight_packed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(MLP + each for each in (*SCALES, "qweight", "qzeros", "weight.absmax", "SCB", "bias")),
+        *(ATTENTION + each for each in ("q_proj.bias", "q_norm.weight", "k_scale", "sinks")),
+        *("model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.post_norm.weight"),
+        *("model.layers.2.input_layernorm.weight", "lm_head.bias", "model.norm.bias"),
+    ],
+)
+def test_a_tensor_of_a_module_that_exists_which_nothing_reads_is_named(
+    name: str, tmp_path: Path
+) -> None:
+    save_with(tmp_path, name)
+    with pytest.raises(ConfigError, match=rf"1 tensors that nothing would .*first: {name}\)"):
+        load_model(str(tmp_path))
+
+
+def test_tensors_of_other_modules_and_former_ones_are_read_over(tmp_path: Path) -> None:
+    names = [ATTENTION + "rotary_emb.cos_cached", ATTENTION + "masked_bias", "score.weight"]
+    names += ["v_head.summary.weight", "mtp.fc.weight", "model.mtp_layers.0.eh_proj.weight"]
+    names += ["vision_tower.layers.0.mlp.up_proj.weight_scale", "model.visual.norm.weight"]
+    names += ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"]
+    save_with(tmp_path, *names)
+    ids = torch.tensor([[2, 3, 1]])
+    model, expected = load_model(str(tmp_path)), tiny_llama(0, layers=2).float()
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits)
+
+
+def test_a_reward_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
+    save_target(tmp_path)
+    save_with(tmp_path)
+    with pytest.raises(ConfigError, match=r"1 are missing \(first: score\.weight"):
+        load_reward_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_model, lambda name: _load_whole(Path(name))])
+def test_what_is_saved_ties_matrices_only_if_they_are_one(
+    load: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """transformers 4 and engines tie two that differ where config.json says so; 5 does not."""
+    for ties, differ in ((True, True), (True, False), (False, True)):
+        held = save_with(tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": ties}))
+        if not differ:
+            held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+            save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        save_model(load(str(tmp_path)), tmp_path / "saved")
+        saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+        stored = load_file(tmp_path / "saved" / "model.safetensors")
+        assert saved["tie_word_embeddings"] == (ties and not differ)
+        assert ("lm_head.weight" in stored) == differ
 
 
 def test_sequences_beyond_the_models_positions_are_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -58,6 +58,7 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.echo = False  # whether a trouble repeats the request's key
         self.raw: bytes | None = None  # the answer, instead of JSON
+        self.tokenizer_end = END  # where it ends, too, unless told not to
 
     @property
     def url(self) -> str:
@@ -84,7 +85,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(trouble or 404, {"error": {"message": f"not now{key}"}})
             return
         with self.server.lock:  # PyTorch's threads and ours do not like each other
-            answer = complete(self.server.model, body)
+            ends = set() if body.get("ignore_eos") else {self.server.tokenizer_end}
+            answer = complete(self.server.model, body, ends)
         self.answer(200, self.server.edit(answer))
 
     def answer(self, status: int, value: dict[str, Any]) -> None:
@@ -99,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def complete(model: Any, body: dict[str, Any]) -> dict[str, Any]:
+def complete(model: Any, body: dict[str, Any], ends: Iterable[int] = ()) -> dict[str, Any]:
     """Sample with transformers' own `generate`, from the request's own seed."""
     torch.manual_seed(body["seed"])
     ids = torch.tensor([body["prompt"]])
@@ -113,10 +115,10 @@ def complete(model: Any, body: dict[str, Any]) -> dict[str, Any]:
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=body["max_tokens"],
-        eos_token_id=body["stop_token_ids"],
+        eos_token_id=sorted({*body["stop_token_ids"], *ends}),
         **distribution,
     )[0, ids.shape[1] :].tolist()
-    finish = "stop" if out[-1] in body["stop_token_ids"] else "length"
+    finish = "stop" if out[-1] in {*body["stop_token_ids"], *ends} else "length"
     choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": finish, "stop_reason": None}
     if body.get("return_token_ids"):
         choice |= {"token_ids": out, "prompt_token_ids": body["prompt"]}
@@ -170,6 +172,17 @@ def test_greedy_completions_are_those_of_the_other_back_end() -> None:
     for edit in (dict, as_llama_server):
         with serving(edit) as server, client(server, sampling=greedy) as there:
             assert there.complete(requests(9)) == expected
+            # vLLM may know another end token of the tokenizer; llama-server draws none if told so.
+            server.bodies.clear()
+            there.complete(requests(1))
+            assert server.bodies[0]["ignore_eos"] == (edit is dict)
+
+
+def test_an_end_token_of_the_tokenizer_alone_ends_nothing() -> None:
+    with serving() as server, client(server) as backend:
+        made = backend.complete(requests(3))
+        server.tokenizer_end = next(each.ids[0] for each in made if each.ids[0] != END)
+        assert backend.complete(requests(3)) == made
 
 
 def as_llama_server(answer: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from specdata.cache import cache_argument
 from specdata.draft_models.draft_vocabulary import SIZE, ReducedOutput, install_output
 from specdata.draft_models.states_draft import KEY, Blocks, StatesInput, TargetStates
 from specdata.errors import ConfigError
+from specdata.loading import reach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -299,7 +300,7 @@ def read_blocks(
         body,
         inputs_embeds=x,
         attention_mask=dict.fromkeys(body.config.layer_types, mask),
-        position_ids=places.clamp(max=body.config.max_position_embeddings - 1),
+        position_ids=places.clamp(max=cast(int, reach(vars(body.config))) - 1),
         use_cache=False,
         contexts=length,
         unread=len(rest),

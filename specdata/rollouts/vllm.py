@@ -66,6 +66,8 @@ class VllmBackend:
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
             "stop_token_ids": sorted(self.ends),
+            # vLLM would end at the tokenizer's end token, too; llama-server would never draw it.
+            "ignore_eos": not self.client.is_llama,
             "add_special_tokens": False,
             "return_token_ids": True,
             # llama-server's names, which vLLM reads over.
@@ -88,6 +90,9 @@ class VllmBackend:
                 "everything here cuts by top_p first: set sampling.top_p to 1 or sampling.min_p to "
                 "0, or sample with transformers"
             )
+        if answer.verbose and body["ignore_eos"]:  # behind something that does not say what it is
+            self.client.is_llama = True
+            return self._complete(request)
         self.client.check_ids(ids, self.vocabulary)
         if read is not None and read != request.ids:
             raise ConfigError(

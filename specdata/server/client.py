@@ -47,6 +47,7 @@ class Served(Answer):
     """A model that a server has."""
 
     id: str
+    owned_by: str | None = None
     max_model_len: PositiveInt | None = None
 
 
@@ -101,6 +102,7 @@ class ServerClient:
         self.config = config
         self.section = section
         self.resent = 0  # requests, until now
+        self.is_llama = False  # whether it is a llama-server, as `check` finds out
         self._secret = _key(config.key_variable, section) if config.key_variable else ""
         key = self._secret
         headers = {"Authorization": key if " " in key else f"Bearer {key}"} if key else {}
@@ -133,6 +135,7 @@ class ServerClient:
                 f"{model!r}: start it with the target (vllm serve), or say which name it has "
                 "there (--model; `model` in rollouts.vllm, `served_model` of a method)"
             )
+        self.is_llama = served[model].owned_by == "llamacpp"
         return served[model].max_model_len
 
     def check_ids(self, ids: Iterable[int], vocabulary: int) -> None:
