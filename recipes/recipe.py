@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from recipes.checks import check_paths, check_whole_run
+from recipes.checks import check_paths, check_whole_run, said_of_positions
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import is_within
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
@@ -160,6 +160,8 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
     if words := unapplied_words(generation_of(stages[0].config)):
+        console.print(f"# {words}", markup=False)
+    if words := said_of_positions(stages[0].config):
         console.print(f"# {words}", markup=False)
     is_new = False
     for stage in stages:

@@ -17,6 +17,17 @@ Role = Literal["target", "draft"]
 _SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
 
 
+def shorter(draft: str, its: int | None, target: str, of_target: int | None) -> str:
+    """That a draft ends before its target, by their positions; "" if it does not, or unknown."""
+    if its is None or of_target is None or its >= of_target:
+        return ""
+    return (
+        f"the draft {draft} has positions for {its:,} tokens, prompt included, and the target "
+        f"{target} for {of_target:,}: nothing is drafted beyond. If the draft learnt longer texts, "
+        "raise max_position_embeddings in its config.json"
+    )
+
+
 def in_numbers(size: str) -> int:
     """Bytes of a size such as 80GB or 24GiB. Raises ConfigError."""
     if not _SIZE.fullmatch(size):

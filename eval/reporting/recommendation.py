@@ -57,7 +57,7 @@ def answer(results: Results) -> Answer:
         head_sentence(results),
         _exactness(best, rows),
         _basis(results),
-        tuple(_cautions(results)),
+        (*undrafted(results), *_cautions(results)),
     )
 
 
@@ -157,6 +157,20 @@ def _basis(results: Results) -> str:
         f" paired by prompt; of {len({run.name for run in results.runs})} measured, the fastest is"
         " chosen on the prompts that it is judged on."
     )
+
+
+def undrafted(results: Results) -> list[str]:
+    """The methods whose draft ended before the texts did."""
+    found = []
+    for name, draft in {run.name: run.draft for run in results.runs}.items():
+        of_method = [each for run in results.runs if run.name == name for each in run.generations]
+        beyond, rounds = (sum(getattr(g, key) for g in of_method) for key in ("beyond", "rounds"))
+        if beyond:
+            found.append(
+                f"{name} drafted nothing in {beyond:,} of {rounds:,} rounds: {draft} has no"
+                " positions for texts that long (max_position_embeddings)."
+            )
+    return found
 
 
 def _cautions(results: Results) -> list[str]:

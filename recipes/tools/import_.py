@@ -70,12 +70,17 @@ def _import_head(given: argparse.Namespace) -> None:
 def _import_draft(given: argparse.Namespace) -> None:
     from distill.engine_layouts import read_published
     from distill.training import save_model
-    from specdata.models import load_model
+    from specdata.loading import shorter
+    from specdata.models import load_model, positions
     from specdata.saving import copy_tokenizer
 
-    draft = read_published(given.folder, load_model(given.target))
+    target = load_model(given.target)
+    draft = read_published(given.folder, target)
     with atomic_folder(given.out) as temporary:
         save_model(draft, temporary)
         copy_tokenizer(given.target, temporary)
     taps = draft.config.target_states["taps"]
     say(f"{given.out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
+    ends = positions(draft.config), positions(target.config)
+    if words := shorter(str(given.out), ends[0], given.target, ends[1]):
+        say(words)
