@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
 from typing import Annotated, Any, TypeVar
 
 import httpx2
@@ -16,7 +16,7 @@ from specdata.config import ServerConfig
 from specdata.errors import ConfigError
 
 # Tries of a request, 1, 2, 4 ... s apart, and seconds that a server may be silent in each.
-TRIES, TIMEOUT = 6, 600.0
+TRIES, PAUSE, TIMEOUT = 6, 1.0, 600.0
 # Seconds for what takes no forward.
 LISTED = 10.0
 # What a busy or restarting server answers; any other status that is not 200 is final.
@@ -101,6 +101,7 @@ class ServerClient:
         self.config = config
         self.section = section
         self.resent = 0  # requests, until now
+        self._ended = Event()  # set when what is under way is of no use any more
         self._secret = _key(config.key_variable, section) if config.key_variable else ""
         key = self._secret
         headers = {"Authorization": key if " " in key else f"Bearer {key}"} if key else {}
@@ -144,23 +145,46 @@ class ServerClient:
             )
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The results of `work`, which asks the server, for each item, requests side by side."""
-        with ThreadPoolExecutor(self.config.concurrency) as pool:
-            futures = [pool.submit(work, item) for item in items]
-            try:
-                for future in as_completed(futures):
-                    future.result()  # the first trouble ends all
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        """The results of `work`, which asks the server, for each item, requests side by side.
+
+        The first trouble, or Ctrl-C, ends all at once: what is under way is neither waited for,
+        which a pool of `concurrent.futures` would do, nor sent again.
+        """
+        done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        waiting, lock, ended = iter(enumerate(items)), Lock(), self._ended
+
+        def ask() -> None:
+            while not ended.is_set():
+                with lock:
+                    if (taken := next(waiting, None)) is None:
+                        return
+                try:
+                    done.put((taken[0], work(taken[1]), None))
+                except BaseException as error:  # noqa: BLE001 - raised below
+                    done.put((taken[0], None, error))
+
+        results: dict[int, R] = {}
+        try:
+            for _ in range(min(self.config.concurrency, len(items))):
+                Thread(target=ask, name="request", daemon=True).start()
+            while len(results) < len(items):
+                index, result, error = done.get()
+                if error is not None:
+                    raise error
+                results[index] = result
+        except BaseException:
+            ended.set()
+            self._ended = Event()
+            raise
+        return [results[index] for index in range(len(items))]
 
     def ask(self, kind: type[A], method: str, path: str, body: dict[str, Any] | None = None) -> A:
         """The server's answer; after a failure that may pass, the request is sent again."""
-        trouble = ""
+        trouble, ended = "", self._ended
         for attempt in range(TRIES):
             if attempt:
-                time.sleep(2.0 ** (attempt - 1))
+                if ended.wait(PAUSE * 2.0 ** (attempt - 1)):
+                    break
                 self.resent += 1
             try:
                 # An answer comes at once: at least a token of it in a second.
