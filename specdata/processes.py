@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 # How long processes wait for another in a collective before they count it as lost, where neither
 # the launcher of its node nor a broken connection tells. What may take longer is waited for
@@ -165,6 +169,8 @@ def join_processes() -> PartialState:
     launched = get_int_from_env(["LOCAL_RANK"], -1) >= 0
     if not in_group():  # once: a training asks at every step
         check_launcher()
+        if wants_deepspeed and local_rank() == 0:
+            remove_left_locks()
     if launched and not torch.cuda.is_available():
         state = PartialState(cpu=not wants_deepspeed, backend="gloo", timeout=TIMEOUT)
     else:
@@ -181,6 +187,33 @@ def join_processes() -> PartialState:
             f"{state.num_processes}; check MASTER_ADDR and MASTER_PORT"
         )
     return state
+
+
+def remove_left_locks() -> None:
+    """Remove the locks of builds of `torch.utils.cpp_extension` whose processes are gone.
+
+    They are files alone: who finds one waits until it is removed, without a word, and SIGKILL
+    leaves it there. A process that builds, such as DeepSpeed's operators, keeps its lock open.
+    Called before the processes of a run meet, so none of them, on any machine, builds as yet.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root, place = (named, "*/lock") if named else (get_default_build_root(), "*/*/lock")
+    locks = [*Path(root).glob(place)]
+    if not locks or not Path("/proc/self/fd").exists():
+        return
+    held = set()
+    for each in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # of another user, or closed meanwhile
+            held.add(each.readlink())
+    for lock in locks:
+        if lock.resolve() not in held:
+            age = time.time() - lock.stat().st_mtime
+            lock.unlink(missing_ok=True)
+            logger.warning(
+                "%s, of %.0f s ago, was left by a build whose process is gone: removed", lock, age
+            )
 
 
 def begin_training() -> PartialState:
