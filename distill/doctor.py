@@ -34,7 +34,7 @@ from specdata.config import PromptSet
 from specdata.draft_models.states_draft import Norms, states_input
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, VocabularyMismatchError
-from specdata.loading import shorter
+from specdata.loading import ends_first
 from specdata.models import (
     check_shared_vocabulary,
     load_model,
@@ -222,17 +222,15 @@ def _within(
     draft: PreTrainedModel, target: PreTrainedModel, texts: Dataset, name: str
 ) -> Generator[Finding, None, Dataset | None]:
     """The texts as far as the draft has positions; None if none goes beyond its prompt there."""
-    limit = positions(draft.config)
-    cut = [
-        {**row, "completion_ids": row["completion_ids"][: max(0, limit - len(row["prompt_ids"]))]}
-        for row in texts
-    ]
-    if words := shorter(name, limit, target.name_or_path, positions(target.config)):
-        ended = sum(one != whole for one, whole in zip(cut, texts, strict=True))
-        beyond = f"; {ended} of these {len(cut)} texts are longer, and are read up to there"
-        kind = "problem" if ended else "warning"
-        yield Finding(kind, "positions", words + (beyond if ended else ""))
-    cut = [row for row in cut if row["completion_ids"]]
+    cut, ended = [], 0
+    for row in texts:
+        room = max(0, positions(draft.config) - len(row["prompt_ids"]))
+        ended += len(row["completion_ids"]) > room
+        if room:
+            cut.append({**row, "completion_ids": row["completion_ids"][:room]})
+    if words := ends_first(draft, target, name):
+        beyond = f"; {ended} of these {len(texts)} texts are longer, and are read up to there"
+        yield Finding("problem" if ended else "warning", "positions", words + beyond)
     return Dataset.from_list(cut) if cut else None
 
 

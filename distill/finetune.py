@@ -1,7 +1,7 @@
 """Train a draft on texts: conversations, or completions of its target.
 
-The loss is of the draft's own logits, as in distillation. That of TRL's SFTTrainer multiplies the
-last states by the output matrix, past all that a family has between them or after them.
+The loss is of the draft's own logits. TRL's multiplies the last states by the output matrix, past
+all that a family has before or behind that.
 
 This is how Vicuna-68M was made of LLaMA-68M (MCSD, arXiv 2401.06706, section 5).
 """
@@ -322,9 +322,9 @@ def tells_texts_apart(model: PreTrainedModel) -> bool:
     if "position_ids" not in signature(asked.forward).parameters:
         return False
     first, length = 24, 16
-    ids = torch.arange(first + length, device=model.device) * 7919
-    ids = (ids % model.config.get_text_config().vocab_size)[None]
-    places = torch.cat([torch.arange(each, device=model.device) for each in (first, length)])
+    at = torch.arange(first + length, device=model.device)
+    ids = (at * 7919 % model.config.get_text_config().vocab_size)[None]
+    places = torch.where(at < first, at, at - first)
     # Two rows, because some kernels tell texts apart in batches of one alone.
     packed = head.states(ids.expand(2, -1), position_ids=places.expand(2, -1))
     together = head.logits(packed)[1, first:].float()

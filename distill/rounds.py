@@ -145,10 +145,7 @@ def readings(
 
 
 def ranks(begin: Tensor, step: int) -> Tensor:
-    """Numbers in [0, 1) of the rounds that begin there, evenly spread, others in each step.
-
-    In float64: float32 would have 512 of them left for 2,048 rounds at step 100,000.
-    """
+    """Evenly spread numbers in [0, 1) of rounds, others in each step; float32 would run out."""
     return (begin.double() + step * GOLDEN**2) * GOLDEN % 1.0
 
 

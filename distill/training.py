@@ -242,7 +242,7 @@ class DraftTrainer(Trainer):  # type: ignore[misc]
         if counted is None:
             counted = (inputs["labels"][:, 1:] != IGNORED).sum()
         # Gradients are averaged over processes, positions are counted over all of them.
-        value = value * self.accelerator.num_processes / counted
+        value = value * self.accelerator.num_processes / torch.as_tensor(counted).clamp(min=1)
         return (value, {}) if return_outputs else value
 
 

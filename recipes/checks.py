@@ -28,7 +28,7 @@ from recipes.sizes import (
     sizes_of,
 )
 from specdata.errors import CacheNotRewindableError, ConfigError
-from specdata.loading import check_vocabularies, shorter
+from specdata.loading import check_vocabularies
 from specdata.processes import local_process_count, process_count
 from specdata.storage.files import read_object
 
@@ -252,15 +252,6 @@ def check_positions(section: str, new: int, model: str, limit: int) -> None:
             f"{section}.max_new_tokens must leave room for a prompt: {model} has positions "
             f"for {limit} tokens, prompt included, got {new}; set it to {limit - 1} or less"
         )
-
-
-def said_of_positions(config: PipelineConfig) -> str:
-    """That the draft ends before the target does, if it does by what is on this machine."""
-    if (draft := config.models.draft) is None:
-        return ""
-    both = (draft, config.models.target)
-    of_draft, of_target = (positions_of(config, each) for each in both)
-    return shorter(both[0], of_draft, both[1], of_target)
 
 
 def given_models(config: PipelineConfig) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from recipes.checks import check_paths, check_whole_run, said_of_positions
+from recipes.checks import check_paths, check_whole_run, given_models, positions_of
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import is_within
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
@@ -21,6 +21,7 @@ from recipes.sizes import generation_of, is_without_weights
 from recipes.steps import CommandLine
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
 from specdata.interruption import Interrupted, stop_signal, stopping_on_signals
+from specdata.loading import shorter
 from specdata.processes import (
     check_launcher,
     in_group,
@@ -161,7 +162,8 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     console.print(text + "# everything else has its default: see --help", markup=False)
     if words := unapplied_words(generation_of(stages[0].config)):
         console.print(f"# {words}", markup=False)
-    if words := said_of_positions(stages[0].config):
+    models = given_models(config := stages[0].config)
+    if words := shorter(models[-1], *(positions_of(config, each) for each in reversed(models))):
         console.print(f"# {words}", markup=False)
     is_new = False
     for stage in stages:

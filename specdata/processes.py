@@ -10,7 +10,6 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -193,27 +192,20 @@ def remove_left_locks() -> None:
     """Remove the locks of builds of `torch.utils.cpp_extension` whose processes are gone.
 
     They are files alone: who finds one waits until it is removed, without a word, and SIGKILL
-    leaves it there. A process that builds, such as DeepSpeed's operators, keeps its lock open.
-    Called before the processes of a run meet, so none of them, on any machine, builds as yet.
+    leaves it there. A process that builds, such as DeepSpeed's operators, keeps its lock open. One
+    on another machine, of a folder that both share, is not seen.
     """
+    import psutil
     from torch.utils.cpp_extension import get_default_build_root
 
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     root, place = (named, "*/lock") if named else (get_default_build_root(), "*/*/lock")
-    locks = [*Path(root).glob(place)]
-    if not locks or not Path("/proc/self/fd").exists():
-        return
-    held = set()
-    for each in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # of another user, or closed meanwhile
-            held.add(each.readlink())
-    for lock in locks:
-        if lock.resolve() not in held:
-            age = time.time() - lock.stat().st_mtime
+    for lock in Path(root).glob(place):
+        opened = (each.info["open_files"] or () for each in psutil.process_iter(["open_files"]))
+        if str(lock.resolve()) not in {file.path for files in opened for file in files}:
+            age = f"{time.time() - lock.stat().st_mtime:.0f} s old"
             lock.unlink(missing_ok=True)
-            logger.warning(
-                "%s, of %.0f s ago, was left by a build whose process is gone: removed", lock, age
-            )
+            logger.warning("%s, %s, is of a build whose process is gone: removed", lock, age)
 
 
 def begin_training() -> PartialState:

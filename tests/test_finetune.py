@@ -363,6 +363,8 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     labels = collate_texts(0, 409)([rows.dataset[0], rows.dataset[1]])["labels"][:, 1:]
     with torch.no_grad():
         ours = trainer.compute_loss(trainer.model, dict(batch))
+        nothing = {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+        assert trainer.compute_loss(trainer.model, nothing) == 0
         del batch["labels"]
         logits = whole(**batch, use_cache=False).logits[:, :-1]
     proposable = torch.isin(labels, torch.tensor(kept))

@@ -163,5 +163,5 @@ def test_the_lock_of_a_build_is_removed_if_its_process_is_gone_and_kept_if_not(
         assert subprocess.run([sys.executable, "-c", acquire, str(lock)]).returncode == -9
     remove_left_locks()
     assert [lock.exists() for lock in (living, gone, other)] == [True, False, False]
-    assert all(f"{lock}, of " in caplog.text for lock in (gone, other))
+    assert all(f"{lock}, " in caplog.text for lock in (gone, other))
     baton.release()

@@ -162,13 +162,12 @@ def _basis(results: Results) -> str:
 def undrafted(results: Results) -> list[str]:
     """The methods whose draft ended before the texts did."""
     found = []
-    for name, draft in {run.name: run.draft for run in results.runs}.items():
-        of_method = [each for run in results.runs if run.name == name for each in run.generations]
-        beyond, rounds = (sum(getattr(g, key) for g in of_method) for key in ("beyond", "rounds"))
-        if beyond:
+    for row in pool(results):
+        all_sets = [each for run in row.runs for each in run.generations]
+        if beyond := sum(each.beyond for each in all_sets):
             found.append(
-                f"{name} drafted nothing in {beyond:,} of {rounds:,} rounds: {draft} has no"
-                " positions for texts that long (max_position_embeddings)."
+                f"{row.name} drafted nothing in {beyond:,} of {sum(g.rounds for g in all_sets):,}"
+                f" rounds: {row.runs[0].draft} has no positions for texts that long."
             )
     return found
 

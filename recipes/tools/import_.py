@@ -70,8 +70,8 @@ def _import_head(given: argparse.Namespace) -> None:
 def _import_draft(given: argparse.Namespace) -> None:
     from distill.engine_layouts import read_published
     from distill.training import save_model
-    from specdata.loading import shorter
-    from specdata.models import load_model, positions
+    from specdata.loading import ends_first
+    from specdata.models import load_model
     from specdata.saving import copy_tokenizer
 
     target = load_model(given.target)
@@ -81,6 +81,5 @@ def _import_draft(given: argparse.Namespace) -> None:
         copy_tokenizer(given.target, temporary)
     taps = draft.config.target_states["taps"]
     say(f"{given.out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
-    ends = positions(draft.config), positions(target.config)
-    if words := shorter(str(given.out), ends[0], given.target, ends[1]):
+    if words := ends_first(draft, target, str(given.out)):
         say(words)

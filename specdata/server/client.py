@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from concurrent.futures import Future, as_completed
+from contextlib import suppress
+from threading import Event, Thread
 from typing import Annotated, Any, TypeVar
 
 import httpx2
@@ -150,33 +152,28 @@ class ServerClient:
         The first trouble, or Ctrl-C, ends all at once: what is under way is neither waited for,
         which a pool of `concurrent.futures` would do, nor sent again.
         """
-        done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-        waiting, lock, ended = iter(enumerate(items)), Lock(), self._ended
+        futures: list[Future[R]] = [Future() for _ in items]
+        waiting, ended = deque(zip(futures, items, strict=True)), self._ended
 
         def ask() -> None:
-            while not ended.is_set():
-                with lock:
-                    if (taken := next(waiting, None)) is None:
-                        return
-                try:
-                    done.put((taken[0], work(taken[1]), None))
-                except BaseException as error:  # noqa: BLE001 - raised below
-                    done.put((taken[0], None, error))
+            with suppress(IndexError):  # nothing is waiting any more
+                while not ended.is_set():
+                    future, item = waiting.popleft()
+                    try:
+                        future.set_result(work(item))
+                    except BaseException as error:  # noqa: BLE001 - raised below
+                        future.set_exception(error)
 
-        results: dict[int, R] = {}
         try:
             for _ in range(min(self.config.concurrency, len(items))):
                 Thread(target=ask, name="request", daemon=True).start()
-            while len(results) < len(items):
-                index, result, error = done.get()
-                if error is not None:
-                    raise error
-                results[index] = result
+            for future in as_completed(futures):
+                future.result()
         except BaseException:
             ended.set()
             self._ended = Event()
             raise
-        return [results[index] for index in range(len(items))]
+        return [future.result() for future in futures]
 
     def ask(self, kind: type[A], method: str, path: str, body: dict[str, Any] | None = None) -> A:
         """The server's answer; after a failure that may pass, the request is sent again."""
