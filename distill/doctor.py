@@ -34,7 +34,14 @@ from specdata.config import PromptSet
 from specdata.draft_models.states_draft import Norms, states_input
 from specdata.draft_models.taps import BOUND, attach
 from specdata.errors import ConfigError, VocabularyMismatchError
-from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
+from specdata.loading import ends_first
+from specdata.models import (
+    check_shared_vocabulary,
+    load_model,
+    load_tokenizer,
+    positions,
+    prompt_limits,
+)
 from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request, TransformersBackend
@@ -84,7 +91,6 @@ def examine(
     yield from _of_tokenizer(folder, tokenizer)
     prompts = prompts or ("chat-assistant" if tokenizer.chat_template else "instruct")
     texts = written_texts(target, tokenizer, prompts, count, max_new_tokens, sampling)
-    held = HeldOut(target, texts, sampling)
     layout = layout_of(config)
     is_published = layout is DSPARK or "speculators_model_type" in config
     is_published |= "Eagle3" in str(config.get("architectures"))
@@ -94,12 +100,13 @@ def examine(
             attach(draft, target)
             kind = "on states, for this decoder alone"
         yield Finding("ok", "layout", f"{kind}, {type(draft).__name__}")
-        yield _acceptance(held.measure(draft).overall)
+        if texts := (yield from _within(draft, target, texts, name)):
+            yield _acceptance(HeldOut(target, texts, sampling).measure(draft).overall)
         return
     new = [token for row in texts["completion_ids"] for token in row]
     read = yield from _of_files(folder, config, layout, target, new)
     if read is not None:
-        yield from _of_settings(config, *read, target, name, held)
+        yield from _of_settings(config, *read, target, name, texts, sampling)
 
 
 def _of_files(
@@ -171,7 +178,8 @@ def _of_settings(
     ids: Tensor,
     target: PreTrainedModel,
     name: str,
-    held: HeldOut,
+    texts: Dataset,
+    sampling: SamplingConfig,
 ) -> Iterator[Finding]:
     """How the draft is accepted as it says it is, and with other flags and taps."""
     try:
@@ -194,6 +202,9 @@ def _of_settings(
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
+    if not (texts := (yield from _within(draft, target, texts, name))):
+        return
+    held = HeldOut(target, texts, sampling)
     if silent := [flag for flag in flags if flag not in config]:
         yield Finding(
             "warning",
@@ -239,6 +250,22 @@ def _of_settings(
     if not is_better and measured:
         yield Finding("ok", "settings", f"taps {taps}, {_flags(flags)}: no other is better")
     yield _acceptance(figures)
+
+
+def _within(
+    draft: PreTrainedModel, target: PreTrainedModel, texts: Dataset, name: str
+) -> Generator[Finding, None, Dataset | None]:
+    """The texts as far as the draft has positions; None if none goes beyond its prompt there."""
+    cut, ended = [], 0
+    for row in texts:
+        room = max(0, positions(draft.config) - len(row["prompt_ids"]))
+        ended += len(row["completion_ids"]) > room
+        if room:
+            cut.append({**row, "completion_ids": row["completion_ids"][:room]})
+    if words := ends_first(draft, target, name):
+        beyond = f"; {ended} of these {len(texts)} texts are longer, and are read up to there"
+        yield Finding("problem" if ended else "warning", "positions", words + beyond)
+    return Dataset.from_list(cut) if cut else None
 
 
 def _flags(flags: Mapping[str, bool]) -> str:

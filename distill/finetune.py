@@ -1,4 +1,7 @@
-"""Train a draft on texts: conversations, or completions of its target (TRL's SFTTrainer).
+"""Train a draft on texts: conversations, or completions of its target.
+
+The loss is of the draft's own logits. TRL's multiplies the last states by the output matrix, past
+all that a family has before or behind that.
 
 This is how Vicuna-68M was made of LLaMA-68M (MCSD, arXiv 2401.06706, section 5).
 """
@@ -9,6 +12,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,25 +21,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from datasets import Dataset, load_from_disk
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer, pack_dataset
+from trl import pack_dataset
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
+from distill.chunked import chunked_loss
 from distill.config import FinetuneConfig, LoraConfig
 from distill.training import (
     HISTORY_FILE,
     RESULT_FILE,
+    DraftTrainer,
     ModelFolder,
     Schedule,
     logged_steps,
     train_resumably,
     training_arguments,
-    whole_batches,
 )
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
+from specdata.lm_head import body_of, find_lm_head
 from specdata.models import check_shared_vocabulary, load_configs, load_tokenizer, positions
 from specdata.processes import broadcast_by_main, join_processes
 from specdata.prompts.conversations import Account, masked_conversations
@@ -54,8 +59,8 @@ class PackedRows:
 
     These are the lengths of the texts that lie one after the other in it. The account says what the
     rows were made of, as JSON values: `texts` (conversations or rollouts), how many were `read`,
-    `used` and `split` (longer than a row), what was `left_out` (in words), and the numbers of
-    `rows`, `tokens` and `assistant_tokens`, which are learnt.
+    `used` and `split` (longer than a row), what was `left_out` (in words), whether texts share rows
+    (`packed`), and the numbers of `rows`, `tokens` and `assistant_tokens`, which are learnt.
     """
 
     dataset: Dataset
@@ -87,13 +92,15 @@ def make_rows(
     seed: int,
     template_variables: Mapping[str, Any] = {},
     vocabulary: int = sys.maxsize,
+    *,
+    packed: bool = True,
 ) -> PackedRows:
     """Make the rows of a training.
 
     Of conversations, rendered by the target's chat template, which is given `template_variables`,
     the assistant's turns are learnt; those with ids beyond the target's `vocabulary` are left out.
     A text that is longer than a row becomes several; parts in which nothing is learnt are dropped.
-    Several texts share a row: TRL's best-fit decreasing, which cuts none.
+    If they are `packed`, several texts share a row: TRL's best-fit decreasing, which cuts none.
     """
     accounts = [Account(name) for name in config.conversations]
     texts = rollout_texts(rollouts or [])
@@ -121,13 +128,17 @@ def make_rows(
             "token; give conversations (draft.finetune.conversations) or other rollouts"
         )
     dataset = Dataset.from_dict({"input_ids": ids, "labels": labels})
-    dataset = pack_dataset(dataset, config.max_length, "bfd")
+    if packed:
+        dataset = pack_dataset(dataset, config.max_length, "bfd")
+    else:
+        dataset = dataset.add_column("seq_lengths", [[len(part)] for part in ids])
     account = {
         "texts": "conversations" if config.conversations else "rollouts",
         "read": read + sum(sum(account.left_out.values()) for account in accounts),
         "used": read,
         "left_out": [f"{account.source}: {account}" for account in accounts if str(account)],
         "split": split,
+        "packed": packed,
         "rows": len(dataset),
         "tokens": sum(map(len, ids)),
         "assistant_tokens": int(sum((part != IGNORED).sum() for part in labels)),
@@ -155,27 +166,26 @@ def collate_texts(
     process: int = 0,
     processes: int = 1,
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]]:
-    """Return the collator of rows: (B, T) `input_ids`, `labels` and `position_ids`.
+    """Return the collator of rows: (B, T) `input_ids`, `labels`; of packed ones, `position_ids`.
 
     Positions begin with 0 in every text (and in the padding), and there is no mask: from positions
     transformers makes one by which no text sees another. TRL's own collator flattens the rows of a
     batch into one instead, which needs FlashAttention: other attention would compare every two
-    tokens of the batch.
+    tokens of the batch. Not every family takes positions, and one text a row needs none.
 
     Args:
         pad_id: fills up `input_ids`.
         vocab_size: of the draft. Ids beyond it, of a target that is padded to more, are read as 0
             and not learnt.
-        vocabulary_ids: (N,) ids that a draft with a reduced vocabulary can propose, increasing. The
-            others are not learnt, and labels are rows of its output matrix instead of ids, which is
-            what TRL's fused loss takes them for.
+        vocabulary_ids: (N,) ids that a draft with a reduced vocabulary can propose. The others are
+            not learnt.
         process: which of the `processes` shares to collate, as `distill.batches.collate`.
         processes: among how many the rows are divided.
     """
     of_label = torch.arange(vocab_size)
     if vocabulary_ids is not None:
-        of_label = torch.full((vocab_size,), IGNORED)
-        of_label[vocabulary_ids.cpu()] = torch.arange(len(vocabulary_ids))
+        of_label = torch.full_like(of_label, IGNORED)
+        of_label[vocabulary_ids.cpu()] = vocabulary_ids.cpu()
 
     def batch(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         nothing = {"input_ids": rows[0]["input_ids"][:2], "labels": [IGNORED] * 2}
@@ -192,7 +202,9 @@ def collate_texts(
         is_readable = ids < vocab_size
         ids = torch.where(is_readable, ids, 0)
         labels = torch.where(is_readable & (labels != IGNORED), of_label[ids], IGNORED)
-        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+        batched = {"input_ids": ids, "labels": labels}
+        is_packed = any(len(row["seq_lengths"]) > 1 for row in rows)
+        return {**batched, "position_ids": positions} if is_packed else batched
 
     return batch
 
@@ -229,13 +241,11 @@ def finetune(
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     vocabulary = load_configs(str(target))[0].get_text_config().vocab_size
-    rows = stored_rows(
-        folder.work / "rows",
-        lambda: make_rows(tokenizer, rollouts, config, seed, template_variables, vocabulary),
-    )
     student = load_student(str(draft), lora, seed=seed)
     plain = copy.deepcopy(student).eval()  # to save: no engine ever wraps this one
-    check_packing(base_of(plain), rows.dataset)
+    packed = tells_texts_apart(base_of(plain))
+    given = (tokenizer, rollouts, config, seed, template_variables, vocabulary)
+    rows = stored_rows(folder.work / "rows", lambda: make_rows(*given, packed=packed))
     trainer = finetune_trainer(student, tokenizer, rows, folder.work, config, seed, save_steps)
     train_resumably(trainer, folder.work, label="fine-tuning the draft")
     weights, steps = trained_weights(trainer), logged_steps(trainer)
@@ -252,22 +262,23 @@ def finetune(
     return result
 
 
-class FinetuneTrainer(SFTTrainer):  # type: ignore[misc]
-    """TRL's trainer on rows of token ids; a batch is one over all processes."""
+class FinetuneTrainer(DraftTrainer):
+    """A draft predicts the next token of texts."""
 
-    def __init__(self, *, batch_size: int, **rest: Any) -> None:
-        super().__init__(**rest)
-        self.batch_size = batch_size
+    def summed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+        """Of -log q(token) in nats."""
+        learnt = inputs["labels"][:, 1:] != IGNORED
+        labels = inputs["labels"][:, 1:][learnt]
 
-    def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """As in distillation."""
-        return whole_batches(self, self.batch_size)
+        def negative_log(logits: Tensor, chunk: slice | Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits, labels[chunk], reduction="sum")
 
-    def create_model_card(self, *_: Any, **__: Any) -> None:
-        """None: TRL would write one beside each checkpoint."""
+        def forward() -> Tensor:
+            head, places = self.student_head, inputs.get("position_ids")
+            states = head.states(inputs["input_ids"], position_ids=places, trained=True)
+            return chunked_loss(states[:, :-1][learnt], head, negative_log)
 
-    def _send_telemetry(self) -> None:
-        """Report nothing: TRL would tell the Hub of each training."""
+        return forward
 
 
 def finetune_trainer(
@@ -282,14 +293,11 @@ def finetune_trainer(
     """The trainer of a draft on texts: `config.batch_size` rows a batch, checkpoints in `work`."""
     state = join_processes()
     schedule = Schedule.of(config, len(rows.dataset), save_steps)
-    arguments = training_arguments(work, schedule, seed=seed, kind=SFTConfig)
-    arguments.dataset_kwargs = {"skip_prepare_dataset": True}  # rows are token ids already
     return FinetuneTrainer(
         batch_size=config.batch_size,
         model=student,
-        args=arguments,
+        args=training_arguments(work, schedule, seed=seed),
         train_dataset=rows.dataset,
-        processing_class=tokenizer,
         data_collator=collate_texts(
             # Padding is never learnt nor seen, so any id will do where a tokenizer names none.
             tokenizer.pad_token_id or 0,
@@ -302,32 +310,25 @@ def finetune_trainer(
 
 
 @torch.inference_mode()
-def check_packing(model: PreTrainedModel, rows: Dataset) -> None:
-    """Try on the first row of several texts whether they see each other.
+def tells_texts_apart(model: PreTrainedModel) -> bool:
+    """Try whether texts that share a row do not see each other, given their positions.
 
     transformers reads off the positions where a text begins (`masking_utils`, for eager attention,
     SDPA and flex; FlashAttention for batches of one row). Models without positions, or with
     attention of their own, do not, and would learn across texts without a word.
     """
-    row = next((row for row in rows if len(row["seq_lengths"]) > 1), None)
-    if row is None:
-        return
-    first, second = row["seq_lengths"][:2]
-    length = min(second, 16)
-    vocab_size = model.config.get_text_config().vocab_size
+    head = find_lm_head(model)
+    asked = model if head.embedding is None else body_of(model)
+    if "position_ids" not in signature(asked.forward).parameters:
+        return False
+    first, length = 24, 16
+    at = torch.arange(first + length, device=model.device)
+    ids = (at * 7919 % model.config.get_text_config().vocab_size)[None]
+    places = torch.where(at < first, at, at - first)
     # Two rows, because some kernels tell texts apart in batches of one alone.
-    packed = {**row, "input_ids": row["input_ids"][: first + length]}
-    packed |= {"labels": row["labels"][: first + length], "seq_lengths": [first, length]}
-    alone = torch.tensor([row["input_ids"][first : first + length]], device=model.device)
-    batch = collate_texts(0, vocab_size)([packed, packed])
-    batch = {name: values.to(model.device) for name, values in batch.items() if name != "labels"}
-    # With a cache, which training has none of, transformers does not look for texts.
-    together = model(**batch, use_cache=False).logits[1, first:].float()
-    separate = model(input_ids=torch.where(alone < vocab_size, alone, 0)).logits[0].float()
+    packed = head.states(ids.expand(2, -1), position_ids=places.expand(2, -1))
+    together = head.logits(packed)[1, first:].float()
+    separate = head.logits(head.states(ids[:, first:]))[0].float()
     # Random weights attend little, so differences are held against those between the logits.
     spread = separate[separate.isfinite()].std().item()
-    if not torch.allclose(together, separate, rtol=0.0, atol=1e-4 * spread):
-        raise ConfigError(
-            f"texts that share a row would see each other in {model.config.model_type} with "
-            f"{model.config._attn_implementation} attention: take another draft"
-        )
+    return torch.allclose(together, separate, rtol=0.0, atol=1e-4 * spread)

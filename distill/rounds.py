@@ -144,6 +144,11 @@ def readings(
         visible = torch.cat([began, *(each.expand(len(ids), -1, -1) for each in same)], dim=-1)
 
 
+def ranks(begin: Tensor, step: int) -> Tensor:
+    """Evenly spread numbers in [0, 1) of rounds, others in each step; float32 would run out."""
+    return (begin.double() + step * GOLDEN**2) * GOLDEN % 1.0
+
+
 def in_blocks(
     model: PreTrainedModel,
     ids: Tensor,
@@ -169,7 +174,7 @@ def in_blocks(
     kept = torch.ones_like(begin, dtype=torch.bool)
     if dropping is not None:  # evenly spread, and the same ones whatever else is in the batch
         share = WHOLE
-        rank, order = ((begin + dropping * GOLDEN**2) * GOLDEN % 1.0).sort(dim=1)
+        rank, order = ranks(begin, dropping).sort(dim=1)
         kept, begin = rank < share, begin.gather(1, order)
         whole = max(1, int(kept.sum(dim=1).max()))
     body = cast(BlockModel, body_of(model))
@@ -225,7 +230,7 @@ def after_masks(
     rank = torch.zeros(begin.shape, device=ids.device)
     if dropping is not None:  # evenly spread, and nested: a mask sees those before it
         shares = [max(LEAST_KEPT, KEPT**depth) for depth in range(1, masks + 1)]
-        rank, order = ((begin + dropping * GOLDEN**2) * GOLDEN % 1.0).sort(dim=1)
+        rank, order = ranks(begin, dropping).sort(dim=1)
         begin = begin.gather(1, order)
     kept = [max(1, int((rank < share).sum(dim=1).max())) for share in shares]
     at_mask = torch.cat([begin[:, :each] for each in kept], dim=1)  # (B, M), depth by depth

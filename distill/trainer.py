@@ -14,18 +14,17 @@ import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
 from distill.batches import Numbered, collate
-from distill.chunked import chunked_loss, inside_forward
+from distill.chunked import chunked_loss
 from distill.config import DistilConfig
 from distill.losses import LOSSES
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
 from distill.rounds import along_rounds, of_round, weights_of
 from distill.teacher import Part, Teacher, TopLogitsTeacher
-from distill.training import Schedule, training_arguments, whole_batches
+from distill.training import DraftTrainer, Schedule, training_arguments
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.draft_models.dspark import MarkovOutput
@@ -33,7 +32,7 @@ from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.states_draft import TargetStates, reads_states, states_input
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError
-from specdata.lm_head import LMHead, find_lm_head
+from specdata.lm_head import LMHead
 from specdata.models import end_ids, positions
 from specdata.prepack import multiplies
 from specdata.processes import join_processes
@@ -45,12 +44,8 @@ from specdata.top_logits import TopLogitDistributions
 logger = logging.getLogger(__name__)
 
 
-class DistilTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer with three methods changed.
-
-    The loss compares the draft with its teacher, a batch is one over all processes, and some of its
-    rows may carry text that the draft has just written.
-    """
+class DistilTrainer(DraftTrainer):
+    """A draft is compared with its teacher, and rows may carry text that it has just written."""
 
     def __init__(
         self,
@@ -61,19 +56,12 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         tapped: Dataset | None = None,
         **rest: Any,
     ) -> None:
-        super().__init__(**rest)
-        self.student: torch.nn.Module = rest["model"]  # `model` may be wrapped by an engine
+        super().__init__(batch_size=config.batch_size, **rest)
         self.teacher = teacher
-        self.student_head = find_lm_head(base_of(self.student.eval()))
         self.settings = config
         self.texts = texts
         self.tapped = tapped
         self.duplicate = texts and copy_to_write(rest["model"], self.accelerator)
-        self.model_accepts_loss_kwargs = True  # whatever the model: it is our loss that counts
-
-    def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Whole batches, the same on every process; the collator takes this process's rows."""
-        return whole_batches(self, self.settings.batch_size)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
@@ -86,17 +74,10 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         batches = self.texts.into(batches, base_of(draft), self.state.global_step)
         return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
 
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Any]:
-        """Mean divergence over the completion positions of the whole (accumulated, global) batch.
+    def summed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+        """Of the divergence over the completion positions.
 
-        Weighting by positions makes the result independent of how a batch is split. Positions do
-        not depend on each other, so the loss is computed in chunks of them (`distill.chunked`).
+        Positions do not depend on each other, so it is computed in chunks (`distill.chunked`).
         """
         taught, taps = self.teacher.columns(inputs), self._taps(inputs)
 
@@ -106,13 +87,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
                 self.student_head, self.teacher, self.settings, inputs, taught, taps, step
             )
 
-        value = inside_forward(model, self.student, forward)
-        counted = num_items_in_batch
-        if counted is None:
-            counted = (inputs["labels"][:, 1:] != IGNORED).sum()
-        # Gradients are averaged over processes, positions are counted over all of them.
-        value = value * self.accelerator.num_processes / counted
-        return (value, {}) if return_outputs else value
+        return forward
 
     def _taps(self, inputs: Mapping[str, Tensor]) -> Tensor | None:
         """(B, T, F) the target's states inside, stored or read; None if the draft reads none."""

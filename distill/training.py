@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +39,13 @@ from transformers import (
 )
 from transformers.integrations import unset_hf_deepspeed_config
 
+from distill.adapters import base_of
+from distill.chunked import inside_forward
 from distill.config import DistilConfig, FinetuneConfig
 from specdata.errors import TrainingDivergedError
 from specdata.generation import special_ids
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
+from specdata.lm_head import find_lm_head
 from specdata.models import device
 from specdata.processes import begin_training, broadcast_by_main, join_processes
 from specdata.saving import add_former_names, copy_tokenizer
@@ -55,17 +58,12 @@ from specdata.storage.checkpoints import (
 from specdata.storage.files import atomic_folder, write_json
 from specdata.storage.resume import read_record
 from specdata.terminal import progress
+from specdata.texts import IGNORED
 from specdata.threads import threads_of
 
 TRIMMED_STEPS = 4
 
 RESULT_FILE, HISTORY_FILE = "result.json", "history.json"
-# transformers warns of the older name as soon as it knows the newer one.
-CHECKPOINTING = (
-    "activation_checkpointing"
-    if hasattr(TrainingArguments, "activation_checkpointing")
-    else "gradient_checkpointing"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +138,17 @@ def training_arguments(
     schedule: Schedule,
     *,
     seed: int,
-    kind: type[TrainingArguments] = TrainingArguments,
 ) -> TrainingArguments:
     """Return arguments for AdamW with a cosine schedule, checkpoints in `work`, no reporting.
 
-    `schedule.batch_size` is that of one process. `kind` is what a subclass of the Trainer takes.
+    `schedule.batch_size` is that of one process.
     """
     begin_training()
     on_cpu = device().type == "cpu"
     if on_cpu:
         # Trainer imports DeepSpeed wherever it is installed, which warns unless told of the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    arguments = kind(
+    arguments = TrainingArguments(
         output_dir=str(work),
         max_steps=schedule.steps,
         per_device_train_batch_size=schedule.batch_size,
@@ -172,8 +169,6 @@ def training_arguments(
         accelerator_config={"use_configured_state": True},
         dataloader_pin_memory=not on_cpu,
         remove_unused_columns=False,
-        bf16=False,  # this and the next are on by default in TRL's arguments
-        **{CHECKPOINTING: False},
         seed=seed,
         data_seed=seed,
     )
@@ -210,6 +205,46 @@ def whole_batches(trainer: Trainer, batch_size: int) -> DataLoader[dict[str, Ten
         data_seed=trainer.args.data_seed,
     )
     return prepared
+
+
+class DraftTrainer(Trainer):  # type: ignore[misc]
+    """The Trainer of a draft; a batch is one over all processes.
+
+    The loss is the mean over the learnt tokens of the whole (accumulated, global) batch, so how it
+    is split makes no difference. Whoever inherits this computes their sum, of the draft's logits
+    alone: the losses by which mixtures of experts balance their routers are left out.
+    """
+
+    def __init__(self, *, batch_size: int, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.batch_size = batch_size
+        self.student: PreTrainedModel = rest["model"]  # `model` may be wrapped by an engine
+        self.student_head = find_lm_head(base_of(self.student.eval()))
+        self.model_accepts_loss_kwargs = True  # whatever the model: it is our loss that counts
+
+    def summed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+        """What gives the sum over the learnt tokens, called in the forward of the engine."""
+        raise NotImplementedError
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Whole batches, the same on every process; the collator takes this process's rows."""
+        return whole_batches(self, self.batch_size)
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """The mean; positions are weighted alike in whichever process and forward they are."""
+        value = inside_forward(model, self.student, self.summed(inputs))
+        counted = num_items_in_batch
+        if counted is None:
+            counted = (inputs["labels"][:, 1:] != IGNORED).sum()
+        # Gradients are averaged over processes, positions are counted over all of them.
+        value = value * self.accelerator.num_processes / torch.as_tensor(counted).clamp(min=1)
+        return (value, {}) if return_outputs else value
 
 
 def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:

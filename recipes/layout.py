@@ -125,8 +125,10 @@ def loaded(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
     return {"load": other} if other else {}
 
 
-def portable(values: Any, output: str) -> Any:
+def portable(values: Any, output: str, place: str = OUTPUT) -> Any:
     """JSON values whose paths in the run's output are written relative to it: OUTPUT/...
+
+    Or in another `place`, where the run lies now.
 
     So a run can be moved, or its output named in another way, and is still the same run. Keys are
     changed, too ("path draft PATH").
@@ -139,7 +141,7 @@ def portable(values: Any, output: str) -> Any:
         kind, path = re.fullmatch(r"(path draft |prompts |)(.*)", value, re.DOTALL).groups()  # type: ignore[union-attr]
         whole = absolute(path)
         is_inside = whole != root and whole.is_relative_to(root)
-        return f"{kind}{OUTPUT}/{whole.relative_to(root)}" if is_inside else value
+        return f"{kind}{place}/{whole.relative_to(root)}" if is_inside else value
 
     def walk(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -244,7 +244,7 @@ class Planned:
             ids = torch.zeros(rows, config.finetune.max_length, dtype=torch.long)
             head = find_lm_head(base_of(student.train()))
 
-            def work() -> None:  # TRL's loss holds few logits beside what is kept of the layers
+            def work() -> None:  # the loss holds few logits beside what is kept of the layers
                 torch.autograd.backward(head.states(ids, trained=True).sum())
 
             made = peak(work, student) - held

@@ -13,7 +13,14 @@ from typing import Any
 
 import yaml
 
-from recipes.checks import check_models, check_paths, check_whole_run, not_looked_at
+from recipes.checks import (
+    check_models,
+    check_paths,
+    check_whole_run,
+    given_models,
+    not_looked_at,
+    positions_of,
+)
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import is_within
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
@@ -21,6 +28,7 @@ from recipes.sizes import generation_of, is_without_weights
 from recipes.steps import CommandLine
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
 from specdata.interruption import Interrupted, stop_signal, stopping_on_signals
+from specdata.loading import shorter
 from specdata.processes import (
     check_launcher,
     in_group,
@@ -167,8 +175,12 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
     config = stages[0].config
-    generation = generation_of(config.models.target)
-    for words in (sampling_words(config.sampling, generation), unapplied_words(generation)):
+    models, generation = given_models(config), generation_of(config.models.target)
+    for words in (
+        sampling_words(config.sampling, generation),
+        unapplied_words(generation),
+        shorter(models[-1], *(positions_of(config, each) for each in reversed(models))),
+    ):
         if words:
             console.print(f"# {words}", markup=False)
     is_new = False

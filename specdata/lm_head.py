@@ -138,17 +138,23 @@ class LMHead:
     vocabulary: int
 
     def states(
-        self, ids: Tensor, attention_mask: Tensor | None = None, *, trained: bool = False
+        self,
+        ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        trained: bool = False,
     ) -> Tensor:
         """(B, T) ids -> (B, T, H) states, or logits if `embedding` is None.
 
-        Padding on the right needs no mask. A gradient reaches the model if it is `trained`.
+        As `hidden_states`. A gradient reaches the model if it is `trained`.
         """
+        given = {"position_ids": position_ids} if position_ids is not None else {}
         if self.embedding is not None:
-            return hidden_states(self.model, ids, attention_mask, trained=trained)
+            return hidden_states(self.model, ids, attention_mask, trained=trained, **given)
         ids = known_ids(ids, self.model)
         logits: Tensor = self.model(
-            input_ids=ids, attention_mask=attention_mask, use_cache=False
+            input_ids=ids, attention_mask=attention_mask, use_cache=False, **given
         ).logits
         return logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -31,6 +32,25 @@ FORMER = {
 as that of full attention."""
 SAME = {"mrope": "default", "su": "longrope"}
 """Kinds of rope by other names; of text alone, the axes of a multimodal one are one position."""
+
+
+def shorter(draft: str, its: int | None, of_target: int | None = None) -> str:
+    """That a draft ends before its target, by their positions; "" if it does not, or unknown."""
+    if its is None or of_target is None or its >= of_target:
+        return ""
+    far = "any number" if of_target == sys.maxsize else f"{of_target:,}"
+    return (
+        f"the draft {draft} has positions for {its:,} tokens, prompt included, and the target for "
+        f"{far}: nothing is drafted beyond {its:,}. If it learnt longer texts, raise "
+        "max_position_embeddings in its config.json"
+    )
+
+
+def ends_first(draft: Any, target: Any, name: str = "") -> str:
+    """The same of two models that are loaded; `name` is the draft's, if it has none yet."""
+    from specdata.models import positions  # here: it needs torch
+
+    return shorter(name or draft.name_or_path, positions(draft.config), positions(target.config))
 
 
 def in_numbers(size: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import platform
 import sys
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 # How long processes wait for another in a collective before they count it as lost, where neither
 # the launcher of its node nor a broken connection tells. What may take longer is waited for
@@ -165,6 +168,8 @@ def join_processes() -> PartialState:
     launched = get_int_from_env(["LOCAL_RANK"], -1) >= 0
     if not in_group():  # once: a training asks at every step
         check_launcher()
+        if wants_deepspeed and local_rank() == 0:
+            remove_left_locks()
     if launched and not torch.cuda.is_available():
         state = PartialState(cpu=not wants_deepspeed, backend="gloo", timeout=TIMEOUT)
     else:
@@ -181,6 +186,26 @@ def join_processes() -> PartialState:
             f"{state.num_processes}; check MASTER_ADDR and MASTER_PORT"
         )
     return state
+
+
+def remove_left_locks() -> None:
+    """Remove the locks of builds of `torch.utils.cpp_extension` whose processes are gone.
+
+    They are files alone: who finds one waits until it is removed, without a word, and SIGKILL
+    leaves it there. A process that builds, such as DeepSpeed's operators, keeps its lock open. One
+    on another machine, of a folder that both share, is not seen.
+    """
+    import psutil
+    from torch.utils.cpp_extension import get_default_build_root
+
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root, place = (named, "*/lock") if named else (get_default_build_root(), "*/*/lock")
+    for lock in Path(root).glob(place):
+        opened = (each.info["open_files"] or () for each in psutil.process_iter(["open_files"]))
+        if str(lock.resolve()) not in {file.path for files in opened for file in files}:
+            age = f"{time.time() - lock.stat().st_mtime:.0f} s old"
+            lock.unlink(missing_ok=True)
+            logger.warning("%s, %s, is of a build whose process is gone: removed", lock, age)
 
 
 def begin_training() -> PartialState:

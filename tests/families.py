@@ -36,6 +36,7 @@ MOST = {
     r".*chunk_size|block_size|index_block_size": 4,
     r".*(state_size|d_state)": 8,
     r"(max_position_embedding|n_position|max_seq_len|n_ctx|context_length).*": 128,
+    r".*drop.*|.*pdrop": 0.0,  # what is trained is what is compared
 }
 HALF = ["sliding_attention", "full_attention"] * 2
 SPARSE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
@@ -125,7 +126,7 @@ PARTS = {"emu3_text_model": "Emu3ForCausalLM", "mllama_text_model": "MllamaForCa
 def most(name: str, value: Any) -> Any:
     """The value of a field, made small."""
     caps = [cap for fits, cap in MOST.items() if re.fullmatch(fits, name)]
-    return min(value, caps[0]) if type(value) is int and caps else value
+    return min(value, caps[0]) if type(value) in (int, float) and caps else value
 
 
 def small(name: str, layers: int = 4, **changes: Any) -> Any:

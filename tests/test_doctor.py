@@ -17,9 +17,11 @@ from torch import Tensor
 from distill.config import InitConfig
 from distill.doctor import written_texts
 from distill.initial import make_initial
-from recipes.command import run_tool
+from eval.measuring.results import read_results
+from recipes.command import main, run_tool
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
+from tests.random_pair import measured_only
 from tests.test_dspark_layout import H, published
 from tests.test_initial import stored
 
@@ -149,6 +151,45 @@ def test_each_fault_is_named(
     line = [each for each in said.splitlines() if each.startswith(("problem", "warning"))]
     assert any(re.search(expected, each) for each in line), said
     assert status == any(each.startswith("problem") for each in line)
+
+
+def test_all_say_that_a_draft_ends_before_its_target_does(
+    released: Path,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ends(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["max_position_embeddings"] = 20
+
+    few, target = changed(released, tmp_path / "few", ends), str(trained_pair / "target")
+    draft, out = str(tmp_path / "draft"), tmp_path / "run"
+    texts = ["--prompts", "instruct", "--count", "3", "--max-new-tokens", "16"]
+    both = ["--target", target, "--draft", draft]
+    sets = "--eval.sets=[{name: instruct, split: test, count: 2}]"
+    methods = '--eval.methods=[{name: plain, decoder: plain}, {name: "K=3", length: 3}]'
+    evaluation = [*measured_only(trained_pair, out), "--models.draft", draft, sets, methods]
+    evaluation += ["--config", "recipes/configs/toy.yaml", "--eval.max_new_tokens", "16"]
+    for command, given in (
+        ("import", [few, "--target", target, "--out", draft]),
+        ("doctor", [few, "--target", target, *texts]),
+        ("doctor", [draft, "--target", target, *texts]),
+        ("verifiers", [target, draft, *texts, "--seconds", "1"]),
+        ("certify", [*both, *texts, "--method", "length: 2"]),
+        ("run-eval", [*evaluation, "--plan"]),
+    ):
+        assert main([command, *map(str, given)]) == (command == "doctor")
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert "has positions for 20 tokens, prompt included, and the target" in said, command
+    # The last of them measures what is left.
+    assert main(["run-eval", *evaluation]) == 0
+    (run,) = (each for each in read_results(out / "eval/results.json").runs if each.name == "K=3")
+    beyond, rounds = (
+        sum(getattr(g, name) for g in run.generations) for name in ("beyond", "rounds")
+    )
+    assert 0 < beyond <= rounds
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"K=3 drafted nothing in {beyond} of {rounds} rounds: {draft} has no positions" in said
 
 
 @pytest.fixture(scope="module")

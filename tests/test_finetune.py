@@ -13,15 +13,16 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.nn import functional
 
 from distill.config import FinetuneConfig
 from distill.finetune import (
     PackedRows,
-    check_packing,
     collate_texts,
     finetune,
     finetune_trainer,
     make_rows,
+    tells_texts_apart,
 )
 from distill.toy import language_model
 from distill.training import save_model
@@ -36,11 +37,13 @@ from specdata.errors import ConfigError, OtherSettingsError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
 from specdata.prompts.conversations import check_conversations
+from specdata.saving import copy_tokenizer
 from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.chats import chat_tokenizer
-from tests.families import tiny
+from tests.families import build, tiny
+from tests.test_families import REFUSED, classes
 from tests.trainings import assert_same_gradients
 from tests.trainings import step_gradients as gradients_of
 
@@ -52,6 +55,13 @@ TALK = [
     {"role": "assistant", "content": "Because 3 + 2 is 5, too."},
 ]
 QUESTION = TALK[:1]
+# A head of its own, a body of another name, a router, attention by which packed texts would mix.
+QUICK = ("modernbert-decoder", "llama4_text", "granitemoe", "gpt_oss")
+FAMILIES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive)
+    for name in classes()
+    if name not in REFUSED
+]
 
 
 def config(*conversations: Path, **changes: Any) -> FinetuneConfig:
@@ -115,11 +125,13 @@ def file(tmp_path: Path) -> Path:
     return lines(tmp_path / "talks.jsonl", talks(40))
 
 
-def tuned(pair: Path, out: Path, config: FinetuneConfig, seed: int = 0) -> dict[str, Any]:
+def tuned(
+    pair: Path, out: Path, config: FinetuneConfig, texts: Dataset | None = None, seed: int = 0
+) -> dict[str, Any]:
     return finetune(
         target=pair / "target",
         draft=pair / "draft",
-        rollouts=rollouts(30),
+        rollouts=rollouts(30) if texts is None else texts,
         out=out,
         config=config,
         lora=None,
@@ -203,11 +215,35 @@ def test_packed_and_accumulated_texts_give_the_gradient_of_separate_ones(
     assert_same_gradients(alone, step_gradients(pair, tmp_path / "parts", parts), 2000)
 
 
-def test_models_in_which_packed_texts_see_each_other_are_refused(file: Path) -> None:
-    rows = made(config(file)).dataset
-    check_packing(tiny("gpt2", 0, vocab=450, n_positions=512), rows)
-    with pytest.raises(ConfigError, match=r"see each other in bloom .*take another draft"):
-        check_packing(tiny("bloom", 0, vocab=450), rows)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_that_decodes_learns_by_its_own_loss_each_text_by_itself(
+    name: str, pair: Path, tmp_path: Path
+) -> None:
+    """Through its own head and no loss of its router; where texts would mix, one text a row."""
+    texts = [[2 + (7 * n + i * (n + 3)) % 90 for i in range(12 + 9 * n)] for n in range(3)]
+    rows = Dataset.from_list([{"prompt_ids": x[:3], "completion_ids": x[3:]} for x in texts])
+    shutil.copytree(pair / "target", tmp_path / "target")
+    save_model(build(name), tmp_path / "draft")
+    copy_tokenizer(str(pair / "target"), tmp_path / "draft")
+
+    @torch.inference_mode()
+    def own_loss(folder: Path) -> float:
+        model, losses = load_model(str(folder)), []
+        for ids in map(torch.tensor, texts):
+            logits = model(ids[None], use_cache=False).logits[0]
+            losses.append(functional.cross_entropy(logits[2:-1], ids[3:], reduction="none"))
+        return float(torch.cat(losses).mean())
+
+    once = config(epochs=1, max_length=64, batch_size=4, warmup_ratio=0.0, learning_rate=1e-3)
+    result = tuned(tmp_path, tmp_path / "out", once, rows)
+    assert result["rows"] == (1 if result["packed"] else 3)
+    assert result["loss_first"] == pytest.approx(own_loss(tmp_path / "draft"), abs=2e-4)
+    assert own_loss(tmp_path / "out") < result["loss_first"]
+
+
+def test_texts_share_rows_where_they_do_not_see_each_other() -> None:
+    apart = {name: tells_texts_apart(tiny(name, 0)) for name in ("llama", "gpt2", "bloom", "mamba")}
+    assert apart == {"llama": True, "gpt2": True, "bloom": False, "mamba": False}
 
 
 def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
@@ -327,6 +363,8 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     labels = collate_texts(0, 409)([rows.dataset[0], rows.dataset[1]])["labels"][:, 1:]
     with torch.no_grad():
         ours = trainer.compute_loss(trainer.model, dict(batch))
+        nothing = {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+        assert trainer.compute_loss(trainer.model, nothing) == 0
         del batch["labels"]
         logits = whole(**batch, use_cache=False).logits[:, :-1]
     proposable = torch.isin(labels, torch.tensor(kept))

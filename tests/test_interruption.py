@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the next checkpoint is waited for, and the signal's exit status."""
+"""Signals: a checkpoint is waited for, statuses are theirs, and SIGKILL leaves no lock behind."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
 
 from specdata.interruption import stop_signal, stopping_on_signals, until_checkpoint
+from specdata.processes import remove_left_locks
 
 ROOT = Path(__file__).resolve().parent.parent
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -135,3 +138,30 @@ def test_what_was_ignored_stays_so_and_handlers_are_given_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is terminate
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_lock_of_a_build_is_removed_if_its_process_is_gone_and_kept_if_not(
+    is_named: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    root = tmp_path / "torch_extensions" / "py_cpu"
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(root.parent))
+    if is_named:
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
+    living, gone, other = (root / name / "lock" for name in ("cpu_adam", "fused_adam", "async_io"))
+    for lock in (living, gone, other):
+        lock.parent.mkdir(parents=True)
+    baton = FileBaton(str(living))
+    assert baton.try_acquire()
+    for lock in (gone, other):
+        acquire = "from torch.utils.file_baton import FileBaton; import os, sys\n"
+        acquire += "assert FileBaton(sys.argv[1]).try_acquire(); os.kill(os.getpid(), 9)"
+        assert subprocess.run([sys.executable, "-c", acquire, str(lock)]).returncode == -9
+    remove_left_locks()
+    assert [lock.exists() for lock in (living, gone, other)] == [True, False, False]
+    assert all(f"{lock}, " in caplog.text for lock in (gone, other))
+    baton.release()

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from accelerate import dispatch_model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from tests.tiny import tiny_llama
 from tests.trainings import QUICK, assert_same_gradients, batch_gradients, changed, trainer_of
 
 HERE, PRETEND, ANOTHER = "cpu", "pretend:0", "pretend:1"
+SPREAD = "one model over two devices"
 THERE, OTHER = ("cuda:0", HERE) if torch.cuda.is_available() else (PRETEND, ANOTHER)
 unpinned = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 
@@ -71,24 +73,35 @@ def test_what_cuda_takes_is_taken_and_its_reads_are_counted() -> None:
     assert len(waits) == 4
 
 
+def spread(model: Any) -> Any:
+    """A model of two layers as `device_map: auto` spreads it over two devices."""
+    first = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), PRETEND)
+    second = dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), ANOTHER)
+    return dispatch_model(model, first | second, main_device=PRETEND)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*SAMPLED, *STOPPING_RULES])
 def test_texts_of_a_method_are_those_of_the_cpu_also_on_two_devices(name: str) -> None:
     times = {"draft_seconds": 0.1, "token_seconds": 0.3} if name == "cost" else {}
     method = SAMPLED.get(name) or DecodeConfig(stop=name, **times)
 
-    def decoded(config: DecodeConfig, target: str, draft: str) -> tuple[list[int], list[int]]:
-        models = [tiny_llama(2, vocab=40).to(target), tiny_llama(3, vocab=40).to(draft)]
-        drafts = None if name == "plain" else models[1]
-        decoder = SpeculativeDecoder.from_config(models[0], drafts, config, head())
-        generator = torch.Generator().manual_seed(1)
-        out = decoder.generate(torch.tensor([2, 5]), max_new_tokens=5, generator=generator)
-        return out.tokens.tolist(), [each.drafted for each in out.rounds]
+    def decoded(config: DecodeConfig, target: str, draft: str) -> list[Any]:
+        model, its_draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(3, vocab=40).to(draft)
+        model = spread(model) if target == SPREAD else model.to(target)
+        drafts = None if name == "plain" else its_draft
+        decoder = SpeculativeDecoder.from_config(model, drafts, config, head())
+        prompts = [torch.tensor([2, 5]), torch.tensor([7, 4, 9])]
+        seeds = [torch.Generator().manual_seed(seed) for seed in range(3)]
+        outs = [decoder.generate(prompts[0], max_new_tokens=5, generator=seeds[2])]
+        outs += decoder.generate_batch(prompts, max_new_tokens=5, generators=seeds[:2], size=2)
+        return [(out.tokens.tolist(), [each.drafted for each in out.rounds]) for out in outs]
 
     for changes, *places in (
         ({"temperature": 1.0}, OTHER, THERE),
         ({"temperature": 0.0}, THERE, THERE),
         ({"top_p": 0.8}, HERE, THERE),
+        ({"temperature": 1.0}, SPREAD, PRETEND),
     ):
         config = method.model_copy(update=changes)
         assert decoded(config, *places) == decoded(config, HERE, HERE)

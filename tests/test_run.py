@@ -154,6 +154,8 @@ def test_paths_in_the_output_are_compared_relative_to_it(
     assert portable(values, f"{tmp_path}/other/../my run/") == expected
     assert portable(expected, "my run") == expected
     assert portable(values, "other") == values
+    moved = {"drafts": ["", '/a "b"\\c/pair/draft', "org/model"], 'path draft /a "b"\\c/x': "f00"}
+    assert portable(values, "my run", '/a "b"\\c') == moved
     assert portable(values, ".") == values, "every name would be a path in the current folder"
 
 

@@ -12,10 +12,11 @@ import torch
 
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
+from eval.measuring.experiment import WARMUP_TOKENS
 from eval.measuring.methods import SERVED
 from eval.measuring.records import record_prompt
 from eval.measuring.results import read_results
-from eval.measuring.served import COUNTED, ServedEngine, rounds_of
+from eval.measuring.served import COUNTED, PROBED, ServedEngine, rounds_of
 from eval.rounds import Round
 from recipes.command import run_tool
 from recipes.config import TOY
@@ -62,6 +63,7 @@ def engine(target: Any, draft: Any | None, length: int) -> Any:
 
         def do_POST(self) -> None:  # noqa: N802
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.server.bodies.append(body)
             prompt = torch.tensor(body["prompt"])
             first = target(prompt[None]).logits[0, -1:].argmax(-1)
             out = decoder.generate(
@@ -85,7 +87,7 @@ def engine(target: Any, draft: Any | None, length: int) -> Any:
 
 def test_a_generation_that_waited_for_a_busy_server_is_measured_again() -> None:
     with serving(troubles=(503,)) as server, client(server) as backend:
-        ServedEngine(backend).generate([2, 3], "a")
+        ServedEngine(backend).generate([2, 3], "a", 20)
         assert len(server.bodies) == 3  # refused, answered late, and answered at once
 
 
@@ -107,6 +109,8 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         asked = [drafting.url, "--alone", alone.url, "--name", "engine", *given]
         assert run_tool("engine", asked) == 0, capsys.readouterr().err
         assert "the server alone; it accepted" in capsys.readouterr().out
+        budgets = [body["max_tokens"] for body in drafting.bodies]
+        assert budgets == [PROBED, WARMUP_TOKENS, 24, 24, 24]
         path = tmp_path / "eval-server/results.json"
         runs = {run.name: run for run in read_results(path).runs}
         assert runs.keys() == {"plain", "K=3", "engine", SERVED}

@@ -384,6 +384,8 @@ def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_droppi
     for step in range(12):
         for alone, beside in zip(read(step, rows=1), read(step, longer), strict=True):
             assert alone.kept[0, 7:35].equal(beside.kept[0, 7:35])
+    for step in (10**5, 10**7):  # no two share a rank, however far a training is
+        assert len(rounds.ranks(torch.arange(2048), step).unique()) == 2048
 
 
 @kinds

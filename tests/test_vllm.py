@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ Edit = Callable[[dict[str, Any]], dict[str, Any]]
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are sent again at once, and once."""
-    monkeypatch.setattr("specdata.server.client.time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr("specdata.server.client.PAUSE", 0.0)
     monkeypatch.setattr("specdata.server.client.TRIES", 2)
 
 
@@ -298,6 +298,42 @@ def test_a_passing_trouble_is_tried_again_and_a_refusal_is_not() -> None:
         with pytest.raises(ConfigError, match="status 400"):
             backend.complete(requests(1))
         assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("trouble", ["refusal", "Ctrl-C"])
+def test_the_first_trouble_ends_all_requests_at_once(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stays without an answer, and one would be sent again after a while."""
+    monkeypatch.setattr("specdata.server.client.PAUSE", 2.0)
+    answered, resting = threading.Event(), threading.Event()
+
+    class Silent(Handler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.server.bodies.append(body)
+            first = body["prompt"][0]
+            if first == 3:
+                self.answer(503, {})
+                resting.set()
+                return
+            if first == 4:
+                resting.wait()
+                if trouble == "Ctrl-C":
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            if (first, trouble) != (4, "refusal"):
+                answered.wait()
+            self.answer(400, {})
+
+    kind = ConfigError if trouble == "refusal" else KeyboardInterrupt
+    with serving(handler=Silent) as server, client(server) as backend:
+        with pytest.raises(kind):
+            backend.complete([Request([first], ("id", first)) for first in (2, 3, 4)])
+        assert not answered.is_set()
+        answered.set()
+        for each in [each for each in threading.enumerate() if each.name == "request"]:
+            each.join()
+        assert [body["prompt"] for body in server.bodies].count([3]) == 1
 
 
 def test_a_key_is_read_from_the_environment_and_never_stored(

@@ -214,7 +214,7 @@ class Enumerated:
     """What a verifier does with scored drafts, each of them enumerated once.
 
     Its residual does not persist over rounds. After one of the ids in `ends` nothing is emitted;
-    `seconds` are those of this thread on a processor that enumerating took.
+    `seconds` are those that enumerating took.
     """
 
     def __init__(self, verifier: Verifier, ends: frozenset[int]) -> None:
@@ -226,9 +226,9 @@ class Enumerated:
     def __call__(self, scored: Scored) -> tuple[float, float, float]:
         """Of a round: expected emitted tokens, accepted ones, and the chance to end as it did."""
         if scored not in self._outcome:
-            begun = time.thread_time()
+            begun = time.perf_counter()
             self._outcome[scored] = self._enumerate(scored)
-            self.seconds += time.thread_time() - begun
+            self.seconds += time.perf_counter() - begun
         return self._outcome[scored]
 
     def _enumerate(self, scored: Scored) -> tuple[float, float, float]:
@@ -341,8 +341,8 @@ def verifier_table(
 ) -> list[VerifierRow]:
     """Every verifier on every kind of draft, of all prompt sets together and of each.
 
-    It may take so many `seconds` on a processor; of each kind one batch of texts is made all the
-    same, and `ENOUGH` places a row. The folder keeps the rows of each kind as soon as they are
+    It may take so many `seconds`; of each kind one batch of texts is made all the same, and
+    `ENOUGH` places a row. The folder keeps the rows of each kind as soon as they are
     made; kinds that are there are read. `report` is called with each kind when it is begun, and
     with why one was left out.
     """
@@ -365,7 +365,7 @@ def verifier_table(
 
 def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[VerifierRow]:
     """The rows of one kind of draft, in about so many seconds."""
-    begun = time.thread_time()
+    begun = time.perf_counter()
     config, rows = kind.config(measured.sampling), kind.rows()
     ends = end_ids(measured.target.generation_config)
     configs = [kind.config(measured.sampling, name, **parameters) for name, parameters in rows]
@@ -378,7 +378,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
         _bias(each.verifier, parameters, timed)
         for each, (_, parameters) in zip(verifiers, rows, strict=True)
     ]
-    until = begun + max(seconds, 1.25 * (time.thread_time() - begun))
+    until = begun + max(seconds, 1.25 * (time.perf_counter() - begun))
     counts = _enumerate(verifiers, references, places, until)
     optima = _optima(config, places)
     if config.drafter == "chain":
@@ -458,12 +458,12 @@ def _enumerate(
 
     One that has had its share of the time goes no further; references do, for weights need them.
     """
-    share = max(0.0, until - time.thread_time()) / len(verifiers)
+    share = max(0.0, until - time.perf_counter()) / len(verifiers)
     going, counts = list(verifiers), dict.fromkeys(verifiers, 0)
     for index, place in enumerate(places):
         if index >= ENOUGH:
             going = [each for each in going if each in references or each.seconds < share]
-            if time.thread_time() > until:
+            if time.perf_counter() > until:
                 break
         for each in going:
             each(place)
@@ -482,7 +482,7 @@ def _places(
     timed: list[tuple[DraftTree, Tensor]],
 ) -> tuple[list[Scored], list[str]]:
     """Places in a random order, and the prompt set of each text, for about so many seconds."""
-    begun = time.thread_time()
+    begun = time.perf_counter()
     prompts = measured.prompts
     sets = list(dict.fromkeys(dataset for dataset, _ in prompts))
     of_set = [[each for each in prompts if each[0] == name] for name in sets]
@@ -505,7 +505,7 @@ def _places(
             timed=timed,
         )
         texts += [dataset for dataset, _ in batch]
-        spent = time.thread_time() - begun
+        spent = time.perf_counter() - begun
         if sum(each.target.nbytes + each.tree.distributions.nbytes for each in places) > BYTES:
             break
     mixed = np.random.default_rng(measured.seed).permutation(len(places))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.config import ServerConfig
 from specdata.interruption import stop_if_asked
-from specdata.models import end_ids
+from specdata.models import end_ids, positions
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig, generator_for, seed_for
@@ -50,7 +51,7 @@ Progress = Callable[[int], object]
 BATCHES = 4
 """Batches in a group, which is decoded and stored as a whole; rows are refilled within a group."""
 WARMUP_TOKENS = 16
-"""Tokens that each method decodes before anything is timed."""
+"""Tokens that each method decodes before anything is timed, at most."""
 DECODING = "decoding"
 """What is repeated, to `specdata.threads`."""
 
@@ -140,14 +141,17 @@ class Experiment:
 
     def decoder(self, method: Method) -> SpeculativeDecoder:
         """What decodes with a method of ours."""
-        drafts = [self.models.draft, *(self.models.path_drafts[name] for name in method.drafts[1:])]
         return SpeculativeDecoder.from_config(
             self.models.target,
-            drafts if method.uses_draft else None,
+            self._drafts(method) if method.uses_draft else None,
             method.decoding(self.sampling),
             self.models.head if method.stop.reads_head else None,
             engine=self.config.engine,
         )
+
+    def _drafts(self, method: Method) -> list[PreTrainedModel]:
+        further = [self.models.path_drafts[name] for name in method.drafts[1:]]
+        return [self.models.draft, *further]
 
     def served(self, method: Method, closing: ExitStack) -> ServedEngine:
         """An engine that serves the target, which is made sure of."""
@@ -177,6 +181,11 @@ class Experiment:
             seconds=out.seconds if self.config.batch == 1 else None,
             finish=out.finish,
         )
+        if method.uses_draft:
+            limit = min(positions(each.config) for each in self._drafts(method))
+            ends = accumulate((each.emitted for each in out.rounds), initial=len(prompt.ids))
+            beyond = sum(read > limit for read, _ in zip(ends, out.rounds, strict=False))
+            record = replace(record, beyond=beyond)
         if self.scorer:
             record = replace(record, scores=self.scorer.scores(prompt, out.tokens.tolist()))
         if method.lossless or not method.is_chain:
@@ -246,8 +255,9 @@ class _Share:
 
     def warm_up(self, methods: Sequence[Method]) -> None:
         """Decode a few tokens with each of these methods."""
+        tokens = min(WARMUP_TOKENS, self.experiment.config.max_new_tokens)
         for method in methods:
-            self.generate(method, self.experiment.prompts[0], WARMUP_TOKENS)
+            self.generate(method, self.experiment.prompts[0], tokens)
 
     def attempt(self, index: int) -> bool:
         """Measure a group, unless it is stored; False if another process is at it."""
@@ -304,7 +314,8 @@ class _Share:
         """Continue one prompt, timed."""
         experiment, ids = self.experiment, torch.tensor(prompt.ids)
         if method.decoder == "server":
-            return self.servers[method.name].generate(prompt.ids, prompt.example_id)
+            server = self.servers[method.name]
+            return server.generate(prompt.ids, prompt.example_id, max_new_tokens)
         if method.decoder not in THEIRS:
             return self.decoders[method.name].generate(
                 ids,

@@ -37,6 +37,7 @@ class PromptRecord:
         tokens: emitted tokens (N in the paper's letters).
         finish: "eos" or "length".
         rounds: forwards of the target (N_target).
+        beyond: of them, those whose text was longer than the draft has positions: nothing drafted.
         n_draft: drafted nodes (N_draft).
         n_discarded: drafted nodes that were not accepted (N_discarded).
         depth: sum over rounds of the deepest drafted position; equals n_draft for chains.
@@ -67,6 +68,7 @@ class PromptRecord:
     variation: float = 0.0
     variation_tokens: int = 0
     scores: dict[str, float] = field(default_factory=dict)
+    beyond: int = 0
 
 
 def record_prompt(

@@ -44,13 +44,13 @@ class ServedEngine:
 
     backend: VllmBackend
 
-    def generate(self, ids: list[int], key: str) -> Generation:
+    def generate(self, ids: list[int], key: str, max_new_tokens: int) -> Generation:
         """Continue one prompt, timed; again if it was asked for twice, for it waited meanwhile."""
-        resent = -1
+        backend, resent = replace(self.backend, max_new_tokens=max_new_tokens), -1
         while self.backend.client.resent != resent:
             resent = self.backend.client.resent
             counted, begun = self.counts(), time.perf_counter()
-            [found] = self.backend.complete([Request(ids, (key,))])
+            [found] = backend.complete([Request(ids, (key,))])
             seconds = time.perf_counter() - begun
         time.sleep(SETTLED)
         new = self.counts()

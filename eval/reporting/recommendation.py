@@ -57,7 +57,7 @@ def answer(results: Results) -> Answer:
         head_sentence(results),
         _exactness(best, rows),
         _basis(results),
-        tuple(_cautions(results)),
+        (*undrafted(results), *_cautions(results)),
     )
 
 
@@ -157,6 +157,19 @@ def _basis(results: Results) -> str:
         f" paired by prompt; of {len({run.name for run in results.runs})} measured, the fastest is"
         " chosen on the prompts that it is judged on."
     )
+
+
+def undrafted(results: Results) -> list[str]:
+    """The methods whose draft ended before the texts did."""
+    found = []
+    for row in pool(results):
+        all_sets = [each for run in row.runs for each in run.generations]
+        if beyond := sum(each.beyond for each in all_sets):
+            found.append(
+                f"{row.name} drafted nothing in {beyond:,} of {sum(g.rounds for g in all_sets):,}"
+                f" rounds: {row.runs[0].draft} has no positions for texts that long."
+            )
+    return found
 
 
 def _cautions(results: Results) -> list[str]:

@@ -31,6 +31,7 @@ from eval.reporting.recommendation import (
     head_predictors,
     head_rivals,
     is_wide,
+    undrafted,
 )
 from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table, public_name, render
 from eval.reporting.table import results_table, shown_methods
@@ -144,7 +145,7 @@ def terminal(results: Results) -> Group:
         # Text, not str: a name may hold what rich would take for markup.
         shown.add_row(*(Text(each, style=style) for each in cells))
     said = answer(results)
-    sentences = filter(None, (said.finding, said.head))
+    sentences = filter(None, (said.finding, said.head, *undrafted(results)))
     brief = re.sub("[,:][^;]*", "", table.note)
     return Group(*(Text(words, style="bold") for words in sentences), "", shown, brief, "")
 

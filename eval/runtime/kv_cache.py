@@ -106,8 +106,9 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def move(self, slot: int, source: list[int], target: int) -> None:
         """Copy the `source` cache positions of a slot, in order, to those from `target` on."""
-        index = torch.tensor(source).to(self.stores[0].keys.device, non_blocking=True)
+        index = torch.tensor(source)
         for layer in self.stores:
+            index = index.to(layer.keys.device, non_blocking=True)  # layers may lie on several
             for buffer in (layer.keys[slot], layer.values[slot]):
                 buffer[:, target : target + len(source)] = buffer[:, index]
 

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from eval.decode_config import DecodeConfig
 from eval.runtime.engines import ENGINES
 from recipes.config import build, load_yaml
-from recipes.layout import CERTIFICATE, OUTPUT, RESULTS, portable
+from recipes.layout import CERTIFICATE, RESULTS, portable
 from recipes.run import prepare_libraries, say, stage_record
 from specdata.config import PromptSet, ServerConfig
 from specdata.errors import ConfigError
@@ -103,8 +103,7 @@ def main(given: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} must be the folder of a finished evaluation, with {RESULTS}")
     stored = stage_record(folder)["config"]
     # Its paths where the run lies now.
-    text = json.dumps(portable(stored, stored["output"]))
-    tree = json.loads(text.replace(f'"{OUTPUT}/', f'"{folder.parent}/'))
+    tree = portable(stored, stored["output"], str(folder.parent))
     config = build({**tree, "output": str(folder.parent)})
     from eval.analysis.certificate import certify, sentence, ways
     from eval.measuring.environment import describe_environment
@@ -172,6 +171,7 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from eval.runtime.transformers_models import check_trees
     from recipes.run_eval import load_head
     from specdata.draft_models.depths import most_tokens
+    from specdata.loading import ends_first
     from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
 
@@ -181,6 +181,8 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     limits = prompt_limits(given.target, given.max_new_tokens)
     prompts = load_prompts(sets, tokenizer, seed=0, **limits).prompts
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
+    if words := ends_first(draft, target):
+        say(words)
     head, bugs = load_head(given.head) if given.head else None, 0
     if not given.method:
         try:

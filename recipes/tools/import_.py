@@ -70,12 +70,16 @@ def _import_head(given: argparse.Namespace) -> None:
 def _import_draft(given: argparse.Namespace) -> None:
     from distill.engine_layouts import read_published
     from distill.training import save_model
+    from specdata.loading import ends_first
     from specdata.models import load_model
     from specdata.saving import copy_tokenizer
 
-    draft = read_published(given.folder, load_model(given.target))
+    target = load_model(given.target)
+    draft = read_published(given.folder, target)
     with atomic_folder(given.out) as temporary:
         save_model(draft, temporary)
         copy_tokenizer(given.target, temporary)
     taps = draft.config.target_states["taps"]
     say(f"{given.out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
+    if words := ends_first(draft, target, str(given.out)):
+        say(words)

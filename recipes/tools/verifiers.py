@@ -83,6 +83,7 @@ def _measured(given: argparse.Namespace) -> list[VerifierRow]:
 
     from eval.analysis.round_times import measure_times
     from eval.analysis.verifier_table import Measured, verifier_table
+    from specdata.loading import ends_first
     from specdata.models import (
         check_shared_vocabulary,
         load_model,
@@ -102,6 +103,8 @@ def _measured(given: argparse.Namespace) -> list[VerifierRow]:
         log.print(line, markup=False)
     ids = [torch.tensor(prompt.ids) for prompt in loaded.prompts[: given.count]]
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
+    if words := ends_first(draft, target):
+        log.print(words, markup=False)
     read = f"{len(ids)} prompts of up to {max(map(len, ids)):,} tokens"
     log.print(f"{read}: times, then every verifier on every kind of draft")
     measured = Measured(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
+from contextlib import suppress
+from threading import Event, Thread
 from typing import Annotated, Any, TypeVar
 
 import httpx2
@@ -16,7 +18,7 @@ from specdata.config import ServerConfig
 from specdata.errors import ConfigError
 
 # Tries of a request, 1, 2, 4 ... s apart, and seconds that a server may be silent in each.
-TRIES, TIMEOUT = 6, 600.0
+TRIES, PAUSE, TIMEOUT = 6, 1.0, 600.0
 # Seconds for what takes no forward.
 LISTED = 10.0
 # What a busy or restarting server answers; any other status that is not 200 is final.
@@ -103,6 +105,7 @@ class ServerClient:
         self.section = section
         self.resent = 0  # requests, until now
         self.is_llama = False  # whether it is a llama-server, as `check` finds out
+        self._ended = Event()  # set when what is under way is of no use any more
         self._secret = _key(config.key_variable, section) if config.key_variable else ""
         key = self._secret
         headers = {"Authorization": key if " " in key else f"Bearer {key}"} if key else {}
@@ -147,23 +150,41 @@ class ServerClient:
             )
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The results of `work`, which asks the server, for each item, requests side by side."""
-        with ThreadPoolExecutor(self.config.concurrency) as pool:
-            futures = [pool.submit(work, item) for item in items]
-            try:
-                for future in as_completed(futures):
-                    future.result()  # the first trouble ends all
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        """The results of `work`, which asks the server, for each item, requests side by side.
+
+        The first trouble, or Ctrl-C, ends all at once: what is under way is neither waited for,
+        which a pool of `concurrent.futures` would do, nor sent again.
+        """
+        futures: list[Future[R]] = [Future() for _ in items]
+        waiting, ended = deque(zip(futures, items, strict=True)), self._ended
+
+        def ask() -> None:
+            with suppress(IndexError):  # nothing is waiting any more
+                while not ended.is_set():
+                    future, item = waiting.popleft()
+                    try:
+                        future.set_result(work(item))
+                    except BaseException as error:  # noqa: BLE001 - raised below
+                        future.set_exception(error)
+
+        try:
+            for _ in range(min(self.config.concurrency, len(items))):
+                Thread(target=ask, name="request", daemon=True).start()
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            ended.set()
+            self._ended = Event()
+            raise
+        return [future.result() for future in futures]
 
     def ask(self, kind: type[A], method: str, path: str, body: dict[str, Any] | None = None) -> A:
         """The server's answer; after a failure that may pass, the request is sent again."""
-        trouble = ""
+        trouble, ended = "", self._ended
         for attempt in range(TRIES):
             if attempt:
-                time.sleep(2.0 ** (attempt - 1))
+                if ended.wait(PAUSE * 2.0 ** (attempt - 1)):
+                    break
                 self.resent += 1
             try:
                 # An answer comes at once: at least a token of it in a second.
