@@ -42,7 +42,14 @@ from specdata.draft_models.states_draft import (
 )
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
-from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach
+from specdata.loading import (
+    ONE_DEVICE,
+    Loading,
+    check_vocabularies,
+    contradictions,
+    reach,
+    shorter,
+)
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint
@@ -440,6 +447,11 @@ def positions(config: PreTrainedConfig) -> int:
     # Not all have these in their own dictionary: GPT-2 and its kin have other names.
     named = {key: getattr(text, key, None) for key in ("max_position_embeddings", "model_type")}
     return reach({**vars(text), **named}) or sys.maxsize
+
+
+def ends_first(draft: Any, target: Any, name: str = "") -> str:
+    """That a loaded draft ends before its loaded target (`shorter`); `name`: if it has none yet."""
+    return shorter(name or draft.name_or_path, positions(draft.config), positions(target.config))
 
 
 def length_dependent_rope(config: PreTrainedConfig) -> Mapping[str, Any] | None:

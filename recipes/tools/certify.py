@@ -171,8 +171,13 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from eval.runtime.transformers_models import check_trees
     from recipes.run_eval import load_head
     from specdata.draft_models.depths import most_tokens
-    from specdata.loading import ends_first
-    from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
+    from specdata.models import (
+        check_shared_vocabulary,
+        ends_first,
+        load_model,
+        load_tokenizer,
+        prompt_limits,
+    )
     from specdata.prompts.loading import load_prompts
 
     tokenizer = load_tokenizer(given.target)
