@@ -176,8 +176,11 @@ class Release(Stage):
         }
 
     def show(self, results: dict[str, Any]) -> None:
-        """Print where the copies are; nothing is left to be made of the datasets."""
+        """Print the verdict, and where the copies are; nothing is left to be made of datasets."""
+        from eval.reporting.verdict import verdict
+
         remove_caches(self.config)
+        say(str(verdict(read_results(eval_folder(self.config) / RESULTS))))
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():
             where = "not uploaded"

@@ -257,6 +257,12 @@ def load_experiment(
         trained_on=example_ids(folder(config, "rollouts"), "train") if learns else (),
         **prompt_limits(models.target, evaluation.max_new_tokens),
     )
+    both = {each.dataset for each in loaded.prompts if each.split == "dev"}
+    both &= {each.dataset for each in loaded.prompts if each.split != "dev"}
+    prompts = [  # sets of two splits are two
+        replace(each, dataset=f"{each.dataset}-{each.split}") if each.dataset in both else each
+        for each in loaded.prompts
+    ]
     target = load_model(models.target, load=models.loading("target"))
     draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
     for each in (draft, *others):
@@ -281,10 +287,8 @@ def load_experiment(
             batch_size=evaluation.batch,
         )
     sampling, seed = config.sampling, config.seed
-    experiment = Experiment(
-        artefacts, loaded.prompts, output, evaluation, sampling, seed, environment
-    )
-    return experiment, loaded, fitted
+    experiment = Experiment(artefacts, prompts, output, evaluation, sampling, seed, environment)
+    return experiment, replace(loaded, prompts=prompts), fitted
 
 
 def _head_asked(config: PipelineConfig) -> str | None:
@@ -329,7 +333,11 @@ def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
     measured = Measured(
         experiment.models.target,
         experiment.models.draft,
-        [(prompt.dataset, torch.tensor(prompt.ids)) for prompt in experiment.prompts],
+        [
+            (prompt.dataset, torch.tensor(prompt.ids))
+            for prompt in experiment.prompts
+            if prompt.dataset in results.datasets()
+        ],
         experiment.sampling,
         RoundSeconds.of(plain, chains, branching),
         {
