@@ -230,6 +230,10 @@ class Head(Stage):
             if after[name] is not None  # AUROC needs accepted and rejected tokens
         )
         say(f"  on {after['tokens']} held-out labels: {shown}")
+        say(
+            "  (kl: lower is better, kl_constant is that of the mean label; auroc: chance to rank"
+            " an accepted token above a rejected one, .5 is none; ece: error of calibration)"
+        )
 
 
 RECIPE = Recipe("Train an acceptance head.", (Labels, Head))

@@ -17,7 +17,6 @@ from eval.measuring.pooled import PooledRow, fastest, pool
 from eval.measuring.results import Results, Run, build_results, check_metrics
 from eval.measuring.samples import Samples
 from eval.reporting.charts import COLOURS, draw_bars, write_bars
-from eval.reporting.recommendation import answer, head_sentence
 from eval.reporting.report import (
     COLUMNS,
     Context,
@@ -29,6 +28,7 @@ from eval.reporting.report import (
     terminal,
     write_report,
 )
+from eval.reporting.verdict import verdict
 from specdata.sampling import unapplied_words
 from tests.synthetic_results import (
     ENVIRONMENT,
@@ -164,11 +164,11 @@ def test_the_page_shows_every_method_with_its_figures(page: Page, results: Resul
 def test_the_page_says_first_what_is_fastest_then_over_all_sets_then_over_each(
     html: str, results: Results
 ) -> None:
-    marks = [f'class="{name}"' for name in ("factor wins", "finding", "bars", "caution")]
+    marks = [f'class="{name}"' for name in ("finding", "caution", "factor wins", "bars")]
     marks += ["<details", "<h2>Every method, all prompt sets", "<h2>Each prompt set", 'id="texts"']
     places = [html.index(mark, html.index("<body>")) for mark in marks]
     assert places == sorted(places)
-    assert html.count('class="caution"') == len(answer(results).cautions) > 0
+    assert html.count('class="caution"') == len(verdict(results).warnings) > 0
     assert html.count('<rect y="22%"') > 5
 
 
@@ -226,7 +226,7 @@ def test_a_biased_method_is_marked_and_its_measured_bias_said_once(results: Resu
     assert [name for name, _ in table.rows if "†" in name] == ["biased-0.05 †"]
     assert "† biased" in table.note
     html = render_page(results, Context())
-    assert html.count("(total variation 0.041 a token, 95 % interval 0.041 to 0.041)") == 1
+    assert html.count("(total variation 0.041 [0.041, 0.041] a token)") == 1
 
     def unmeasured(run: Run) -> Run:
         unread = [dataclasses.replace(g, variation_tokens=0) for g in run.generations]
@@ -260,13 +260,13 @@ def test_without_times_tables_say_so_and_pictures_need_none(tmp_path: Path) -> N
     untimed = synthetic_results("alpaca", timed=False)
     check_metrics(untimed)
     assert fastest(pool(untimed)) is None
-    table, said = methods_table(untimed), answer(untimed)
+    table, said = methods_table(untimed), verdict(untimed).sentence
     assert all(figures[:2] == ["\N{EN DASH}"] * 2 for _, figures in table.rows)
     assert not table.wins
-    assert said.finding.startswith("Speeds were not measured (4 prompts were decoded together)")
+    assert said.startswith("Speeds were not measured (4 prompts were decoded together)")
     lossless = [run for run in untimed.runs if run.method.lossless]
     best = max(lossless, key=lambda run: run.block_efficiency)
-    assert f"{best.name}, {best.block_efficiency:.2f}" in said.finding
+    assert f"{best.name}, {best.block_efficiency:.2f}" in said
     assert "★ fastest" not in table.note
     write_report(untimed, tmp_path)
     assert "Speeds were not measured" in printed(untimed)
@@ -279,8 +279,11 @@ def test_the_terminal_has_the_answer_and_one_table_that_cuts_nothing(results: Re
     text = printed(results)
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    assert "is fastest: " in text
-    assert head_sentence(results) in " ".join(text.split())
+    page, said = render_page(results, Context()), verdict(results)
+    for words in (said.sentence, *said.warnings):
+        assert words in " ".join(text.split())
+        assert words in page
+    assert text.startswith(said.sentence[:20])
     assert len(text.splitlines()) <= 18, "a run's end has 25 lines, its own seven among them"
     for name in (PLAIN, "fixed-4", "tree-4x2x1", "biased-0.05 †", "† biased"):
         assert name in text

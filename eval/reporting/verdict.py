@@ -19,7 +19,9 @@ from eval.measuring.results import Results
 FEW_PROMPTS = 24
 """Sets with fewer prompts than this carry a warning."""
 MOST_NAMED = 3
-"""Methods that are named of those that cannot be told apart, and lengths whose cost is."""
+"""Methods that are named of those that cannot be told apart."""
+MOST_LENGTHS = 5
+"""Lengths whose cost of verification is given, from the shortest."""
 MOST_TOKENS = 64
 """Drafted tokens beyond which no length is suggested."""
 
@@ -69,7 +71,9 @@ def _sentence(results: Results, counts: Mapping[str, int]) -> str:
     rows = pool(results)
     best, plain = best_of(rows), next((row for row in rows if row.method.decoder == "plain"), None)
     if best is None:
-        return f"{'Only the target alone' if plain else 'No lossless method of ours'} was measured."
+        beside = " beside served engines" * any(row.method.decoder == "server" for row in rows)
+        alone = "Only the target alone" if plain else "No lossless method of ours"
+        return f"{alone} was measured{beside}."
     who = f"{best.name}{' (of transformers)' * (best.method.decoder == 'assisted')}"
     if (found := fastest(rows)) is None:
         batch = results.environment.batch_size
@@ -122,33 +126,37 @@ def _pays(rows: Sequence[PooledRow]) -> str:
     what, without = ("the head", "asks none") if heads else ("the draft", "needs none")
     if not drafts:
         return "It needs no draft."
-    if missing := lengths_to_measure(rows):
-        why = "no fixed length was measured"
-        if fixed := fixed_lengths(rows):
-            why = f"the best fixed length, K = {max(fixed, key=merit).method.deepest}, was measured"
-            why += " without a shorter and a longer one beside it"
-        return (
-            f"Whether {what} pays is not known, because {why}: add {missing} to eval.methods and"
-            " measure into another eval.folder."
-        )
     asker, names = max(heads or drafts, key=merit), {row.name for row in heads or drafts}
     # The rival that decides: one that is surely faster, else not told apart, else the closest.
     over, rival = min(
         ((asker.over(row, "tokens_per_second"), row) for row in rows if row.name not in names),
         key=lambda each: (each[0].high >= 1, each[0].low > 1, each[0].value),
     )
-    if over.low > 1:
-        pays = f"{what} pays"
-        if not heads and rival.method.decoder == "plain":  # over which it was given
-            return "The draft pays."
-    elif over.high < 1:
-        pays = f"{what} does not pay"
-    else:
-        pays = f"it is not shown that {what} pays"
-    return (
-        f"{pays.capitalize()}: {asker.name} is {over.value:.2f} times as fast as {rival.name},"
-        f" which {without}{_within(over)}."
-    )
+    missing = lengths_to_measure(rows)
+    pays = f"It is not shown that {what} pays"
+    if over.high < 1:
+        pays = f"{what} does not pay".capitalize()
+    elif missing:
+        pays = f"Whether {what} pays is not known"
+    elif over.low > 1:
+        pays = f"{what} pays".capitalize()
+    given = not heads and rival.method.decoder == "plain"  # as the best method's speed
+    text = f"{pays}."
+    if not given:
+        text = (
+            f"{pays}: {asker.name} is {over.value:.2f} times as fast as {rival.name}, which"
+            f" {without}{_within(over)}."
+        )
+    if missing:
+        best = max(fixed_lengths(rows), key=merit, default=None)
+        lacks = "No fixed length was measured"
+        if best is not None:
+            lacks = f"The best fixed length, K = {best.method.deepest}, lacks a measured neighbour"
+        text += (
+            f" {lacks}: to find the best, add {missing} to eval.methods and measure into another"
+            " eval.folder."
+        )
+    return text
 
 
 def lengths_to_measure(rows: Sequence[PooledRow]) -> str:
@@ -200,8 +208,8 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
         token = each(plain, "total", "tokens")
         best = max(lengths, key=merit)
         first = np.mean([run.acceptance_by_position[0] for run in best.runs])
-        shown = {row.method.deepest + 1: row for row in lengths}
-        costs = [verifying(row) / alone for row in shown.values()][:MOST_NAMED]
+        shown = {row.method.deepest + 1: row for row in lengths[:MOST_LENGTHS]}
+        costs = [verifying(row) / alone for row in shown.values()]
         drafted = each(best, "draft", "n_draft") / token
         # Tokens a round over what it would cost if drafting took no time.
         free = max(
@@ -210,7 +218,7 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
         said = (
             f"Of {best.name} {100 * first:.0f} % of first drafted tokens were accepted, and a round"
             f" emitted {best.value('block_efficiency'):.2f}; a drafted token costs {drafted:.2f} of"
-            f" a token of the target alone, and verifying {_listed([*shown][:MOST_NAMED])} tokens"
+            f" a token of the target alone, and verifying {_listed([*shown])} tokens"
             f" {_listed([f'{cost:.2f}' for cost in costs])} times what one costs. "
         )
         learn = "more rollouts (rollouts.sets) or passes (draft.epochs)"
