@@ -257,12 +257,11 @@ def load_experiment(
         trained_on=example_ids(folder(config, "rollouts"), "train") if learns else (),
         **prompt_limits(models.target, evaluation.max_new_tokens),
     )
-    both = {each.dataset for each in loaded.prompts if each.split == "dev"}
-    both &= {each.dataset for each in loaded.prompts if each.split != "dev"}
-    prompts = [  # sets of two splits are two
-        replace(each, dataset=f"{each.dataset}-{each.split}") if each.dataset in both else each
-        for each in loaded.prompts
-    ]
+    halves, prompts = {(each.dataset, each.split == "dev") for each in loaded.prompts}, []
+    for each in loaded.prompts:
+        is_both = (each.dataset, each.split != "dev") in halves  # a set of two splits is two
+        name = f"{each.dataset}-{each.split}" if is_both else each.dataset
+        prompts.append(replace(each, dataset=name))
     target = load_model(models.target, load=models.loading("target"))
     draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
     for each in (draft, *others):

@@ -229,10 +229,10 @@ class Head(Stage):
             for name in ("kl", "kl_constant", "auroc", "ece")
             if after[name] is not None  # AUROC needs accepted and rejected tokens
         )
-        say(f"  on {after['tokens']} held-out labels: {shown}")
         say(
-            "  (kl: lower is better, kl_constant is that of the mean label; auroc: chance to rank"
-            " an accepted token above a rejected one, .5 is none; ece: error of calibration)"
+            f"  on {after['tokens']} held-out labels: {shown} (kl: lower is better, kl_constant is"
+            " the mean label's; auroc: .5 is chance, 1 tells accepted tokens from rejected ones;"
+            " ece: how far predictions are off)"
         )
 
 

@@ -1,11 +1,10 @@
 """Whether a machine was busy with other work while an evaluation was timed.
 
 A thread that waits for a core, or sleeps at a barrier for a partner that waits, does not run: its
-own CPU time falls behind the wall time. The CPU time of the process does not show that, because
-threads that wait for each other spin. Measured on two cores with a target of 2 layers (captured):
-alone the thread runs for 99 to 100 % of its time with one and with two threads; beside one busy
-loop for 46 to 75 % (one thread) and 30 to 58 % (two, while the process has up to 90 %), beside two
-for 31 % and 17 to 24 %.
+CPU time falls behind the wall time. That of the process does not, for waiting threads spin. On two
+cores (a target of 2 layers, captured) the decoding thread ran for 99 to 100 % of its time alone,
+with one and with two threads; beside one busy loop for 46 to 75 % (one thread) and 30 % (two, while
+the process had 58 %), beside two for 31 % and 17 to 24 %; beside a little other work for 89 %.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import numpy as np
 from eval.measuring.results import Results
 
 LEAST_SHARE = 0.9
-"""Of its time a decoding thread has a core on an idle machine."""
+"""Share of its time in which a decoding thread has a core on an idle machine."""
 MOST_SPREAD = 0.3
 """Interquartile range over median of plain decoding's seconds a token, over the prompts of a set.
 Evaluations on idle machines had .02 to .18; a busy one, unevenly, .6 and more."""
-LEAST_TURNS = 10
-"""Turns of plain decoding without which nothing is said of their spread."""
 
 
 def busy(results: Results) -> str:
@@ -36,7 +33,7 @@ def busy(results: Results) -> str:
         share = sum(each.cpu_seconds for each in records) / sum(each.seconds for each in records)
         if share < LEAST_SHARE:
             shown.append(f"decoding had a core for {100 * share:.0f} % of its time")
-    if len(turns) >= LEAST_TURNS:
+    if len(turns) >= 10:
         low, middle, high = np.percentile(turns, [25, 50, 75])
         if (spread := (high - low) / middle) > MOST_SPREAD:
             shown.append(f"a token of plain decoding varied by {100 * spread:.0f} %")

@@ -291,11 +291,7 @@ class _Share:
             self.store.put(prompt, records, kept)
 
     def generate(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Generation:
-        """Continue one prompt, timed; on a CPU also by the clock of this thread.
-
-        That one stands still where the thread waits for a core, or sleeps for another that waits.
-        A GPU, or a server, is waited for on any machine.
-        """
+        """Continue one prompt, timed; on a CPU also by this thread's clock (`busy`)."""
         begun = time.thread_time()
         out = self._generate(method, prompt, max_new_tokens)
         if self.experiment.environment.device != "cpu" or method.decoder == "server":

@@ -38,9 +38,8 @@ End = Annotated[
 def coverage(prompts: tuple[int, ...]) -> float:
     """How often a 95 % interval over sets of so many prompts holds the truth, by theory.
 
-    A percentile bootstrap of a mean over n prompts is narrower than the mean's error by
-    sqrt((n - 1) / n), and its width has n - 1 degrees of freedom: it covers what Student's t has
-    within 1.96 sqrt((n - 1) / n), which is 75 % of 3 prompts, 85 % of 5 and 90 % of 10.
+    A percentile bootstrap of a mean over n prompts covers what Student's t with n - 1 degrees of
+    freedom has within 1.96 sqrt((n - 1) / n): 75 % for 3 prompts, 85 % for 5 and 90 % for 10.
     """
     if (freedom := sum(prompts) - len(prompts)) < 1:
         return 0.0
@@ -63,8 +62,8 @@ class Interval:
     """A figure and its 95 % interval, whose ends are NaN where there is none."""
 
     value: float
-    low: End
-    high: End
+    low: End = math.nan
+    high: End = math.nan
 
     @classmethod
     def of(cls, values: Array) -> Interval:

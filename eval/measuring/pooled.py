@@ -70,11 +70,9 @@ class PooledRow:
 def pool(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
     """One row for each method that every set, of all or some, has, in the order they were run.
 
-    The one place that keeps choosing and judging apart: figures are of `datasets`, by default of
-    all that figures are of, and `merit` ranks by the sets that methods are chosen on.
+    Figures are of these sets, and `merit` ranks by those that methods are chosen on.
     """
-    rows = _pooled(results, datasets or results.datasets())
-    chosen_on = results.chosen_on()
+    rows, chosen_on = _pooled(results, datasets or results.datasets()), results.chosen_on()
     merits = {row.name: merit(row) for row in (_pooled(results, chosen_on) if chosen_on else ())}
     return [replace(row, chosen_by=merits.get(row.name)) for row in rows]
 

@@ -174,7 +174,7 @@ class Results(Strict):
 
     @property
     def judged(self) -> list[Run]:
-        """The runs that figures are of: without those of split dev, if there are others."""
+        """Runs that figures are of: without those of split dev, if there are others."""
         return [run for run in self.runs if run.split != "dev"] or self.runs
 
     def datasets(self) -> list[str]:
@@ -183,8 +183,7 @@ class Results(Strict):
 
     def chosen_on(self) -> list[str]:
         """Names of the sets that methods are chosen on, if those are others."""
-        names = dict.fromkeys(run.dataset for run in self.runs)
-        return [name for name in names if name not in self.datasets()]
+        return list(dict.fromkeys(r.dataset for r in self.runs if r.dataset not in self.datasets()))
 
     @property
     def timed(self) -> bool:

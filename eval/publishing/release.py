@@ -287,7 +287,6 @@ def _assembled(
         unapplied={name: UNAPPLIED[name] for name in unapplied(generation)},
         unapplied_words=unapplied_words(generation),
         timed=results.timed,
-        batch=results.environment.batch_size,
         **values,
     )
     with atomic_folder(out) as folder:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from eval.analysis.prediction import Predictions
 from eval.measuring.intervals import Interval
-from eval.measuring.pooled import ALL_SETS, PooledRow, merit, pool
+from eval.measuring.pooled import ALL_SETS, PooledRow, pool
 from eval.measuring.results import ENOUGH, Results, VerifierRow
 from eval.reporting.rendering import NOT_MEASURED, Section, Table
 from eval.reporting.verdict import fixed_lengths
@@ -126,7 +126,7 @@ def fastest_lengths(results: Results) -> dict[str, list[PooledRow]]:
     A length that is best in one engine's loop says nothing about another engine, whose draft and
     target cost other shares of a round.
     """
-    fixed = sorted(fixed_lengths(pool(results)) if results.timed else [], key=merit, reverse=True)
+    fixed = fixed_lengths(pool(results)) if results.timed else []
     return {
         engine: [row for row in fixed if row.method.decoder == decoder]
         for engine, decoder in ENGINES.items()
@@ -134,25 +134,21 @@ def fastest_lengths(results: Results) -> dict[str, list[PooledRow]]:
 
 
 def lengths_table(fastest: Mapping[str, Sequence[PooledRow]]) -> Table:
-    """The best length of each engine that was measured, against its next best."""
-    headings = ("best", "tokens/s", "measured", "against the next best")
+    """The best length of each engine that was measured."""
+    headings = ("best", "tokens/s", "measured")
     rows = [
         (engine, _length_cells(of_engine)) for engine, of_engine in fastest.items() if of_engine
     ]
     return Table([(heading, "") for heading in headings], rows, first="engine")
 
 
-def _length_cells(rows: Sequence[PooledRow]) -> tuple[str, str, str, str]:
+def _length_cells(rows: Sequence[PooledRow]) -> tuple[str, str, str]:
     method, speed = rows[0].method, Interval.of(rows[0].rates["tokens_per_second"])
-    best, against = f"K = {method.deepest}", NOT_MEASURED
+    best = f"K = {method.deepest}"
     if method.decoder == "speculative":
         best += f", {method.verifier} verification"
-    if rows[1:]:
-        ratio = rows[0].over(rows[1], "tokens_per_second")
-        against = f"{ratio.within(2, 'x')} {rows[1].name}"
-        against += "" if ratio.low > 1.0 else ": not told apart"
     lengths = sorted({row.method.deepest for row in rows})
-    return best, speed.within(1), f"K = {', '.join(map(str, lengths))}", against
+    return best, speed.within(1), f"K = {', '.join(map(str, lengths))}"
 
 
 def longest_measured(results: Results) -> int:

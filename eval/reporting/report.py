@@ -7,7 +7,6 @@ that returns it, and name it in `sections`; what the results do not know comes w
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +24,7 @@ from eval.measuring.pooled import ALL_SETS, fastest, medians, pool
 from eval.measuring.results import Results, Run
 from eval.measuring.samples import Samples
 from eval.reporting import verifiers
-from eval.reporting.recommendation import (
-    head_predictors,
-)
+from eval.reporting.recommendation import head_predictors
 from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table, public_name, render
 from eval.reporting.table import conditions, results_table, shown_methods
 from eval.reporting.verdict import best_of, verdict
@@ -44,13 +41,10 @@ RATES_SHOWN = {
     "verification_rate": 3,
 }
 """The rates in the columns, each with its decimals."""
-WIDE = 0.2
-"""Tables mark a speed-up whose interval is wider than this share of its value."""
 MARKS = {
     "★": "fastest lossless method, green if it is faster than the target alone",
     "≈": "not told apart from it, by a paired 95 % interval",
     "†": "biased: changes the target's distribution, never counted as fastest",
-    "~": f"wide interval: wider than {100 * WIDE:.0f} % of the value",
 }
 """The marks of tables, and what they mean."""
 MIN_ROUNDS = 10
@@ -95,11 +89,6 @@ class Context:
     """What the target's generation configuration asks for and no method applies, in a sentence."""
 
 
-def is_wide(speedup: Interval | None) -> bool:
-    """True if an interval is wider than WIDE of its value."""
-    return speedup is not None and speedup.high - speedup.low > WIDE * speedup.value
-
-
 def methods_table(
     results: Results, datasets: Sequence[str] = (), methods: Sequence[str] = ()
 ) -> Table:
@@ -120,8 +109,7 @@ def methods_table(
                 cells.append(NOT_MEASURED)
                 continue
             unit = "x" if rate_name == "speedup" else ""
-            wide = "~" if rate_name == "speedup" and is_wide(rate) else ""
-            cells.append(rate.within(decimals, unit) + wide)
+            cells.append(rate.within(decimals, unit))
         rows.append((name, cells))
         if row is best and speedup and speedup.low > 1:
             wins.append(name)
@@ -150,7 +138,7 @@ def terminal(results: Results) -> Group:
         # Text, not str: a name may hold what rich would take for markup.
         shown.add_row(*(Text(each, style=style) for each in cells))
     brief = re.sub("[,:][^;]*", "", table.note)
-    return Group(Text(str(verdict(results)), style="bold"), "", shown, brief, "")
+    return Group(Text(verdict(results), style="bold"), "", shown, brief, "")
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
@@ -170,7 +158,7 @@ def render_page(results: Results, context: Context) -> str:
         context=context,
         verdict=verdict(results),
         basis=f"{exactness(results)} {basis(results)}",
-        picture=picture(results),
+        rows=picture(results),
         sections=sections(results, context),
         texts=_texts(context.samples, results) if context.samples else [],
     )
@@ -191,12 +179,9 @@ def exactness(results: Results) -> str:
         ours = best.method.decoder == "speculative"
         by = f"the verifier {best.method.verifier}" if ours else "transformers' own verification"
         text = f"{best.name} is exact: {by} is proved to leave the target's distribution as it is."
-    for row in rows:
-        if row.method.lossless:
-            continue
-        speed, bias = row.value("speedup"), row.rate("total_variation")
-        ran = "" if speed is None else f" ran at {speed:.2f} times the target's speed, but"
-        text += f" Not exact: {row.name}{ran} changes the target's distribution"
+    for row in (row for row in rows if not row.method.lossless):
+        bias = row.rate("total_variation")
+        text += f" Not exact: {row.name} changes the target's distribution"
         text += f" (total variation {bias.within(3)} a token)." if bias is not None else "."
     return text.strip()
 
@@ -214,37 +199,32 @@ def basis(results: Results) -> str:
     )
 
 
-PICTURE = {
-    "speedup": ("x", "the speed of the target alone,"),
-    "tokens_per_second": (" tokens/s", ""),
-    "block_efficiency": (" tokens", "a forward of the target,"),
-}
-"""What the bars of the first screen show, the first that there is -> unit, and of what."""
+PICTURE = {"speedup": "x", "tokens_per_second": " tokens/s", "block_efficiency": " tokens"}
+"""What the bars of the first screen show, the first that there is -> unit."""
 
 
 def picture(
     results: Results, methods: Sequence[str] = (), datasets: Sequence[str] = ()
-) -> tuple[str, list[Bar]]:
-    """What the bars of the first screen are of, and the bars: methods that draft.
+) -> list[Bar]:
+    """The bars of the first screen: methods that draft.
 
     By default the best setting of each kind, over all prompt sets together.
     """
     rows = {row.name: row for row in medians(results, datasets)}
     shown = next(name for name in PICTURE if any(name in row.rates for row in rows.values()))
     best = best_of(list(rows.values()))
-    unit, of_what = PICTURE[shown]
     bars = []
     for row in (rows[name] for name in shown_methods(results, methods) if name in rows):
         value = row.rate(shown)
         if row.method.decoder == "plain" or value is None:
             continue
-        text = f"{value.value:.{RATES_SHOWN[shown]}f}{unit}"
+        text = f"{value.value:.{RATES_SHOWN[shown]}f}{PICTURE[shown]}"
         look = "" if row.method.lossless else "biased"
         if row is best:
             look = "best" if shown == "speedup" and value.low > 1 else "first"
         mark = None if shown == "tokens_per_second" else 1.0
         bars.append(Bar(row.name, value, text, mark, look))
-    return of_what, bars
+    return bars
 
 
 def _all_sets(results: Results) -> Section:
@@ -316,8 +296,7 @@ def _scores(results: Results) -> Section | None:
         cells = [NOT_MEASURED] * len(names)
         for place, name in enumerate(names):
             if name in run.scores:
-                ends = run.intervals.get(name, (math.nan, math.nan))
-                cells[place] = Interval(run.scores[name], *ends).within(3)
+                cells[place] = Interval(run.scores[name], *run.intervals.get(name, ())).within(3)
         if run.scores:
             rows.append((f"{run.dataset}, {run.name}", cells))
     sentence = "What the texts are worth; a lossless method has the target's scores but for luck."

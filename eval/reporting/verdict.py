@@ -1,13 +1,13 @@
 """What an evaluation found: one verdict, the same in the log, on the page, on cards, by `publish`.
 
 Over all that was measured it says what is fastest, whether the head (or else the draft) pays, and
-where nothing is faster than the target alone what to try next.
+where nothing is faster than the target alone what to try next. But for names of methods its words
+hold nothing that Markdown or HTML would write otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,40 +16,18 @@ from eval.measuring.intervals import LEAST_COVERAGE, Interval, coverage, prompts
 from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
 
-FEW_PROMPTS = 24
-"""Sets with fewer prompts than this carry a warning."""
 MOST_NAMED = 3
 """Methods that are named of those that cannot be told apart."""
-MOST_LENGTHS = 5
-"""Lengths whose cost of verification is given, from the shortest."""
-MOST_TOKENS = 64
-"""Drafted tokens beyond which no length is suggested."""
+MOST_LENGTHS, MOST_TOKENS = 5, 64
+"""Lengths whose cost of verification is given; tokens beyond which no length is suggested."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The first lines wherever results are shown.
-
-    But for names of methods the words hold nothing that Markdown or HTML would write otherwise.
-    """
-
-    sentence: str
-    warnings: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join([self.sentence, *(f"Warning: {each}" for each in self.warnings)])
-
-
-def verdict(results: Results) -> Verdict:
-    """What is fastest, whether it pays, and why not to trust it too far."""
-    counts = {name: results.of(name)[0].prompts for name in results.datasets()}
-    warnings = []
-    if found := busy(results) if results.timed else "":
-        warnings.append(f"{found.capitalize()}: measure again while nothing else runs.")
-    few = [f"{name} {count}" for name, count in counts.items() if count < FEW_PROMPTS]
-    if few and coverage((*counts.values(),)) >= LEAST_COVERAGE:
-        warnings.append(f"Few prompts ({', '.join(few)}): intervals over so few are rough.")
-    return Verdict(_sentence(results, counts), tuple(warnings))
+def verdict(results: Results) -> str:
+    """What is fastest, whether it pays, and a warning where a busy machine was measured."""
+    said = _verdict(results)
+    if results.timed and (found := busy(results)):
+        said += f" Warning: {found}; measure again while nothing else runs."
+    return said
 
 
 def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
@@ -59,53 +37,46 @@ def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
 
 
 def fixed_lengths(rows: Sequence[PooledRow]) -> list[PooledRow]:
-    """Each lossless chain of a fixed length that was measured on every prompt set."""
-    return [
-        row
-        for row in rows
-        if row.method.lossless and row.method.fixed_length and not row.method.branches
-    ]
+    """Each lossless chain of a fixed length, from the best."""
+    chains = [row for row in rows if row.method.lossless and not row.method.branches]
+    return sorted((row for row in chains if row.method.fixed_length), key=merit, reverse=True)
 
 
-def _sentence(results: Results, counts: Mapping[str, int]) -> str:
+def _verdict(results: Results) -> str:
     rows = pool(results)
     best, plain = best_of(rows), next((row for row in rows if row.method.decoder == "plain"), None)
+    if plain is None:
+        return "The target alone was not measured, so there is no speed-up."
     if best is None:
-        beside = " beside served engines" * any(row.method.decoder == "server" for row in rows)
-        alone = "Only the target alone" if plain else "No lossless method of ours"
-        return f"{alone} was measured{beside}."
+        return "Only the target alone was measured here."
     who = f"{best.name}{' (of transformers)' * (best.method.decoder == 'assisted')}"
     if (found := fastest(rows)) is None:
         batch = results.environment.batch_size
-        together = f" ({batch} prompts were decoded together)" if batch > 1 else ""
+        together = f" ({batch} prompts were decoded together)" * (batch > 1)
         tokens = Interval.of(best.rates["block_efficiency"])
         return (
             f"Speeds were not measured{together}: counts alone, which say nothing of the cost of a"
             f" draft. Most tokens a forward of the target: {who},"
             f" {tokens.value:.2f}{_within(tokens)}."
         )
-    if (share := coverage((*counts.values(),))) < LEAST_COVERAGE:
+    counts = {name: results.of(name)[0].prompts for name in results.datasets()}
+    if (share := coverage(tuple(counts.values()))) < LEAST_COVERAGE:
         named = ", ".join(f"{name} {count}" for name, count in counts.items())
-        needed, sets = prompts_needed(len(counts)), " of each set" * (len(counts) > 1)
+        needed, each = prompts_needed(len(counts)), " of each set" * (len(counts) > 1)
         return (
             f"No verdict, for too few prompts ({named}): a 95 % interval over so few would hold"
-            f" the truth {100 * share:.0f} % of the time. Measure {needed} or more{sets}"
+            f" the truth {100 * share:.0f} % of the time. Measure {needed} or more{each}"
             " (eval.sets)."
         )
-    if plain is None:
-        return (
-            f"{who} is fastest, {best.speed():.1f} tokens/s; the target alone was not measured, so"
-            " there is no speed-up."
-        )
     ratio = best.over(plain, "tokens_per_second")
-    times = f"{ratio.value:.2f} times"
-    if ratio.low <= 1.0:
-        shown = "is faster" if ratio.high < 1.0 else "is shown to be faster"
+    times, within = f"{ratio.value:.2f} times", _within(ratio)
+    if ratio.low <= 1:
+        shown = "is faster" if ratio.high < 1 else "is shown to be faster"
         return (
             f"Nothing {shown} than the target alone: the best method, {who}, ran at {times} its"
-            f" speed{_within(ratio)}. {_advice(results, rows, plain)}"
+            f" speed{within}. {_advice(results, rows, plain)}"
         )
-    text = f"{who} is fastest: {times} the speed of the target alone{_within(ratio)}."
+    text = f"{who} is fastest: {times} the speed of the target alone{within}."
     if others := [row.name for row in found[1] if row.method.speculates]:
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         text += f" Not told apart from it: {', '.join(others[:MOST_NAMED])}{more}."
@@ -133,30 +104,23 @@ def _pays(rows: Sequence[PooledRow]) -> str:
         key=lambda each: (each[0].high >= 1, each[0].low > 1, each[0].value),
     )
     missing = lengths_to_measure(rows)
-    pays = f"It is not shown that {what} pays"
+    pays = f"it is not shown that {what} pays"
     if over.high < 1:
-        pays = f"{what} does not pay".capitalize()
+        pays = f"{what} does not pay"
     elif missing:
-        pays = f"Whether {what} pays is not known"
+        pays = f"whether {what} pays is not known"
     elif over.low > 1:
-        pays = f"{what} pays".capitalize()
-    given = not heads and rival.method.decoder == "plain"  # as the best method's speed
-    text = f"{pays}."
-    if not given:
-        text = (
-            f"{pays}: {asker.name} is {over.value:.2f} times as fast as {rival.name}, which"
-            f" {without}{_within(over)}."
-        )
+        pays = f"{what} pays"
+    text = pays.capitalize()
+    if heads or rival.method.decoder != "plain":  # the draft over that one was given
+        text += f": {asker.name} is {over.value:.2f} times as fast as {rival.name}, which {without}"
+        text += _within(over)
     if missing:
-        best = max(fixed_lengths(rows), key=merit, default=None)
-        lacks = "No fixed length was measured"
-        if best is not None:
-            lacks = f"The best fixed length, K = {best.method.deepest}, lacks a measured neighbour"
-        text += (
-            f" {lacks}: to find the best, add {missing} to eval.methods and measure into another"
-            " eval.folder."
-        )
-    return text
+        fixed = fixed_lengths(rows)
+        length = f"The best fixed length, K = {fixed[0].method.deepest}, lacks a" if fixed else "No"
+        text += f". {length} measured {'neighbour' if fixed else 'length is fixed'}: to find the"
+        text += f" best, add {missing} to eval.methods and measure into another eval.folder"
+    return f"{text}."
 
 
 def lengths_to_measure(rows: Sequence[PooledRow]) -> str:
@@ -166,21 +130,18 @@ def lengths_to_measure(rows: Sequence[PooledRow]) -> str:
     draft can propose no more. All that halve it are named, so that one more evaluation may do.
     """
     fixed = fixed_lengths(rows)
-    best = max(fixed, key=merit, default=None)
     most = min(row.runs[0].longest_draft or MOST_TOKENS for row in rows)
-    if best is None:
-        return ", ".join(f"{{name: K={k}, length: {k}}}" for k in (1, 2, 3, 5) if k <= most)
-    method, longest = best.method, best.method.deepest
-    measured = {row.method.deepest for row in fixed if row.method.decoder == method.decoder}
-    wanted = []
-    if min(measured) == longest:
-        wanted += [longest >> by for by in range(longest.bit_length() - 1, 0, -1)]
-    if max(measured) == longest < most:
-        wanted.append(min(most, longest + max(1, longest // 2)))
-    name = f"{method.verifier} " * (method.verifier != "token")
-    how = f"verifier: {method.verifier}, " if name else ""
-    if method.decoder == "assisted":
-        name, how = "transformers ", "decoder: assisted, "
+    wanted, name, how = [k for k in (1, 2, 3, 5) if k <= most], "", ""
+    if fixed:
+        method, best = fixed[0].method, fixed[0].method.deepest
+        lengths = {row.method.deepest for row in fixed if row.method.decoder == method.decoder}
+        wanted = [best >> by for by in range(best.bit_length() - 1, 0, -1) if best == min(lengths)]
+        if max(lengths) == best < most:
+            wanted.append(min(most, best + max(1, best // 2)))
+        if method.decoder == "assisted":
+            name, how = "transformers ", "decoder: assisted, "
+        elif method.verifier != "token":
+            name, how = f"{method.verifier} ", f"verifier: {method.verifier}, "
     return ", ".join(f"{{name: {name}K={k}, {how}length: {k}}}" for k in wanted)
 
 
@@ -190,7 +151,7 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
     def each(row: PooledRow, part: str, count: str) -> float:
         """Seconds of a part of decoding for one of what is counted."""
         counted: int = sum(getattr(run, count) for run in row.runs)
-        return sum(run.seconds[part] for run in row.runs) / max(1, counted)
+        return sum(run.seconds[part] for run in row.runs) / counted
 
     def verifying(row: PooledRow) -> float:
         """Seconds of a forward of the target, but for those that read a prompt."""
@@ -198,43 +159,39 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
         seconds = sum(each.target_seconds - each.prompt_seconds for each in records)
         return seconds / max(1, sum(each.rounds - (each.prompt_seconds > 0) for each in records))
 
-    lengths = [row for row in fixed_lengths(rows) if all(run.n_draft for run in row.runs)]
-    lengths = [row for row in lengths if row.method.decoder == "speculative"]
-    lengths.sort(key=lambda row: row.method.deepest)
-    said, tries = "", []
-    if missing := lengths_to_measure(rows):
-        tries.append(f"other numbers of drafted tokens (add {missing} to eval.methods)")
-    if lengths and (alone := verifying(plain)):
-        token = each(plain, "total", "tokens")
-        best = max(lengths, key=merit)
+    chains = [row for row in fixed_lengths(rows) if row.method.decoder == "speculative"]
+    chains = [row for row in chains if all(run.n_draft for run in row.runs)]
+    said, tries, more = "", [], lengths_to_measure(rows)
+    others = [f"other numbers of drafted tokens (add {more} to eval.methods)"] if more else []
+    if chains and (alone := verifying(plain)):
+        token, best = each(plain, "total", "tokens"), chains[0]
         first = np.mean([run.acceptance_by_position[0] for run in best.runs])
-        shown = {row.method.deepest + 1: row for row in lengths[:MOST_LENGTHS]}
-        costs = [verifying(row) / alone for row in shown.values()]
-        drafted = each(best, "draft", "n_draft") / token
-        # Tokens a round over what it would cost if drafting took no time.
+        shown = sorted(chains, key=lambda row: row.method.deepest)[:MOST_LENGTHS]
+        costs = _listed([f"{verifying(row) / alone:.2f}" for row in shown])
         free = max(
-            token / (each(row, "total", "tokens") - each(row, "draft", "tokens")) for row in lengths
+            token / (each(row, "total", "tokens") - each(row, "draft", "tokens")) for row in chains
         )
         said = (
             f"Of {best.name} {100 * first:.0f} % of first drafted tokens were accepted, and a round"
-            f" emitted {best.value('block_efficiency'):.2f}; a drafted token costs {drafted:.2f} of"
-            f" a token of the target alone, and verifying {_listed([*shown])} tokens"
-            f" {_listed([f'{cost:.2f}' for cost in costs])} times what one costs. "
+            f" emitted {best.value('block_efficiency'):.2f}; a drafted token costs"
+            f" {each(best, 'draft', 'n_draft') / token:.2f} of a token of the target alone, and"
+            f" verifying {_listed([row.method.deepest + 1 for row in shown])} tokens {costs} times"
+            " what one costs. "
         )
         learn = "more rollouts (rollouts.sets) or passes (draft.epochs)"
-        if free <= 1:
+        if free > 1:
+            said += f"A draft that costs nothing would run at {free:.2f} times. "
+            tries = ["a cheaper draft (fewer draft.init.layers, a smaller draft.init.vocabulary)"]
+            others.append(learn)
+        else:
             said += f"Even a draft that costs nothing would not pay ({free:.2f} times). "
-            tries.insert(0, f"what raises acceptance: {learn}")
+            tries = [f"what raises acceptance: {learn}"]
             if best.runs[0].sampling["temperature"]:
-                tries.append("a lower temperature, if you can serve with one")
+                others.append("a lower temperature, if you can serve with one")
             slow = best.runs[0].engine == "eager" and results.environment.device == "cpu"
             engine = "eval.engine: captured, or " * slow + "another engine (docs/engines.md)"
-            tries.append(f"{engine}, where verifying several tokens costs less")
-        else:
-            said += f"A draft that costs nothing would run at {free:.2f} times. "
-            cheaper = "fewer layers (draft.init.layers), a smaller vocabulary"
-            tries.insert(0, f"a cheaper draft: {cheaper} (draft.init.vocabulary)")
-            tries.append(learn)
+            others.append(f"{engine}, where verifying several tokens costs less")
+    tries += others
     if not any(row.method.lookup for row in rows):
         tries.append("lookup, which needs no draft (decoder: assisted, lookup: 3)")
     return f"{said}Try {'; '.join(tries)}." if tries else said.strip()
