@@ -68,10 +68,7 @@ class PooledRow:
 
 
 def pool(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
-    """One row for each method that every set, of all or some, has, in the order they were run.
-
-    Figures are of these sets, and `merit` ranks by those that methods are chosen on.
-    """
+    """A row for each method that all sets, or some, have; `merit` ranks by what chooses methods."""
     rows, chosen_on = _pooled(results, datasets or results.datasets()), results.chosen_on()
     merits = {row.name: merit(row) for row in (_pooled(results, chosen_on) if chosen_on else ())}
     return [replace(row, chosen_by=merits.get(row.name)) for row in rows]

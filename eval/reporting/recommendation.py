@@ -87,8 +87,9 @@ def verifier_sentence(rows: Sequence[VerifierRow]) -> str:
     """The winner, and what it gains over the first verifier of its kind, on the same drafts."""
     lossless = {row.verifier for row in rows if row.lossless}
     winner = best_verifier(rows)
+    sure = "is best" if winner.expected_tokens.exists else "has most, over too few prompts to tell"
     sentence = (
-        f"Of {len(lossless)} lossless verifiers {winner.name} on {winner.draft_kind} is best:"
+        f"Of {len(lossless)} lossless verifiers {winner.name} on {winner.draft_kind} {sure}:"
         f" {winner.expected_tokens.within(2)} tokens a call"
     )
     if winner.gain is None:

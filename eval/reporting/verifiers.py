@@ -104,7 +104,7 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
         f"{row.positions:,}" + " !" * (row.positions < ENOUGH),
         NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",
         NOT_MEASURED
-        if row.share_interval is None or row.positions < ENOUGH
+        if row.share_interval is None or row.positions < ENOUGH or not row.share_interval.exists
         else str(row.share_interval),
         NOT_MEASURED if row.microseconds is None else f"{row.microseconds:,.0f} µs",
         NOT_MEASURED if row.speedup is None else f"{row.speedup:.2f}x",
