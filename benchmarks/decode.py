@@ -20,7 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +268,7 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def _interval(sums: Any, weights: Any, base: Any = None) -> dict[str, float]:
+def _interval(sums: Any, weights: Any, base: Any = None) -> dict[str, float | None]:
     """Speed, or its ratio to another method's on the same prompts, with a bootstrap interval.
 
     Args:
@@ -279,7 +279,7 @@ def _interval(sums: Any, weights: Any, base: Any = None) -> dict[str, float]:
     speeds = np.divide(*(weights @ sums).T)
     if base is not None:
         speeds = speeds / np.divide(*(weights @ base).T)
-    return asdict(Interval.of(speeds))
+    return Interval.of(speeds).stored()
 
 
 def _limit(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,10 @@ def saved(head: PooledRow, rivals: Sequence[PooledRow]) -> dict[str, Any] | None
     time = Interval.of(rival.rates["tokens_per_second"] / head.rates["tokens_per_second"])
     tokens = head.over(rival, "block_efficiency")
     return {
-        "value": 1 - time.value,
-        "low": 1 - time.high,
-        "high": 1 - time.low,
+        **Interval(1 - time.value, 1 - time.high, 1 - time.low).stored(),
         "method": head.name,
         "rival": rival.name,
-        "tokens_a_call": asdict(tokens),
+        "tokens_a_call": tokens.stored(),
     }
 
 

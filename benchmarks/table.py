@@ -49,7 +49,7 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
     bars = [
         replace(bar, group=dataset)
         for dataset in results.datasets()
-        for bar in picture(results, methods, [dataset])[1]
+        for bar in picture(results, methods, [dataset])
     ]
     write_bars(out / PICTURE, bars, "speed-up over the target alone")
 

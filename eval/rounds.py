@@ -40,9 +40,11 @@ class Generation:
     Args:
         tokens: (n,) new tokens; n <= max_new_tokens; the last is an end token if finish == "eos".
         finish: why it ended: by an end token, or at max_new_tokens.
+        cpu_seconds: those of `seconds` in which its thread ran on a core; 0 if not measured.
     """
 
     tokens: Tensor
     rounds: tuple[Round, ...]
     finish: Literal["eos", "length"]
     seconds: float
+    cpu_seconds: float = 0.0

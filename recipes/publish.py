@@ -20,6 +20,7 @@ from distill.config import DistilConfig
 from eval.analysis.prediction import Predictions
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.publishing.serving import serving_lines
+from eval.reporting.verdict import verdict
 from recipes.config import PipelineConfig
 from recipes.layout import (
     CERTIFICATE,
@@ -158,8 +159,9 @@ class Release(Stage):
         }
 
     def show(self, results: dict[str, Any]) -> None:
-        """Print where the copies are; nothing is left to be made of the datasets."""
+        """Print the verdict, and where the copies are; nothing is left to be made of datasets."""
         remove_caches(self.config)
+        say(verdict(read_results(eval_folder(self.config) / RESULTS)))
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():
             where = "not uploaded"

@@ -262,6 +262,11 @@ def load_experiment(
         trained_on=example_ids(folder(config, "rollouts"), "train") if learns else (),
         **prompt_limits(models.target, evaluation.max_new_tokens),
     )
+    halves, prompts = {(each.dataset, each.split == "dev") for each in loaded.prompts}, []
+    for each in loaded.prompts:
+        is_both = (each.dataset, each.split != "dev") in halves  # a set of two splits is two
+        name = f"{each.dataset}-{each.split}" if is_both else each.dataset
+        prompts.append(replace(each, dataset=name))
     target = load_model(models.target, load=models.loading("target"))
     draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
     for each in (draft, *others):
@@ -286,10 +291,8 @@ def load_experiment(
             batch_size=evaluation.batch,
         )
     sampling, seed = config.sampling, config.seed
-    experiment = Experiment(
-        artefacts, loaded.prompts, output, evaluation, sampling, seed, environment
-    )
-    return experiment, loaded, fitted
+    experiment = Experiment(artefacts, prompts, output, evaluation, sampling, seed, environment)
+    return experiment, replace(loaded, prompts=prompts), fitted
 
 
 def _head_asked(config: PipelineConfig) -> str | None:
@@ -334,7 +337,11 @@ def _verifiers(experiment: Experiment, results: Results) -> list[VerifierRow]:
     measured = Measured(
         experiment.models.target,
         experiment.models.draft,
-        [(prompt.dataset, torch.tensor(prompt.ids)) for prompt in experiment.prompts],
+        [
+            (prompt.dataset, torch.tensor(prompt.ids))
+            for prompt in experiment.prompts
+            if prompt.dataset in results.datasets()
+        ],
         experiment.sampling,
         RoundSeconds.of(plain, chains, branching),
         {

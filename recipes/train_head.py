@@ -229,7 +229,11 @@ class Head(Stage):
             for name in ("kl", "kl_constant", "auroc", "ece")
             if after[name] is not None  # AUROC needs accepted and rejected tokens
         )
-        say(f"  on {after['tokens']} held-out labels: {shown}")
+        say(
+            f"  on {after['tokens']} held-out labels: {shown} (kl: lower is better, kl_constant is"
+            " the mean label's; auroc: .5 is chance, 1 tells accepted tokens from rejected ones;"
+            " ece: how far predictions are off)"
+        )
 
 
 RECIPE = Recipe("Train an acceptance head.", (Labels, Head))

@@ -33,7 +33,7 @@ def test_a_method_can_be_written_on_the_command_line() -> None:
     ("text", "message"),
     [
         ("block K=9", "unknown method 'block K=9': did you mean 'block K=8'?"),
-        ("zzz", "unknown method 'zzz': known: plain, K=4"),
+        ("zzz", "unknown method 'zzz': known: plain, K=2"),
         ("7", "unknown method '7'"),
         ("{name: a, widht: [2]}", "method 'a': widht: unknown key: did you mean 'widths'?"),
         ("{verifier: block}", "--method '{verifier: block}': name: is missing"),

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.special import ndtri, stdtr
 
 from eval.measuring.environment import describe_environment
+from eval.measuring.intervals import coverage, prompts_needed
 from eval.measuring.metrics import compute_metrics, fit_times
 from eval.measuring.records import PromptRecord, record_prompt
 from eval.measuring.results import Results, check_metrics, read_results, write_results
@@ -68,7 +70,10 @@ def test_figures_equal_the_hand_computed_ratios_of_sums() -> None:
 
 
 def test_plain_decoding_has_no_acceptance_and_a_speedup_of_one() -> None:
-    plain = [record_prompt("a", [one_round(0, 0)] * 5, seconds=2.5, finish="length")]
+    plain = [
+        record_prompt(f"{n}", [one_round(0, 0)] * 5, seconds=2.5, finish="length")
+        for n in range(10)
+    ]
     metrics = compute_metrics(plain, plain)
     assert metrics.acceptance_rate is None
     assert "acceptance_rate" not in metrics.intervals
@@ -98,12 +103,20 @@ def test_tree_acceptance_counts_depth_not_nodes() -> None:
 
 
 def test_several_generations_of_a_prompt_are_resampled_together() -> None:
-    records = by_hand()[:1] * 4
-    metrics = compute_metrics(records)
-    assert metrics.prompts == 1
-    assert metrics.tokens == 28
-    low, high = metrics.intervals["block_efficiency"]
-    assert low == high == metrics.block_efficiency
+    rng = np.random.default_rng(0)
+    records = [simulate(rng, f"{n}", lengths=(3, 3), ease=0.7) for n in range(10)]
+    once, often = compute_metrics(records), compute_metrics(records * 4)
+    assert (often.prompts, often.tokens) == (10, 4 * once.tokens)
+    assert often.intervals["block_efficiency"] == pytest.approx(once.intervals["block_efficiency"])
+
+
+def test_an_interval_over_few_prompts_covers_what_students_t_says() -> None:
+    for n in (2, 3, 5, 9, 10, 30):
+        within = ndtri(0.975) * np.sqrt((n - 1) / n)
+        assert coverage((n,)) == pytest.approx(2 * stdtr(n - 1, within) - 1, abs=1e-6)
+        assert coverage((n, n)) == pytest.approx(2 * stdtr(2 * n - 2, within) - 1, abs=1e-6)
+    assert [prompts_needed(sets) for sets in (1, 2, 3)] == [10, 7, 6]
+    assert coverage((1,)) == coverage((1, 1)) == 0.0
 
 
 def test_every_token_is_paid_for_by_a_forward_and_intervals_contain_the_figure(
@@ -202,11 +215,11 @@ def test_environment_names_hardware_versions_and_commit() -> None:
 
 def test_the_total_variation_is_a_ratio_of_sums_with_an_interval() -> None:
     records = [
-        dataclasses.replace(record, variation=total, variation_tokens=count)
-        for record, total, count in zip(by_hand(), (0.6, 0.1), (6, 1), strict=True)
+        dataclasses.replace(record, prompt_id=f"{n}", variation=0.6, variation_tokens=6)
+        for n, record in enumerate(by_hand()[:1] * 10)
     ]
     metrics = compute_metrics(records)
-    assert metrics.total_variation == pytest.approx(0.7 / 7)
+    assert metrics.total_variation == pytest.approx(0.1)
     assert metrics.intervals["total_variation"] == pytest.approx((0.1, 0.1))
     unmeasured = compute_metrics(by_hand())
     assert unmeasured.total_variation is None

@@ -84,7 +84,7 @@ def test_more_tokens_of_the_same_prompts_do_not_narrow_an_interval() -> None:
 
 
 def test_what_cannot_be_judged_is_undefined() -> None:
-    all_accepted = scores(np.ones(4), np.full(4, 0.9), np.arange(4))
+    all_accepted = scores(np.ones(10), np.full(10, 0.9), np.arange(10))
     assert all_accepted.auroc is None
     assert np.isfinite([all_accepted.kl.value, all_accepted.kl.high]).all()
     sure_and_wrong = scores(np.zeros(4), np.ones(4), np.arange(4))

@@ -39,11 +39,11 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.publishing.metadata import About, check_repository, loadable, metadata
 from eval.publishing.release import head_run, release_draft, release_head
-from eval.reporting import recommendation as words
-from eval.reporting.recommendation import fastest_lengths
+from eval.reporting.recommendation import fastest_lengths, head_predictors
 from eval.reporting.rendering import escape_markdown, public_name
 from eval.reporting.report import positions_of
 from eval.reporting.table import shown_methods
+from eval.reporting.verdict import verdict
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from recipes.command import run_tool
 from recipes.publish import for_engines
@@ -397,9 +397,12 @@ def same_rounds(shown: dict[str, Any], decoder: SpeculativeDecoder) -> None:
     assert found == wanted
 
 
-def test_the_head_card_says_whether_it_pays_and_how_well_it_predicts(
-    pair: Pair, head: Path, tmp_path: Path
+def test_both_cards_begin_with_the_verdict_and_the_heads_says_how_well_it_predicts(
+    pair: Pair, draft: Path, head: Path, tmp_path: Path
 ) -> None:
+    for folder in (draft, head):
+        text = ModelCard.load(folder / "README.md").text.strip()
+        assert text.startswith(f"# {folder.name}\n\n**{verdict(pair.results)}**\n")
     assert "How well it predicts" not in (head / "README.md").read_text()
     predicted = synthetic_predictions()
     trained = "512 rollouts of instruct, code with 6 drafted tokens a position"
@@ -407,12 +410,11 @@ def test_the_head_card_says_whether_it_pays_and_how_well_it_predicts(
         pair.head, tmp_path / "out", pair.results, trained=trained, predictions=predicted
     )
     card = ModelCard.load(out / "README.md").text
-    assert f"**{escape_markdown(words.head_sentence(pair.results))}**" in card
     stopping = head_run(pair.results).method.stop
     assert f"threshold={stopping.threshold},  # most tokens a second" in card  # type: ignore[attr-defined]
-    for section in (words.head_rivals(pair.results), words.head_predictors(predicted)):
-        assert section is not None
-        assert section.table.markdown() in card
+    section = head_predictors(predicted)
+    assert section is not None
+    assert section.table.markdown() in card
     assert "on 512 rollouts of instruct, code with 6 drafted tokens a position" in card
     assert "so the newest token is sent unjudged" in card
     is_rectangular(card)

@@ -343,7 +343,7 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(
             assert row.share_of_ceiling <= 1.0 + 1e-9
             assert row.expected_tokens.value <= row.ceiling + 1e-9
         if "siblings" in row.draft_kind and row.share_interval:
-            assert row.share_interval.low <= row.share_interval.value <= row.share_interval.high
+            assert not row.share_interval.exists, "of 4 prompts a set"
             assert row.share_interval.value == row.share_of_ceiling
         if row.verifier == "block":
             assert row.share_of_ceiling == pytest.approx(1.0)
@@ -366,6 +366,8 @@ def test_the_best_verifier_is_compared_with_another_on_the_same_drafts() -> None
     unsure = best.model_copy(update={"gain": Interval(0.09, -0.01, 0.13)})
     assert "do not tell them apart" in verifier_sentence([*rows, unsure])
     assert "no other is faster on these drafts" in verifier_sentence(rows)
+    alone = best.model_copy(update={"expected_tokens": Interval(9.0)})
+    assert "has most, over too few prompts to tell: 9" in verifier_sentence([*rows, alone])
 
 
 def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(

@@ -8,6 +8,8 @@ processes share prompts, or groups, out among themselves (`eval.measuring.enviro
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -35,6 +37,7 @@ from eval.runtime.engines import engine_on
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.config import ServerConfig
+from specdata.draft_models.depths import most_tokens
 from specdata.interruption import stop_if_asked
 from specdata.models import end_ids, positions
 from specdata.prompts.loading import Prompt
@@ -112,12 +115,13 @@ class Experiment:
         """The results of stored prompts, ready to be written."""
         store = self._store()
         measured: dict[tuple[str, str], list[PromptRecord]] = {}
+        splits = {prompt.dataset: prompt.split for prompt in self.prompts}
         for prompt in self.prompts:
             for name, record in store.get(prompt).items():
                 measured.setdefault((prompt.dataset, name), []).append(record)
         rows = [
-            (self._setup(method, dataset), measured[dataset, method.name])
-            for dataset in dict.fromkeys(prompt.dataset for prompt in self.prompts)
+            (self._setup(method, dataset, split), measured[dataset, method.name])
+            for dataset, split in splits.items()
             for method in self.config.methods
         ]
         return build_results(self.environment, rows)
@@ -180,6 +184,7 @@ class Experiment:
             out.rounds,
             seconds=out.seconds if self.config.batch == 1 else None,
             finish=out.finish,
+            cpu_seconds=out.cpu_seconds,
         )
         if method.uses_draft:
             limit = min(positions(each.config) for each in self._drafts(method))
@@ -200,15 +205,18 @@ class Experiment:
         )
         return replace(record, variation=variation, variation_tokens=record.tokens)
 
-    def _setup(self, method: Method, dataset: str) -> Setup:
+    def _setup(self, method: Method, dataset: str, split: str) -> Setup:
         """What results record of a method on a dataset."""
         names, eager = self.models.names, method.decoder in THEIRS
+        most = most_tokens(self.models.draft)
         return Setup(
             dataset=dataset,
+            split=split,
             method=method,
             target=str(names["target"]),
             draft=names["draft"] if method.uses_draft else None,
             head=names["head"] if method.stop.reads_head else None,
+            longest_draft=most if method.uses_draft and most < sys.maxsize else None,
             sampling={
                 **asdict(self.sampling),
                 "max_new_tokens": self.config.max_new_tokens,
@@ -311,7 +319,14 @@ class _Share:
             self.store.put(prompt, records, kept)
 
     def generate(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Generation:
-        """Continue one prompt, timed."""
+        """Continue one prompt, timed; on a CPU also by this thread's clock (`busy`)."""
+        begun = time.thread_time()
+        out = self._generate(method, prompt, max_new_tokens)
+        if self.experiment.environment.device != "cpu" or method.decoder == "server":
+            return out
+        return replace(out, cpu_seconds=time.thread_time() - begun)
+
+    def _generate(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Generation:
         experiment, ids = self.experiment, torch.tensor(prompt.ids)
         if method.decoder == "server":
             server = self.servers[method.name]

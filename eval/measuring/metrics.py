@@ -24,7 +24,8 @@ class Metrics(Strict):
     """The published metrics of one method on one dataset.
 
     A rate whose denominator is zero is None (nothing drafted, nothing timed, no plain run to
-    compare with, no bias measured) and has no interval. N is the number of emitted tokens.
+    compare with, no bias measured) and has no interval; nor has any of too few prompts
+    (`eval.measuring.intervals`). N is the number of emitted tokens.
 
     Attributes:
         tokens: emitted tokens, N.
@@ -117,7 +118,11 @@ def compute_metrics(
         acceptance_by_position=divide(accepted, drafted).tolist(),
         **values,
         scores={name: float(each[0]) for name, each in scores.items()},
-        intervals={name: interval(each[1:]) for name, each in (rates | scores).items()},
+        intervals={
+            name: ends
+            for name, each in (rates | scores).items()
+            if not np.isnan((ends := interval(each[1:]))[0])
+        },
         # What is left of the total was not measured apart, as prefill.
         seconds={
             "total": sum(r.seconds for r in records),
@@ -146,11 +151,14 @@ def by_position(records: Sequence[PromptRecord], prompts: Sequence[str]) -> Arra
 
 
 def resampled_counts(
-    records: Sequence[PromptRecord], prompts: Sequence[str], seed: int = 0
+    records: Sequence[PromptRecord],
+    prompts: Sequence[str],
+    seed: int = 0,
+    sets: tuple[int, ...] = (),
 ) -> dict[str, Array]:
     """Each of COUNTS, summed over all prompts and then over each resample: (1 + RESAMPLES,).
 
-    Methods that are compared share the order of the prompts.
+    Methods that are compared share the order of the prompts. `sets` are as in `resamples`.
     """
     if odd := {record.prompt_id for record in records} ^ set(prompts):
         raise ValueError(
@@ -161,7 +169,7 @@ def resampled_counts(
     columns = np.zeros((len(COUNTS), len(prompts)))
     for record in records:
         columns[:, row[record.prompt_id]] += _counts_of(record)
-    return dict(zip(COUNTS, columns @ resamples(len(prompts), seed).T, strict=True))
+    return dict(zip(COUNTS, columns @ resamples(len(prompts), seed, sets).T, strict=True))
 
 
 def resampled_scores(
@@ -176,11 +184,11 @@ def resampled_scores(
         if REWARD in each and REWARD in base.get(prompt_id, {}):
             won = each[REWARD] - base[prompt_id][REWARD]
             each[WIN_RATE] = 0.5 * (1 + float(np.sign(won)))
-    weights = resamples(len(prompts))
     means = {}
     for name in dict.fromkeys(chain.from_iterable(scores.values())):
         has = np.array([name in scores[prompt] for prompt in prompts], dtype=np.float64)
         values = np.array([scores[prompt].get(name, 0.0) for prompt in prompts])
+        weights = resamples(len(prompts), sets=(int(has.sum()),))
         means[name] = divide(weights @ values, weights @ has)
     return means
 

@@ -32,11 +32,13 @@ class PooledRow:
         rates: name -> the pooled value, then those of the bootstrap resamples: (1 + RESAMPLES,);
             those of `RATES` that exist, and "speedup" where the target alone was timed.
         spread: lowest and highest speed-up of several evaluations of the same settings.
+        chosen_by: its `merit` on the sets that methods are chosen on, if those are others.
     """
 
     runs: tuple[Run, ...]
     rates: dict[str, Array]
     spread: tuple[float, float] | None = None
+    chosen_by: tuple[float, float] | None = None
 
     @property
     def method(self) -> Method:
@@ -66,19 +68,24 @@ class PooledRow:
 
 
 def pool(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
-    """One row for each method that every set, of all or some, has, in the order they were run."""
-    by_set = [
-        {run.method.name: run for run in results.of(dataset)}
-        for dataset in datasets or results.datasets()
-    ]
+    """A row for each method that all sets, or some, have; `merit` ranks by what chooses methods."""
+    rows, chosen_on = _pooled(results, datasets or results.datasets()), results.chosen_on()
+    merits = {row.name: merit(row) for row in (_pooled(results, chosen_on) if chosen_on else ())}
+    return [replace(row, chosen_by=merits.get(row.name)) for row in rows]
+
+
+def _pooled(results: Results, datasets: Sequence[str]) -> list[PooledRow]:
+    by_set = [{run.method.name: run for run in results.of(dataset)} for dataset in datasets]
     rows = {}
     for method in by_set[0]:
         if not all(method in runs for runs in by_set):
             continue
         runs = tuple(of_set[method] for of_set in by_set)
         # Sets are resampled independently, methods alike.
+        prompts = [prompt_ids(run.generations) for run in runs]
+        counts = tuple(map(len, prompts))
         sums = [
-            resampled_counts(run.generations, prompt_ids(run.generations), seed)
+            resampled_counts(run.generations, prompts[seed], seed, counts)
             for seed, run in enumerate(runs)
         ]
         a_token = {
@@ -100,7 +107,7 @@ def medians(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
     rows = []
     pools = [pool(each, datasets) for each in results.repetitions()]
     for of_method in zip(*pools, strict=True):
-        ranked = sorted(of_method, key=merit)
+        ranked = sorted(of_method, key=lambda row: row.value("speedup") or row.speed())
         row, low, high = (ranked[place] for place in ((len(ranked) - 1) // 2, 0, -1))
         if results.repeats and "speedup" in row.rates:
             spread = (float(low.rates["speedup"][0]), float(high.rates["speedup"][0]))
@@ -114,7 +121,8 @@ def merit(row: PooledRow) -> tuple[float, float]:
 
     Speed-ups of several evaluations can be compared; tokens a second need a machine as fast.
     """
-    return row.value("speedup") or row.speed(), row.value("block_efficiency") or 0.0
+    speed = row.value("speedup") or row.speed()
+    return row.chosen_by or (speed, row.value("block_efficiency") or 0.0)
 
 
 def fastest(rows: Sequence[PooledRow]) -> tuple[PooledRow, list[PooledRow]] | None:
@@ -128,7 +136,7 @@ def fastest(rows: Sequence[PooledRow]) -> tuple[PooledRow, list[PooledRow]] | No
     timed = [row for row in timed if row.method.decoder not in ("server", "generate")]
     if not timed:
         return None
-    best = max(timed, key=PooledRow.speed)
+    best = max(timed, key=merit)
     ties = []
     for row in timed:
         ratio = row.over(best, "tokens_per_second")

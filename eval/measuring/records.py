@@ -44,6 +44,8 @@ class PromptRecord:
         drafted_by_position: rounds that drafted at least i + 1 deep, for i = 0, 1, ...
         accepted_by_position: rounds that accepted at least i + 1 tokens.
         seconds: wall time of the whole call, prefill included; 0 if it was not measured.
+        prompt_seconds: those of the first target's forward, which reads the prompt.
+        cpu_seconds: those in which the decoding thread ran on a core; 0 if it was not measured.
         variation: for a biased verifier, the summed total variation between the distributions of
             emitted tokens and the target's (`eval.measuring.experiment`).
         variation_tokens: how many emitted tokens that sum is over; 0 if it was not measured.
@@ -65,6 +67,8 @@ class PromptRecord:
     draft_seconds: float
     target_seconds: float
     overhead_seconds: float
+    prompt_seconds: float = 0.0
+    cpu_seconds: float = 0.0
     variation: float = 0.0
     variation_tokens: int = 0
     scores: dict[str, float] = field(default_factory=dict)
@@ -77,6 +81,7 @@ def record_prompt(
     *,
     seconds: float | None,
     finish: str,
+    cpu_seconds: float = 0.0,
 ) -> PromptRecord:
     """Sum the rounds of one generation, in order, of a prompt that is named within its dataset.
 
@@ -104,9 +109,11 @@ def record_prompt(
         accepted_by_position=[sum(r.accepted > i for r in rounds) for i in deepest],
         draft_forwards=sum(r.draft_forwards for r in rounds),
         seconds=seconds or 0.0,
+        cpu_seconds=cpu_seconds if seconds else 0.0,
         draft_seconds=sum(r.draft_seconds for r in rounds),
         target_seconds=sum(r.target_seconds for r in rounds),
         overhead_seconds=sum(r.overhead_seconds for r in rounds),
+        prompt_seconds=rounds[0].target_seconds,
     )
 
 

@@ -43,6 +43,8 @@ class Setup(Strict):
             target alone. Written out it is flat (`Method.columns`).
         draft: folder or Hub id of the draft, None for plain decoding.
         head: folder or Hub id of the acceptance head, if the stopping rule reads one.
+        split: of the dataset: where others are measured, too, methods are chosen on `dev`.
+        longest_draft: tokens that the draft can propose at most, if that is limited.
         sampling: a `SamplingConfig`, and what else fixes the output (max_new_tokens, seed).
         engine: how forwards of ours ran; written among the method's parameters, unless "eager".
     """
@@ -52,6 +54,8 @@ class Setup(Strict):
     target: str
     draft: str | None
     head: str | None
+    split: str = "test"
+    longest_draft: int | None = None
     sampling: dict[str, float | int | None]
     engine: str = "eager"
 
@@ -168,9 +172,18 @@ class Results(Strict):
     verifiers: list[VerifierRow] = Field(default_factory=list)
     repeats: list[list[dict[str, list[Any]]]] = Field(default_factory=list)
 
+    @property
+    def judged(self) -> list[Run]:
+        """Runs that figures are of: without those of split dev, if there are others."""
+        return [run for run in self.runs if run.split != "dev"] or self.runs
+
     def datasets(self) -> list[str]:
-        """Names in the order they were run."""
-        return list(dict.fromkeys(run.dataset for run in self.runs))
+        """Names of the sets that figures are of, in the order they were run."""
+        return list(dict.fromkeys(run.dataset for run in self.judged))
+
+    def chosen_on(self) -> list[str]:
+        """Names of the sets that methods are chosen on, if those are others."""
+        return list(dict.fromkeys(r.dataset for r in self.runs if r.dataset not in self.datasets()))
 
     @property
     def timed(self) -> bool:

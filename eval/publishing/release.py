@@ -27,14 +27,13 @@ from eval.reporting import verifiers
 from eval.reporting.recommendation import (
     fastest_lengths,
     head_predictors,
-    head_rivals,
-    head_sentence,
     lengths_table,
     longest_measured,
 )
 from eval.reporting.rendering import public_name, render
 from eval.reporting.report import acceptance_by_position
 from eval.reporting.table import readme_table
+from eval.reporting.verdict import verdict
 from heads import BaseHead
 from heads.remote import write_custom_generate
 from specdata.draft_models.depths import DEPTHS, depths_of
@@ -143,7 +142,7 @@ def release_draft(
     if reduced is not None and len(reduced) == config.vocab_size:  # of an engine's layout
         reduced = None
     # The metadata gives the metrics of the best length, else of the longest.
-    runs = [run for run in measured.runs if not run.method.branches]
+    runs = [run for run in measured.judged if not run.method.branches]
     fixed = [run for run in runs if run.method.fixed_length and run.method.lossless]
     best = fastest["draftsmith"] or fastest["transformers"]
     if best:
@@ -162,6 +161,7 @@ def release_draft(
         front,
         measured,
         about,
+        verdict=verdict(results),  # over all, methods with other drafts too
         push_to=push_to,
         private=private,
         name=name,
@@ -196,7 +196,7 @@ def release_draft(
             model.save_pretrained(folder)
             add_former_names(folder)
             copy_tokenizer(target, folder)
-        shown = [run for run in _shortened(measured).runs if run.name == method.name]
+        shown = [run for run in _shortened(measured).judged if run.name == method.name]
         write_json(folder / PROFILE, speculation_profile(kind, shown, results.environment.date))
         if not states:
             write_custom_generate(folder)
@@ -255,7 +255,7 @@ def release_head(
         "library": "draftsmith",
         "tags": ["acceptance-head", "arxiv:2405.19715"],
         "relation": "adapter",
-        "measured": [run for run in measured.runs if run.name == used.name],
+        "measured": [run for run in measured.judged if run.name == used.name],
     }
     with _assembled(
         "head_card.md.jinja",
@@ -263,6 +263,7 @@ def release_head(
         front,
         measured,
         about,
+        verdict=verdict(results),
         push_to=push_to,
         private=private,
         name=name,
@@ -280,8 +281,6 @@ def release_head(
         width=getattr(head, "width", None),
         reduced=not states and is_reduced(read),
         trained=trained,
-        pays=head_sentence(measured),
-        rivals=head_rivals(measured),
         predictors=head_predictors(predictions),
         best=used.method,
     ) as folder:
@@ -340,7 +339,6 @@ def _assembled(
         unapplied_words=unapplied_words(generation),
         chat=about.chat if load_tokenizer(target).chat_template else None,
         timed=results.timed,
-        batch=results.environment.batch_size,
         **values,
     )
     with atomic_folder(out) as folder:

@@ -66,7 +66,7 @@ def draw_bars(bars: Sequence[Bar], meaning: str) -> Figure:
             axes.plot([low, high], [row, row], color=INK, linewidth=1.1)
             if bar.mark is not None:
                 axes.plot([bar.mark, bar.mark], [row - 0.45, row + 0.45], color=INK)
-            end = (max(value, high, bar.mark or 0.0), row)
+            end = (longest([bar]), row)
             axes.annotate(
                 bar.text, end, (4, 0), textcoords="offset points", va="center", fontsize=8
             )

@@ -140,7 +140,8 @@ def format_number(value: float | None) -> str:
 
 def longest(bars: Sequence[Bar]) -> float:
     """The right end of a picture: no bar, whisker or mark lies beyond it."""
-    return max(max(bar.value.value, bar.value.high, bar.mark or 0.0) for bar in bars)
+    ends = [bar.value.high for bar in bars if bar.value.exists]
+    return max(*ends, *(max(bar.value.value, bar.mark or 0.0) for bar in bars), 0.0)
 
 
 @cache

@@ -1,6 +1,6 @@
 """From results.json to a table in the terminal and one HTML page.
 
-The page is the answer on one screen and then folded sections (`Section`: a title, one sentence, a
+The page is the verdict on one screen and then folded sections (`Section`: a title, one sentence, a
 `Table`, and perhaps `bars`, a picture that stands above the fold). To add one, write a function
 that returns it, and name it in `sections`; what the results do not know comes with `Context`.
 """
@@ -24,17 +24,10 @@ from eval.measuring.pooled import ALL_SETS, fastest, medians, pool
 from eval.measuring.results import Results, Run
 from eval.measuring.samples import Samples
 from eval.reporting import verifiers
-from eval.reporting.recommendation import (
-    WIDE,
-    answer,
-    best_of,
-    head_predictors,
-    head_rivals,
-    is_wide,
-    undrafted,
-)
+from eval.reporting.recommendation import head_predictors
 from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table, public_name, render
-from eval.reporting.table import results_table, shown_methods
+from eval.reporting.table import conditions, results_table, shown_methods
+from eval.reporting.verdict import best_of, verdict
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
@@ -52,7 +45,6 @@ MARKS = {
     "★": "fastest lossless method, green if it is faster than the target alone",
     "≈": "not told apart from it, by a paired 95 % interval",
     "†": "biased: changes the target's distribution, never counted as fastest",
-    "~": f"wide interval: wider than {100 * WIDE:.0f} % of the value",
 }
 """The marks of tables, and what they mean."""
 MIN_ROUNDS = 10
@@ -107,7 +99,9 @@ def methods_table(
     for row in pooled:
         if methods and row.name not in methods:
             continue
+        speedup = row.rate("speedup")
         mark = "★" if row is best else "≈" if any(row is tie for tie in ties) else ""
+        mark *= speedup is None or speedup.exists
         name = f"{row.name} {mark if row.method.lossless else '†'}".strip()
         cells = []
         for rate_name, decimals in RATES_SHOWN.items():
@@ -115,10 +109,9 @@ def methods_table(
                 cells.append(NOT_MEASURED)
                 continue
             unit = "x" if rate_name == "speedup" else ""
-            wide = "~" if rate_name == "speedup" and is_wide(rate) else ""
-            cells.append(rate.within(decimals, unit) + wide)
+            cells.append(rate.within(decimals, unit))
         rows.append((name, cells))
-        if row is best and (speedup := row.rate("speedup")) and speedup.low > 1:
+        if row is best and speedup and speedup.low > 1:
             wins.append(name)
     shown = " ".join(text for name, cells in rows for text in (name, *cells))
     note = "; ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in shown)
@@ -126,7 +119,7 @@ def methods_table(
 
 
 def terminal(results: Results) -> Group:
-    """The answer and one table for `rich.print`, at most 80 columns wide.
+    """The verdict and one table for `rich.print`, at most 80 columns wide.
 
     The table is over all prompt sets: of many methods the best setting of each kind, the target
     alone and the fastest of them.
@@ -144,10 +137,8 @@ def terminal(results: Results) -> Group:
         style = "bold green" if name in table.wins else ""
         # Text, not str: a name may hold what rich would take for markup.
         shown.add_row(*(Text(each, style=style) for each in cells))
-    said = answer(results)
-    sentences = filter(None, (said.finding, said.head, *undrafted(results)))
     brief = re.sub("[,:][^;]*", "", table.note)
-    return Group(*(Text(words, style="bold") for words in sentences), "", shown, brief, "")
+    return Group(Text(verdict(results), style="bold"), "", shown, brief, "")
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
@@ -165,8 +156,9 @@ def render_page(results: Results, context: Context) -> str:
         "report.html.jinja",
         title=" with ".join(filter(None, (public_name(target), ", ".join(drafts)))),
         context=context,
-        answer=answer(results),
-        picture=picture(results),
+        verdict=verdict(results),
+        basis=f"{exactness(results)} {basis(results)}",
+        rows=picture(results),
         sections=sections(results, context),
         texts=_texts(context.samples, results) if context.samples else [],
     )
@@ -175,42 +167,64 @@ def render_page(results: Results, context: Context) -> str:
 def sections(results: Results, context: Context) -> list[Section]:
     """The sections of the page, in its order."""
     made = [verifiers.section(results), _all_sets(results), _each_set(results)]
-    made += [head_rivals(results), head_predictors(context.predictions)]
-    made += [acceptance_by_position(results), _scores(results), _where(results, context)]
+    made += [head_predictors(context.predictions), acceptance_by_position(results)]
+    made += [_scores(results), _where(results, context)]
     return [section for section in made if section]
 
 
-PICTURE = {
-    "speedup": ("x", "the speed of the target alone,"),
-    "tokens_per_second": (" tokens/s", ""),
-    "block_efficiency": (" tokens", "a forward of the target,"),
-}
-"""What the bars of the first screen show, the first that there is -> unit, and of what."""
+def exactness(results: Results) -> str:
+    """Whether the best method's text is the target's, and what biased methods did."""
+    text, rows = "", pool(results)
+    if (best := best_of(rows)) is not None:
+        ours = best.method.decoder == "speculative"
+        by = f"the verifier {best.method.verifier}" if ours else "transformers' own verification"
+        text = f"{best.name} is exact: {by} is proved to leave the target's distribution as it is."
+    for row in (row for row in rows if not row.method.lossless):
+        bias = row.rate("total_variation")
+        text += f" Not exact: {row.name} changes the target's distribution"
+        text += f" (total variation {bias.within(3)} a token)." if bias is not None else "."
+    return text.strip()
+
+
+def basis(results: Results) -> str:
+    """On what, with which models and sampler, where, and on which prompts methods were chosen."""
+    alike = ", and each set counts alike" if len(results.datasets()) > 1 else ""
+    chosen = "the prompts that it is judged on"
+    if others := results.chosen_on():
+        chosen = f"other prompts ({', '.join(f'{x} {results.of(x)[0].prompts}' for x in others)})"
+    return (
+        f"{conditions(results)} Every method decoded the same prompts{alike}. Intervals are 95 %,"
+        f" paired by prompt; of {len({run.name for run in results.runs})} measured, the fastest is"
+        f" chosen on {chosen}."
+    )
+
+
+PICTURE = {"speedup": "x", "tokens_per_second": " tokens/s", "block_efficiency": " tokens"}
+"""What the bars of the first screen show, the first that there is -> unit."""
 
 
 def picture(
     results: Results, methods: Sequence[str] = (), datasets: Sequence[str] = ()
-) -> tuple[str, list[Bar]]:
-    """What the bars of the first screen are of, and the bars: methods that draft.
+) -> list[Bar]:
+    """The bars of the first screen: methods that draft.
 
     By default the best setting of each kind, over all prompt sets together.
     """
     rows = {row.name: row for row in medians(results, datasets)}
     shown = next(name for name in PICTURE if any(name in row.rates for row in rows.values()))
     best = best_of(list(rows.values()))
-    unit, of_what = PICTURE[shown]
     bars = []
     for row in (rows[name] for name in shown_methods(results, methods) if name in rows):
         value = row.rate(shown)
         if row.method.decoder == "plain" or value is None:
             continue
-        text = f"{value.value:.{RATES_SHOWN[shown]}f}{unit}"
+        text = f"{value.value:.{RATES_SHOWN[shown]}f}{PICTURE[shown]}"
         look = "" if row.method.lossless else "biased"
         if row is best:
             look = "best" if shown == "speedup" and value.low > 1 else "first"
         mark = None if shown == "tokens_per_second" else 1.0
         bars.append(Bar(row.name, value, text, mark, look))
-    return of_what, bars
+    return bars
 
 
 def _all_sets(results: Results) -> Section:
@@ -236,7 +250,7 @@ def acceptance_by_position(results: Results) -> Section | None:
     easy ones, and its share lies higher for that alone. So adaptive rules are not shown.
     """
     longest: dict[tuple[object, ...], Run] = {}
-    fixed = [run for run in results.runs if run.method.fixed_length]
+    fixed = [run for run in results.judged if run.method.fixed_length]
     sets = results.datasets()
     for run in sorted(fixed, key=lambda run: (sets.index(run.dataset), run.method.deepest)):
         method = run.method
@@ -276,13 +290,13 @@ def positions_of(run: Run) -> list[Interval]:
 
 def _scores(results: Results) -> Section | None:
     """Each score of each method on each prompt set that has it."""
-    names = list(dict.fromkeys(name for run in results.runs for name in run.scores))
+    names = list(dict.fromkeys(name for run in results.judged for name in run.scores))
     rows = []
-    for run in results.runs:
+    for run in results.judged:
         cells = [NOT_MEASURED] * len(names)
         for place, name in enumerate(names):
             if name in run.scores:
-                cells[place] = Interval(run.scores[name], *run.intervals[name]).within(3)
+                cells[place] = Interval(run.scores[name], *run.intervals.get(name, ())).within(3)
         if run.scores:
             rows.append((f"{run.dataset}, {run.name}", cells))
     sentence = "What the texts are worth; a lossless method has the target's scores but for luck."

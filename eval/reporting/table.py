@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from eval.measuring.busy import busy
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import ALL_SETS, PooledRow, medians, merit
 from eval.measuring.results import Results
@@ -125,6 +126,7 @@ def conditions(results: Results, *others: Results) -> str:
     machine = hardware.get("gpu") or f"{hardware.get('cores')} cores of {hardware.get('cpu')}"
     threads = f", {hardware['threads']} torch threads" if hardware.get("threads") else ""
     ours = "" if others else f"{threads}, {where.dtype}"  # several are of engines
+    ours += f", {found}" if not others and (found := busy(results)) else ""
     commit = f", commit {where.git_commit[:7]}" if where.git_commit else ""
     return f"Prompts: {prompts}; {settings}. {machine}{ours}{commit}."
 
@@ -135,6 +137,8 @@ def _footnote(results: Results, shown: Sequence[str], *, chosen: bool, is_brief:
         " 95 % bootstrap intervals over prompts. "
     )
     if not is_brief:
+        if any("block_efficiency" not in run.intervals for run in results.judged):
+            text += "Sets of too few prompts for one have none. "
         text += "Counts are over all prompt sets. "
     text += conditions(results)
     if results.repeats:
@@ -145,7 +149,8 @@ def _footnote(results: Results, shown: Sequence[str], *, chosen: bool, is_brief:
         text += "." if is_brief else "; parentheses hold the lowest and the highest run."
     measured = {run.name: run.method for run in results.runs}
     if chosen and len(shown) < len(measured):
-        text += " Of each kind of method the setting that was fastest on these prompts."
+        on = f"on {', '.join(results.chosen_on())}" if results.chosen_on() else "on these prompts"
+        text += f" Of each kind of method the setting that was fastest {on}."
     drafters = {measured[name].drafter for name in shown}
     if not is_brief and "chain" in drafters and any("tree" in each for each in drafters):
         text += (

@@ -93,8 +93,9 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
     """The figures of a row in the order of `COLUMNS`, with methods over all prompt sets."""
     gain = NOT_MEASURED
     if row.gain is not None:
-        value, low, high = (100 * x for x in (row.gain.value, row.gain.low, row.gain.high))
-        gain = f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
+        ends = row.gain.value, row.gain.low, row.gain.high
+        value, low, high = (f"{100 * x:+.1f}" for x in ends)
+        gain = f"{value} %" + f" [{low}, {high}]" * row.gain.exists
     decoded = measured.get(row.decoded or "")
     speed, tokens = (decoded.value(x) if decoded else None for x in ("speedup", "block_efficiency"))
     return [
@@ -103,7 +104,7 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
         f"{row.positions:,}" + " !" * (row.positions < ENOUGH),
         NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",
         NOT_MEASURED
-        if row.share_interval is None or row.positions < ENOUGH
+        if row.share_interval is None or row.positions < ENOUGH or not row.share_interval.exists
         else str(row.share_interval),
         NOT_MEASURED if row.microseconds is None else f"{row.microseconds:,.0f} µs",
         NOT_MEASURED if row.speedup is None else f"{row.speedup:.2f}x",

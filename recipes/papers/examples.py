@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -231,7 +230,7 @@ def rejections(
     every = np.array(counts, dtype=np.float64)
     records: list[Record] = []
     for count in runs:
-        mean = asdict(Interval.of(resamples(count) @ every[:count] / count))
+        mean = Interval.of(resamples(count) @ every[:count] / count).stored()
         theorem = "Theorem 1" if responses == 1 else "Theorem 3"
         for by, figure in (("simulated", mean), (theorem, exact)):
             records.append({"runs": count, "M": f"M = {responses}", "by": by, "rejections": figure})

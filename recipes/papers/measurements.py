@@ -269,25 +269,25 @@ def _records(
             if "widths" in given:
                 record["paths"] = math.prod(given["widths"])
             for rate, values in row.rates.items():
-                figure = asdict(Interval.of(values))
+                figure = Interval.of(values).stored()
                 if len(seeds) > 1:
                     each_seed = [each[method].value(rate) or 0.0 for each in seeds]
                     figure["deviation"] = statistics.stdev(each_seed)
                 record[rate] = figure
             if pooled.timed:
-                record["time"] = asdict(Interval.of(1 / row.rates["speedup"]))
+                record["time"] = Interval.of(1 / row.rates["speedup"]).stored()
             if "over" in given:
                 other = rows[given["over"]]
                 for key, rate in (("over", "block_efficiency"), ("faster", "tokens_per_second")):
                     if rate in row.rates:
-                        gain = row.over(other, rate)
-                        record[key] = {part: 100 * (x - 1) for part, x in asdict(gain).items()}
+                        gain = 100 * (row.rates[rate] / other.rates[rate] - 1)
+                        record[key] = Interval.of(gain).stored()
                 if pooled.timed:
                     saved = 1 - other.rates["speedup"] / row.rates["speedup"]
-                    record["saved"] = asdict(Interval.of(100 * saved))
+                    record["saved"] = Interval.of(100 * saved).stored()
             scores = row.runs[0].scores if len(row.runs) == 1 else {}
             for score, value in scores.items():
-                low, high = row.runs[0].intervals[score]
+                low, high = row.runs[0].intervals.get(score, (None, None))
                 record[score] = {"value": value, "low": low, "high": high}
             record["counts"] = {key: sum(getattr(run, key) for run in row.runs) for key in COUNTED}
             yield record
@@ -322,12 +322,15 @@ def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
         rows = rows[:, [1, 0, 2]]
     _, group = np.unique([each.prompt_id for each in generations], return_inverse=True)
     fits = []
-    for weights in resamples(int(group.max()) + 1).astype(int):
-        drawn = np.repeat(rows, weights[group], axis=0)
+    for weights in resamples(int(group.max()) + 1):
+        if np.isnan(weights).any():  # of too few prompts
+            fits.append([math.nan] * 3)
+            continue
+        drawn = np.repeat(rows, weights[group].astype(int), axis=0)
         fits.append(fit_times(drawn[:, :2], drawn[:, 2]))
     names = ("t_draft", "t_target", "r_squared")
     fitted = {
-        n: asdict(Interval.of(x)) for n, x in zip(names, np.array(fits).T, strict=True) if x.any()
+        n: Interval.of(x).stored() for n, x in zip(names, np.array(fits).T, strict=True) if x[0]
     }
     errors = 100 * np.abs(rows[:, :2] @ fits[0][:2] / rows[:, 2] - 1)
     return fitted | {"error": float(np.median(errors)), "largest_error": float(errors.max())}
@@ -441,7 +444,7 @@ def _kl(traces: Traces, rows: Any = slice(None)) -> Record:
     logits, accept = map(torch.from_numpy, (traces.tokens.head.logits, traces.accept))
     of_rows = np.where(traces.inside, binary_kl(logits, accept), 0.0).sum(axis=1)[rows]
     drawn = resamples(len(of_rows))
-    return asdict(Interval.of(drawn @ of_rows / (drawn @ traces.tokens.lengths[rows])))
+    return Interval.of(drawn @ of_rows / (drawn @ traces.tokens.lengths[rows])).stored()
 
 
 def _expected(counts: Counts, prompts: Sequence[str], spec: Mapping[str, Any]) -> Record:
@@ -460,7 +463,7 @@ def _expected(counts: Counts, prompts: Sequence[str], spec: Mapping[str, Any]) -
         "discard_rate": sums["n_discarded"] / sums["tokens"],
         "verification_rate": sums["n_target"] / sums["tokens"],
     }
-    figures: Record = {name: asdict(Interval.of(values)) for name, values in rates.items()}
+    figures: Record = {name: Interval.of(values).stored() for name, values in rates.items()}
     return figures | {"counts": {name: float(sums[name][0]) for name in REPLAYED}}
 
 
@@ -509,7 +512,7 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
         every = (keys for group, _ in columns for keys in group)
         for index, keys in enumerate(every, start=1):
             field = "share" if "tokens left" in keys else "acceptance"
-            figure = asdict(Interval.of(total[:, index] / total[:, 0]))
+            figure = Interval.of(total[:, index] / total[:, 0]).stored()
             counts = {"positions": int(total[0, 0])}
             records.append({**shared, "set": name, **keys, field: figure, "counts": counts})
     return records

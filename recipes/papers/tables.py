@@ -102,6 +102,8 @@ def figure_text(figure: Any, digits: int) -> str:
     text = f"{figure['value']:.{digits}f}"
     if figure.get("deviation") is not None:
         text += f" ± {figure['deviation']:.{digits}f}"
+    if figure["low"] is None:  # of too few prompts
+        return text
     return f"{text} [{figure['low']:.{digits}f}, {figure['high']:.{digits}f}]"
 
 
@@ -248,4 +250,6 @@ def _draw(axes: Any, figure: Mapping[str, Any], records: Sequence[Record]) -> No
 
 
 def _middle(figure: Any, part: str = "value") -> Any:
-    return figure[part] if isinstance(figure, Mapping) else figure
+    if not isinstance(figure, Mapping):
+        return figure
+    return figure["value"] if figure[part] is None else figure[part]

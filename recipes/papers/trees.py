@@ -23,7 +23,7 @@ v_d - v_{d+1}, and the expected number of rounds of a text follows from left to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -196,6 +196,6 @@ def search(acceptance: Acceptance, budget: int, ratio: float) -> list[Record]:
     for widths in k_configurations(budget):
         tokens = Interval.of(emitted / (weights @ np.bincount(group, acceptance.rounds(widths))))
         record = {"widths": "x".join(map(str, widths)), "paths": int(np.prod(widths))}
-        record |= {"nodes": int(np.cumprod(widths).sum()), "block_efficiency": asdict(tokens)}
+        record |= {"nodes": int(np.cumprod(widths).sum()), "block_efficiency": tokens.stored()}
         records.append(record | {"speedup": tokens.value / (1.0 + ratio * len(widths))})
     return records

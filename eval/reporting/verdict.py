@@ -1,0 +1,220 @@
+"""What an evaluation found: one verdict, the same in the log, on the page, on cards, by `publish`.
+
+Over all that was measured it says what is fastest, whether the head (or else the draft) pays, and
+where nothing is faster than the target alone what to try next. But for names of methods its words
+hold nothing that Markdown or HTML would write otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from eval.measuring.busy import busy
+from eval.measuring.intervals import LEAST_COVERAGE, Interval, coverage, prompts_needed
+from eval.measuring.pooled import PooledRow, fastest, merit, pool
+from eval.measuring.results import Results
+
+MOST_NAMED = 3
+"""Methods that are named of those that cannot be told apart."""
+MOST_LENGTHS, MOST_TOKENS = 5, 64
+"""Lengths whose cost of verification is given; tokens beyond which no length is suggested."""
+
+
+def verdict(results: Results) -> str:
+    """What is fastest, whether it pays; warnings of a busy machine and of drafts that end early."""
+    said = _verdict(results)
+    if results.timed and (found := busy(results)):
+        said += f" Warning: {found}; measure again while nothing else runs."
+    return said + "".join(f" Warning: {each}" for each in _undrafted(results))
+
+
+def _undrafted(results: Results) -> list[str]:
+    """The methods whose draft ended before the texts did."""
+    found = []
+    for row in pool(results):
+        records = [each for run in row.runs for each in run.generations]
+        if beyond := sum(each.beyond for each in records):
+            found.append(
+                f"{row.name} drafted nothing in {beyond:,} of {sum(g.rounds for g in records):,}"
+                f" rounds: {row.runs[0].draft} has no positions for texts that long."
+            )
+    return found
+
+
+def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
+    """The lossless drafting method of most tokens a second, or a forward where none is timed."""
+    drafting = [row for row in rows if row.method.lossless and row.method.speculates]
+    return max(drafting, key=merit, default=None)
+
+
+def fixed_lengths(rows: Sequence[PooledRow]) -> list[PooledRow]:
+    """Each lossless chain of a fixed length, from the best."""
+    chains = [row for row in rows if row.method.lossless and not row.method.branches]
+    return sorted((row for row in chains if row.method.fixed_length), key=merit, reverse=True)
+
+
+def _verdict(results: Results) -> str:
+    rows = pool(results)
+    best, plain = best_of(rows), next((row for row in rows if row.method.decoder == "plain"), None)
+    if plain is None:
+        return "The target alone was not measured, so there is no speed-up."
+    if best is None:
+        return "Only the target alone was measured here."
+    who = f"{best.name}{' (of transformers)' * (best.method.decoder == 'assisted')}"
+    if (found := fastest(rows)) is None:
+        batch = results.environment.batch_size
+        together = f" ({batch} prompts were decoded together)" * (batch > 1)
+        tokens = Interval.of(best.rates["block_efficiency"])
+        return (
+            f"Speeds were not measured{together}: counts alone, which say nothing of the cost of a"
+            f" draft. Most tokens a forward of the target: {who},"
+            f" {tokens.value:.2f}{_within(tokens)}."
+        )
+    counts = {name: results.of(name)[0].prompts for name in results.datasets()}
+    if (share := coverage(tuple(counts.values()))) < LEAST_COVERAGE:
+        named = ", ".join(f"{name} {count}" for name, count in counts.items())
+        needed, each = prompts_needed(len(counts)), " of each set" * (len(counts) > 1)
+        return (
+            f"No verdict, for too few prompts ({named}): a 95 % interval over so few would hold"
+            f" the truth {100 * share:.0f} % of the time. Measure {needed} or more{each}"
+            " (eval.sets)."
+        )
+    ratio = best.over(plain, "tokens_per_second")
+    times, within = f"{ratio.value:.2f} times", _within(ratio)
+    if ratio.low <= 1:
+        shown = "is faster" if ratio.high < 1 else "is shown to be faster"
+        return (
+            f"Nothing {shown} than the target alone: the best method, {who}, ran at {times} its"
+            f" speed{within}. {_advice(results, rows, plain)}"
+        )
+    text = f"{who} is fastest: {times} the speed of the target alone{within}."
+    if others := [row.name for row in found[1] if row.method.speculates]:
+        more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+        text += f" Not told apart from it: {', '.join(others[:MOST_NAMED])}{more}."
+    return f"{text} {_pays(rows)}"
+
+
+def _pays(rows: Sequence[PooledRow]) -> str:
+    """Whether the head pays, or the draft where no method asks a head.
+
+    It pays if it is surely faster than the target alone and than every measured method that does
+    without it, and does not if it is surely slower than one; "surely" is a 95 % interval that does
+    not hold 1. The best of several measurements is favoured by their noise, and there are more
+    rivals than heads: "does not pay" is said a little too readily.
+    """
+    rows = [row for row in rows if row.method.lossless and row.method.decoder != "server"]
+    drafts = [row for row in rows if row.method.uses_draft]
+    heads = [row for row in drafts if row.runs[0].head is not None]
+    what, without = ("the head", "asks none") if heads else ("the draft", "needs none")
+    if not drafts:
+        return "It needs no draft."
+    asker, names = max(heads or drafts, key=merit), {row.name for row in heads or drafts}
+    # The rival that decides: one that is surely faster, else not told apart, else the closest.
+    over, rival = min(
+        ((asker.over(row, "tokens_per_second"), row) for row in rows if row.name not in names),
+        key=lambda each: (each[0].high >= 1, each[0].low > 1, each[0].value),
+    )
+    missing = lengths_to_measure(rows)
+    pays = f"it is not shown that {what} pays"
+    if over.high < 1:
+        pays = f"{what} does not pay"
+    elif missing:
+        pays = f"whether {what} pays is not known"
+    elif over.low > 1:
+        pays = f"{what} pays"
+    text = pays.capitalize()
+    if heads or rival.method.decoder != "plain":  # the draft over that one was given
+        text += f": {asker.name} is {over.value:.2f} times as fast as {rival.name}, which {without}"
+        text += _within(over)
+    if missing:
+        fixed = fixed_lengths(rows)
+        length = f"The best fixed length, K = {fixed[0].method.deepest}, lacks a" if fixed else "No"
+        text += f". {length} measured {'neighbour' if fixed else 'length is fixed'}: to find the"
+        text += f" best, add {missing} to eval.methods and measure into another eval.folder"
+    return f"{text}."
+
+
+def lengths_to_measure(rows: Sequence[PooledRow]) -> str:
+    """Fixed lengths without which the best is not known, as entries of eval.methods.
+
+    The best one needs a shorter measured neighbour, unless it is 1, and a longer one, unless the
+    draft can propose no more. All that halve it are named, so that one more evaluation may do.
+    """
+    fixed = fixed_lengths(rows)
+    most = min(row.runs[0].longest_draft or MOST_TOKENS for row in rows)
+    wanted, name, how = [k for k in (1, 2, 3, 5) if k <= most], "", ""
+    if fixed:
+        method, best = fixed[0].method, fixed[0].method.deepest
+        lengths = {row.method.deepest for row in fixed if row.method.decoder == method.decoder}
+        wanted = [best >> by for by in range(best.bit_length() - 1, 0, -1) if best == min(lengths)]
+        if max(lengths) == best < most:
+            wanted.append(min(most, best + max(1, best // 2)))
+        if method.decoder == "assisted":
+            name, how = "transformers ", "decoder: assisted, "
+        elif method.verifier != "token":
+            name, how = f"{method.verifier} ", f"verifier: {method.verifier}, "
+    return ", ".join(f"{{name: {name}K={k}, {how}length: {k}}}" for k in wanted)
+
+
+def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> str:
+    """What to try where nothing is faster than the target alone, from the run's own figures."""
+
+    def each(row: PooledRow, part: str, count: str) -> float:
+        """Seconds of a part of decoding for one of what is counted."""
+        counted: int = sum(getattr(run, count) for run in row.runs)
+        return sum(run.seconds[part] for run in row.runs) / counted
+
+    def verifying(row: PooledRow) -> float:
+        """Seconds of a forward of the target, but for those that read a prompt."""
+        records = [each for run in row.runs for each in run.generations]
+        seconds = sum(each.target_seconds - each.prompt_seconds for each in records)
+        return seconds / max(1, sum(each.rounds - (each.prompt_seconds > 0) for each in records))
+
+    chains = [row for row in fixed_lengths(rows) if row.method.decoder == "speculative"]
+    chains = [row for row in chains if all(run.n_draft for run in row.runs)]
+    said, tries, more = "", [], lengths_to_measure(rows)
+    others = [f"other numbers of drafted tokens (add {more} to eval.methods)"] if more else []
+    if chains and (alone := verifying(plain)):
+        token, best = each(plain, "total", "tokens"), chains[0]
+        first = np.mean([run.acceptance_by_position[0] for run in best.runs])
+        shown = sorted(chains, key=lambda row: row.method.deepest)[:MOST_LENGTHS]
+        costs = _listed([f"{verifying(row) / alone:.2f}" for row in shown])
+        free = max(
+            token / (each(row, "total", "tokens") - each(row, "draft", "tokens")) for row in chains
+        )
+        said = (
+            f"Of {best.name} {100 * first:.0f} % of first drafted tokens were accepted, and a round"
+            f" emitted {best.value('block_efficiency'):.2f}; a drafted token costs"
+            f" {each(best, 'draft', 'n_draft') / token:.2f} of a token of the target alone, and"
+            f" verifying {_listed([row.method.deepest + 1 for row in shown])} tokens {costs} times"
+            " what one costs. "
+        )
+        learn = "more rollouts (rollouts.sets) or passes (draft.epochs)"
+        if free > 1:
+            said += f"A draft that costs nothing would run at {free:.2f} times. "
+            tries = ["a cheaper draft (fewer draft.init.layers, a smaller draft.init.vocabulary)"]
+            others.append(learn)
+        else:
+            said += f"Even a draft that costs nothing would not pay ({free:.2f} times). "
+            tries = [f"what raises acceptance: {learn}"]
+            if best.runs[0].sampling["temperature"]:
+                others.append("a lower temperature, if you can serve with one")
+            slow = best.runs[0].engine == "eager" and results.environment.device == "cpu"
+            engine = "eval.engine: captured, or " * slow + "another engine (docs/engines.md)"
+            others.append(f"{engine}, where verifying several tokens costs less")
+    tries += others
+    if not any(row.method.lookup for row in rows):
+        tries.append("lookup, which needs no draft (decoder: assisted, lookup: 3)")
+    return f"{said}Try {'; '.join(tries)}." if tries else said.strip()
+
+
+def _listed(words: Sequence[object]) -> str:
+    """Such as "2, 3 and 5"."""
+    *others, last = map(str, words)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _within(ratio: Interval) -> str:
+    return f" (95 % interval {ratio.low:.2f} to {ratio.high:.2f})" if ratio.exists else ""
