@@ -167,9 +167,9 @@ def test_where_nothing_is_faster_what_to_try_follows_from_the_runs_own_figures(
         for g in run.generations:
             drafting, target = draft * g.draft_seconds, verify * g.target_seconds
             more = drafting + target - g.draft_seconds - g.target_seconds
-            first = verify * g.prompt_seconds
-            times = {"draft_seconds": drafting, "target_seconds": target, "prompt_seconds": first}
-            made.append(replace(g, seconds=g.seconds + more, **times))
+            times = {"draft_seconds": drafting, "target_seconds": target}
+            times |= {"seconds": g.seconds + more, "prompt_seconds": verify * g.prompt_seconds}
+            made.append(replace(g, **times))
         return run.model_copy(update={"generations": made})
 
     slow = rebuilt(only(results, "plain", "fixed-2", "fixed-4", "head-0.3"), dear)
@@ -178,10 +178,9 @@ def test_where_nothing_is_faster_what_to_try_follows_from_the_runs_own_figures(
     assert tries in said
     assert ("draft.init.vocabulary" in said) == (draft > 1)
     assert ("a lower temperature" in said) == (verify > 1)
-    assert "lookup: 3" in said
     best = max(("fixed-2", "fixed-4"), key={r.name: r.speed() for r in pool(slow)}.__getitem__)
     first = np.mean([run.acceptance_by_position[0] for run in slow.runs if run.name == best])
-    assert f"Of {best} {100 * first:.0f} % of first drafted tokens were accepted" in said
+    assert f"With {best} {100 * first:.0f} % of first drafted tokens were accepted" in said
     costs = re.search(r"costs ([.\d]+) of a token .* tokens ([.\d]+) and ([.\d]+) times", said)
     assert costs is not None
     expected = [draft * T_DRAFT / (T_TARGET + 0.0004), verify, verify]
@@ -247,7 +246,7 @@ def test_a_head_pays_only_if_intervals_say_so_against_all_that_was_measured_with
     results: Results, rival: str, factors: tuple[float, float], says: str
 ) -> None:
     def timed_as(run: Run) -> Run:
-        """All others take a little longer; a head as long as the rival, times a factor."""
+        """Others take a little longer; a head as long as the rival, times a factor."""
         is_head = run.name.startswith("head-")
         name = rival if is_head else run.name
         (timed,) = [each for each in results.of(run.dataset) if each.name == name]
@@ -310,7 +309,6 @@ def test_of_too_few_prompts_there_is_no_interval_and_no_verdict_anywhere(
     assert ("★" in shown[0]) == is_enough
     if not is_enough:
         assert f"Measure {10 if sets == 1 else 7} or more" in said
-        assert "is not told" not in render_page(some, Context())
         assert not re.search(r">\[\d|nan", render_page(some, Context()))
         assert {bar.look for bar in picture(some)} <= {"", "first", "biased"}
 

@@ -87,22 +87,22 @@ def test_fitted_times_are_those_that_generations_were_made_of() -> None:
     made = [
         simulate(rng, f"{n}", lengths=lengths, ease=0.8)
         for lengths in ((0, 0), (2, 7))
-        for n in range(4)
+        for n in range(10)
     ]
     exact = [replace(r, seconds=0.002 * r.n_draft + 0.011 * r.rounds) for r in made]
-    fit = _fitted(exact[4:], "fixed")
+    fit = _fitted(exact[10:], "fixed")
     for name, figure in (("t_draft", 0.002), ("t_target", 0.011), ("r_squared", 1.0)):
         assert [*fit[name].values()] == pytest.approx([figure] * 3)
     assert fit["largest_error"] == pytest.approx(0.0, abs=1e-9)
-    late = [*exact[4:-1], replace(exact[-1], seconds=2 * exact[-1].seconds)]
+    late = [*exact[10:-1], replace(exact[-1], seconds=2 * exact[-1].seconds)]
     off = _fitted(late, "fixed")
     t_draft, t_target = (off[name]["value"] for name in ("t_draft", "t_target"))
     ratios = [(t_draft * r.n_draft + t_target * r.rounds) / r.seconds for r in late]
     errors = sorted(100 * abs(ratio - 1) for ratio in ratios)
     assert off["largest_error"] == pytest.approx(errors[-1])
-    assert off["error"] == pytest.approx((errors[1] + errors[2]) / 2)
-    assert _fitted(exact[:4], "target alone")["t_target"]["value"] == pytest.approx(0.011)
-    alone = _fitted(exact[:4], "draft alone")  # rounds of which each is a forward of the draft
+    assert off["error"] == pytest.approx((errors[4] + errors[5]) / 2)
+    assert _fitted(exact[:10], "target alone")["t_target"]["value"] == pytest.approx(0.011)
+    alone = _fitted(exact[:10], "draft alone")  # rounds of which each is a forward of the draft
     assert alone["t_draft"]["value"] == pytest.approx(0.011)
     assert "t_target" not in alone
 
@@ -165,7 +165,8 @@ def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
     for gain, rate in (("over", "block_efficiency"), ("faster", "tokens_per_second")):
         ratio = three[rate]["value"] / one[rate]["value"]
         assert three[gain]["value"] == pytest.approx(100 * (ratio - 1))
-    assert 0 < one["rougeL"]["low"] <= one["rougeL"]["value"] <= one["rougeL"]["high"] < 1
+    assert 0 < one["rougeL"]["value"] < 1
+    assert one["rougeL"]["low"] is one["rougeL"]["high"] is None, "of two prompts"
     assert {name for name, method in of if "rougeL" in of[name, method]} == {"instruct"}
 
 

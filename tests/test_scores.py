@@ -71,7 +71,7 @@ def test_the_win_rate_is_that_against_plain_of_the_same_prompts() -> None:
             replace(first, prompt_id=str(n), seconds=0.0, scores={"reward": reward})
             for n, reward in enumerate(rewards)
         ]
-        for rewards in ([3.0, 1.0, 2.0, 2.0], [1.0, 2.0, 2.0, 0.0])
+        for rewards in ([3.0, 1.0, 2.0, 2.0] * 3, [1.0, 2.0, 2.0, 0.0] * 3)
     )
     found = compute_metrics(ours, plain)
     assert found.scores == {"reward": 2.0, "win_rate": (1 + 0 + 0.5 + 1) / 4}

@@ -133,7 +133,7 @@ def test_an_engine_is_a_method_beside_ours_whose_counts_are_its_own(
         assert record.stat().st_mtime_ns == before
         elsewhere = ["--alone", str(path.parent), "--eval.folder", "eval-again"]
         assert run_tool("engine", [drafting.url, *asked[3:], *elsewhere]) == 0
-        assert "x [" in capsys.readouterr().out
+        assert "x the server alone; " in capsys.readouterr().out
         elsewhere = ["--alone", str(path.parent), "--eval.folder", "eval-short"]
         elsewhere += ["--eval.max_new_tokens", "12"]
         assert run_tool("engine", [drafting.url, *asked[3:], *elsewhere]) == 2

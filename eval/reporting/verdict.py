@@ -185,7 +185,7 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
             token / (each(row, "total", "tokens") - each(row, "draft", "tokens")) for row in chains
         )
         said = (
-            f"Of {best.name} {100 * first:.0f} % of first drafted tokens were accepted, and a round"
+            f"With {best.name} {100 * first:.0f} % of first drafted tokens were accepted, a round"
             f" emitted {best.value('block_efficiency'):.2f}; a drafted token costs"
             f" {each(best, 'draft', 'n_draft') / token:.2f} of a token of the target alone, and"
             f" verifying {_listed([row.method.deepest + 1 for row in shown])} tokens {costs} times"

@@ -329,9 +329,8 @@ def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
         drawn = np.repeat(rows, weights[group].astype(int), axis=0)
         fits.append(fit_times(drawn[:, :2], drawn[:, 2]))
     names = ("t_draft", "t_target", "r_squared")
-    fitted = {
-        n: Interval.of(x).stored() for n, x in zip(names, np.array(fits).T, strict=True) if x[0]
-    }
+    columns = zip(names, np.array(fits).T, strict=True)
+    fitted = {n: Interval.of(x).stored() for n, x in columns if np.nan_to_num(x).any()}
     errors = 100 * np.abs(rows[:, :2] @ fits[0][:2] / rows[:, 2] - 1)
     return fitted | {"error": float(np.median(errors)), "largest_error": float(errors.max())}
 
@@ -409,10 +408,11 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
             for group in (keys["rule"], of_set[-1][-1]):
                 best[group] = min(best.get(group, here), here, key=seconds)
         for keys, here, head_of in of_set:
-            share = asdict(saving(here, best["fixed"], times, of_rows))
+            share = saving(here, best["fixed"], times, of_rows)
             record = {"set": name, **keys, "best": here is best[keys["rule"]]}
             record["best_h"] = here is best[head_of]
-            record["gain"] = {key: 100 * x / (1 - x) for key, x in share.items()}
+            gain = (100 * x / (1 - x) for x in (share.value, share.low, share.high))
+            record["gain"] = Interval(*gain).stored()
             records.append(record | _expected(here, of_rows, spec))
     return records
 
