@@ -34,9 +34,9 @@ from specdata.config import PromptSet
 from specdata.draft_models.states_draft import Norms, states_input
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, VocabularyMismatchError
-from specdata.loading import ends_first
 from specdata.models import (
     check_shared_vocabulary,
+    ends_first,
     load_model,
     load_tokenizer,
     positions,

@@ -30,13 +30,6 @@ def shorter(draft: str, its: int | None, of_target: int | None = None) -> str:
     )
 
 
-def ends_first(draft: Any, target: Any, name: str = "") -> str:
-    """The same of two models that are loaded; `name` is the draft's, if it has none yet."""
-    from specdata.models import positions  # here: it needs torch
-
-    return shorter(name or draft.name_or_path, positions(draft.config), positions(target.config))
-
-
 def in_numbers(size: str) -> int:
     """Bytes of a size such as 80GB or 24GiB. Raises ConfigError."""
     if not _SIZE.fullmatch(size):

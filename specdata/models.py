@@ -40,7 +40,7 @@ from specdata.draft_models.states_draft import (
 )
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
-from specdata.loading import ONE_DEVICE, Loading, check_vocabularies
+from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, shorter
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint
@@ -376,6 +376,11 @@ def positions(config: PreTrainedConfig) -> int:
     if rope.get("rope_type") == "longrope":
         limit = rope["original_max_position_embeddings"]
     return sys.maxsize if limit is None else limit
+
+
+def ends_first(draft: PreTrainedModel, target: PreTrainedModel, name: str = "") -> str:
+    """That a draft ends before its target (`shorter`); `name` is the draft's if it has none."""
+    return shorter(name or draft.name_or_path, positions(draft.config), positions(target.config))
 
 
 def length_dependent_rope(config: PreTrainedConfig) -> Mapping[str, Any] | None:

@@ -170,7 +170,6 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from eval.runtime.transformers_models import check_trees
     from recipes.run_eval import load_head
     from specdata.draft_models.depths import most_tokens
-    from specdata.loading import ends_first
     from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
 
@@ -180,8 +179,6 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     limits = prompt_limits(given.target, given.max_new_tokens)
     prompts = load_prompts(sets, tokenizer, seed=0, **limits).prompts
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
-    if words := ends_first(draft, target):
-        say(words)
     head, bugs = load_head(given.head) if given.head else None, 0
     if not given.method:
         try:

@@ -70,8 +70,7 @@ def _import_head(given: argparse.Namespace) -> None:
 def _import_draft(given: argparse.Namespace) -> None:
     from distill.engine_layouts import read_published
     from distill.training import save_model
-    from specdata.loading import ends_first
-    from specdata.models import load_model
+    from specdata.models import ends_first, load_model
     from specdata.saving import copy_tokenizer
 
     target = load_model(given.target)

@@ -83,9 +83,9 @@ def _measured(given: argparse.Namespace) -> list[VerifierRow]:
 
     from eval.analysis.round_times import measure_times
     from eval.analysis.verifier_table import Measured, verifier_table
-    from specdata.loading import ends_first
     from specdata.models import (
         check_shared_vocabulary,
+        ends_first,
         load_model,
         load_tokenizer,
         prompt_limits,
