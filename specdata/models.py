@@ -449,8 +449,8 @@ def positions(config: PreTrainedConfig) -> int:
     return reach({**vars(text), **named}) or sys.maxsize
 
 
-def ends_first(draft: Any, target: Any, name: str = "") -> str:
-    """That a loaded draft ends before its loaded target (`shorter`); `name`: if it has none yet."""
+def ends_first(draft: PreTrainedModel, target: PreTrainedModel, name: str = "") -> str:
+    """That a draft ends before its target (`shorter`); `name` is the draft's if it has none."""
     return shorter(name or draft.name_or_path, positions(draft.config), positions(target.config))
 
 

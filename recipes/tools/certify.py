@@ -173,7 +173,6 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from specdata.draft_models.depths import most_tokens
     from specdata.models import (
         check_shared_vocabulary,
-        ends_first,
         load_model,
         load_tokenizer,
         prompt_limits,
@@ -186,8 +185,6 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     limits = prompt_limits(given.target, given.max_new_tokens)
     prompts = load_prompts(sets, tokenizer, seed=0, **limits).prompts
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
-    if words := ends_first(draft, target):
-        say(words)
     head, bugs = load_head(given.head) if given.head else None, 0
     if not given.method:
         try:
