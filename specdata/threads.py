@@ -27,14 +27,14 @@ KEPT = "threads.json"
 UNITS, SECONDS = 5, 0.5
 """Each number of threads is tried on at least so many units of work, and for so long."""
 CLEAR = 1.5
-"""A number that takes so many times as long needs no further unit."""
+"""A number that takes so many times as long in two units needs no more."""
 GAIN = 1.03
 """More threads must be faster by so much."""
 WAITS = 0.9
 """Work whose thread is on a processor for less of the time waits for one, or for another thread
 that does: alone it is there for .97 or more, beside other programs for .7 or less."""
-LOOK, PATIENCE = 1.0, 60.0
-"""Seconds between looks at this, and before more threads are tried again."""
+LOOK, PATIENCE = 1.0, (60.0, 600.0)
+"""Seconds between looks at this; the least and the most before more threads are tried again."""
 COST = 100
 """More threads are tried in at most one of so many seconds, fewer in one of a quarter."""
 
@@ -150,8 +150,10 @@ class Threads:
         if min(sum(slow), sum(fast)) < SECONDS:
             return
         ratio = median(slow) / median(fast)
-        if 1 / CLEAR < ratio < CLEAR and min(len(slow), len(fast)) < UNITS:
-            return
+        if (few := min(len(slow), len(fast))) < UNITS:
+            ratio = min(slow) / min(fast)  # one may have been held up, as where a graph is made
+            if few < 2 or 1 / CLEAR < ratio < CLEAR:
+                return
         self._spent += sum(self._tried[rival])
         self._tried = {}
         if rival == (more if ratio > GAIN else fewer):
@@ -170,9 +172,10 @@ class Threads:
         self._rested += self._wall
         waits = self._worked < WAITS * self._wall
         self._wall = self._worked = 0.0
-        if waits and self._rested > COST / 4 * self._spent:
+        soon, late = PATIENCE
+        if waits and self._rested > min(soon, COST / 4 * self._spent):
             self._rivals = self._beside(self.count // 2)
-        elif self._rested > max(PATIENCE, COST * self._spent):
+        elif self._rested > min(late, max(soon, COST * self._spent)):
             self._rivals = self._beside(2 * self.count)
         if self._rivals:
             self._spent = 0.0

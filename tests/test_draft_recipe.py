@@ -54,7 +54,7 @@ def test_a_draft_of_other_settings_is_refused_before_anything_is_trained(
     assert "not distilled (draft.epochs 0)" in capsys.readouterr().out
     more = ["--draft.finetune.epochs", "1", "--draft.finetune.max_length", "32"]
     assert train_draft.RECIPE.run([*asked, *more]) == 2
-    assert "draft.finetune: None ->" in capsys.readouterr().err
+    assert "draft.finetune: null ->" in capsys.readouterr().err
     assert not folder(config, "finetuned").exists()
 
 

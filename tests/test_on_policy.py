@@ -14,12 +14,11 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from distill.batches import collate
 from distill.config import DistilConfig
 from distill.on_policy import DraftTexts, TextRow, rows_of
-from distill.training import CHECKPOINTING
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
@@ -34,6 +33,13 @@ from tests.trainings import (
     changed,
     step_gradients,
     trainer_of,
+)
+
+# transformers warns of the older name as soon as it knows the newer one.
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if hasattr(TrainingArguments, "activation_checkpointing")
+    else "gradient_checkpointing"
 )
 
 with warnings.catch_warnings():

@@ -78,9 +78,15 @@ def test_the_fastest_number_is_used(clock: Clock, takes: Callable[[int], float],
     assert torch.get_num_threads() == 8  # whoever comes next finds what was there
 
 
-def test_a_number_that_is_slow_by_far_is_left_after_one_unit(clock: Clock) -> None:
+def test_a_number_that_is_slow_by_far_is_hardly_used(clock: Clock) -> None:
     used = work(Threads(CPU), clock, lambda count: 100.0 if count == 8 else 0.1, 50)
     assert used.count(8) == 1
+
+
+def test_one_unit_that_was_held_up_decides_nothing(clock: Clock) -> None:
+    held_up = iter([0.0] * 2 + [3.0])  # the second of those that are compared
+    used = work(Threads(CPU), clock, lambda count: 0.1 / count + next(held_up, 0.0), 300)
+    assert used[-1] == 8
 
 
 def test_work_that_waits_goes_on_with_fewer_and_with_more_again_later(clock: Clock) -> None:

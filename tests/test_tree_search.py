@@ -176,14 +176,14 @@ def test_k_configurations_are_those_that_widen_nowhere() -> None:
 
 
 def test_a_search_says_what_each_tree_emits_and_gains() -> None:
-    chances = np.random.default_rng(0).uniform(0.3, 0.7, (6, 20))
+    chances = np.random.default_rng(0).uniform(0.3, 0.7, (12, 20))
     of = {k: chances ** (1 / k) for k in WIDTHS}  # rises with k
-    along = Acceptance([f"e{n}" for n in range(6)], np.full(6, 20), of)
+    along = Acceptance([f"e{n}" for n in range(12)], np.full(12, 20), of)
     found = search(along, 32, 0.1)
     for each in found:
         widths = tuple(map(int, each["widths"].split("x")))
         tokens = each["block_efficiency"]
-        assert tokens["value"] == pytest.approx(120 / along.rounds(widths).sum())
+        assert tokens["value"] == pytest.approx(240 / along.rounds(widths).sum())
         assert tokens["low"] <= tokens["value"] <= tokens["high"]
         assert each["speedup"] == pytest.approx(tokens["value"] / (1 + 0.1 * len(widths)))
         assert (each["paths"], each["nodes"]) == (np.prod(widths), np.cumprod(widths).sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, as_completed
@@ -19,6 +20,8 @@ from specdata.errors import ConfigError
 
 # Tries of a request, 1, 2, 4 ... s apart, and seconds that a server may be silent in each.
 TRIES, PAUSE, TIMEOUT = 6, 1.0, 600.0
+GRACE = 1.0
+"""Seconds that requests have to end in after trouble, so that few are left under way."""
 # Seconds for what takes no forward.
 LISTED = 10.0
 # What a busy or restarting server answers; any other status that is not 200 is final.
@@ -153,10 +156,11 @@ class ServerClient:
         """The results of `work`, which asks the server, for each item, requests side by side.
 
         The first trouble, or Ctrl-C, ends all at once: what is under way is neither waited for,
-        which a pool of `concurrent.futures` would do, nor sent again.
+        which a pool of `concurrent.futures` would do, but for a moment, nor sent again.
         """
         futures: list[Future[R]] = [Future() for _ in items]
-        waiting, ended = deque(zip(futures, items, strict=True)), self._ended
+        waiting = deque(zip(futures, items, strict=True))
+        ended = self._ended = Event()
 
         def ask() -> None:
             with suppress(IndexError):  # nothing is waiting any more
@@ -167,14 +171,21 @@ class ServerClient:
                     except BaseException as error:  # noqa: BLE001 - raised below
                         future.set_exception(error)
 
+        threads = [
+            Thread(target=ask, name="request", daemon=True)
+            for _ in range(min(self.config.concurrency, len(items)))
+        ]
         try:
-            for _ in range(min(self.config.concurrency, len(items))):
-                Thread(target=ask, name="request", daemon=True).start()
+            for thread in threads:
+                thread.start()
             for future in as_completed(futures):
                 future.result()
         except BaseException:
             ended.set()
-            self._ended = Event()
+            until = time.monotonic() + GRACE
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join(max(0.0, until - time.monotonic()))
             raise
         return [future.result() for future in futures]
 
