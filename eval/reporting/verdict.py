@@ -26,7 +26,7 @@ def verdict(results: Results) -> str:
     """What is fastest, whether it pays, and a warning where a busy machine was measured."""
     said = _verdict(results)
     if results.timed and (found := busy(results)):
-        said += f" Warning: {found}; measure again while nothing else runs."
+        said += f" This was {found}: measure again while nothing else runs."
     return said
 
 
