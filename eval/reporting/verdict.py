@@ -26,8 +26,8 @@ def verdict(results: Results) -> str:
     """What is fastest, whether it pays; warnings of a busy machine and of drafts that end early."""
     said = _verdict(results)
     if results.timed and (found := busy(results)):
-        said += f" Warning: {found}; measure again while nothing else runs."
-    return said + "".join(f" Warning: {each}" for each in _undrafted(results))
+        said += f" This was {found}: measure again while nothing else runs."
+    return said + "".join(f" {each}" for each in _undrafted(results))
 
 
 def _undrafted(results: Results) -> list[str]:
