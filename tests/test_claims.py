@@ -31,11 +31,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.papers.reproduce import protocol_of
+from benchmarks.papers.tables import page as page_of_paper
 from eval.measuring.intervals import Interval
 from eval.measuring.pooled import PooledRow, medians, pool
 from eval.measuring.results import read_results
-from recipes.papers.reproduce import protocol_of
-from recipes.papers.tables import page as page_of_paper
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -168,7 +168,7 @@ def test_a_papers_page_is_its_verdict_and_what_the_command_makes_of_its_results(
         (ROOT / path / "README.md").read_text(),
         re.DOTALL,
     )
-    assert parts, "a new page from `draftsmith reproduce` goes between the verdict's comments"
+    assert parts, "a new page from `make papers` goes between the verdict's comments"
     title, verdict, made = parts.groups()
     of = made.partition("\n")[0]  # where it was measured; no test measures again
     assert title + made == page_of_paper(

@@ -58,10 +58,10 @@ from benchmarks.head_figures.variants import (
     Variant,
     trained,
 )
+from benchmarks.papers.replay import Times, saving
 from eval.measuring.environment import describe_environment
 from heads import BaseHead
 from heads.loss import head_metrics, soft_auroc
-from recipes.papers.replay import Times, saving
 from recipes.run import prepare_libraries
 from specdata.draft_models.depths import depths_of
 from specdata.storage.files import write_json

@@ -11,6 +11,14 @@ import torch
 from scipy.special import logit
 from torch import Tensor
 
+from benchmarks.papers.replay import (
+    Counts,
+    Times,
+    expected_counts,
+    oracle_counts,
+    replayed,
+    saving,
+)
 from eval.analysis.traces import Traces, acceptance_traces, record_head
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule, fit_rules
 from eval.drafting.stopping.cost import Cost
@@ -19,14 +27,6 @@ from eval.drafting.stopping.thresholds import Fixed, Head
 from eval.measuring.intervals import Interval, resamples
 from heads import BaseHead
 from heads.loss import soft_auroc
-from recipes.papers.replay import (
-    Counts,
-    Times,
-    expected_counts,
-    oracle_counts,
-    replayed,
-    saving,
-)
 
 if TYPE_CHECKING:
     import datasets
