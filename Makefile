@@ -139,7 +139,6 @@ fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Not head_figures: it trains dozens of heads, for one or two hours.
 bench: $(INSTALLED)
 	@for name in decode head_call rollouts; do $(RUN) $(BIN)/python benchmarks/$$name.py || exit 1; done
 
