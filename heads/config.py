@@ -24,8 +24,8 @@ FeatureName = Literal[
     "log_mass_above",
 ]
 
-# What pays for being asked (`benchmarks/head_figures`, `benchmarks/head_call.py`): of the numbers
-# one, the cheapest.
+# What pays for being asked (docs/evidence/head-design.md, docs/evidence/head-cost.md): of the
+# numbers one, the cheapest.
 DEFAULT_FEATURES: tuple[FeatureName, ...] = (
     "hidden_before",
     "embedding",

@@ -39,15 +39,12 @@ DOES = {
     "init": "Write a configuration for a target and a file of prompts.",
     "certify": "Certify that an evaluation, a pair or a server decodes as the target alone.",
     "engine": "Measure a served engine on a run's prompts, with and without its draft.",
-    "reproduce": "Run a paper's experiments on a pair, and print its tables.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
     "import": "Read a published EAGLE-3 or DSpark draft, or a SpecDec++ head, to decode with it.",
     "export": "Write a draft in EAGLE-3's or DSpark's layout, for engines.",
     "doctor": "Examine a published EAGLE-3 or DSpark draft: why it is accepted or not.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
-CONFIGURED = ("reproduce", "engine")
-"""Tools whose further options are those of a configuration (`given.further`)."""
 # A folder beside the packages, in a checkout as in an installed wheel.
 LAUNCH = Path(__file__).parent.parent / "launch"
 PROFILES = sorted(path.stem for path in LAUNCH.glob("*.yaml"))
@@ -158,7 +155,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
     )
     tool.add_options(parser)
     given, further = parser.parse_known_args(arguments)
-    if name in CONFIGURED:
+    if name == "engine":  # its further options are those of a configuration
         given.further = further
     elif further:
         parser.error(f"unrecognized arguments: {' '.join(further)}")

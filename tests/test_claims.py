@@ -31,11 +31,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.papers.reproduce import protocol_of
+from benchmarks.papers.tables import page as page_of_paper
 from eval.measuring.intervals import Interval
 from eval.measuring.pooled import PooledRow, medians, pool
 from eval.measuring.results import read_results
-from recipes.papers.reproduce import protocol_of
-from recipes.papers.tables import page as page_of_paper
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -168,7 +168,7 @@ def test_a_papers_page_is_its_verdict_and_what_the_command_makes_of_its_results(
         (ROOT / path / "README.md").read_text(),
         re.DOTALL,
     )
-    assert parts, "a new page from `draftsmith reproduce` goes between the verdict's comments"
+    assert parts, "a new page from `make papers` goes between the verdict's comments"
     title, verdict, made = parts.groups()
     of = made.partition("\n")[0]  # where it was measured; no test measures again
     assert title + made == page_of_paper(
@@ -176,6 +176,27 @@ def test_a_papers_page_is_its_verdict_and_what_the_command_makes_of_its_results(
     )
     assert verdict.startswith("**Like the paper:** ")
     assert "**Not like the paper:** " in verdict or "**Not comparable:** " in verdict
+
+
+@pytest.mark.parametrize(
+    ("pair", "compared"),
+    [
+        ("demo", ("over_best_k", "over_best_rule")),
+        ("smollm2", ("over_best_k", "over_best_rule", "over_dynamic_tree")),
+    ],
+)
+def test_what_heads_save_by_the_clock_is_what_the_speeds_say(
+    pair: str, compared: tuple[str, ...]
+) -> None:
+    report = stored("docs/heads_clock.json")[pair]
+    assert 0.0 < report["question_share"] < 1.0
+    for name in compared:
+        figure = report[name]
+        assert figure["low"] <= figure["value"] <= figure["high"]
+        methods = [each["methods"] for each in report["evaluations"]]
+        (speeds,) = [each for each in methods if {figure["method"], figure["rival"]} <= {*each}]
+        head, rival = (speeds[figure[key]]["tokens_per_second"] for key in ("method", "rival"))
+        assert figure["value"] == pytest.approx(1.0 - rival / head, abs=1e-6)
 
 
 def test_every_commit_that_a_document_names_is_in_the_history() -> None:

@@ -42,9 +42,8 @@ def test_help_and_plan_import_no_heavy_library(name: str, tmp_path: Path) -> Non
     assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, *plan, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["certify", "reproduce"])
-def test_help_of_a_tool_imports_no_heavy_library(name: str) -> None:
-    assert f"usage: draftsmith {name}" in command(name, "--help")
+def test_help_of_a_tool_imports_no_heavy_library() -> None:
+    assert "usage: draftsmith certify" in command("certify", "--help")
 
 
 def test_the_list_of_commands_names_each_with_what_it_does() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.papers.replay import expected_counts
 from eval.analysis.traces import Traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping.logistic import fit_calibration
@@ -23,7 +24,6 @@ from eval.measuring.results import build_results
 from eval.runtime.transformers_models import cached_layers
 from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
-from recipes.papers.replay import expected_counts
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import load_model
 from specdata.probability import SamplingConfig

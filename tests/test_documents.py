@@ -122,7 +122,7 @@ def test_every_file_function_and_test_that_papers_names_exists() -> None:
     assert [name for name in paths if not (ROOT / name).exists()] == []
     named = re.findall(r"`([\w/]+\.py)` `(\w+)`", papers)
     theory = re.findall(r"`theory\.(\w+)`", papers)
-    for path, name in [*named, *(("recipes/papers/theory.py", name) for name in theory)]:
+    for path, name in [*named, *(("benchmarks/papers/theory.py", name) for name in theory)]:
         defined = re.search(rf"^(def|class) {name.rstrip('_*')}", (ROOT / path).read_text(), re.M)
         assert defined, (path, name)
 

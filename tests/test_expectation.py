@@ -12,13 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.papers.replay import (
+    Counts,
+    Times,
+    dinkelbach,
+    expected_counts,
+    oracle_counts,
+    saving,
+)
 from eval.analysis.traces import Traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import Lengths, Reals, RecordedHead, RecordedTokens, pad
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed, Head
-from recipes.papers.replay import Counts, Times, dinkelbach, expected_counts, oracle_counts, saving
 from tests.tiny import tiny_llama
 
 OUTCOMES = [bits for n in range(1, 7) for bits in itertools.product([False, True], repeat=n)]

@@ -137,13 +137,6 @@ def test_rooms_import_downwards_only(package: str) -> None:
                 assert below[0] in rooms[inside[0]], f"{path}:{line} may not import {module}"
 
 
-def test_the_room_of_papers_is_imported_by_tools_alone() -> None:
-    for path in FILES:
-        if path.parent.name not in ("papers", "tools"):
-            for line, module in imported(path):
-                assert not module.startswith("recipes.papers"), f"{path}:{line}"
-
-
 @pytest.mark.parametrize(
     "path",
     [

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from scipy.special import ndtri, stdtr
 
+from benchmarks.papers.measurements import fit_times
 from eval.measuring.environment import describe_environment
 from eval.measuring.intervals import coverage, prompts_needed
-from eval.measuring.metrics import compute_metrics, fit_times
+from eval.measuring.metrics import compute_metrics
 from eval.measuring.records import PromptRecord, record_prompt
 from eval.measuring.results import Results, check_metrics, read_results, write_results
 from eval.rounds import Round

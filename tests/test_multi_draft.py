@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.papers import examples as formulas
+from benchmarks.papers.examples import RULES, two_drafts
 from eval.drafts import DraftTree, How
 from eval.verifiers import VERIFIERS
 from eval.verifiers.kseq import discount
 from eval.verifiers.optimum import optimal_acceptance
-from recipes.papers import examples as formulas
-from recipes.papers.examples import RULES, two_drafts
 from tests.oracles import constant_model, expected_accepted, random_distributions, sibling_drafts
 
 P3 = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

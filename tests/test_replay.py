@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.papers.replay import Counts, Times, oracle_counts, replayed
 from eval.analysis.traces import Traces, acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule, recorded_lengths
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
-from recipes.papers.replay import Counts, Times, oracle_counts, replayed
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from tests.families import tiny

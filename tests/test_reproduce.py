@@ -1,4 +1,4 @@
-"""A paper's protocol as data, run on a pair: `draftsmith reproduce`."""
+"""A paper's protocol as data, run on a pair: `make papers`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
-from distill.toy import save_tokenizer
-from distill.training import save_model
-from recipes.command import run_tool
-from recipes.config import TOY, parse
-from recipes.papers.examples import batches, rejections
-from recipes.papers.measurements import (
+from benchmarks.papers.__main__ import main
+from benchmarks.papers.examples import batches, rejections
+from benchmarks.papers.measurements import (
     KINDS,
     ModelPair,
     _fitted,
@@ -29,8 +26,11 @@ from recipes.papers.measurements import (
     of_drafts,
     replay,
 )
-from recipes.papers.reproduce import PAPERS, protocol_of
-from recipes.papers.tables import WORDS, paper_figures, pivot, selected, with_paper, write_figure
+from benchmarks.papers.reproduce import PAPERS, protocol_of
+from benchmarks.papers.tables import WORDS, paper_figures, pivot, selected, with_paper, write_figure
+from distill.toy import save_tokenizer
+from distill.training import save_model
+from recipes.config import TOY, parse
 from specdata.labels import make
 from specdata.models import load_tokenizer
 from specdata.storage.dataset import load_stored
@@ -205,7 +205,7 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     given += measured_only(trained_pair, tmp_path)
     given += ["--eval.sets", "[{name: instruct, count: 2}, {name: maths, count: 2}]"]
     given += ["--eval.max_new_tokens", "12"]
-    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
+    assert main(given) == 0, capsys.readouterr().err
     page, stored = tmp_path / "page/README.md", tmp_path / "page/results.json"
     first, measured = said(page), tmp_path / "papers/block-quick/measured/decoding"
     assert str(tmp_path) not in stored.read_text() + page.read_text()
@@ -223,10 +223,10 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     before = kept.stat().st_mtime_ns
     records.unlink()  # as after a kill in the second seed, whose prompts are one batch
     lost.unlink()
-    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
+    assert main(given) == 0, capsys.readouterr().err
     assert (kept.stat().st_mtime_ns, said(page)) == (before, first)
     assert json.loads(stored.read_text())["measured"] == counts
-    assert run_tool("reproduce", [*given, "--seed", "1"]) == 2
+    assert main([*given, "--seed", "1"]) == 2
     assert "remove" in capsys.readouterr().err
 
 
@@ -292,7 +292,7 @@ def test_the_gemma_protocol_runs_on_gemma_2_and_has_the_papers_figures_beside_ou
     sets = ", ".join(f"{{name: maths, split: {split}, count: 4}}" for split in ("train", "dev"))
     given += ["--rollouts.sets", f"[{sets}]", "--rollouts.max_new_tokens", "24"]
     given += ["--eval.sets", "[{name: maths, count: 2}]"]
-    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
+    assert main(given) == 0, capsys.readouterr().err
     home = tmp_path / "papers/specdecpp-gemma-quick"
     page = (home / "README.md").read_text()
     fixed = [line for line in page.splitlines() if line.startswith("| fixed")]
@@ -310,7 +310,7 @@ def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
     given += ["--eval.max_new_tokens", "6"]
     if paper == "mcsd":
         given += ["--drafts", str(trained_pair / "draft")]
-    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
+    assert main(given) == 0, capsys.readouterr().err
     home = tmp_path / f"papers/{paper}-quick"
     folder = next(home.glob("measured/acceptance*"))
     kept = folder / "instruct.json"
@@ -318,7 +318,7 @@ def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
     before = kept.stat().st_mtime_ns
     (folder / "records.json").unlink()  # as after a kill in the second set
     (folder / "maths.json").unlink()
-    assert run_tool("reproduce", given) == 0, capsys.readouterr().err
+    assert main(given) == 0, capsys.readouterr().err
     assert kept.stat().st_mtime_ns == before
     assert json.loads((home / "results.json").read_text())["measured"] == first
 
@@ -331,5 +331,5 @@ def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture
         (["block", "--eval.threads", "-1"], "eval.threads: must be greater than or equal to 0"),
         (["block", "--config", f"{TOY}.old"], "does not exist"),
     ):
-        assert run_tool("reproduce", given) == 2
+        assert main(given) == 2
         assert said in capsys.readouterr().err

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.papers import theory
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS
 from eval.verifiers.persistent_residual import PersistentResidual
 from eval.verifiers.rule import Verifier
-from recipes.papers import theory
 from specdata.probability import residual
 from tests.oracles import (
     Prefix,

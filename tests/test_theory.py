@@ -10,10 +10,10 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
+from benchmarks.papers import theory
 from eval.verifiers import VERIFIERS
 from eval.verifiers.biased import opt_loss, uno_loss
 from eval.verifiers.rule import Verifier
-from recipes.papers import theory
 from tests.optimal_stopping import AcceptanceChain, optimum
 from tests.oracles import (
     Prefix,

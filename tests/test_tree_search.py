@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.decode_config import DecodeConfig
-from eval.decoder import SpeculativeDecoder
-from eval.verifiers import VERIFIERS
-from recipes.papers.trees import (
+from benchmarks.papers.trees import (
     DEEPEST,
     WIDTHS,
     Acceptance,
@@ -23,6 +20,9 @@ from recipes.papers.trees import (
     k_configurations,
     search,
 )
+from eval.decode_config import DecodeConfig
+from eval.decoder import SpeculativeDecoder
+from eval.verifiers import VERIFIERS
 from specdata.probability import SamplingConfig, probabilities
 from specdata.sampling import generator_for
 from tests.families import tiny

@@ -203,16 +203,3 @@ def divide(above: Array, below: Array) -> Array:
     """Divide; NaN where nothing was counted, as in a resample without the rounds in question."""
     quotient: Array = np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
     return quotient
-
-
-def fit_times(counts: Array, seconds: Array) -> list[float]:
-    """Seconds of each of two counts (n, 2), none negative, by least squares; then R squared.
-
-    Of drafted tokens and rounds of chains they are SpecDec++'s t_d and t_t (Huang et al.,
-    arXiv:2405.19715, section 5.2): one regression over all generations.
-    """
-    from scipy.optimize import nnls
-
-    times, residual = nnls(counts, seconds)
-    spread = float(((seconds - seconds.mean()) ** 2).sum())
-    return [*map(float, times), 1 - float(residual) ** 2 / max(1e-12, spread)]

@@ -118,7 +118,8 @@ def batch(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
     Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Algorithm 4. Paper symbols: the paper's
     q is the target p here and its p the draft q. Lossless. A rollout that merely shares a prefix
     with the accepted one is not used again. Its expected number of rejections is Theorem 3
-    (`recipes.papers.theory`); here a round that accepts a whole rollout adds a token drawn from p.
+    (benchmarks/papers/theory.py); here a round that accepts a whole rollout adds a token drawn
+    from p.
     """
     node, children, rule = 0, tree.children_of[0], rrs
     chances = tree.chances(target, tree.parent_list)

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.papers.tables import Record
 from eval.measuring.intervals import Interval, resamples
-from recipes.papers.tables import Record
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.terminal import progress
 from specdata.texts import TextBatch, along_pair

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from eval.measuring.intervals import Interval, resamples
+from benchmarks.papers.tables import Record
+from eval.measuring.intervals import Array, Interval, resamples
 from eval.measuring.methods import PLAIN, EvalConfig
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.scores import can_score
 from recipes.config import PipelineConfig, build
 from recipes.layout import draft_in_use, portable, template_setting
 from recipes.layout import folder as stage_folder
-from recipes.papers.tables import Record
 from recipes.run import prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
 from specdata.errors import ConfigError
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from benchmarks.papers.replay import Counts
     from eval.analysis.traces import Traces
     from eval.measuring.records import PromptRecord
     from eval.measuring.results import Results
-    from recipes.papers.replay import Counts
     from specdata.prompts.loading import Prompt
 
 UNDECODED = ("over", "label")
@@ -315,8 +315,6 @@ def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
 
     And how far the times of single generations are from these, in percent: the median, the largest.
     """
-    from eval.measuring.metrics import fit_times
-
     rows = np.array([[each.n_draft, each.rounds, each.seconds] for each in generations])
     if rule == "draft alone":  # whose rounds are forwards of the draft
         rows = rows[:, [1, 0, 2]]
@@ -335,9 +333,22 @@ def _fitted(generations: Sequence[PromptRecord], rule: str) -> Record:
     return fitted | {"error": float(np.median(errors)), "largest_error": float(errors.max())}
 
 
+def fit_times(counts: Array, seconds: Array) -> list[float]:
+    """Seconds of each of two counts (n, 2), none negative, by least squares; then R squared.
+
+    Of drafted tokens and rounds of chains they are SpecDec++'s t_d and t_t (Huang et al.,
+    arXiv:2405.19715, section 5.2): one regression over all generations.
+    """
+    from scipy.optimize import nnls
+
+    times, residual = nnls(counts, seconds)
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    return [*map(float, times), 1 - float(residual) ** 2 / max(1e-12, spread)]
+
+
 def formula(_pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list[Record]:
-    """What follows from formulas alone: a function of `recipes.papers.examples`."""
-    from recipes.papers.examples import FORMULAS
+    """What follows from formulas alone: a function of `benchmarks.papers.examples`."""
+    from benchmarks.papers.examples import FORMULAS
 
     arguments = {key: value for key, value in spec.items() if key not in ("kind", "of")}
     return FORMULAS[spec["of"]](**arguments)
@@ -351,12 +362,12 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     from and on held-out ones of that set; and one a set, rule and setting, of which `best` is the
     fastest of its rule there. Times are the specification's, by Eq. 5.1.
     """
+    from benchmarks.papers.replay import Counts, Times, oracle_counts, replayed, saving
     from eval.analysis.traces import acceptance_traces, first_rows
     from eval.drafting.stopping import STOPPING_RULES
     from heads import BaseHead
     from heads.config import HeadConfig
     from heads.train import train_head
-    from recipes.papers.replay import Counts, Times, oracle_counts, replayed, saving
     from specdata.storage.dataset import load_stored
 
     made = _labelled(pair, spec, folder / "run")
@@ -449,7 +460,7 @@ def _kl(traces: Traces, rows: Any = slice(None)) -> Record:
 
 def _expected(counts: Counts, prompts: Sequence[str], spec: Mapping[str, Any]) -> Record:
     """Rates and speeds of expected counts (R,), with intervals over prompts, and the counts."""
-    from recipes.papers.replay import Times
+    from benchmarks.papers.replay import Times
 
     _, group = np.unique(prompts, return_inverse=True)
     drawn = resamples(int(group.max()) + 1)
@@ -525,7 +536,7 @@ def tree_search(pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list
     a `ratio` of the draft's forward to the target's, and the one expected to emit most; `siblings`
     are "iid" or "distinct".
     """
-    from recipes.papers.trees import acceptance_along, search
+    from benchmarks.papers.trees import acceptance_along, search
 
     along = acceptance_along(
         [row for _, each in texts(pair, spec) for row in each],
@@ -588,7 +599,7 @@ def _columns(
     spec: Mapping[str, Any],
 ) -> Iterator[tuple[list[Record], Callable[[Tensor, Tensor], float | list[float]]]]:
     """The keys of some figures, and the function of p and q whose means they are."""
-    from recipes.papers.examples import BUCKETS, RULES, effective_alphabet
+    from benchmarks.papers.examples import BUCKETS, RULES, effective_alphabet
 
     for rule in expanded(spec["rules"]):
         if rule["rule"] == "alphabet":

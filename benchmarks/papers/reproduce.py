@@ -7,6 +7,7 @@ OUTPUT/papers/PAPER, so that the same run goes on after a kill.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Any
 
 import yaml
 
+from benchmarks.papers.measurements import KINDS, ModelPair, evaluated
+from benchmarks.papers.tables import WORDS, page, write_figure
 from eval.measuring.environment import describe_environment
 from eval.reporting.rendering import escape_markdown
 from recipes.checks import check_whole_run
 from recipes.config import PipelineConfig, parse
 from recipes.layout import initial_draft
-from recipes.papers.measurements import KINDS, ModelPair, evaluated
-from recipes.papers.tables import WORDS, page, write_figure
 from recipes.pipeline import TRAINING
 from recipes.recipe import check_stages
 from recipes.run import prepare_libraries, run_stage, say
@@ -149,9 +150,9 @@ def reproduce(
     models = [
         f"{escape_markdown(each['name'])} ({each['digest']})" for each in identity["pair"].values()
     ]
+    asked = f"{paper}{' --quick' * quick}{f' --prompts {prompts}' if prompts else ''}"
     of = (
-        f"`draftsmith reproduce {paper}{' --quick' * quick}"
-        f"{f' --prompts {prompts}' if prompts else ''}`: {' with '.join(models)}. Measured on "
+        f"`make papers PAPER={shlex.quote(asked)}`: {' with '.join(models)}. Measured on "
         f"{'; '.join(dict.fromkeys(map(_measured_at, where.values())))}. Brackets hold 95 % "
         "intervals over prompts; ± is the deviation over seeds; what the paper prints is marked "
         "*paper*. Names are followed by digests of contents; `results.json` has all counts."

@@ -2,7 +2,7 @@
 
 Acceptance is the probability that the emitted token is one of the candidates for one position. Its
 mean over the positions of the target's own text is what papers print as the acceptance rate.
-p is the target and q the draft, as in `recipes.papers.theory`.
+p is the target and q the draft, as in `benchmarks.papers.theory`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.papers import theory
+from benchmarks.papers.tables import Record
+from benchmarks.papers.trees import scales
 from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
 from eval.verifiers import VERIFIERS
@@ -26,9 +29,6 @@ from eval.verifiers.kseq import any_accepted, discount
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.selection.groups import largest
 from eval.verifiers.selection.solvers import Solver, selector
-from recipes.papers import theory
-from recipes.papers.tables import Record
-from recipes.papers.trees import scales
 from specdata.probability import nucleus, overlap
 
 POINTS = 32

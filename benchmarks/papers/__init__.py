@@ -1,0 +1,1 @@
+"""The experiments of the papers, on a pair of one's own."""

@@ -1,1 +1,0 @@
-"""The experiments of the papers, on a pair of one's own; nothing else imports this room."""
