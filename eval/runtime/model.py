@@ -226,7 +226,9 @@ class CachedModel:
     def run(self, forward: Forward) -> Tensor:
         """Run one forward by itself, of a long text in pieces: logits (logits_to_keep, V)."""
         sequence, slot = forward.sequence, forward.sequence.slot
-        while (early := len(forward.tokens) - max(forward.logits_to_keep, forward.drafted)) >= PIECE:
+        while (
+            early := len(forward.tokens) - max(forward.logits_to_keep, forward.drafted)
+        ) >= PIECE:
             masked = self._has_rules or not self._sdpa or not sequence.reads_first
             masked = self._takes_masks and (masked or sequence.in_use > 0)
             if not (self._in_pieces and (masked or forward.parents)):
