@@ -32,9 +32,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from distill.batches import tokens_of
 from specdata.cache import cache_argument
+from specdata.draft_models.attention import Seen, attending_along
 from specdata.draft_models.depths import MASK, add_masks, depths_of
 from specdata.draft_models.dspark import BlockInput, BlockModel, read_blocks
-from specdata.draft_models.states_draft import before, states_input, without_first
+from specdata.draft_models.states_draft import before, states_input
 from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, body_of
 from specdata.models import positions
@@ -117,19 +118,20 @@ def readings(
     body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
     at = torch.arange(length, device=ids.device)
     rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
-    x, visible = reads.after_target(ids, before(taps)), (at <= at[:, None]).expand(len(ids), -1, -1)
-    later = places if begins is None else window(begins)  # (B, W) the positions of later readings
+    x, later = reads.after_target(ids, before(taps)), places
+    if begins is not None:
+        later = window(begins)  # (B, W) the positions of later readings
+    own = at.new_zeros(*ids.shape, 0)
     for step in range(count):
-        mask = torch.zeros(visible.shape, dtype=x.dtype, device=ids.device)
-        seen = visible if reads.reads_first else without_first(visible)
-        mask.masked_fill_(~seen, torch.finfo(x.dtype).min)
-        states: Tensor = body(
-            inputs_embeds=x,
-            attention_mask=mask[:, None],
-            position_ids=places,
-            use_cache=True,
-            **{cache_argument(body): cache},
-        )[0]
+        seen = Seen(length, places - step, own, reads.reads_first)
+        with attending_along(model, seen, step * places.shape[1], x.dtype) as mask:
+            states: Tensor = body(
+                inputs_embeds=x,
+                attention_mask=mask,
+                position_ids=places,
+                use_cache=True,
+                **{cache_argument(body): cache},
+            )[0]
         if step:
             everywhere = states.new_zeros(*ids.shape, states.shape[-1])
             states = everywhere.index_put((rows, places), states)
@@ -138,10 +140,11 @@ def readings(
             return
         places = later
         x = reads.after_own(ids[rows, places], before(states)[rows, places])
-        read_at = torch.arange(places.shape[1], device=ids.device)
-        same = [read_at == read_at[:, None] - back for back in range(step, -1, -1)]
-        began = at <= places[..., None] - (step + 1)  # up to where the round of each position did
-        visible = torch.cat([began, *(each.expand(len(ids), -1, -1) for each in same)], dim=-1)
+        width = places.shape[1]
+        # Each sees reading r of its round, which is so many places before it.
+        same = torch.arange(width, device=ids.device)[:, None] + torch.arange(-step, 1).to(at)
+        other = width * torch.arange(step + 1, device=ids.device)
+        own = torch.where(same < 0, -1, same + other).expand(len(ids), -1, -1)
 
 
 def ranks(begin: Tensor, step: int) -> Tensor:
@@ -177,13 +180,12 @@ def in_blocks(
         rank, order = ranks(begin, dropping).sort(dim=1)
         kept, begin = rank < share, begin.gather(1, order)
         whole = max(1, int(kept.sum(dim=1).max()))
-    body = cast(BlockModel, body_of(model))
+    body, width = cast(BlockModel, body_of(model)), begin.shape[1]
+    parts = math.ceil(width / BLOCKS)
     reading: Callable[..., Any] = read_blocks
-    if dropping is not None and body.config.num_hidden_layers > 1:
+    if dropping is not None and (parts > 1 or body.config.num_hidden_layers > 1):
         # Else what all layers make of all slots would be kept, most of the memory of a training.
         reading = partial(checkpoint, read_blocks, use_reentrant=False)
-    width = begin.shape[1]
-    parts = math.ceil(width / BLOCKS)
     if dropping is not None and in_group():
         parts = largest_of_all(parts)  # ZeRO-3 gathers the layers for each, in all processes alike
     found, first = [], 0
@@ -237,23 +239,23 @@ def after_masks(
     depth = torch.cat([at.new_full((each,), number) for number, each in enumerate(kept)])
     group = torch.cat([torch.arange(each, device=ids.device) for each in kept])
     mask_ids = torch.full_like(at_mask, getattr(model.config, MASK))
-    total = length + len(depth)
-    visible = torch.zeros(rows, total, total, dtype=torch.bool, device=ids.device)
-    visible[:, :length, :length] = at <= at[:, None]
-    visible[:, length:, :length] = at <= at_mask[..., None]
-    visible[:, length:, length:] = (group == group[:, None]) & (depth <= depth[:, None])
+    # A mask sees those of its round down to itself.
+    down = torch.arange(masks, device=ids.device)
+    first = torch.tensor([0, *kept[:-1]], device=ids.device).cumsum(0)
+    own = torch.where(down <= depth[:, None], first + group[:, None], -1)
+    own = nn.functional.pad(own, (0, 0, length, 0), value=-1)
+    seen = Seen(length, torch.cat([at.expand(rows, -1), at_mask], dim=1), own.expand(rows, -1, -1))
     device = ids.device.type
     in_half = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if in_half else model.dtype
-    mask = torch.zeros(visible.shape, dtype=dtype, device=ids.device)
-    mask.masked_fill_(~visible, torch.finfo(dtype).min)
     places = torch.cat([at.expand(rows, -1), at_mask + 1 + depth], dim=1)
-    read = body_of(model)(
-        input_ids=torch.cat([ids, mask_ids], dim=1),
-        attention_mask=mask[:, None],
-        position_ids=places.clamp(max=positions(model.config) - 1),  # masks may stand beyond
-        use_cache=False,
-    )[0]
+    with attending_along(model, seen, len(depth), dtype) as mask:
+        read = body_of(model)(
+            input_ids=torch.cat([ids, mask_ids], dim=1),
+            attention_mask=mask,
+            position_ids=places.clamp(max=positions(model.config) - 1),  # masks may stand beyond
+            use_cache=False,
+        )[0]
     along, *ahead = read.split([length, *kept], dim=1)
     yield Place(along, torch.ones_like(ids, dtype=torch.bool))
     for step in range(1, count):

@@ -55,6 +55,8 @@ from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 
 # Forwards of more tokens are prompts, for which a mask would cost more than a graph saves.
 LONGEST_GRAPH_FORWARD = 256
+# Tokens of a longer text that are read at a time: a mask has a row for each of them.
+PIECE = 512
 
 
 class Outputs(NamedTuple):
@@ -139,6 +141,8 @@ class CachedModel:
         self.refresh_graphs()
         # Flash attention takes no mask; its causal attention is aligned as ours is.
         self._takes_masks = takes_masks(model)
+        # A block has no mask, and from a state on Mamba's mixers read each token by itself.
+        self._in_pieces = not (self.in_blocks or any(mixer.stepwise for mixer in self._mixers))
         self.packs = can_pack(model) and not self._looks_ahead
         # Some of its layers make masks of their own, of what they are given here.
         self._has_rules = self._takes_masks and has_rules(model)
@@ -220,6 +224,22 @@ class CachedModel:
         return [(100 + 31 * place) % self.vocabulary for place in range(count)]
 
     def run(self, forward: Forward) -> Tensor:
+        """Run one forward by itself, of a long text in pieces: logits (logits_to_keep, V)."""
+        sequence, slot = forward.sequence, forward.sequence.slot
+        while (
+            early := len(forward.tokens) - max(forward.logits_to_keep, forward.drafted)
+        ) >= PIECE:
+            masked = self._has_rules or not self._sdpa or not sequence.reads_first
+            masked = self._takes_masks and (masked or sequence.in_use > 0)
+            if not (self._in_pieces and (masked or forward.parents)):
+                break
+            end = PIECE if masked else early
+            self._run_whole(sequence.append(forward.tokens[:end], 1))
+            forward = replace(forward, tokens=forward.tokens[end:])
+            self.kv_cache.reserve(slot + 1, sequence.length + len(forward.tokens))
+        return self._run_whole(forward)
+
+    def _run_whole(self, forward: Forward) -> Tensor:
         """Run one forward by itself: logits (logits_to_keep, V)."""
         layout = forward.layout()
         if isinstance(forward.sequence, MaskedSequence):
@@ -299,7 +319,7 @@ class CachedModel:
         elif self._takes_masks and not self.in_blocks:  # a block attends to everything
             graph = self._graphs is not None and count <= LONGEST_GRAPH_FORWARD
             needs = (graph and not self._sdpa) if count == 1 else (graph or layout.start > 0)
-            if needs or self._has_rules:
+            if needs or (self._has_rules and (layout.start or count <= PIECE)):
                 mask = self._causal_mask(layout.start, count)
         sight: Tensor | Sight | None = mask
         if self._has_rules and mask is not None:
@@ -393,7 +413,8 @@ class CachedModel:
     def _additive(self, visible: Tensor) -> Tensor:
         """The additive mask of a boolean one, in the model's type and on its device."""
         dtype = self._dtype
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+        mask = torch.zeros(visible.shape, dtype=dtype)
+        mask.masked_fill_(~visible, torch.finfo(dtype).min)
         return mask.to(self.device)
 
     def _causal_mask(self, start: int, count: int) -> Tensor:

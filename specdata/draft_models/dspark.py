@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3Model,
@@ -28,6 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from specdata.cache import cache_argument
+from specdata.draft_models.attention import Seen, attention_along
 from specdata.draft_models.draft_vocabulary import SIZE, ReducedOutput, install_output
 from specdata.draft_models.states_draft import KEY, Blocks, StatesInput, TargetStates
 from specdata.errors import ConfigError
@@ -94,20 +94,20 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         *,
         contexts: int,
         unread: int = 0,
-        own: Tensor | None = None,
+        seen: Seen | None = None,
         **named: Any,
     ) -> Tensor:
         """(B, n, 2 H + r) -> the same shape.
 
         So many of the first are contexts. Nobody reads so many slots behind them in the end, so
-        the last layer makes no more of these than keys and values. `own` is as of
-        `attention_along`; without it there is one block.
+        the last layer makes no more of these than keys and values. Without
+        `seen`, what slots attend to, there is one block.
         """
         first = contexts + unread * self.is_last
         context, x, markov = split(hidden_states, self.hidden_size)
         x = x[:, contexts:]
         read = torch.cat([context[:, :contexts], self.input_layernorm(x)], dim=1)
-        x = x[:, first - contexts :] + self._attended(read, first, contexts, own, **named)
+        x = x[:, first - contexts :] + self._attended(read, first, contexts, seen, **named)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return torch.cat([context, nn.functional.pad(x, (0, 0, first, 0)), markov], dim=-1)
 
@@ -116,10 +116,9 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         read: Tensor,
         first: int,
         contexts: int,
-        own: Tensor | None,
+        seen: Seen | None,
         *,
         position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
         **named: Any,
     ) -> Tensor:
         """What slots attend to, as `self_attn` gives it, without queries of others."""
@@ -133,53 +132,18 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         keys = keys * cos + rotate_half(keys) * sin
         cos, sin = cos[:, :, first:], sin[:, :, first:]
         queries = queries * cos + rotate_half(queries) * sin
-        if own is None:  # one block, which attends to everything
+        if seen is None:  # one block, which attends to everything
             if (cache := named.get(CACHE)) is not None:
                 keys, values = cache.update(keys, values, attention.layer_idx)
             attended = nn.functional.scaled_dot_product_attention(
                 queries, keys, values, enable_gqa=True
             )
         else:
-            assert attention_mask is not None
             asked = slice(first - contexts, None)
-            mask, own = attention_mask[:, :, asked], own[asked]
-            attended = checkpoint(
-                attention_along, queries, keys, values, mask, own, use_reentrant=False
-            )
+            part = Seen(contexts, seen.last[:, asked], seen.own[:, asked])
+            attended = attention_along(queries, keys, values, part)
         projected: Tensor = attention.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
-
-
-def attention_along(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own: Tensor
-) -> Tensor:
-    """Attention of slots along texts to contexts and to their own block: (B, heads, N, size).
-
-    No tensor has each slot of a text beside each other one, which would be most of the work, and
-    none the scores of several texts, which would be most of the memory.
-
-    Args:
-        queries: (B, heads, N, size).
-        keys: (B, groups, T + slots, size).
-        values: as keys.
-        mask: (B, 1, N, T) additive, of contexts.
-        own: (N, block) places behind the contexts of the slots of each query's block.
-    """
-    if len(queries) > 1:
-        parts = (torch.split(each, 1) for each in (queries, keys, values, mask))
-        texts = zip(*parts, strict=True)
-        return torch.cat([attention_along(q, k, v, m, own) for q, k, v, m in texts])
-    contexts, groups = mask.shape[-1], keys.shape[1]
-    queries = queries.reshape(len(queries), groups, -1, *queries.shape[2:])
-    queries = queries * queries.shape[-1] ** -0.5
-    near, near_values = (each[:, :, contexts:][:, :, own] for each in (keys, values))
-    along = queries @ keys[:, :, None, :contexts].transpose(-1, -2) + mask[:, :, None]
-    inside = torch.einsum("bghnd,bgnkd->bghnk", queries, near)
-    scores = torch.cat([along, inside], dim=-1)
-    weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
-    attended = weights[..., :contexts] @ values[:, :, None, :contexts]
-    attended = attended + torch.einsum("bghnk,bgnkd->bghnd", weights[..., contexts:], near_values)
-    return attended.flatten(1, 2)
 
 
 class BlockNorm(nn.Module):
@@ -291,20 +255,17 @@ def read_blocks(
     tokens = torch.where(slot == 0, before, reads.blocks.mask)
     places = torch.cat([torch.arange(length, device=device).expand(rows, -1), at], dim=1)
     x = torch.cat([reads.contexts(taps), reads.slots(tokens, before)], dim=1)
-    mask = torch.zeros(rows, 1, len(block), length, dtype=x.dtype, device=device)
-    hidden = torch.arange(length, device=device) >= begin[..., None]
-    mask.masked_fill_(hidden[:, None], torch.finfo(x.dtype).min)
     # Where the slots of each slot's block stand: in the order of blocks, the first slot first.
-    own = torch.argsort(block * size + slot).view(count, size)[block]
+    own = torch.argsort(block * size + slot).view(count, size)[block].expand(rows, -1, -1)
     output = Qwen3Model.forward(
         body,
         inputs_embeds=x,
-        attention_mask=dict.fromkeys(body.config.layer_types, mask),
+        attention_mask=dict.fromkeys(body.config.layer_types),
         position_ids=places.clamp(max=cast(int, reach(vars(body.config))) - 1),
         use_cache=False,
         contexts=length,
         unread=len(rest),
-        own=own,
+        seen=Seen(length, begin - 1, own),
     )
     read = output.last_hidden_state[:, length + len(rest) :]
     states = read.new_zeros(rows, count, size, read.shape[-1])

@@ -1,0 +1,207 @@
+"""How time and memory grow, this build beside an earlier one: each work at several sizes.
+
+    python benchmarks/growth.py [--base COMMIT] [--works REGEX] [--out FILE]
+
+Each work runs in a process of its own, on one thread, with models of one layer and random weights.
+It gives CPU seconds and the peak of the process's memory above what it held when the work began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.busy import earlier
+
+Work = Callable[[int], Callable[[], object]]
+"""Of a size, what is set up, unmeasured -> what is measured."""
+WIDTH = 32
+
+
+def main() -> None:
+    """Measure, print, and write one JSON file."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--base", default="ed09b47c", help="the earlier build's commit")
+    options.add_argument("--works", default="", help="only works whose name matches")
+    options.add_argument("--out", type=Path, default=Path("runs/bench/growth.json"))
+    options.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.work:
+        print(json.dumps(spent(WORKS[given.work[0]][0](int(given.work[1])))))
+        return
+    rows = []
+    with earlier(given.base) as base:
+        for name, (_, sizes) in WORKS.items():
+            for size in sizes if re.search(given.works, name) else ():
+                row: dict[str, Any] = {"work": name, "size": size}
+                for build, tree in {"base": base, "now": Path.cwd()}.items():
+                    row[build] = measured(tree, name, size)
+                    print(f"{name:<28} {size:>9,} {build:<4} {row[build]}", flush=True)
+                rows.append(row)
+    commit = ["git", "describe", "--always", "--dirty"]
+    now = subprocess.run(commit, check=True, capture_output=True, text=True).stdout.strip()
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    written = {"schema_version": 1, "base": given.base, "now": now, "rows": rows}
+    given.out.write_text(json.dumps(written, indent=2) + "\n")
+    print(f"written: {given.out}")
+
+
+def measured(tree: Path, name: str, size: int) -> dict[str, float] | None:
+    """What a work takes by the code of a tree; None if it ends by an error, such as no memory."""
+    given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{tree}:{Path.cwd()}"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).absolute())]
+    done = subprocess.run(
+        [*command, "--work", name, str(size)],
+        env={**os.environ, **given},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    return None if done.returncode else dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def spent(work: Callable[[], object]) -> dict[str, float]:
+    """CPU seconds of a work, and megabytes by which the process grew."""
+    held, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    work()
+    seconds = time.process_time() - begun
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"cpu_seconds": round(seconds, 3), "megabytes": round((most - held) / 1024, 1)}
+
+
+def model(kind: str = "llama", layers: int = 1) -> Any:
+    """A model of a layer; Gemma 3's has a window."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": WIDTH // 4}
+    config = AutoConfig.for_model(
+        kind, **sizes, **heads, num_hidden_layers=layers, max_position_embeddings=2**17
+    )
+    made = AutoModelForCausalLM.from_config(config).eval()
+    made.generation_config.eos_token_id = None
+    return made
+
+
+def pair(draft: str) -> tuple[Any, Any]:
+    """A target and a draft of a kind."""
+    import torch
+
+    from distill.config import InitConfig
+    from distill.memory import new_draft
+    from specdata.draft_models.depths import add_masks
+    from specdata.draft_models.taps import attach
+
+    # Engines cannot be told of a tap behind the last layer.
+    target = model("qwen3", layers=2) if draft == "dspark" else model()
+    if draft in ("plain", "pard"):
+        made = model()
+    else:
+        layout = None if draft == "states" else draft
+        given = {"kind": "states", "taps": [1], "layers": 1, "layout": layout}
+        made = copy.deepcopy(new_draft(target, InitConfig.model_validate(given)))
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.normal_(0, 0.05) if weight.ndim > 1 else weight.fill_(1)
+        for name, buffer in made.named_buffers():
+            if name in ("d2t", "t2d"):
+                buffer.fill_(name == "t2d")
+    if draft == "pard":
+        add_masks(made, 4, [0])
+    elif draft != "plain":
+        attach(made, target)
+    return target, made.eval()
+
+
+def decoding(size: int, draft: str = "", target: str = "llama", **method: Any) -> Any:
+    """Eight tokens after a prompt."""
+    import torch
+
+    from eval.decoder import DecodeConfig, SpeculativeDecoder
+
+    models = pair(draft) if draft else (model(target), None)
+    decoder = SpeculativeDecoder.from_config(*models, DecodeConfig(**method))
+    draw = torch.Generator().manual_seed(0)
+
+    def decode(prompt: Any) -> None:
+        decoder.generate(prompt, max_new_tokens=8, generator=draw)
+
+    decode(torch.arange(8))
+    return partial(decode, torch.arange(size) * 7919 % 512)
+
+
+def generating(size: int, target: str) -> Any:
+    """The same by transformers' `generate`."""
+    import torch
+
+    made = model(target)
+
+    def generate(prompt: Any) -> None:
+        mask = torch.ones_like(prompt)
+        made.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=True)
+
+    generate(torch.arange(8)[None])
+    return partial(generate, torch.arange(size)[None] * 7919 % 512)
+
+
+def training(size: int, draft: str) -> Any:
+    """Forward and backward of two steps, by one text whose last three quarters are learnt."""
+    import torch
+
+    from distill.batches import collate
+    from distill.config import DistilConfig
+    from distill.teacher import Teacher
+    from distill.trainer import summed_loss
+    from specdata.draft_models.states_draft import states_input
+    from specdata.lm_head import find_lm_head
+
+    target, made = pair(draft)
+    reads, teacher, config = states_input(made), Teacher(target, None), DistilConfig()
+
+    def step(number: int, length: int) -> None:
+        ids = (torch.arange(length) * 7919 % 512).tolist()
+        row = {"prompt_ids": ids[: length // 4], "completion_ids": ids[length // 4 :]}
+        batch = collate(0)([row])
+        taps = None if reads is None else reads.read_target(batch["input_ids"])
+        taught, head = teacher.columns(batch), find_lm_head(made)
+        summed_loss(head, teacher, config, batch, taught, taps, number).backward()
+        made.zero_grad()
+
+    made.train()
+    step(0, 32)
+    return lambda: [step(number, size) for number in range(2)]
+
+
+LENGTHS = (2_000, 8_000, 16_000, 32_000)
+TREE = {"drafter": "tree", "verifier": "traversal", "widths": (2, 2, 1)}
+CHAIN = {"verifier": "block", "length": 4}
+WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
+    "decode chain": (partial(decoding, draft="plain", **CHAIN), LENGTHS),
+    "decode tree": (partial(decoding, draft="plain", **TREE), LENGTHS),
+    "decode eagle3": (partial(decoding, draft="eagle3", **CHAIN), LENGTHS),
+    "decode eagle3 tree": (partial(decoding, draft="eagle3", **TREE), LENGTHS),
+    "decode windows": (partial(decoding, target="gemma3_text"), LENGTHS),
+    "generate": (partial(generating, target="llama"), LENGTHS),
+    "generate windows": (partial(generating, target="gemma3_text"), LENGTHS[:3]),
+    **{
+        f"train {kind}": (partial(training, draft=kind), (2_048, 8_192))
+        for kind in ("plain", "eagle3", "states", "dspark", "pard")
+    },
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Attention along long texts in training, in which nothing is as large as a text squared.
+
+Tokens that are read along a text attend to it up to somewhere, and to a few others of their own
+round. A mask has a row for each token and a column for each other, which takes more memory than all
+else in a training. So queries are taken some at a time, in the order of what they attend to; that
+of the text which none of them sees is left out, and nothing is kept for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+
+NAME = "draftsmith_along"
+"""The name by which transformers knows the attention."""
+LONG, ROWS = 1024, 128
+"""Tokens from which on masks of all of them are avoided, and queries that are taken at a time."""
+
+
+class Seen(NamedTuple):
+    """What N tokens along texts attend to: T contexts, and keys behind them.
+
+    Args:
+        contexts: T.
+        last: (B, N) the last context that each attends to; -1: none.
+        own: (B, N, m) places behind the contexts; -1: none.
+        reads_first: whether the first context is seen by others than itself.
+    """
+
+    contexts: int
+    last: Tensor
+    own: Tensor
+    reads_first: bool = True
+
+
+_SEEN: ContextVar[Seen] = ContextVar("what tokens along texts attend to")
+
+
+def attention_along(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Seen, **options: Any
+) -> Tensor:
+    """Attention along texts: (B, heads, N, size) of N queries.
+
+    Args:
+        queries: (B, heads, N, size).
+        keys: (B, groups, T + others, size).
+        values: as keys.
+        options: of `scaled_dot_product_attention`.
+    """
+    last, order = seen.last.sort(dim=1, stable=True)
+    own = seen.own.gather(1, order[..., None].expand_as(seen.own))
+    ends: list[int] = (last.amax(dim=0) + 1).tolist()
+    at = order[:, None, :, None]
+    queries = queries.gather(2, at.expand_as(queries))
+    parts = []
+    for first in range(0, len(ends), ROWS):
+        rows = slice(first, first + ROWS)
+        part = Seen(seen.contexts, last[:, rows], own[:, rows], seen.reads_first)
+        end = ends[rows][-1]
+        asked = queries[:, :, rows], keys, values, part, end, options
+        parts.append(checkpoint(_attention, *asked, use_reentrant=False))
+    attended = torch.cat(parts, dim=2)
+    back: Tensor = attended.gather(2, at.argsort(dim=2).expand_as(attended))
+    return back
+
+
+def _attention(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Seen, end: int, options: dict[str, Any]
+) -> Tensor:
+    """The same of a few queries, none of which attends to contexts from `end` on."""
+    rows, heads, count, _ = queries.shape
+    own, itself = seen.own, torch.eye(count, dtype=torch.bool, device=seen.own.device)
+    near = (itself[..., None] & (own >= 0)[:, None]).flatten(2)
+    mask = _additive(torch.cat([_sees(seen, end), near], dim=-1), queries.dtype)
+    places = (seen.contexts + own.clamp(min=0)).flatten(1)[:, None, :, None]
+
+    def those(each: Tensor) -> Tensor:
+        near = each.gather(2, places.expand(rows, each.shape[1], -1, each.shape[-1]))
+        known = torch.cat([each[:, :, :end], near], dim=2)
+        return known.repeat_interleave(heads // each.shape[1], dim=1)
+
+    return nn.functional.scaled_dot_product_attention(
+        queries, those(keys), those(values), mask, **options
+    )
+
+
+@contextmanager
+def attending_along(
+    model: PreTrainedModel, seen: Seen, others: int, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Inside, a model's forward with the mask that is given attends to what is seen.
+
+    Of contexts and so many other keys. The mask is one of all tokens, (B, 1, N, T + others), where
+    texts are short, or the model does not attend by SDPA through transformers' interface.
+    """
+    config = model.config.get_text_config()
+    if not (
+        seen.contexts > LONG
+        and model._supports_attention_backend
+        and config._attn_implementation == "sdpa"
+    ):
+        yield _mask(seen, others, dtype)
+        return
+    AttentionInterface.register(NAME, _attend)
+    before, config._attn_implementation = config._attn_implementation, NAME
+    token = _SEEN.set(seen)
+    try:
+        yield torch.zeros(len(seen.last), 1, 1, 1, dtype=dtype, device=seen.last.device)
+    finally:
+        _SEEN.reset(token)
+        config._attn_implementation = before
+
+
+def _mask(seen: Seen, others: int, dtype: torch.dtype) -> Tensor:
+    """(B, 1, N, T + others) the additive mask of all tokens."""
+    sees = nn.functional.pad(_sees(seen, seen.contexts), (0, others + 1))
+    places = seen.contexts + torch.where(seen.own < 0, others, seen.own)  # the last is none
+    sees = sees.scatter(-1, places, True)[..., :-1]
+    return _additive(sees, dtype)
+
+
+def _sees(seen: Seen, end: int) -> Tensor:
+    """(B, N, end) bool which of the first contexts each token attends to."""
+    sees = torch.arange(end, device=seen.last.device) <= seen.last[..., None]
+    if not seen.reads_first:
+        sees[..., :1] &= (seen.last[..., None] == 0) & (seen.own.shape[-1] == 0)
+    return sees
+
+
+def _additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(sees.shape, dtype=dtype, device=sees.device)
+    return mask.masked_fill_(~sees, torch.finfo(dtype).min)[:, None]
+
+
+def _attend(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: (B, heads, N, size) -> (B, N, heads, size)."""
+    seen = _SEEN.get()
+    attended = attention_along(query, key, value, seen, scale=scaling, dropout_p=dropout)
+    return attended.transpose(1, 2), None
