@@ -115,7 +115,7 @@ class Labels(Stage):
                     if split != "train" or is_held_out(example, share)
                 ]
             )
-        source = made_of(config, vocabulary_fingerprint(tokenizer))
+        source = made_of(self, vocabulary_fingerprint(tokenizer))
         make: Callable[..., int]
         if logits := config.labels.logits:
             rows = rows_with_logits(config, logits, "labels.logits", source, rollouts)

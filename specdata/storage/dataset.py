@@ -185,9 +185,9 @@ class _DatasetInProgress:
         with locked(self.progress / f"{_name(index)}.lock", wait=False) as mine:
             if not mine:
                 return None
-            # By another process, since the last look; listing has NFS look again, too.
-            is_there = self.folder / _name(index) in self.folder.iterdir()
-            if is_there and (record := self.done(index)):
+            for each in (self.progress, self.folder):  # opened, so that NFS looks again
+                os.scandir(each).close()
+            if record := self.done(index):  # by another process, since the last look
                 return record
             manifest = read_manifest(self.folder)
             if manifest["finished"]:
@@ -266,8 +266,9 @@ def _finished_files(folder: Path) -> list[str]:
             f"{folder} is unfinished ({made} shards so far): run the stage that makes it again, it "
             "continues where it stopped"
         )
-    for record in manifest["shards"]:
-        verify(folder, record)
+    if is_main():  # the others read what it has checked
+        for record in manifest["shards"]:
+            verify(folder, record)
     return [as_pattern(folder / record["file"]) for record in manifest["shards"]]
 
 
