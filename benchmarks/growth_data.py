@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -132,16 +131,13 @@ def fill(config: Any, rows: int) -> None:
     for kind, schema in ((Rollouts, ROLLOUTS), (Labels, LABELS)):
         more = [name for name in schema.names if name not in ROLLOUTS.names]
 
-        class Stored(kind):  # type: ignore[valid-type,misc]
-            """The stage without its models."""
+        def run(self: Any, schema: Any = schema) -> dict[str, Any]:
+            parts = [partial(shard, start) for start in range(0, rows, 64)]
+            settings = Settings({"sampling": asdict(config.sampling)})
+            fill_dataset(self.folder, schema, settings, parts, lambda _: None)
+            return {"acceptance": {}}
 
-            def run(self) -> dict[str, Any]:
-                parts = [partial(shard, start) for start in range(0, rows, 64)]
-                settings = Settings({"sampling": asdict(config.sampling)})
-                fill_dataset(self.folder, schema, settings, parts, lambda _: None)
-                return {"acceptance": {}}
-
-        run_stage(Stored(config))
+        run_stage(type("Stored", (kind,), {"run": run})(config))
 
 
 if __name__ == "__main__":

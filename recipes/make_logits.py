@@ -181,7 +181,10 @@ def rows_with_logits(
 
 def _names(rows: Dataset) -> list[tuple[Any, ...]]:
     """The identity of the rows of one dataset."""
-    return list(zip(rows["example_id"], rows["sample"], rows["turn"], strict=True))
+    from specdata.storage.columns import arrow_table
+
+    columns = arrow_table(rows, "example_id", "sample", "turn").to_pydict().values()
+    return list(zip(*columns, strict=True))
 
 
 def check_stored_states(config: PipelineConfig, rows: Dataset) -> None:
