@@ -219,7 +219,7 @@ def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
     undecided, positions = [0] * len(laws), 0
     for _, part in arrow_parts(rows, *logits_of(rows).column_names, at_once=ROWS_AT_ONCE):
         lists = zip(part.column_names, part.columns, strict=True)
-        row = {name: pc.list_flatten(column).to_numpy() for name, column in lists}
+        row = {name: pc.list_flatten(column).to_numpy().copy() for name, column in lists}
         top = top_logit_columns(row, laws[0].count, len(row["rest_logit"]))
         positions += len(top["rest_logit"])
         for place, each in enumerate(laws):
