@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
@@ -12,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from specdata.errors import ConfigError
 from specdata.models import check_ids, positions
+from specdata.storage.columns import arrow_parts, cut_lists, list_lengths
 from specdata.storage.schema import TARGET_STATES, TARGET_TAPS, TOP_LOGITS
 from specdata.texts import TextBatch, TextRow, text_length
 
@@ -31,38 +35,32 @@ class Fitted:
 
 def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
     """Cut rollouts to `max_length` tokens, and leave out those without a completion."""
-    lengths = [
-        (len(prompt), len(completion))
-        for prompt, completion in zip(
-            rollouts["prompt_ids"], rollouts["completion_ids"], strict=True
-        )
-    ]
-    room = [
-        completion if max_length is None else min(completion, max_length - prompt)
-        for prompt, completion in lengths
-    ]
-    kept = [index for index, tokens in enumerate(room) if tokens > 0]
-    if not kept:
+    prompts, completions = list_lengths(rollouts, "prompt_ids", "completion_ids")
+    room = completions if max_length is None else np.minimum(completions, max_length - prompts)
+    kept = np.flatnonzero(room > 0)
+    if not len(kept):
         raise ConfigError(
             f"none of {len(rollouts)} rollouts has a completion token that can be learnt from: "
             + (
                 "their completions are empty"
                 if max_length is None
                 else f"draft.max_length is {max_length}, and the shortest prompt has "
-                f"{min(prompt for prompt, _ in lengths)} tokens: raise it"
+                f"{min(prompts)} tokens: raise it"
             )
         )
-    cut = sum(room[index] < lengths[index][1] for index in kept)
+    cut = int((room < completions)[kept].sum())
     left_out = len(rollouts) - len(kept)
-    if not cut and not left_out:
-        return Fitted(rollouts, cut, left_out)
-    usable = rollouts.select(kept)
+    usable = rollouts.select(kept) if left_out else rollouts
+    if not cut:
+        return Fitted(usable, cut, left_out)
     tokens = tokens_of(usable)
-    columns = tokens.to_dict()
-    columns["completion_ids"] = [
-        ids[: room[index]] for index, ids in zip(kept, columns["completion_ids"], strict=True)
-    ]
-    shorter = Dataset.from_dict(columns, features=tokens.features)
+    order, parts = [], []
+    for places, table in arrow_parts(tokens, *tokens.column_names):
+        column = table.column_names.index("completion_ids")
+        shorter_lists = cut_lists(table[column], room[kept[places]])
+        parts.append(table.set_column(column, "completion_ids", shorter_lists))
+        order.append(places)
+    shorter = Dataset(pa.concat_tables(parts)).select(np.argsort(np.concatenate(order)))
     # What is stored of the target stays on the disk, and is cut where it is read.
     if large := [name for name in usable.column_names if name not in tokens.column_names]:
         shorter = concatenate_datasets([shorter, usable.select_columns(large)], axis=1)
@@ -77,17 +75,18 @@ def tokens_of(rollouts: Dataset) -> Dataset:
 
 def check_context(configs: Mapping[str, PreTrainedConfig], *rollouts: Dataset) -> None:
     """Make sure that models, by their roles, have positions for every rollout, and its tokens."""
-    texts = (
-        prompt + completion
+    columns = ("prompt_ids", "completion_ids")
+    longest = max(list_lengths(each, *columns).sum(axis=0).max() for each in rollouts)
+    bounds = pa.array(
+        bound
         for each in rollouts
-        for prompt, completion in zip(each["prompt_ids"], each["completion_ids"], strict=True)
+        for _, table in arrow_parts(each, *columns)
+        for column in table.columns
+        for bound in pc.min_max(pc.list_flatten(column)).values()
     )
-    lengths, least, largest = zip(
-        *((len(ids), min(ids), max(ids)) for ids in texts if ids), strict=True
-    )
-    longest = max(lengths)
+    least, largest = (bound.as_py() for bound in pc.min_max(bounds).values())
     for role, config in configs.items():
-        check_ids(config.get_text_config().vocab_size, min(least), max(largest))
+        check_ids(config.get_text_config().vocab_size, least, largest)
         if longest > (limit := positions(config)):
             raise ConfigError(
                 f"the longest rollout has {longest} tokens, but the {role} "

@@ -12,7 +12,6 @@ of a later slot is the bias: a map of its embedding, of as many dimensions as th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -31,6 +30,7 @@ from specdata.draft_models.taps import attach, decoder_layers, read_taps, record
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
 from specdata.models import positions
+from specdata.storage.columns import value_counts
 
 RANK = 64
 """Of the bias; published drafts have 256."""
@@ -55,8 +55,8 @@ def first_dspark(
     """A new draft for a target of Llama's or Qwen's kind, of whose tokens some are special."""
     text: Any = target.config.get_text_config()
     check_layout("dspark", text.model_type, target.name_or_path)
-    used = {*chain.from_iterable(chain(rollouts["prompt_ids"], rollouts["completion_ids"]))}
-    mask = unused_token(used | {*special}, text.vocab_size)
+    used = {*special, *value_counts(rollouts, "prompt_ids", "completion_ids")}
+    mask = unused_token(used, text.vocab_size)
     draft = new_dspark(text, record_of(target, taps), init, mask)
     draft.generation_config = special_ids(target.generation_config)
     draft = draft.float().to(target.device).eval()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +39,7 @@ from specdata.models import (
 )
 from specdata.processes import broadcast_by_main, join_processes
 from specdata.saving import copy_tokenizer
+from specdata.storage.columns import list_lengths, value_counts
 from specdata.storage.files import atomic_folder, write_json
 from specdata.target_states import stored_states
 
@@ -72,7 +71,7 @@ def make_initial(
     that they may keep. Raises VocabularyMismatchError if an existing draft has another vocabulary,
     and ValueError if there are no rollouts, or all their completions are empty.
     """
-    if len(rollouts) == 0 or not any(map(len, rollouts["completion_ids"])):
+    if len(rollouts) == 0 or not list_lengths(rollouts, "completion_ids").any():
         raise ValueError(
             "rollouts must hold at least one completion token of split train, and these hold none: "
             "make others"
@@ -164,7 +163,7 @@ def frequent_tokens(
         )
     tokens = dict.fromkeys(ends)
     for column in ("completion_ids", "prompt_ids"):
-        counts = Counter(chain.from_iterable(rollouts[column]))
+        counts = value_counts(rollouts, column)
         ranked = sorted(counts, key=lambda token: (-counts[token], token))
         tokens |= dict.fromkeys(token for token in ranked if token < vocabulary)
     return list(tokens | dict.fromkeys(range(vocabulary)))[:count]
@@ -172,7 +171,7 @@ def frequent_tokens(
 
 def coverage(rollouts: Dataset, vocabulary_ids: Iterable[int]) -> float:
     """The share of the completions' tokens that are among some."""
-    counts, kept_ids = Counter(chain.from_iterable(rollouts["completion_ids"])), {*vocabulary_ids}
+    counts, kept_ids = value_counts(rollouts, "completion_ids"), {*vocabulary_ids}
     return sum(count for token, count in counts.items() if token in kept_ids) / counts.total()
 
 
@@ -300,8 +299,8 @@ def _silent(
 def _context(target: PreTrainedConfig, rollouts: Dataset) -> int:
     """The target's context, in tokens; if it has no limit, one that the rollouts fit in."""
     if (context := positions(target)) == sys.maxsize:
-        texts = zip(rollouts["prompt_ids"], rollouts["completion_ids"], strict=True)
-        context = max(LEAST_POSITIONS, *(len(prompt) + len(text) for prompt, text in texts))
+        lengths = list_lengths(rollouts, "prompt_ids", "completion_ids").sum(axis=0)
+        context = max(LEAST_POSITIONS, int(lengths.max()))
     return context
 
 

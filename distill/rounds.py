@@ -21,16 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
-from distill.batches import tokens_of
 from specdata.cache import cache_argument
 from specdata.draft_models.attention import Seen, attending_along
 from specdata.draft_models.depths import MASK, add_masks, depths_of
@@ -40,6 +39,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import LMHead, body_of
 from specdata.models import positions
 from specdata.processes import in_group, largest_of_all
+from specdata.storage.columns import list_lengths, value_counts
 
 DECAY = 0.8
 """Weight of each place of a round over the one before it (EAGLE-3's)."""
@@ -301,12 +301,10 @@ def with_masks(
         depths = depths_of(draft)
     if depths == 1:
         return
-    used, longest, completion = {*special}, 0, 0
-    for row in chain.from_iterable(map(tokens_of, rollouts)):
-        text = row["prompt_ids"] + row["completion_ids"]
-        used.update(text)
-        longest = max(longest, len(text))
-        completion = max(completion, len(row["completion_ids"]))
+    columns = ("prompt_ids", "completion_ids")
+    lengths = np.hstack([list_lengths(each, *columns) for each in rollouts])
+    longest, completion = lengths.sum(axis=0).max(), lengths[1].max()
+    used = {*special}.union(*(value_counts(each, *columns) for each in rollouts))
     if depths > completion:
         raise ConfigError(
             f"draft.depths must be at most {completion}, the tokens of the longest completion, got "

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from accelerate.utils import align_module_device
 from datasets import Dataset
@@ -26,8 +27,9 @@ from specdata.draft_models.state_store import StateStore
 from specdata.lm_head import find_lm_head
 from specdata.probability import probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
+from specdata.storage.columns import list_lengths
 from specdata.target_states import has_states, stored_states
-from specdata.texts import TextBatch, TopLogitSource, by_length, text_length, tokens_at_once
+from specdata.texts import TextBatch, TopLogitSource, by_length, tokens_at_once
 from specdata.top_logits import TopLogitDistributions, logits_of
 
 
@@ -168,13 +170,10 @@ class Teacher:
         width = self.head.vocabulary
         if self.head.embedding is not None:
             width = self.model.config.get_text_config().hidden_size
-        size, room, lengths, completions = width * self.model.dtype.itemsize, store.room, [], []
-        for row in rollouts.select_columns(["prompt_ids", "completion_ids"]):
-            room -= size * len(row["completion_ids"])
-            if room < 0:
-                break
-            lengths.append(text_length(row))
-            completions.append(len(row["completion_ids"]))
+        size = width * self.model.dtype.itemsize
+        columns = list_lengths(rollouts, "prompt_ids", "completion_ids")
+        count = np.searchsorted(size * columns[1].cumsum(), store.room, side="right")
+        lengths, completions = columns[:, :count].sum(axis=0), columns[1, :count].tolist()
         for group in by_length(lengths, tokens_at_once(self.head)):
             end, group = 0, sorted(group, key=lengths.__getitem__)
             for example in group:

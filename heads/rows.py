@@ -11,14 +11,15 @@ tokens are accepted, its later ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import datasets
 import numpy as np
-import pyarrow.compute as pc
 import torch
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
 from torch import Tensor
 
 from heads.config import HeadConfig
@@ -27,10 +28,10 @@ from specdata.draft_models.state_store import STATES_BYTES
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
-from specdata.processes import is_main
+from specdata.processes import process_count, rank
 from specdata.sampling import numpy_generator_for
+from specdata.storage.columns import list_lengths
 from specdata.storage.schema import MORE_DRAWS, Label
-from specdata.terminal import progress
 from specdata.texts import TOKENS_AT_ONCE, TextBatch, along, text_length
 
 if TYPE_CHECKING:
@@ -51,11 +52,13 @@ COLUMNS = (
 class LabelRows:
     """The usable rows of a labelled dataset: with a completion token within the maximum length.
 
-    `labels` counts the positions with a label in all rows, `cut` those beyond that length.
+    `lengths` are the completion tokens of each, `labels` counts the positions with a label in all
+    rows, `cut` those beyond that length.
     """
 
     dataset: datasets.Dataset
-    usable: list[int]
+    usable: NDArray[np.int64]
+    lengths: NDArray[np.int64]
     labels: int
     cut: int
 
@@ -78,27 +81,22 @@ class LabelRows:
         columns = dataset.select_columns(
             [*COLUMNS, *(column for column in more if column in dataset.column_names)]
         )
-        prompts: list[int] = []
-        completions: list[int] = []
-        for rows in columns.with_format("arrow").iter(batch_size=1024):
-            prompts += pc.list_value_length(rows["prompt_ids"]).to_pylist()
-            completions += pc.list_value_length(rows["completion_ids"]).to_pylist()
-        lengths = list(zip(prompts, completions, strict=True))
-        usable = [i for i, (prompt, rest) in enumerate(lengths) if prompt < max_length and rest > 0]
-        if not usable:
+        prompts, completions = list_lengths(dataset, "prompt_ids", "completion_ids")
+        usable = np.flatnonzero((prompts < max_length) & (completions > 0))
+        if not len(usable):
             raise ConfigError(
                 f"none of the {len(prompts)} {name} rows has a completion token within the draft's "
                 f"context of {max_length} tokens: make rollouts with shorter prompts"
             )
-        kept = sum(min(lengths[i][1], max_length - lengths[i][0]) for i in usable)
-        labels = sum(completions)
-        return cls(columns, usable, labels, labels - kept)
+        lengths = np.minimum(completions, max_length - prompts)[usable]
+        labels = int(completions.sum())
+        return cls(columns, usable, lengths, labels, labels - int(lengths.sum()))
 
     def __len__(self) -> int:
         return len(self.usable)
 
     def __getitem__(self, position: int) -> Label:
-        return cast(Label, self.dataset[self.usable[position]])
+        return cast(Label, self.dataset[int(self.usable[position])])
 
     @property
     def skipped(self) -> int:
@@ -253,8 +251,9 @@ def micro_batches(
         yield ordered[start : start + size]
 
 
+# Rows that are read together to be kept.
 ROWS_AT_ONCE = 256
-# Rows by which what a head reads is scaled.
+# Rows by which what a head reads is scaled, about.
 SCALED_ROWS = 128
 
 
@@ -263,7 +262,8 @@ class TrainingInputs:
     """The reading of label rows: SpecDec++'s, of mixed texts, or ours, beside the target's own.
 
     Of each the head `reads` what it names, and at most `max_length` tokens are kept. `kept` is what
-    the draft says of the first training rows, so that a pass runs no forward.
+    the draft says of training rows, by index, so that later passes run no forward: of the first
+    `most` in `order`.
     """
 
     draft: PreTrainedModel
@@ -272,7 +272,10 @@ class TrainingInputs:
     config: HeadConfig
     max_length: int
     seed: int
-    kept: list[dict[str, Tensor]] = field(default_factory=list)
+    kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    order: NDArray[np.int64] = field(init=False)
+    most: int = field(init=False)
+    _place: NDArray[np.int64] = field(init=False)
     _to_logits: Callable[[Tensor], Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -293,26 +296,45 @@ class TrainingInputs:
         draws = [(epoch * count + number) % held for number in range(count)]
         return drawn_row(labels, draws=draws, max_length=self.max_length, index=index)
 
-    def keep(self, rows: LabelRows) -> None:
-        """Read training rows for all their draws, as many as memory is set aside for.
+    def plan(self, rows: LabelRows) -> None:
+        """Choose the training rows that are kept, as many as memory is set aside for.
 
-        Before training and in an order of its own, so that a resumed run goes on with the same.
+        Those that scales are found by, and then in the order of the first pass.
         """
-        room = STATES_BYTES
-        with progress(len(rows), "draft's states", "row", is_shown=is_main()) as bar:
-            for start in range(0, len(rows), ROWS_AT_ONCE):
-                labels = [rows[i] for i in range(start, min(start + ROWS_AT_ONCE, len(rows)))]
-                read = self.read(
-                    [
-                        drawn_row(row, draws=range(draws_of(row)), max_length=self.max_length)
-                        for row in labels
-                    ],
-                    bar.update,
-                )
-                room -= sum(values.nbytes for each in read for values in each.values())
-                if room < 0:
-                    break
-                self.kept += read
+        order = rows.order(self.seed, 0)
+        self.order = np.array(list(dict.fromkeys([*scaled_rows(rows), *order])))
+        self._place = np.argsort(self.order)
+        self.most = len(rows)
+        self.keep(rows, self.order[:1])  # their group, by which the others' size is known
+        size = sum(values.nbytes for each in self.kept.values() for values in each.values())
+        lengths = rows.lengths[self.order].cumsum()
+        room = STATES_BYTES / max(1, size) * lengths[len(self.kept) - 1]
+        self.most = int(np.searchsorted(lengths, room, side="right"))
+        fit = self.order[: min(self.most, len(self.kept))].tolist()
+        self.kept = {index: self.kept[index] for index in fit}
+        self.keep(rows, scaled_rows(rows))
+
+    def keep(self, rows: LabelRows, batch: Iterable[int]) -> None:
+        """Read what is to be kept of a batch, for all draws; the processes share the work.
+
+        Rows are read in groups, so that a resumed run goes on with the same. All processes call it
+        with the same batch.
+        """
+        process, processes = rank(), process_count()
+        places = self._place[[index for index in batch if index not in self.kept]]
+        for group in np.unique(places[places < self.most] // ROWS_AT_ONCE):
+            begin = group * ROWS_AT_ONCE
+            members = self.order[begin : min(begin + ROWS_AT_ONCE, self.most)]
+            share = members[process::processes].tolist()
+            labels = [rows[index] for index in share]
+            read = self.read(
+                [
+                    drawn_row(row, draws=range(draws_of(row)), max_length=self.max_length)
+                    for row in labels
+                ]
+            )
+            for part in gather_object([dict(zip(share, read, strict=True))]):
+                self.kept |= part
 
     def arguments(self, rows: Sequence[HeadRow]) -> tuple[Tensor, ...]:
         """What the head reads of the rows' N positions, (N, S) and (N, S, size), in its order."""
@@ -337,11 +359,9 @@ class TrainingInputs:
         )
 
     def _is_kept(self, row: HeadRow) -> bool:
-        return 0 <= row.index < len(self.kept)
+        return row.index in self.kept
 
-    def read(
-        self, rows: Sequence[HeadRow], report: Callable[[int], object] = lambda rows: None
-    ) -> list[dict[str, Tensor]]:
+    def read(self, rows: Sequence[HeadRow]) -> list[dict[str, Tensor]]:
         """What takes a forward of the draft, of each row: states (n, 1, H), numbers (n, S)."""
         names = [name for name in self.reads if name != "embedding"]
 
@@ -377,8 +397,12 @@ class TrainingInputs:
             tokens_at_once=TOKENS_AT_ONCE.get(device.type, TOKENS_AT_ONCE["cpu"]),
             device=device,
             places=[row.places for row in rows],
-            report=report,
         )
+
+
+def scaled_rows(rows: LabelRows) -> range:
+    """The rows by which what a head reads is scaled."""
+    return range(0, len(rows), max(1, len(rows) // SCALED_ROWS))
 
 
 def feature_scales(inputs: TrainingInputs, rows: LabelRows) -> dict[str, tuple[float, float]]:
@@ -387,7 +411,7 @@ def feature_scales(inputs: TrainingInputs, rows: LabelRows) -> dict[str, tuple[f
     By some of the rows, the same ones in every process.
     """
     parts: dict[str, list[Tensor]] = {name: [] for name in inputs.reads}
-    for index in range(0, len(rows), max(1, len(rows) // SCALED_ROWS)):  # a device may not hold all
+    for index in scaled_rows(rows):  # one by one: a device may not hold all
         read = inputs.arguments([inputs.row(rows[index], index, 0)])
         for (name, part), values in zip(parts.items(), read, strict=True):
             if FEATURES[name].shape != "number":

@@ -182,6 +182,8 @@ class Training:
                     rate = learning_rate(len(losses), steps, self.peak, warmup_ratio)
                     prepared.set_learning_rate(rate)
                     batch = order[start : start + config.batch_size]
+                    if not prepared.head.lag:
+                        self.inputs.keep(self.train_rows, batch)
                     threads.begin(len(losses) + 1)
                     loss = self.step([self.inputs.row(self.train_rows[i], i, epoch) for i in batch])
                     threads.end()
@@ -240,7 +242,7 @@ class Training:
             draft, head.reads, head.sampling_config, config, longest, self.seed
         )
         if not head.lag:
-            self.inputs.keep(self.train_rows)
+            self.inputs.plan(self.train_rows)
         if isinstance(head, ImmediateHead):
             head = self._new_head(feature_scales(self.inputs, self.train_rows))
         if checkpoint is not None:

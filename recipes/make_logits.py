@@ -15,11 +15,10 @@ from recipes.checks import check_loading, is_shared, named
 from recipes.config import PipelineConfig
 from recipes.layout import absolute, folder, loaded
 from recipes.recipe import Recipe
-from recipes.run import Stage, say
+from recipes.run import Stage, say, stage_record
 from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size, sizes_of
 from specdata.errors import ConfigError
 from specdata.processes import is_main
-from specdata.storage.files import fingerprint
 from specdata.storage.resume import differences
 from specdata.terminal import progress
 
@@ -70,7 +69,7 @@ class Logits(Stage):
         assert config.logits is not None
         tokenizer = load_tokenizer(config.models.target)
         rollouts = load_stored(folder(config, "rollouts"))
-        source = made_of(config, vocabulary_fingerprint(tokenizer))
+        source = made_of(self, vocabulary_fingerprint(tokenizer))
         with (
             progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar,
             ExitStack() as stack,
@@ -126,13 +125,17 @@ def _source(
     return source, {"served": served}
 
 
-def made_of(config: PipelineConfig, tokenizer: str) -> dict[str, Any]:
-    """The settings that labels and top logits are made of, beside the draft."""
+def made_of(stage: Stage, tokenizer: str) -> dict[str, Any]:
+    """The settings that labels and top logits are made of, beside the draft.
+
+    The main process has hashed the rollouts for the run.json of a stage that is at work.
+    """
+    models = stage.config.models
     return {
-        "target": identity(config.models.target),
+        "target": identity(models.target),
         "tokenizer": tokenizer,
-        "rollouts": fingerprint(str(folder(config, "rollouts"))),
-        "dtype": config.models.dtype,
+        "rollouts": stage_record(stage.folder)["inputs"]["rollouts"],
+        "dtype": models.dtype,
     }
 
 
@@ -178,7 +181,10 @@ def rows_with_logits(
 
 def _names(rows: Dataset) -> list[tuple[Any, ...]]:
     """The identity of the rows of one dataset."""
-    return list(zip(rows["example_id"], rows["sample"], rows["turn"], strict=True))
+    from specdata.storage.columns import arrow_table
+
+    columns = arrow_table(rows, "example_id", "sample", "turn").to_pydict().values()
+    return list(zip(*columns, strict=True))
 
 
 def check_stored_states(config: PipelineConfig, rows: Dataset) -> None:

@@ -183,6 +183,8 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     """
     if stage.is_alone and not is_main():
         return {}
+    if not is_main():
+        return _run_beside_main(stage)
     entry = _entry_of(stage)
     try:
         stored = None
@@ -211,13 +213,6 @@ def run_stage(stage: Stage) -> dict[str, Any]:
 
     prepare_libraries()
     begun = time.perf_counter()
-    if not is_main():
-        # Until the main process has accepted the folder, and is seen at work there: run.json alone
-        # may be that of an earlier run.
-        wait_for(stage.folder, PATIENCE, _begun)
-        results = stage.run()
-        wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
-        return results
     with _locked(stage.folder):
         where = describe_environment(device=str(device()), dtype=stage.config.models.dtype)
         record = {
@@ -253,6 +248,20 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         write_json(stage.folder / RUN, record)
     say(f"{stage.name}: done in {record['wall_seconds']:.0f} s", style="green")
     return dict(record["results"])
+
+
+def _run_beside_main(stage: Stage) -> dict[str, Any]:
+    """Take part in a stage whose inputs the main process alone reads and judges."""
+    stage.check_folder()
+    if stage.is_made:
+        return dict(stage_record(stage.folder)["results"])
+    prepare_libraries()
+    # Until the main process has accepted inputs and folder, and is seen at work there: run.json
+    # alone may be that of an earlier run.
+    wait_for(stage.folder, PATIENCE, _begun)
+    results = stage.run()
+    wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
+    return results
 
 
 def prepare_libraries() -> None:

@@ -243,7 +243,7 @@ class Draft(_OfDraft):
         top_logits = None
         if logits := self.draft.logits:
             tokenizer = vocabulary_fingerprint(load_tokenizer(config.models.target))
-            source = made_of(config, tokenizer)
+            source = made_of(self, tokenizer)
             train, dev = (
                 rows_with_logits(config, logits, "draft.logits", source, rows)
                 for rows in (train, dev)

@@ -87,6 +87,8 @@ class Labels(Stage):
     def run(self) -> dict[str, Any]:
         """Run target and draft along the rollouts, in every process."""
         config = self.config
+        import numpy as np
+
         from specdata.draft_models.states_draft import states_input
         from specdata.draft_models.taps import attach
         from specdata.labels.make import load_labels, make_labels, mean_overlap
@@ -97,6 +99,7 @@ class Labels(Stage):
             positions,
             vocabulary_fingerprint,
         )
+        from specdata.storage.columns import arrow_table, list_lengths
         from specdata.storage.dataset import is_held_out, load_stored, read_manifest
         from specdata.top_logits import TopLogits
 
@@ -107,15 +110,15 @@ class Labels(Stage):
         rollouts = load_stored(folder(config, "rollouts"))
         check_stored_states(config, rollouts)
         if share := held_out_share(config):
-            splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
+            splits = arrow_table(rollouts, "split", "example_id").to_pydict().values()
             rollouts = rollouts.select(
                 [
                     index
-                    for index, (split, example) in enumerate(splits)
+                    for index, (split, example) in enumerate(zip(*splits, strict=True))
                     if split != "train" or is_held_out(example, share)
                 ]
             )
-        source = made_of(config, vocabulary_fingerprint(tokenizer))
+        source = made_of(self, vocabulary_fingerprint(tokenizer))
         make: Callable[..., int]
         if logits := config.labels.logits:
             rows = rows_with_logits(config, logits, "labels.logits", source, rollouts)
@@ -135,13 +138,9 @@ class Labels(Stage):
                 settings=self.dataset_settings({**source, "draft": identity(draft_name)}),
                 report=bar.update,
             )
-        asked, limit = sum(map(len, rollouts["completion_ids"])), positions(draft.config)
-        readable = sum(
-            max(0, min(len(completion), limit - len(prompt)))
-            for prompt, completion in zip(
-                rollouts["prompt_ids"], rollouts["completion_ids"], strict=True
-            )
-        )
+        prompts, completions = list_lengths(rollouts, "prompt_ids", "completion_ids")
+        asked, room = int(completions.sum()), positions(draft.config) - prompts
+        readable = int(np.minimum(completions, room.clip(0)).sum())
         undecided = readable - read_manifest(self.folder)["counts"]["tokens"]
         counts = {"beyond": asked - readable, "undecided": undecided}
         labels = load_labels(self.folder, config.sampling)

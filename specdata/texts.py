@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -363,13 +365,15 @@ def readable_rows(rows: Sequence[TextRow], model: PreTrainedModel) -> list[Any]:
     ]
 
 
-def by_length(lengths: Sequence[int], tokens_at_once: int) -> Iterator[list[int]]:
+def by_length(
+    lengths: Sequence[int] | NDArray[np.int64], tokens_at_once: int
+) -> Iterator[list[int]]:
     """Indices of rows that go together: of like length, longest first.
 
     A batch has at most `tokens_at_once`, padding included; a longer row goes by itself.
     """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    while order:
-        count = max(1, tokens_at_once // lengths[order[0]])
-        yield order[:count]
-        order = order[count:]
+    order, start = np.argsort(np.negative(lengths), kind="stable").tolist(), 0
+    while start < len(order):
+        end = start + max(1, tokens_at_once // int(lengths[order[start]]))
+        yield order[start:end]
+        start = end

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, likely, nucleus, probabilities
+from specdata.storage.columns import arrow_parts
 from specdata.storage.dataset import read_manifest
 from specdata.storage.schema import TOP_LOGITS
 
@@ -24,6 +26,8 @@ COLUMNS = TOP_LOGITS.names
 # Largest share of positions that may be left out because their distributions are not decided. They
 # are no random ones, and leaving out a share of them moves a mean acceptance by up to that share.
 MOST_UNDECIDED = 0.05
+# Rows whose positions are looked at together.
+ROWS_AT_ONCE = 64
 # Logits that differ by less may be equal.
 ROUNDING = 1e-4
 
@@ -213,8 +217,10 @@ def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
     Rows with the columns of `COLUMNS` are read once, without the target or a draft.
     """
     undecided, positions = [0] * len(laws), 0
-    for row in logits_of(rows):
-        top = top_logit_columns(row, laws[0].count, row["rest_logit"].numel())
+    for _, part in arrow_parts(rows, *logits_of(rows).column_names, at_once=ROWS_AT_ONCE):
+        lists = zip(part.column_names, part.columns, strict=True)
+        row = {name: pc.list_flatten(column).to_numpy().copy() for name, column in lists}
+        top = top_logit_columns(row, laws[0].count, len(row["rest_logit"]))
         positions += len(top["rest_logit"])
         for place, each in enumerate(laws):
             undecided[place] += int((~each.decided(top)).sum())

@@ -25,6 +25,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
+from specdata.storage.columns import arrow_table
 from specdata.terminal import progress
 from specdata.texts import TextBatch, along, text_length, tokens_at_once
 
@@ -51,11 +52,10 @@ class Traces:
 
 def first_rows(labels: datasets.Dataset, split: str, most: int) -> datasets.Dataset:
     """The first rows of a split, at most so many of each prompt set."""
+    splits, datasets = arrow_table(labels, "split", "dataset").to_pydict().values()
     taken: Counter[str] = Counter()
     rows = []
-    for index, (of_split, dataset) in enumerate(
-        zip(labels["split"], labels["dataset"], strict=True)
-    ):
+    for index, (of_split, dataset) in enumerate(zip(splits, datasets, strict=True)):
         if of_split == split and taken[dataset] < most:
             taken[dataset] += 1
             rows.append(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import cast
 
 import datasets
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,6 +30,7 @@ from specdata.probability import (
     to_vocabulary,
 )
 from specdata.sampling import generator_for
+from specdata.storage.columns import arrow_parts
 from specdata.storage.dataset import fill_dataset, load_stored, read_manifest
 from specdata.storage.resume import Settings, differences
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label, Rollout
@@ -131,12 +134,18 @@ def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
 
 def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:
     """Mean of sum_x min(p, q) over all positions of each "set/split"."""
-    sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    for row in labels.select_columns(["dataset", "split", "overlap"]):
-        name = f"{row['dataset']}/{row['split']}"
-        sums[name] = sums.get(name, 0.0) + sum(row["overlap"])
-        counts[name] = counts.get(name, 0) + len(row["overlap"])
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for _, rows in arrow_parts(labels, "dataset", "split", "overlap"):
+        names = pc.binary_join_element_wise(rows["dataset"], rows["split"], "/")
+        of_rows = names.take(pc.list_parent_indices(rows["overlap"]))
+        values = pa.table({"name": of_rows, "overlap": pc.list_flatten(rows["overlap"])})
+        added = values.group_by("name", use_threads=False).aggregate(
+            [("overlap", "sum"), ("overlap", "count")]
+        )
+        for each in added.to_pylist():
+            sums[each["name"]] += each["overlap_sum"]
+            counts[each["name"]] += each["overlap_count"]
     return {name: total / max(1, counts[name]) for name, total in sums.items()}
 
 

@@ -23,13 +23,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import datasets
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from specdata.errors import ConfigError, ManifestError
 from specdata.processes import broadcast_by_main, is_main
 from specdata.sampling import SamplingConfig
+from specdata.storage.columns import arrow_table
 from specdata.storage.files import (
     CACHE,
     MANIFEST,
@@ -185,9 +188,9 @@ class _DatasetInProgress:
         with locked(self.progress / f"{_name(index)}.lock", wait=False) as mine:
             if not mine:
                 return None
-            # By another process, since the last look; listing has NFS look again, too.
-            is_there = self.folder / _name(index) in self.folder.iterdir()
-            if is_there and (record := self.done(index)):
+            for each in (self.progress, self.folder):  # opened, so that NFS looks again
+                os.scandir(each).close()
+            if record := self.done(index):  # by another process, since the last look
                 return record
             manifest = read_manifest(self.folder)
             if manifest["finished"]:
@@ -266,8 +269,9 @@ def _finished_files(folder: Path) -> list[str]:
             f"{folder} is unfinished ({made} shards so far): run the stage that makes it again, it "
             "continues where it stopped"
         )
-    for record in manifest["shards"]:
-        verify(folder, record)
+    if is_main():  # the others read what it has checked
+        for record in manifest["shards"]:
+            verify(folder, record)
     return [as_pattern(folder / record["file"]) for record in manifest["shards"]]
 
 
@@ -313,15 +317,11 @@ def of_split(
     Without the share of the prompts that is held out (`is_held_out`), or only these, if they are
     wanted.
     """
-    keys = zip(dataset["split"], dataset["example_id"], strict=True)
-    rows = dataset.select(
-        [
-            row
-            for row, (name, example) in enumerate(keys)
-            if name == split
-            and (not held_out_share or is_held_out(example, held_out_share) == wants_held_out)
-        ]
-    )
+    table = arrow_table(dataset, "split", "example_id")
+    rows = np.flatnonzero(pc.equal(table["split"], split))
+    if held_out_share:
+        examples = table["example_id"].take(pa.array(rows)).to_pylist()
+        rows = rows[[is_held_out(each, held_out_share) == wants_held_out for each in examples]]
     if len(rows) == 0:
         of = ""
         if held_out_share:
@@ -331,7 +331,7 @@ def of_split(
             f"{source} has no rows of split {split!r}{of}: rollouts.sets must hold a prompt set "
             "with that split, not all of whose prompts are dropped as duplicates"
         )
-    return rows
+    return dataset.select(rows)
 
 
 class _Shape(BaseModel):

@@ -32,6 +32,8 @@ TIMED = ("run.json", "history.json")
 LOCK_TRIES = 10
 # Seconds between two looks at what other processes are doing.
 PAUSE = 0.2
+# Nanoseconds, more than between two times that a file system tells apart (10 ms at most on Linux).
+TICK = 100_000_000
 
 
 @contextmanager
@@ -218,15 +220,20 @@ def as_pattern(path: str | Path) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes, which are read once a process as long as they do not change."""
+    """Hex digest of a file's bytes, which are read once a process as long as they do not change.
+
+    Those of a small file that has just been written are read each time, because another change
+    might come at what is the same time to the file system.
+    """
     status = path.stat()
-    # Several stages read the same file; times of small ones are too coarse to tell a change.
-    hashed = _sha256_once if status.st_size >= END else _sha256_once.__wrapped__
-    return hashed(path, status.st_ino, status.st_size, status.st_mtime_ns)
+    changed = status.st_mtime_ns, status.st_ctime_ns
+    is_told = status.st_size >= END or time.time_ns() - max(changed) > TICK
+    hashed = _sha256_once if is_told else _sha256_once.__wrapped__
+    return hashed(path, status.st_ino, status.st_size, changed)
 
 
 @cache
-def _sha256_once(path: Path, _inode: int, _size: int, _modified: int) -> str:
+def _sha256_once(path: Path, _inode: int, _size: int, _changed: tuple[int, int]) -> str:
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
