@@ -557,7 +557,7 @@ def tree_search(pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list
         ):
             tokens = best["block_efficiency"]
             faster = best["speedup"] / tokens["value"]
-            speedup = {key: faster * x for key, x in tokens.items()}
+            speedup = {key: x and faster * x for key, x in tokens.items()}
             keys = {"set": ALL_SETS, "paths": budget, "by": by}
             records.append({**best, **keys, "speedup": speedup})
     return records
