@@ -104,7 +104,8 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
         method = row.method
         if method.name != PLAIN:
             kind: tuple[str, ...]
-            kind = (method.decoder, method.drafter, method.verifier, method.stop.name)
+            asks = "asks the head" * method.stop.reads_head
+            kind = (method.decoder, method.drafter, method.verifier, method.stop.name, asks)
             if method.decoder == "assisted":  # with a draft, or without: the rest are settings
                 kind = ("assisted", "lookup" if method.lookup else "draft")
             kinds.setdefault(kind, []).append(row)

@@ -89,7 +89,8 @@ def _verdict(results: Results) -> str:
             f"Nothing {shown} than the target alone: the best method, {who}, ran at {times} its"
             f" speed{within}. {_advice(results, rows, plain)}"
         )
-    text = f"{who} is fastest: {times} the speed of the target alone{within}."
+    where = " on dev, and has on test" if results.chosen_on() else ":"
+    text = f"{who} is fastest{where} {times} the speed of the target alone{within}."
     if others := [row.name for row in found[1] if row.method.speculates]:
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         text += f" Not told apart from it: {', '.join(others[:MOST_NAMED])}{more}."
