@@ -92,7 +92,7 @@ def model(kind: str = "llama", layers: int = 1) -> Any:
     config = AutoConfig.for_model(
         kind, **sizes, **heads, num_hidden_layers=layers, max_position_embeddings=2**17
     )
-    made = AutoModelForCausalLM.from_config(config).eval()
+    made = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     made.generation_config.eos_token_id = None
     return made
 

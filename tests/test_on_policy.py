@@ -274,7 +274,7 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
         assert getattr(one.model, f"is_{CHECKPOINTING}")
         assert all(parameter.grad is None for parameter in one.model.parameters())
         assert not any(value.is_inference() for value in batch.values())
-    with_dropout = tiny("gpt2", 0, vocab=V, n_positions=64)
+    with_dropout = tiny("gpt2", 0, vocab=V, n_positions=64, resid_pdrop=0.1)
     assert with_dropout.config.resid_pdrop > 0
     drawn, rows = texts(longest=64), rollouts(8)
     written = drawn.write(with_dropout, rows, range(8), step=0)
