@@ -1,9 +1,9 @@
 #!/bin/bash
 # Guess: a draft changes a text's speed, not its law. Greedy texts with and without a draft are equal here, so sampling is right too; and when the
 #   draft is the target itself, nothing can go wrong.
-# What happens: with any draft model OpenVINO GenAI samples texts that are not the target's, even when the draft IS the target. Measured on the
+# What happens: with a draft model OpenVINO GenAI samples texts that are not the target's, even when the draft IS the target. Measured on the
 #   pipeline's own texts: the mean log-probability of its tokens under the target falls far below minus the mean entropy, which it must equal, and the
-#   target's favourite token comes half as often as it must. Without a draft both agree. Greedy texts are equal in all cases, so a check
+#   target's favourite token comes about half as often as it must. Without a draft both agree. Greedy texts are equal in all cases, so a check
 #   of greedy texts, which is what is usually made, sees nothing. All in float32, the cache too; prefix caching off.
 # Packages: openvino-genai 2026.4.1.0, openvino 2026.4.1, optimum-intel 2.2.0, transformers 5.5.4, torch 2.13.0.
 # Why met: every engine in which a draft is to be measured is first checked for losslessness on a tiny pair.
