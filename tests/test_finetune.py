@@ -237,7 +237,8 @@ def test_every_family_that_decodes_learns_by_its_own_loss_each_text_by_itself(
     once = config(epochs=1, max_length=64, batch_size=4, warmup_ratio=0.0, learning_rate=1e-3)
     result = tuned(tmp_path, tmp_path / "out", once, rows)
     assert result["rows"] == (1 if result["packed"] else 3)
-    assert result["loss_first"] == pytest.approx(own_loss(tmp_path / "draft"), abs=2e-4)
+    own = own_loss(tmp_path / "draft")
+    assert result["loss_first"] == pytest.approx(own, abs=1e-3)  # PhiMoE's router draws in training
     assert own_loss(tmp_path / "out") < result["loss_first"]
 
 
