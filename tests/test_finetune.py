@@ -42,7 +42,7 @@ from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.chats import chat_tokenizer
-from tests.families import build, tiny
+from tests.families import PARTS, build, tiny
 from tests.test_families import REFUSED, classes
 from tests.trainings import assert_same_gradients
 from tests.trainings import step_gradients as gradients_of
@@ -60,7 +60,7 @@ QUICK = ("modernbert-decoder", "llama4_text", "granitemoe", "gpt_oss")
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive)
     for name in classes()
-    if name not in REFUSED
+    if name not in {*REFUSED, *PARTS}  # parts are in no folder by themselves
 ]
 
 
@@ -222,9 +222,9 @@ def test_every_family_that_decodes_learns_by_its_own_loss_each_text_by_itself(
     """Through its own head and no loss of its router; where texts would mix, one text a row."""
     texts = [[2 + (7 * n + i * (n + 3)) % 90 for i in range(12 + 9 * n)] for n in range(3)]
     rows = Dataset.from_list([{"prompt_ids": x[:3], "completion_ids": x[3:]} for x in texts])
-    shutil.copytree(pair / "target", tmp_path / "target")
     save_model(build(name), tmp_path / "draft")
     copy_tokenizer(str(pair / "target"), tmp_path / "draft")
+    shutil.copytree(tmp_path / "draft", tmp_path / "target")  # some kinds add a token
 
     @torch.inference_mode()
     def own_loss(folder: Path) -> float:
@@ -237,7 +237,8 @@ def test_every_family_that_decodes_learns_by_its_own_loss_each_text_by_itself(
     once = config(epochs=1, max_length=64, batch_size=4, warmup_ratio=0.0, learning_rate=1e-3)
     result = tuned(tmp_path, tmp_path / "out", once, rows)
     assert result["rows"] == (1 if result["packed"] else 3)
-    assert result["loss_first"] == pytest.approx(own_loss(tmp_path / "draft"), abs=2e-4)
+    own = own_loss(tmp_path / "draft")
+    assert result["loss_first"] == pytest.approx(own, abs=1e-3)  # PhiMoE's router draws in training
     assert own_loss(tmp_path / "out") < result["loss_first"]
 
 
