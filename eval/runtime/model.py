@@ -224,19 +224,21 @@ class CachedModel:
         return [(100 + 31 * place) % self.vocabulary for place in range(count)]
 
     def run(self, forward: Forward) -> Tensor:
-        """Run one forward by itself, of a long text in pieces: logits (logits_to_keep, V)."""
-        sequence, slot = forward.sequence, forward.sequence.slot
-        while (
-            early := len(forward.tokens) - max(forward.logits_to_keep, forward.drafted)
-        ) >= PIECE:
-            masked = self._has_rules or not self._sdpa or not sequence.reads_first
-            masked = self._takes_masks and (masked or sequence.in_use > 0)
-            if not (self._in_pieces and (masked or forward.parents)):
+        """Run one forward by itself: logits (logits_to_keep, V).
+
+        A long text is read in pieces where it needs a mask. Only a tree behind it would need one:
+        the text is read first.
+        """
+        sequence, asked = forward.sequence, max(forward.logits_to_keep, forward.drafted)
+        while self._in_pieces and (early := len(forward.tokens) - asked) >= PIECE:
+            rules = self._has_rules or not self._sdpa or not sequence.reads_first
+            masked = self._takes_masks and (rules or sequence.in_use > 0)
+            if not (masked or forward.parents):
                 break
             end = PIECE if masked else early
             self._run_whole(sequence.append(forward.tokens[:end], 1))
             forward = replace(forward, tokens=forward.tokens[end:])
-            self.kv_cache.reserve(slot + 1, sequence.length + len(forward.tokens))
+            self.kv_cache.reserve(sequence.slot + 1, sequence.length + len(forward.tokens))
         return self._run_whole(forward)
 
     def _run_whole(self, forward: Forward) -> Tensor:

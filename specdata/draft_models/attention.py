@@ -52,7 +52,7 @@ def attention_along(
         queries: (B, heads, N, size).
         keys: (B, groups, T + others, size).
         values: as keys.
-        seen: the keys that each query sees.
+        seen: what the queries attend to.
         options: of `scaled_dot_product_attention`.
     """
     last, order = seen.last.sort(dim=1, stable=True)
