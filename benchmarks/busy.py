@@ -1,11 +1,12 @@
 """What other programs on the machine cost: this build beside an earlier one, in turns.
 
-    python benchmarks/busy.py [--base COMMIT] [--repeats 3] [--pipeline] [--out FILE]
+    python benchmarks/busy.py [--base COMMIT] [--repeats 3] [--works REGEX] [--out FILE]
 
 Each work runs in a process of its own, which chooses its number of threads itself, alone and beside
 programs that are always busy: decoding and a training step of the demo's pair (`make demo` makes
-it) and of a target of SmolLM2-135M's shape in float32, with random weights. `--pipeline` adds
-`make demo`'s pipeline from nothing, alone. The machine must do nothing else.
+it) and of a target of SmolLM2-135M's shape in float32, with random weights; and `make demo`'s
+pipeline from nothing, alone and both builds at once, each beside the other. The machine must do
+nothing else.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ def main() -> None:
     )
     options.add_argument("--base", default="ed09b47c", help="the earlier build's commit")
     options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--pipeline", action="store_true")
+    options.add_argument("--works", default=".", help="which works, a regular expression")
     options.add_argument("--out", type=Path, default=Path("runs/bench/busy.json"))
     options.add_argument("--work", help=argparse.SUPPRESS)
     given = options.parse_args()
@@ -51,7 +54,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with earlier(given.base) as base:
         trees = {"base": base, "now": Path.cwd()}
-        for work in SECONDS:
+        for work in (each for each in SECONDS if re.search(given.works, each)):
             for programs in PROGRAMS[work.split()[0]]:
                 with busy(programs):
                     turns = [
@@ -59,9 +62,12 @@ def main() -> None:
                         for _ in range(given.repeats)
                     ]
                 rows.append(row(work, programs, turns))
-        if given.pipeline:
-            turns = [{name: pipeline(tree) for name, tree in trees.items()}]
-            rows.append(row("demo pipeline", 0, turns))
+        if re.search(given.works, "demo pipeline"):
+            alone = {name: pipeline(tree) for name, tree in trees.items()}
+            with ThreadPoolExecutor() as threads:
+                together = dict(zip(trees, threads.map(pipeline, trees.values()), strict=True))
+            rows.append(row("demo pipeline", 0, [alone]))
+            rows.append(row("demo pipeline", 1, [together]))
     where = describe_environment(device="cpu", dtype="float32")
     write_json(
         given.out,
