@@ -7,7 +7,6 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -191,6 +190,7 @@ class Release(Stage):
 def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> Callable[..., Path]:
     """What assembles a run's draft, by default in its own layout, with all that its card says."""
     from eval.publishing.release import release_draft
+    from recipes.run_eval import load_head
 
     assert config.draft is not None
     trained, draft = stage_record(folder(config, "draft"))["results"], Path(draft_in_use(config))
@@ -208,9 +208,9 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
         measures=rates,
     )
     if engines is None and (layout := layout_of(str(draft))):
-        is_asked = layout == "dspark" and config.head and config.head.kind == "confidence"
-        head = head_in_use(config) if is_asked else None
-        engines = for_engines(draft, config.models.target, layout, head)
+        head = head_in_use(config) if layout == "dspark" else None
+        asked = head if head and load_head(head).for_engines() else None
+        engines = for_engines(draft, config.models.target, layout, asked)
     return partial(release_draft, draft, about=about, engines=engines)
 
 
@@ -233,20 +233,18 @@ def for_engines(
 
 def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:
     """The weight (1, H + r) and bias (1,) of a head, whose sigmoid is the probability."""
-    from heads import ConfidenceHead
     from heads.probe import check_head
     from recipes.run_eval import load_head
     from specdata.models import load_model
 
     head = load_head(folder)
-    if not isinstance(head, ConfidenceHead):
+    if (asked := head.for_engines()) is None:
         raise ConfigError(
             f"{folder} must be a head of kind confidence, the one form that engines ask, and "
             f"is of kind {head.kind}: train one with head.kind: confidence"
         )
     check_head(load_model(str(draft), target=target), head)
-    output = head.output
-    return output.weight.detach(), output.bias.detach() + math.log(head.rejection_weight)
+    return asked
 
 
 def _about(config: PipelineConfig) -> About:

@@ -35,7 +35,8 @@ from eval.reporting.report import acceptance_by_position
 from eval.reporting.table import readme_table
 from eval.reporting.verdict import verdict
 from heads import BaseHead
-from heads.remote import write_custom_generate
+from heads.config import KINDS
+from heads.published import write_custom_generate
 from specdata.draft_models.depths import DEPTHS, depths_of
 from specdata.draft_models.draft_vocabulary import (
     SIZE,
@@ -275,6 +276,7 @@ def release_head(
             "draft": loadable(draft),
         },
         head=head,
+        title=KINDS[head.kind].title,
         by_transformers=not states and getattr(used.method.stop, "cumulative", True),
         in_layout=states is not None and bool(states.layout or states.blocks),
         depths=getattr(read, DEPTHS, 1),
