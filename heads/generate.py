@@ -99,6 +99,8 @@ def generate(
         longest = asked or 20
     _check_arguments(arguments, threshold, longest)
 
+    head = None if acceptance_head is None else acceptance_head.to(draft.device)
+
     # The usual `generate` prepares everything, then calls this in place of its own loop.
     def loop(
         model: Any,
@@ -113,85 +115,73 @@ def generate(
         max_length, end = generation_config.max_length, generation_config.eos_token_id
         _check_rope(model.config.get_text_config(), max_length)
         vocabulary = model.config.get_text_config().vocab_size
-        decoder = _Decoder(
-            _CachedModel(model, vocabulary),
-            _CachedModel(draft, vocabulary, with_state=acceptance_head is not None),
-            _distributions(logits_processor, generation_config.do_sample),
-            None if acceptance_head is None else acceptance_head.to(draft.device),
-            threshold,
-            longest,
-            frozenset(end if isinstance(end, list) else [end]),
-            generator,
-        )
-        return decoder.decode(input_ids, max_length, stopping_criteria, streamer)
+        distributions = _distributions(logits_processor, generation_config.do_sample)
+        large = _CachedModel(model, vocabulary)
+        small = _CachedModel(draft, vocabulary, with_state=head is not None)
+        drafter = _Drafter(small, distributions, head, threshold, end, generator)
 
-    return type(model).generate(model, inputs, custom_generate=loop, **arguments)
+        def put(tokens: Tensor) -> None:
+            if streamer is not None:
+                streamer.put(tokens.cpu())
 
-
-@dataclass
-class _Decoder:
-    """A decoder of one sequence.
-
-    Attributes:
-        distributions: logits (..., V) -> probabilities (..., V), the same for p and q.
-        head: an acceptance head, which `threshold` is of, if there is one.
-        longest: most tokens of a draft.
-    """
-
-    target: _CachedModel
-    draft: _CachedModel
-    distributions: Callable[[Tensor], Tensor]
-    head: Any
-    threshold: float
-    longest: int
-    ends: frozenset[int]
-    generator: torch.Generator | None
-
-    def decode(
-        self, input_ids: Tensor, max_length: int, stopping_criteria: Any, streamer: Any
-    ) -> Tensor:
-        """Run rounds until a criterion ends the text, within a round if need be."""
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
+        put(input_ids)
         ended = False
         while not ended:
+            committed = input_ids[0].tolist()
+            # The verification adds one token; the draft need not read its own last one.
+            room = min(max_length - 1, small.positions + 1) - len(committed)
+            tokens, q = drafter.draft(committed, min(room, longest))
+            logits = large.read(committed[large.length :] + tokens, len(tokens) + 1)
+            accepted, following = verify(tokens, q, distributions(logits), generator)
+            for model_and_cache in (large, small):
+                model_and_cache.crop(len(committed) + accepted)
             emitted: list[int] = []
-            for token in self.round(input_ids[0].tolist(), max_length):
+            # A criterion may end the text within a round.
+            for token in [*tokens[:accepted], following]:
                 emitted.append(token)
                 input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
-                ended = bool(stopping_criteria(input_ids, None).all())
-                if ended:
+                if ended := bool(stopping_criteria(input_ids, None).all()):
                     break
-            if streamer is not None:
-                streamer.put(torch.tensor(emitted))
+            put(torch.tensor(emitted))
         if streamer is not None:
             streamer.end()
         return input_ids
 
-    def round(self, committed: list[int], max_length: int) -> list[int]:
-        """Draft, score and verify: the accepted tokens and one more."""
-        # The verification adds one token; the draft need not read its own last one.
-        room = min(max_length - 1, self.draft.positions + 1) - len(committed)
-        tokens, drawn_from = self.propose(committed, min(room, self.longest))
-        logits = self.target.read(committed[self.target.length :] + tokens, len(tokens) + 1)
-        p = self.distributions(logits)
-        q = [row.to(p.device) for row in drawn_from]
-        uniforms = _uniforms(self.generator)
-        ratios = prefix_ratios(
-            [float(row[token]) for row, token in zip(p, tokens, strict=False)],
-            [float(row[token]) for row, token in zip(q, tokens, strict=True)],
-        )
-        accepted = longest_prefix(
-            ratios, p, lambda: torch.stack(q[1:]), lambda chance: next(uniforms) < chance
-        )
-        following = p[accepted]
-        if accepted < len(tokens):
-            following = residual(ratios[accepted] * following, q[accepted])
-        self.target.crop(len(committed) + accepted)
-        self.draft.crop(len(committed) + accepted)
-        return [*tokens[:accepted], self.draw(following)]
+    return type(model).generate(model, inputs, custom_generate=loop, **arguments)
 
-    def propose(self, committed: list[int], room: int) -> tuple[list[int], list[Tensor]]:
+
+def verify(
+    tokens: list[int], q: list[Tensor], p: Tensor, generator: torch.Generator | None
+) -> tuple[int, int]:
+    """Block verification: how many of L tokens are accepted, and the token after them.
+
+    Of L distributions q (V,), the one that each token was drawn from, and p (L + 1, V), the
+    target's before each token and after the last.
+    """
+    q = [row.to(p.device) for row in q]
+    chances = ([float(row[token]) for row, token in zip(rows, tokens)] for rows in (p, q))  # noqa: B905, p has a row more
+    ratios = prefix_ratios(*chances)
+    uniforms = _uniforms(generator)
+    accepted = longest_prefix(
+        ratios, p, lambda: torch.stack(q[1:]), lambda chance: next(uniforms) < chance
+    )
+    if accepted == len(tokens):
+        return accepted, draw(p[accepted], generator)
+    return accepted, draw(residual(ratios[accepted] * p[accepted], q[accepted]), generator)
+
+
+@dataclass
+class _Drafter:
+    """A draft model, and the acceptance head that `threshold` is of, if there is one."""
+
+    model: _CachedModel
+    distributions: Callable[[Tensor], Tensor]
+    head: Any
+    threshold: float
+    end: int | list[int] | None
+    generator: torch.Generator | None
+
+    def draft(self, committed: list[int], room: int) -> tuple[list[int], list[Tensor]]:
         """Draft at most `room` tokens: L tokens, and the L distributions (V,) they come from.
 
         With a head the draft ends once the head gives a rejection in it more probability than the
@@ -201,25 +191,20 @@ class _Decoder:
         """
         tokens: list[int] = []
         q: list[Tensor] = []
-        unread, accepted = committed[self.draft.length :], 1.0
+        unread, chance = committed[self.model.length :], 1.0
+        ends = self.end if isinstance(self.end, list) else [self.end]
         while len(tokens) < room:
-            q.append(self.distributions(self.draft.read(unread, 1))[0])
-            tokens.append(self.draw(q[-1]))
-            if tokens[-1] in self.ends:
+            q.append(self.distributions(self.model.read(unread, 1))[0])
+            unread = [draw(q[-1], self.generator)]
+            tokens += unread
+            if tokens[-1] in ends:
                 break
             if self.head is not None and len(tokens) > self.head.lag:
-                drawn = _Drawn(tokens[-1], q[-1], self.draft.state, self.draft.embed)
-                accepted *= float(torch.sigmoid(self.head.logit_on_device(drawn)))
-                if 1.0 - accepted > self.threshold:
+                drawn = _Drawn(tokens[-1], q[-1], self.model.state, self.model.embed)
+                chance *= float(torch.sigmoid(self.head.logit_on_device(drawn)))
+                if 1.0 - chance > self.threshold:
                     break
-            unread = tokens[-1:]
         return tokens, q
-
-    def draw(self, distribution: Tensor) -> int:
-        """Draw a token from a distribution (V,): its inverse CDF at one uniform."""
-        cdf = distribution.cumsum(dim=-1, dtype=torch.float64)
-        point = min(_random(1, self.generator)[0], BELOW_ONE) * float(cdf[-1])
-        return int(torch.searchsorted(cdf, point, right=True))
 
 
 class _Drawn(NamedTuple):
@@ -288,6 +273,13 @@ class _CachedModel:
             self.state = inputs[0][0, -1]
 
         return self.model.get_output_embeddings().register_forward_pre_hook(keep)
+
+
+def draw(distribution: Tensor, generator: torch.Generator | None) -> int:
+    """Draw a token from a distribution (V,): its inverse CDF at one uniform."""
+    cdf = distribution.cumsum(dim=-1, dtype=torch.float64)
+    point = min(_random(1, generator)[0], BELOW_ONE) * float(cdf[-1])
+    return int(torch.searchsorted(cdf, point, right=True))
 
 
 def _uniforms(generator: torch.Generator | None) -> Iterator[float]:
