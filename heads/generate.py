@@ -159,8 +159,10 @@ def verify(
     target's before each token and after the last.
     """
     q = [row.to(p.device) for row in q]
-    chances = ([float(row[token]) for row, token in zip(rows, tokens)] for rows in (p, q))  # noqa: B905, p has a row more
-    ratios = prefix_ratios(*chances)
+    ratios = prefix_ratios(
+        [float(row[token]) for row, token in zip(p[:-1], tokens, strict=True)],
+        [float(row[token]) for row, token in zip(q, tokens, strict=True)],
+    )
     uniforms = _uniforms(generator)
     accepted = longest_prefix(
         ratios, p, lambda: torch.stack(q[1:]), lambda chance: next(uniforms) < chance

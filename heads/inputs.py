@@ -125,7 +125,7 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def read(name: str, drafted: DraftedTokens) -> Tensor:
+def feature_of(name: str, drafted: DraftedTokens) -> Tensor:
     """A feature, or "hidden", the state after the token, which heads with a lag read."""
     return drafted.after() if name == "hidden" else FEATURES[name].compute(drafted)
 

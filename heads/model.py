@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from heads.inputs import DraftedTokens, DrawnToken, captured_state, read, under_way
+from heads.inputs import DraftedTokens, DrawnToken, captured_state, feature_of, under_way
 
 # What AutoModel adds to the arguments of `from_pretrained`.
 OF_AUTO_MODEL = {"config", "trust_remote_code", "adapter_kwargs", "_from_auto"}
@@ -106,7 +106,7 @@ class BaseHead(
         Their sigmoid, which SpecDec++ compares with its threshold, is biased by a weighted loss.
         A kind's `forward` makes them of what it `reads`, in that order.
         """
-        logits: Tensor = self(*(read(name, drafted) for name in self.reads))
+        logits: Tensor = self(*(feature_of(name, drafted) for name in self.reads))
         return logits
 
     def probability(self, drafted: DraftedTokens) -> Tensor:

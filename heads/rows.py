@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heads.config import HeadConfig
-from heads.inputs import FEATURES, DraftedTokens
-from heads.inputs import read as known
+from heads.inputs import FEATURES, DraftedTokens, feature_of
 from specdata.draft_models.state_store import STATES_BYTES
 from specdata.draft_models.states_draft import token_embedding
 from specdata.errors import ConfigError
@@ -386,7 +385,7 @@ class TrainingInputs:
                     after=lambda: before,  # of a mixed text, whose states are moved by one
                     distributions=distributions,
                 )
-                return {name: known(name, drafted) for name in names}
+                return {name: feature_of(name, drafted) for name in names}
 
             return at
 
