@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill import rounds
-from distill import states as distill_states
+from distill import dspark, least_squares, masks, places
 from distill.config import DistilConfig, InitConfig
-from distill.initial import cut
-from distill.rounds import along_rounds, check_masks, of_round, with_masks
-from distill.states import ridge, silence
+from distill.least_squares import ridge
+from distill.masks import check_masks, with_masks
+from distill.plain import cut
+from distill.rounds import along_rounds, of_round
+from distill.states import silence
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from eval.analysis.traces import check_tree_states, tree_states
@@ -40,7 +41,12 @@ from recipes.command import RECIPES
 from specdata import probability
 from specdata.draft_models.depths import add_masks, depths_of
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.states_draft import states_input, token_embedding, unit
+from specdata.draft_models.states_draft import (
+    is_in_blocks,
+    states_input,
+    token_embedding,
+    unit,
+)
 from specdata.draft_models.taps import attach, install, read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
@@ -97,7 +103,7 @@ def state_after(draft: PreTrainedModel, committed: list[int], path: list[int]) -
     if made is None:
         after = torch.tensor([committed + [draft.config.pard_token] * 2])
         return hidden_states(draft, after)[0, len(committed) - 1 + min(len(path), 2)]
-    if made.blocks:
+    if is_in_blocks(draft):
         return state_in_block(draft, committed, path)
     x = made(ids)
     begin = 0 if made.reads_first or len(committed) == 1 else 1
@@ -362,7 +368,7 @@ def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_droppi
     begins = torch.zeros_like(ids, dtype=torch.bool)
     begins[:, 5:35] = True
 
-    def read(step: int | None, begins: Tensor = begins, rows: int = 2) -> list[rounds.Place]:
+    def read(step: int | None, begins: Tensor = begins, rows: int = 2) -> list[places.Place]:
         of_rows = None if taps is None else taps[:rows]
         asked: dict[str, Any] = {"taps": of_rows, "begins": begins[:rows], "dropping": step}
         with torch.inference_mode():
@@ -385,15 +391,15 @@ def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_droppi
         for alone, beside in zip(read(step, rows=1), read(step, longer), strict=True):
             assert alone.kept[0, 7:35].equal(beside.kept[0, 7:35])
     for step in (10**5, 10**7):  # no two share a rank, however far a training is
-        assert len(rounds.ranks(torch.arange(2048), step).unique()) == 2048
+        assert len(places.ranks(torch.arange(2048), step).unique()) == 2048
 
 
 @kinds
 def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draft_there(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "KEPT", 1.0)
-    monkeypatch.setattr(rounds, "WHOLE", 1.0)
+    monkeypatch.setattr(masks, "KEPT", 1.0)
+    monkeypatch.setattr(dspark, "WHOLE", 1.0)
     target, draft = pair(40, kind)
     rows = [
         {"prompt_ids": [2, 9], "completion_ids": [31, 4, 17, 8, 22]},
@@ -436,11 +442,11 @@ def test_a_token_drafted_along_a_text_is_read_with_the_drafts_own_state() -> Non
         torch.testing.assert_close(after[0, index], expected)
 
 
-@pytest.mark.parametrize("part", [distill_states.PART, 90])
+@pytest.mark.parametrize("part", [least_squares.PART, 90])
 def test_least_squares_finds_a_linear_map_of_columns_of_any_size(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distill_states, "PART", part)  # numbers that are held at a time
+    monkeypatch.setattr(least_squares, "PART", part)  # numbers that are held at a time
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 6, generator=generator, dtype=torch.float64) * torch.logspace(-3, 2, 6)
     wanted = torch.randn(6, 3, generator=generator, dtype=torch.float64)
