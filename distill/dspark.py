@@ -27,9 +27,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_see
 from distill import published
 from distill.config import BLOCK, check_layout
 from distill.least_squares import fit_rows, ridge
-from distill.places import Place, ranks, window
 from distill.plain import Source
 from distill.published import Finding
+from distill.rounds import Place, ranks, window
 from specdata.config import read_stored
 from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.depths import unused_token
@@ -291,7 +291,7 @@ def along(
     State s at position t is that of slot s of the block that began at t - s; beyond its last slot,
     that one, with the bias by the token at t. Training reads the first slot of all blocks, as a
     draft learns most from it, and the others of a share of them (`WHOLE`). Arguments are those of
-    `distill.places.Along`.
+    `distill.kinds.Kind.along`.
     """
     model = draft.model
     reads = cast(BlockInput, states_input(model))

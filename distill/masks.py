@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill import plain
-from distill.places import Place, ranks, window
+from distill.rounds import Place, ranks, window
 from specdata.draft_kinds.masks import MASK
 from specdata.draft_models.attention import Seen, attending_along
 from specdata.draft_models.depths import add_masks, depths_of
@@ -41,7 +41,7 @@ def along(
     dropping: int | None = None,
     **_: object,
 ) -> Iterator[Place]:
-    """The states of a draft along texts (`distill.places.Along`)."""
+    """The states of a draft along texts (`distill.kinds.Kind.along`)."""
     return after_masks(draft.model, ids, count, begins, dropping)
 
 
@@ -56,7 +56,7 @@ def after_masks(
 
     State s at position t is what drafting gives at the (s + 1)-th token of a round that began at
     t - s; deeper than its masks, their last one. Arguments are those of
-    `distill.places.Along`.
+    `distill.kinds.Kind.along`.
     """
     (rows, length), masks = ids.shape, depths_of(model) - 1
     at = torch.arange(length, device=ids.device)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 
 from distill.config import ARCHITECTURES, InitConfig
 from distill.least_squares import fit_rows
-from distill.places import Place
+from distill.rounds import Place
 from distill.toy import language_model
 from distill.training import take_special_ids
 from specdata.draft_models.draft_vocabulary import replace_output
@@ -65,7 +65,7 @@ def of_shapes(target: PreTrainedModel, source: Source) -> PreTrainedModel:
 def along(
     draft: LMHead, ids: Tensor, _count: int, *, attention: Tensor | None = None, **_: object
 ) -> Iterator[Place]:
-    """The states of a draft along texts, once: every place is alike (`distill.places.Along`)."""
+    """The states of a draft along texts, once, as every place is alike; see `kinds.Kind`."""
     states = draft.states(ids, attention, trained=True)
     yield Place(states, torch.ones_like(ids, dtype=torch.bool))
 

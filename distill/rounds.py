@@ -1,29 +1,48 @@
-"""What drafts say along known texts at each token of a round, for training and measuring.
+"""The places of rounds along known texts.
 
 A round that begins after position t drafts the tokens at t + 1, t + 2, ...: place s of it, counted
-from 0, is read at t + s. `along_rounds` gives the states there, of a whole text at a time, as the
-draft's kind does (`distill.kinds`): a plain draft reads the text once, and every place is alike.
+from 0, is read at t + s. What a draft says there its kind knows (`distill.kinds.along_rounds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-
-from distill.kinds import KINDS
-from distill.places import Place
-from specdata.draft_kinds import kind_of
-from specdata.lm_head import LMHead
 
 DECAY = 0.8
 """Weight of each place of a round over the one before it (that of arXiv:2503.01840)."""
+GOLDEN = (5**0.5 - 1) / 2
 
 
-def along_rounds(draft: LMHead, ids: Tensor, count: int, **named: Any) -> Iterator[Place]:
-    """The states of a draft along texts at each place of a round; arguments as of `Along`."""
-    return KINDS[kind_of(draft.model.config).name].along(draft, ids, count, **named)
+class Place(NamedTuple):
+    """One place of every round along texts.
+
+    Attributes:
+        states: (B, T, H) the draft's last; at position t of a round that began at t - s.
+        kept: (B, T) bool where they are read.
+        share: of the rounds, that were kept.
+    """
+
+    states: Tensor
+    kept: Tensor
+    share: float = 1.0
+
+
+def window(begins: Tensor) -> Tensor:
+    """(B, T) bool -> (B, W) consecutive positions that hold all that are wanted of each row."""
+    length = begins.shape[1]
+    at = torch.arange(length, device=begins.device)
+    first = torch.where(begins, at, length).amin(dim=1)
+    last = torch.where(begins, at, -1).amax(dim=1)
+    width = max(1, int((last - first).max()) + 1)
+    return first.clamp(max=length - width)[:, None] + at[:width]
+
+
+def ranks(begin: Tensor, step: int) -> Tensor:
+    """Evenly spread numbers in [0, 1) of rounds, others in each step; float32 would run out."""
+    return (begin.double() + step * GOLDEN**2) * GOLDEN % 1.0
 
 
 def of_round(learnt: Tensor, step: int) -> Tensor:

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from distill import plain
 from distill.least_squares import fit_rows, ridge
-from distill.places import Place, window
+from distill.rounds import Place, window
 from distill.training import take_special_ids
 from specdata.cache import cache_argument
 from specdata.draft_models.attention import Seen, attending_along
@@ -165,7 +165,7 @@ def along(
     t - s: it attends to the readings of 0 up to there, and to reading r at t - s + r.
 
     As while decoding (training-time test: Li et al. 2025, arXiv:2503.01840). Arguments are those of
-    `distill.places.Along`.
+    `distill.kinds.Kind.along`.
     """
     model, reads = draft.model, states_input(draft.model)
     assert reads is not None

@@ -20,9 +20,10 @@ from distill.adapters import base_of
 from distill.batches import Numbered, collate
 from distill.chunked import chunked_loss
 from distill.config import DistilConfig
+from distill.kinds import along_rounds
 from distill.losses import LOSSES
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
-from distill.rounds import along_rounds, of_round, weights_of
+from distill.rounds import of_round, weights_of
 from distill.teacher import Part, Teacher, TopLogitsTeacher
 from distill.training import DraftTrainer, Schedule, training_arguments
 from specdata.draft_models.depths import depths_of

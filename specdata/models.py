@@ -258,6 +258,8 @@ def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
         is_reduced(config) and not kind_of(config).layouts
     ):  # of these the output is as engines have it
         kind = reduced_class(kind, getattr(config, SIZE))
+    # By these transformers looks up under which names an architecture stores its weights.
+    kind.__name__, kind.__module__ = architecture.__name__, architecture.__module__
     return kind, architecture
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from distill.config import InitConfig, LayoutName
-from distill.kinds import KINDS
+from distill.kinds import KINDS, along_rounds
 from distill.memory import new_draft
-from distill.rounds import along_rounds
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata import draft_kinds
 from specdata.draft_kinds import kind_of

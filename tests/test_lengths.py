@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distill.config import InitConfig
+from distill.kinds import along_rounds
 from distill.memory import new_draft
-from distill.places import Place
-from distill.rounds import along_rounds, of_round
+from distill.rounds import Place, of_round
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime import model as runtime
 from eval.runtime.model import CachedModel

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill.config import InitConfig
 from distill.initial import make_initial
-from distill.rounds import along_rounds
+from distill.kinds import along_rounds
 from distill.states import llama_draft
 from distill.toy import save_tokenizer, train_tokenizer
 from distill.watch import HeldOut

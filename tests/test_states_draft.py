@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill import dspark, least_squares, masks, places
+from distill import dspark, least_squares, masks, rounds
 from distill.config import DistilConfig, InitConfig
+from distill.kinds import along_rounds
 from distill.least_squares import ridge
 from distill.masks import check_masks, with_masks
 from distill.plain import cut
-from distill.rounds import along_rounds, of_round
+from distill.rounds import of_round
 from distill.states import silence
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
@@ -368,7 +369,7 @@ def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_droppi
     begins = torch.zeros_like(ids, dtype=torch.bool)
     begins[:, 5:35] = True
 
-    def read(step: int | None, begins: Tensor = begins, rows: int = 2) -> list[places.Place]:
+    def read(step: int | None, begins: Tensor = begins, rows: int = 2) -> list[rounds.Place]:
         of_rows = None if taps is None else taps[:rows]
         asked: dict[str, Any] = {"taps": of_rows, "begins": begins[:rows], "dropping": step}
         with torch.inference_mode():
@@ -391,7 +392,7 @@ def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_droppi
         for alone, beside in zip(read(step, rows=1), read(step, longer), strict=True):
             assert alone.kept[0, 7:35].equal(beside.kept[0, 7:35])
     for step in (10**5, 10**7):  # no two share a rank, however far a training is
-        assert len(places.ranks(torch.arange(2048), step).unique()) == 2048
+        assert len(rounds.ranks(torch.arange(2048), step).unique()) == 2048
 
 
 @kinds

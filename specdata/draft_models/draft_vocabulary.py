@@ -156,8 +156,6 @@ def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTra
             ids = torch.arange(size, device=weight.device)
             install_output(self, ReducedOutput(weight, bias, ids, rows))
 
-    # By these transformers looks up under which names an architecture stores its weights.
-    Reduced.__name__, Reduced.__module__ = architecture.__name__, architecture.__module__
     return Reduced
 
 

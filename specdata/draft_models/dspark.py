@@ -312,5 +312,4 @@ def dspark_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             markov = weight.new_empty(len(ids), blocks.rank)
             install_output(self, MarkovOutput(weight, markov, ids, rows))
 
-    DSpark.__name__, DSpark.__module__ = architecture.__name__, architecture.__module__
     return DSpark

@@ -131,5 +131,4 @@ def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             weight = self.get_output_embeddings().weight.new_empty(len(ids), width)
             install_output(self, Eagle3Output(weight, ids.to(weight.device), rows, norm))
 
-    Eagle3.__name__, Eagle3.__module__ = architecture.__name__, architecture.__module__
     return Eagle3

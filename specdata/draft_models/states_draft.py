@@ -205,7 +205,6 @@ def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             if record.output_bias:
                 self.set_output_embeddings(nn.Linear(width, tokens.num_embeddings))
 
-    ReadsStates.__name__, ReadsStates.__module__ = architecture.__name__, architecture.__module__
     return ReadsStates
 
 
