@@ -166,8 +166,8 @@ def not_computed(settings: dict[str, Any], layout: Layout) -> list[str]:
     """What a config.json asks that is not computed here, is not known, or contradicts itself."""
     read, only = {key for each in layout.read for key in fields_of(each)}, {**ONLY, **layout.only}
     known = {*METADATA, *layout.ignored, layout.section, LAYERS, *read}
-    defaults, found = PreTrainedConfig().to_dict(), []
-    found += [
+    defaults = PreTrainedConfig().to_dict()
+    found = [
         f"{key} is not said, and engines differ in what that means: {what}"
         for key, what in layout.unsaid.items()
         if key not in settings
