@@ -303,7 +303,8 @@ def counting(tokenizer: Any, calls: list[int]) -> Any:
 def test_prompts_are_tokenized_once_and_many_at_once(chat: bool, tmp_path: Path) -> None:
     rows = [{"prompt": f"Is {number % 2400} even?"} for number in range(2500)]
     sets = [PromptSet(jsonl(tmp_path / "a.jsonl", rows), "train", 0, chat=chat)]
-    loaded = load_prompts(sets, counting(CHAT, calls := []), seed=0)
+    calls: list[int] = []
+    loaded = load_prompts(sets, counting(CHAT, calls), seed=0)
     assert calls == [1024, 1024, 2400 - 2048]
     assert (len(loaded.prompts), loaded.report[0]["dropped"]["duplicate"]) == (2400, 100)
     alone = [load_prompts([dataclasses.replace(sets[0], count=n)], CHAT, seed=0) for n in (1, 9)]
@@ -344,12 +345,13 @@ def test_prompts_that_a_folder_keeps_are_tokenized_again_only_if_they_are_made_o
         sets = [PromptSet(jsonl(path, how.pop("rows")), "train", how.pop("count"))]
         return load_prompts(sets, tokenizer, folder=folder, **how), sets
 
-    first, sets = load(kept, made := [])
+    made: list[int] = []
+    first, sets = load(kept, made)
     assert made == [3]
     assert check_sets(sets, 0, folder=kept) == first.report, "no row is read"
     assert first.report[0]["dropped"]["over_long"] == 1, "which rows alone do not tell"
-    again, _ = load(kept, calls := [], **CHANGES[change])
-    assert len(calls) == (change != "nothing")
+    again, _ = load(kept, made, **CHANGES[change])
+    assert len(made) == 1 + (change != "nothing")
     found = again.report, list(again.prompts)
     anew, _ = load(None, [], **CHANGES[change])
     assert found == (anew.report, list(anew.prompts))
@@ -357,7 +359,8 @@ def test_prompts_that_a_folder_keeps_are_tokenized_again_only_if_they_are_made_o
 
 def test_of_processes_that_load_prompts_at_the_same_time_one_tokenizes(tmp_path: Path) -> None:
     sets = [PromptSet(jsonl(tmp_path / "a.jsonl", [{"prompt": "One."}]), "train", 0)]
-    tokenizer = counting(PLAIN, calls := [])
+    calls: list[int] = []
+    tokenizer = counting(PLAIN, calls)
     with ThreadPoolExecutor() as threads:
         found = list(
             threads.map(
