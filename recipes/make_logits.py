@@ -11,12 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import check_loading, is_shared, named
-from recipes.config import PipelineConfig
-from recipes.layout import absolute, folder, loaded
+from recipes.config import PipelineConfig, absolute, named
+from recipes.models import check_loading, is_shared, sizes_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say, stage_record
-from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size, sizes_of
+from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.resume import differences
@@ -37,23 +36,19 @@ class Logits(Stage):
 
     def stored_settings(self) -> dict[str, Any]:
         """Its section, and how the target is loaded."""
-        assert self.config.logits is not None
-        values = {"logits": self.config.logits.stored_settings(), "dtype": self.config.models.dtype}
-        return {**values, **loaded(self.config, "target")}
+        return {"logits": self.section.stored_settings(), **self.config.loaded("target")}
 
     @property
     def inputs(self) -> dict[str, str]:
         """The target and its rollouts."""
-        rollouts = str(folder(self.config, "rollouts"))
-        return {"target": self.config.models.target, "rollouts": rollouts}
+        config = self.config
+        return {"target": config.models.target, "rollouts": str(config.folder("rollouts"))}
 
     @property
     def size(self) -> str:
         """As many rows as rollouts."""
-        assert self.config.logits is not None
         # Three numbers a token beside the logits.
-        token = ROLLOUT_TOKEN + PAIR * self.config.logits.top_logits + 12
-        return rows_size(self.config, token)
+        return rows_size(self.config, ROLLOUT_TOKEN + PAIR * self.section.top_logits + 12)
 
     def check(self) -> None:
         """Refuse a target that cannot be loaded so."""
@@ -66,9 +61,8 @@ class Logits(Stage):
         from specdata.storage.dataset import load_stored, read_manifest
 
         config = self.config
-        assert config.logits is not None
         tokenizer = load_tokenizer(config.models.target)
-        rollouts = load_stored(folder(config, "rollouts"))
+        rollouts = load_stored(config.folder("rollouts"))
         source = made_of(self, vocabulary_fingerprint(tokenizer))
         with (
             progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar,
@@ -79,7 +73,7 @@ class Logits(Stage):
                 maker,
                 rollouts,
                 self.folder,
-                config.logits,
+                self.section,
                 settings=self.dataset_settings({**source, **served}),
                 report=bar.update,
                 tensor_parallel=is_shared(config, "logits"),
@@ -195,7 +189,7 @@ def check_stored_states(config: PipelineConfig, rows: Dataset) -> None:
 
     if not {*TARGET_STATES.names, *TARGET_TAPS.names} & {*rows.column_names}:
         return
-    source, models = folder(config, "rollouts"), config.models
+    source, models = config.folder("rollouts"), config.models
     made = dict(read_manifest(source)["settings"])
     made |= made.get("load", {}).get("target", {})
     stored = {"dtype": made["dtype"], "revision": made["target"]["revision"]}
@@ -218,7 +212,7 @@ def _top_logits_of(config: PipelineConfig, key: str, logits: str) -> TopLogits |
     """The top logits of a dataset, or of the one that this run makes; None if not known yet."""
     from specdata.top_logits import TopLogits  # here: it needs torch
 
-    if config.logits and absolute(logits) == absolute(folder(config, "logits")):
+    if config.logits and absolute(logits) == absolute(config.folder("logits")):
         size = sizes_of(config, config.models.target).get("vocab_size")
         return None if size is None else TopLogits(min(config.logits.top_logits, size), size)
     if not Path(logits).is_dir():

@@ -7,6 +7,7 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
@@ -21,20 +22,12 @@ from eval.analysis.prediction import Predictions
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.publishing.serving import serving_lines
 from eval.reporting.verdict import verdict
-from recipes.config import PipelineConfig
-from recipes.layout import (
-    CERTIFICATE,
-    RESULTS,
-    draft_in_use,
-    eval_folder,
-    folder,
-    head_folder,
-    head_in_use,
-)
+from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
+from recipes.models import described, layout_of, load_head, reads_states, source_model
 from recipes.recipe import Recipe
 from recipes.run import Stage, remove_caches, say, stage_record
-from recipes.sizes import described, draft_size, in_bytes, layout_of, reads_states, source_model
-from recipes.steps import HUB_ID, CommandLine, Step, load_draft, load_head
+from recipes.sizes import draft_size, in_bytes
+from recipes.steps import HUB_ID, CommandLine, Step
 from specdata.config import PromptSet
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.reading import source_of
@@ -64,12 +57,12 @@ class Release(Stage):
     def inputs(self) -> dict[str, str]:
         """The trained artefact, and its measurements."""
         inputs = {
-            "draft": draft_in_use(self.config),
-            "results": str(eval_folder(self.config) / RESULTS),
+            "draft": self.config.draft_in_use,
+            "results": str(self.config.eval_folder / RESULTS),
         }
-        if (certificate := eval_folder(self.config) / CERTIFICATE).exists():
+        if (certificate := self.config.eval_folder / CERTIFICATE).exists():
             inputs["certificate"] = str(certificate)
-        head = head_in_use(self.config)
+        head = self.config.head_in_use
         return {**inputs, "head": head} if head else inputs
 
     @property
@@ -121,15 +114,15 @@ class Release(Stage):
         parts: dict[str, Callable[..., object]] = {}
         if config.draft:
             parts["draft"] = partial(draft_release(config), push_to=publish.draft_id)
-        if head := head_in_use(config):
-            made, draws = stage_record(head_folder(config)), config.labels.draws
+        if head := config.head_in_use:
+            made, draws = stage_record(config.head_folder), config.labels.draws
             trained, tokens = made["results"], f"{draws} drafted token{'' if draws == 1 else 's'}"
             tokens += " a position"
             if made["config"]["labels"].get("greedy"):  # as it was when the head was trained
                 tokens = "the draft's likeliest token, which is kept with p"
-            base = publish.draft_id or draft_in_use(config)
+            base = publish.draft_id or config.draft_in_use
             sets = _training_sets(config)
-            predicted = stage_record(eval_folder(config))["results"].get("predictions")
+            predicted = stage_record(config.eval_folder)["results"].get("predictions")
             shared = _about(config)
             about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])
             parts["head"] = partial(
@@ -161,7 +154,7 @@ class Release(Stage):
     def show(self, results: dict[str, Any]) -> None:
         """Print the verdict, and where the copies are; nothing is left to be made of datasets."""
         remove_caches(self.config)
-        say(verdict(read_results(eval_folder(self.config) / RESULTS)))
+        say(verdict(read_results(self.config.eval_folder / RESULTS)))
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():
             where = "not uploaded"
@@ -174,18 +167,28 @@ class Release(Stage):
     def next(self, line: CommandLine) -> list[Step]:
         """Load, serve and upload what was assembled."""
         config, unnamed = self.config, []
-        steps = [Step("look", f"{eval_folder(config)}/report.html")]
+        steps = [Step("look", f"{config.eval_folder}/report.html")]
         if config.draft:
             draft, states = config.publish.draft_id or f"{self.folder}/draft", reads_states(config)
+            module, load = "transformers", "AutoModelForCausalLM.from_pretrained"
+            if states:  # which transformers does not load
+                module, load = "specdata.models", "load_model"
             unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
-            here = draft_in_use(config) if states else draft  # of engines' layouts imported alone
-            steps += [load_draft(here, states=states), *_serve(config, draft)]
+            here = config.draft_in_use if states else draft  # of engines' layouts imported alone
+            steps += [_load("draft", module, load, here), *_serve(config, draft)]
         if config.head:
-            steps.append(load_head(config.publish.head_id or self.folder / "head"))
+            head = config.publish.head_id or self.folder / "head"
+            steps.append(_load("head", "heads", "AcceptanceHead.from_pretrained", head))
             unnamed += [] if config.publish.head_id else ["--publish.head_id", HUB_ID]
         if unnamed:
             steps.append(Step("upload", line.recipe("publish", *unnamed)))
         return steps
+
+
+def _load(name: str, module: str, load: str, source: str | Path) -> Step:
+    """A line of Python that loads a draft or a head."""
+    quoted, kind = json.dumps(str(source), ensure_ascii=False), load.partition(".")[0]
+    return Step("load", f"from {module} import {kind}; {name} = {load}({quoted})")
 
 
 def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> Callable[..., Path]:
@@ -193,7 +196,7 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
     from eval.publishing.release import release_draft
 
     assert config.draft is not None
-    trained, draft = stage_record(folder(config, "draft"))["results"], Path(draft_in_use(config))
+    trained, draft = stage_record(config.folder("draft"))["results"], Path(config.draft_in_use)
     what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
     rates = {
         f"{what} before distillation": trained["acceptance_before"],
@@ -209,7 +212,7 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
     )
     if engines is None and (layout := layout_of(str(draft))):
         is_asked = layout == "dspark" and config.head and config.head.kind == "confidence"
-        head = head_in_use(config) if is_asked else None
+        head = config.head_in_use if is_asked else None
         engines = for_engines(draft, config.models.target, layout, head)
     return partial(release_draft, draft, about=about, engines=engines)
 
@@ -235,7 +238,6 @@ def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, T
     """The weight (1, H + r) and bias (1,) of a head, whose sigmoid is the probability."""
     from heads import ConfidenceHead
     from heads.probe import check_head
-    from recipes.run_eval import load_head
     from specdata.models import load_model
 
     head = load_head(folder)
@@ -253,7 +255,7 @@ def _about(config: PipelineConfig) -> About:
     """What every card of a run says."""
     from eval.publishing.metadata import About
 
-    certificate, sentence = eval_folder(config) / CERTIFICATE, None
+    certificate, sentence = config.eval_folder / CERTIFICATE, None
     if certificate.exists():
         remedy = "remove it, and certify again"
         sentence = read_record(certificate, ["sentence"], remedy)["sentence"]
@@ -271,10 +273,10 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     Nothing of a draft that no engine loads, and if the models' output sizes are known and differ,
     because vLLM refuses such a pair.
     """
-    target, layout = config.models.target, layout_of(draft_in_use(config))
+    target, layout = config.models.target, layout_of(config.draft_in_use)
     if reads_states(config) and layout is None:
         return []
-    released = described(str(folder(config, "release") / "draft"))
+    released = described(str(config.folder("release") / "draft"))
     if len({each.get("vocab_size") for each in (described(target), released)} - {None}) > 1:
         return []
     depths = released.get("block_size" if layout else "depths", 1)
@@ -287,12 +289,12 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
 
 def measurements(config: PipelineConfig) -> Results:
     """The measurements, with models named as this run names them now."""
-    evaluation = eval_folder(config)
+    evaluation = config.eval_folder
     results = read_results(evaluation / RESULTS)
     check_metrics(results, evaluation / RESULTS)
     measured = stage_record(evaluation)["inputs"]
-    names = {"target": config.models.target, "draft": draft_in_use(config)}
-    if head := head_in_use(config):
+    names = {"target": config.models.target, "draft": config.draft_in_use}
+    if head := config.head_in_use:
         names["head"] = head
     for role, name in names.items():
         if measured.get(role) != fingerprint(name):

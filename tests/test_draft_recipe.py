@@ -13,7 +13,6 @@ from distill.adapters import load_student
 from distill.config import LoraConfig
 from recipes import train_draft
 from recipes.config import PipelineConfig, parse
-from recipes.layout import folder
 from recipes.make_rollouts import Rollouts
 from recipes.publish import _texts_of_draft
 from recipes.run import run_stage
@@ -55,7 +54,7 @@ def test_a_draft_of_other_settings_is_refused_before_anything_is_trained(
     more = ["--draft.finetune.epochs", "1", "--draft.finetune.max_length", "32"]
     assert train_draft.RECIPE.run([*asked, *more]) == 2
     assert "draft.finetune: null ->" in capsys.readouterr().err
-    assert not folder(config, "finetuned").exists()
+    assert not config.folder("finetuned").exists()
 
 
 # --- what a plan refuses, and beside it what it lets pass

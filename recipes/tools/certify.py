@@ -30,9 +30,8 @@ from pydantic import ValidationError
 
 from eval.decode_config import DecodeConfig
 from eval.runtime.engines import ENGINES
-from recipes.config import build, load_yaml
-from recipes.layout import CERTIFICATE, RESULTS, portable
-from recipes.run import prepare_libraries, say, stage_record
+from recipes.config import CERTIFICATE, RESULTS, build, load_yaml
+from recipes.run import portable, prepare_libraries, say, stage_record
 from specdata.config import PromptSet, ServerConfig
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
@@ -169,7 +168,7 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from eval.analysis.ties import greedy_differences
     from eval.decoder import SpeculativeDecoder
     from eval.runtime.transformers_models import check_trees
-    from recipes.run_eval import load_head
+    from recipes.models import load_head
     from specdata.draft_models.depths import most_tokens
     from specdata.models import (
         check_shared_vocabulary,
