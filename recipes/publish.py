@@ -8,37 +8,25 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from distill.config import DistilConfig
-from eval.analysis.prediction import Predictions
-from eval.measuring.results import Results, check_metrics, read_results
+from eval.measuring.results import read_results
 from eval.publishing.serving import serving_lines
 from eval.reporting.verdict import verdict
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
-from recipes.models import described, layout_of, load_head, reads_states, source_model
+from recipes.models import described, layout_of, reads_states
 from recipes.recipe import Recipe
-from recipes.run import Stage, remove_caches, say, stage_record
+from recipes.releases import draft_release, head_release, measurements
+from recipes.run import Stage, remove_caches, say
 from recipes.sizes import draft_size, in_bytes
 from recipes.steps import HUB_ID, CommandLine, Step
-from specdata.config import PromptSet
-from specdata.errors import ConfigError, ManifestError
-from specdata.prompts.reading import source_of
-from specdata.storage.files import PROGRESS, fingerprint, read_object, sha256
-from specdata.storage.resume import read_record
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from eval.publishing.metadata import About
-    from eval.publishing.release import ForEngines
+from specdata.errors import ConfigError
+from specdata.storage.files import PROGRESS, read_object, sha256
 
 _METHOD_HINT = " (--method leaves only the methods that it names: give it once more, for this one)"
 
@@ -105,42 +93,25 @@ class Release(Stage):
 
     def run(self) -> dict[str, Any]:
         """Assemble and upload."""
-        from eval.publishing.release import UPLOAD, release_head
-        from eval.reporting.rendering import public_name
+        from eval.publishing.release import UPLOAD
 
-        config = self.config
+        config, publish = self.config, self.config.publish
+        # 1. The results, recomputed, of the models as they are now.
         results = measurements(config)
-        publish, private = config.publish, config.publish.private
+        # 2. Each artefact under another name: one that is there was finished by an earlier try.
         parts: dict[str, Callable[..., object]] = {}
         if config.draft:
             parts["draft"] = partial(draft_release(config), push_to=publish.draft_id)
-        if head := config.head_in_use:
-            made, draws = stage_record(config.head_folder), config.labels.draws
-            trained, tokens = made["results"], f"{draws} drafted token{'' if draws == 1 else 's'}"
-            tokens += " a position"
-            if made["config"]["labels"].get("greedy"):  # as it was when the head was trained
-                tokens = "the draft's likeliest token, which is kept with p"
-            base = publish.draft_id or config.draft_in_use
-            sets = _training_sets(config)
-            predicted = stage_record(config.eval_folder)["results"].get("predictions")
-            shared = _about(config)
-            about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])
-            parts["head"] = partial(
-                release_head,
-                Path(head),
-                about=about,
-                trained=f"{trained['train_rows']} rollouts of "
-                f"{', '.join(map(public_name, sets))} with {tokens}",
-                predictions=predicted and Predictions.model_validate(predicted, strict=False),
-                push_to=publish.head_id,
-            )
+        if config.head:
+            parts["head"] = partial(head_release(config), push_to=publish.head_id)
         for name, release in parts.items():
             out = self.folder / PROGRESS / name
-            if not out.exists():  # else an interrupted run has finished this one
-                release(out=out, results=results, private=private)
+            if not out.exists():
+                release(out=out, results=results, private=publish.private)
+        # 3. All of them in the place of what was there; somebody may have edited its cards.
         for former in self.folder.glob("[!.]*"):
             if former.is_dir():
-                if (card := former / "README.md").is_file():  # somebody may have edited it
+                if (card := former / "README.md").is_file():
                     card.replace(self.folder / f"{former.name}.README-{sha256(card)[:8]}.md")
                 shutil.rmtree(former)
         for name in parts:
@@ -191,82 +162,6 @@ def _load(name: str, module: str, load: str, source: str | Path) -> Step:
     return Step("load", f"from {module} import {kind}; {name} = {load}({quoted})")
 
 
-def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> Callable[..., Path]:
-    """What assembles a run's draft, by default in its own layout, with all that its card says."""
-    from eval.publishing.release import release_draft
-
-    assert config.draft is not None
-    trained, draft = stage_record(config.folder("draft"))["results"], Path(config.draft_in_use)
-    what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
-    rates = {
-        f"{what} before distillation": trained["acceptance_before"],
-        f"{what} after distillation": trained["acceptance_after"],
-    }
-    if trained["steps"] == 0:
-        rates = {what: trained["acceptance_after"]}
-    about = replace(
-        _about(config),
-        base_model=None if config.draft.init.kind == "fresh" else source_model(config),
-        datasets=_texts_of_draft(config, config.draft),
-        measures=rates,
-    )
-    if engines is None and (layout := layout_of(str(draft))):
-        is_asked = layout == "dspark" and config.head and config.head.kind == "confidence"
-        head = config.head_in_use if is_asked else None
-        engines = for_engines(draft, config.models.target, layout, head)
-    return partial(release_draft, draft, about=about, engines=engines)
-
-
-def for_engines(
-    draft: Path,
-    target: str,
-    layout: Literal["eagle3", "speculators", "dspark"],
-    head: str | Path | None = None,
-) -> ForEngines:
-    """A draft of `draft.init.layout`, or an imported one, in a layout that engines hold."""
-    from distill.engine_layouts import write_dspark, write_eagle
-    from eval.publishing.release import ForEngines
-
-    if layout == "dspark":
-        confidence = _confidence(draft, target, head) if head else None
-        write = partial(write_dspark, draft, confidence=confidence, target=target)
-        return ForEngines(layout, write, is_asked=confidence is not None)
-    return ForEngines(layout, partial(write_eagle, draft, layout=layout, target=target))
-
-
-def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:
-    """The weight (1, H + r) and bias (1,) of a head, whose sigmoid is the probability."""
-    from heads import ConfidenceHead
-    from heads.probe import check_head
-    from specdata.models import load_model
-
-    head = load_head(folder)
-    if not isinstance(head, ConfidenceHead):
-        raise ConfigError(
-            f"{folder} must be a head of kind confidence, the one form that engines ask, and "
-            f"is of kind {head.kind}: train one with head.kind: confidence"
-        )
-    check_head(load_model(str(draft), target=target), head)
-    output = head.output
-    return output.weight.detach(), output.bias.detach() + math.log(head.rejection_weight)
-
-
-def _about(config: PipelineConfig) -> About:
-    """What every card of a run says."""
-    from eval.publishing.metadata import About
-
-    certificate, sentence = config.eval_folder / CERTIFICATE, None
-    if certificate.exists():
-        remedy = "remove it, and certify again"
-        sentence = read_record(certificate, ["sentence"], remedy)["sentence"]
-    return About(
-        license=config.publish.license,
-        language=config.publish.language,
-        certificate=sentence,
-        chat=config.chat_template_kwargs,
-    )
-
-
 def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     """Serve with vLLM, at a draft length that is to be measured there.
 
@@ -285,46 +180,6 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     if depths > 1:
         return [Step("serve", line)]
     return [Step("serve", f"{line}  # which length pays in vLLM, draftsmith engine measures")]
-
-
-def measurements(config: PipelineConfig) -> Results:
-    """The measurements, with models named as this run names them now."""
-    evaluation = config.eval_folder
-    results = read_results(evaluation / RESULTS)
-    check_metrics(results, evaluation / RESULTS)
-    measured = stage_record(evaluation)["inputs"]
-    names = {"target": config.models.target, "draft": config.draft_in_use}
-    if head := config.head_in_use:
-        names["head"] = head
-    for role, name in names.items():
-        if measured.get(role) != fingerprint(name):
-            raise ManifestError(
-                f"the {role} {name} is not the one that {evaluation} measured (its contents "
-                f"differ): restore it, or remove {evaluation} and run the evaluation again"
-            )
-    runs = [
-        run.model_copy(update={role: name for role, name in names.items() if getattr(run, role)})
-        for run in results.runs
-    ]
-    return results.model_copy(update={"runs": runs})
-
-
-def _training_sets(config: PipelineConfig) -> list[str]:
-    """The sources of the prompt sets that were trained on."""
-    return [
-        source_of(prompts) or prompts.name
-        for prompts in config.rollouts.sets
-        if prompts.split == "train"
-    ]
-
-
-def _texts_of_draft(config: PipelineConfig, draft: DistilConfig) -> list[str]:
-    """The sources of what the draft was trained on: conversations, and prompt sets of rollouts."""
-    talks = draft.finetune.conversations if draft.finetune else []
-    sources = [source_of(PromptSet(name, "train", 0)) or name for name in talks]
-    if draft.epochs or (draft.finetune and not talks):
-        sources += _training_sets(config)
-    return sources
 
 
 RECIPE = Recipe("Assemble draft and head for the Hub.", (Release,))

@@ -14,7 +14,7 @@ from distill.config import LoraConfig
 from recipes import train_draft
 from recipes.config import PipelineConfig, parse
 from recipes.make_rollouts import Rollouts
-from recipes.publish import _texts_of_draft
+from recipes.releases import _texts_of_draft
 from recipes.run import run_stage
 from specdata.errors import ConfigError
 from tests.test_initial import stored

@@ -106,7 +106,7 @@ def main(given: argparse.Namespace) -> int:
     config = build({**tree, "output": str(folder.parent)})
     from eval.analysis.certificate import certify, sentence, ways
     from eval.measuring.environment import describe_environment
-    from recipes.run_eval import load_experiment
+    from recipes.experiment import load_experiment
     from specdata.threads import using_threads
 
     if not ways(config.eval, config.sampling):

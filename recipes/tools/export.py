@@ -16,7 +16,7 @@ from typing import Literal
 
 from eval.publishing.serving import serving_lines
 from recipes.config import RESULTS, PipelineConfig, absolute, build
-from recipes.publish import draft_release, for_engines, measurements
+from recipes.releases import draft_release, for_engines, measurements
 from recipes.run import say, stage_record
 from specdata.errors import ConfigError
 
