@@ -124,7 +124,8 @@ def test_what_cannot_be_made_or_trained_is_refused_before_anything_runs(
     config = parse(arguments(Path("target"), *shlex.split(asked))).config
     outcome = nullcontext() if said is None else pytest.raises(ConfigError, match=said)
     with outcome:
-        train_draft.Draft(config).check()
+        for stage in train_draft.RECIPE.asked(config):
+            stage.check()
 
 
 def test_taps_that_the_target_does_not_have_are_not_stored(models: Path) -> None:
