@@ -229,6 +229,12 @@ class PipelineConfig(Config):
         return str(self.head_folder / "model") if self.head else None
 
     @property
+    def head_asked(self) -> str | None:
+        """The same if a method of the evaluation asks it."""
+        asks = any(method.stop.reads_head for method in self.eval.methods)
+        return self.head_in_use if asks else None
+
+    @property
     def held_out_share(self) -> float:
         """Share of the training rollouts that the draft does not learn from."""
         return self.draft.held_out_share if self.draft else 0.0

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from specdata.prompts.loading import LoadedPrompts
 
 
-def head_asked(config: PipelineConfig) -> str | None:
-    """The run's head; None if no method asks it."""
-    asks = any(method.stop.reads_head for method in config.eval.methods)
-    return config.head_in_use if asks else None
-
-
 def load_experiment(
     config: PipelineConfig,
 ) -> tuple[Experiment, LoadedPrompts, dict[str, Any] | None]:
@@ -62,7 +56,7 @@ def load_experiment(
         prompts.append(replace(each, dataset=name))
     target, (draft, *others) = load_models(config, *names)
     head, fitted = None, None
-    if head_name := head_asked(config):
+    if head_name := config.head_asked:
         remedy = f"remove {config.head_folder} and train it again with recipes/train_head.py"
         head = load_head(head_name, f"; {remedy}")
     if needs_fit(evaluation):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from specdata.logits.make import ModelLogits
     from specdata.logits.served import ServedLogits
-    from specdata.top_logits import TopLogits
 
 
 class Logits(Stage):
@@ -203,25 +202,22 @@ def check_stored_states(config: PipelineConfig, rows: Dataset) -> None:
 
 def check_logits(config: PipelineConfig, key: str, logits: str, *, bound: bool) -> None:
     """Refuse top logits that a stage cannot learn from, as far as is known. Raises ConfigError."""
-    if (stored := _top_logits_of(config, key, logits)) is not None:
-        with named(key):
-            stored.distributions(config.sampling, bound=bound)
-
-
-def _top_logits_of(config: PipelineConfig, key: str, logits: str) -> TopLogits | None:
-    """The top logits of a dataset, or of the one that this run makes; None if not known yet."""
     from specdata.top_logits import TopLogits  # here: it needs torch
 
-    if config.logits and absolute(logits) == absolute(config.folder("logits")):
-        size = sizes_of(config, config.models.target).get("vocab_size")
-        return None if size is None else TopLogits(min(config.logits.top_logits, size), size)
-    if not Path(logits).is_dir():
+    is_made_here = config.logits and absolute(logits) == absolute(config.folder("logits"))
+    if not is_made_here and not Path(logits).is_dir():
         raise ConfigError(
             f"{key} must be a folder with top target logits, and {logits} is none: make it with "
             "draftsmith make-logits (section logits), or leave it out"
         )
     with named(key):
-        return TopLogits.of(Path(logits))
+        if not is_made_here:
+            stored = TopLogits.of(Path(logits))
+        elif (size := sizes_of(config, config.models.target).get("vocab_size")) is None:
+            return  # not known yet
+        else:
+            stored = TopLogits(min(config.logits.top_logits, size), size)
+        stored.distributions(config.sampling, bound=bound)
 
 
 RECIPE = Recipe("Keep the target's largest logits along its rollouts.", (Logits,))

@@ -39,6 +39,7 @@ class Pair(Stage):
     """Train the embedded pair."""
 
     name, sections = "pair", ("toy",)
+    size = "target and draft"
 
     def stored_settings(self) -> dict[str, Any]:
         """Its section and the seed."""
@@ -48,11 +49,6 @@ class Pair(Stage):
     def inputs(self) -> dict[str, str]:
         """None: its texts are embedded."""
         return {}
-
-    @property
-    def size(self) -> str:
-        """Both models."""
-        return "target and draft"
 
     def check(self) -> None:
         """Refuse models that are elsewhere, and several processes."""

@@ -239,7 +239,12 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
         is_new = is_new or state != "done"
         console.print(f"\n{stage.name} ({state})", style="bold", markup=False)
         for name, source in stage.inputs.items():
-            console.print(f"  reads {name}: {source}{_absent(config, source)}", markup=False)
+            there = " (from the Hub: no such folder here)"
+            if Path(source).exists():
+                there = " (its config.json, no weights)" if is_without_weights(source) else ""
+            elif config.holds(source):
+                there = " (not made yet)"
+            console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
 
 
@@ -260,13 +265,6 @@ def show_doubts(stages: Sequence[Stage]) -> None:
     ]
     if unseen:
         say("\n  ".join(("\nnot looked at:", *unseen)))
-
-
-def _absent(config: PipelineConfig, source: str) -> str:
-    """The message for an input that is not on this machine, or not whole; else nothing."""
-    if Path(source).exists():
-        return " (its config.json, no weights)" if is_without_weights(source) else ""
-    return " (not made yet)" if config.holds(source) else " (from the Hub: no such folder here)"
 
 
 def _state(stage: Stage) -> str:

@@ -278,7 +278,11 @@ def _run_beside_main(stage: Stage) -> dict[str, Any]:
     prepare_libraries()
     # Until the main process has accepted inputs and folder, and is seen at work there: run.json
     # alone may be that of an earlier run.
-    wait_for(stage.folder, PATIENCE, _begun)
+    wait_for(
+        stage.folder,
+        PATIENCE,
+        lambda at: (at / RUN).exists() and (is_locked(at / LOCK) or finished(at)),
+    )
     results = stage.run()
     wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
     return results
@@ -472,8 +476,3 @@ def _locked(folder: Path) -> Iterator[None]:
                 return
         time.sleep(PAUSE / RETRIES)
     raise ConfigError(f"another process is working in {folder}: wait for it")
-
-
-def _begun(folder: Path) -> bool:
-    """True if the main process of this run is at work in a stage's folder, or has been."""
-    return (folder / RUN).exists() and (is_locked(folder / LOCK) or finished(folder))

@@ -23,7 +23,7 @@ from eval.measuring.results import read_results, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples
 from eval.reporting.report import Context, terminal, write_report
 from recipes.config import RESULTS, named
-from recipes.experiment import head_asked, load_experiment
+from recipes.experiment import load_experiment
 from recipes.models import (
     block_of,
     check_decodable,
@@ -83,7 +83,7 @@ class Eval(Stage):
         inputs |= prompt_inputs(config.eval.sets)
         if config.eval.reward_model:
             inputs["reward model"] = config.eval.reward_model
-        if head := head_asked(config):
+        if head := config.head_asked:
             inputs["head"] = head
         if config.head and needs_fit(config.eval):
             inputs["labels"] = str(config.folder("labels"))

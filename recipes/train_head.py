@@ -145,6 +145,7 @@ class Head(Stage):
     """Train the acceptance head on the labels."""
 
     name, sections = "head", ("head",)
+    size = "the head"
 
     @property
     def folder(self) -> Path:
@@ -171,11 +172,6 @@ class Head(Stage):
         """The draft and the labels."""
         config = self.config
         return {"draft": config.draft_in_use, "labels": str(config.folder("labels"))}
-
-    @property
-    def size(self) -> str:
-        """A small network."""
-        return "the head"
 
     def run(self) -> dict[str, Any]:
         """Train it, in every process."""
