@@ -18,6 +18,7 @@ from recipes.config import PipelineConfig, absolute, named
 from specdata.errors import ConfigError
 from specdata.loading import check_vocabularies, reach
 from specdata.processes import local_process_count, process_count
+from specdata.sampling import unapplied_words
 from specdata.sources import base_of_adapters, hub_source, is_hub_id
 from specdata.storage.files import read_object
 from specdata.storage.resume import read_record
@@ -79,6 +80,11 @@ def described(model: str) -> Mapping[str, Any]:
 def generation_of(model: str) -> Mapping[str, Any]:
     """A model's generation_config.json."""
     return json_of(model, "generation_config.json")
+
+
+def left_out_of(model: str) -> str:
+    """The settings of its generation_config.json that nothing here applies, in words."""
+    return unapplied_words(generation_of(model))
 
 
 def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from recipes.models import (
     generation_of,
     has_chat_template,
     is_without_weights,
+    left_out_of,
     on_this_machine,
     positions_of,
 )
@@ -38,7 +39,7 @@ from specdata.processes import (
     process_count,
     rank,
 )
-from specdata.sampling import sampling_words, unapplied_words
+from specdata.sampling import sampling_words
 from specdata.sources import base_of_adapters, is_hub_id
 from specdata.terminal import accept_any_text, tell
 
@@ -226,7 +227,7 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     models, generation = config.given_models, generation_of(config.models.target)
     for words in (
         sampling_words(config.sampling, generation),
-        unapplied_words(generation),
+        left_out_of(config.models.target),
         shorter(models[-1], *(positions_of(config, each) for each in reversed(models))),
     ):
         if words:

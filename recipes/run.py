@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -19,7 +20,13 @@ from rich.console import Console
 
 from recipes.config import PipelineConfig, absolute
 from recipes.steps import CommandLine, Step, next_recipe
-from specdata.errors import USER_ERRORS, ConfigError, ManifestError, TrainingDivergedError
+from specdata.errors import (
+    USER_ERRORS,
+    ConfigError,
+    ManifestError,
+    TrainingDivergedError,
+    without_passwords,
+)
 from specdata.processes import is_main, local_rank, process_count, rank
 from specdata.storage.files import (
     CACHE,
@@ -341,6 +348,14 @@ def stage_record(folder: Path) -> dict[str, Any]:
     if not isinstance(was, str):
         return record
     return {**record, **{key: portable(record[key], was) for key in ("settings", "inputs")}}
+
+
+def command_of(folder: Path) -> str:
+    """The command line that began a stage, without passwords; "" if it is not known."""
+    if not (folder / RUN).is_file():
+        return ""
+    program, *given = map(without_passwords, stage_record(folder)["arguments"])
+    return shlex.join([Path(program).name, *given])
 
 
 def portable(values: Any, output: str, place: str = OUTPUT) -> Any:

@@ -9,7 +9,6 @@ A finished evaluation is of its list of methods; for another list name another f
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import Any
 from eval.analysis.prediction import predictions_on
 from eval.measuring.methods import check_methods, needs_fit, path_drafts
 from eval.measuring.results import read_results, write_results
-from eval.measuring.samples import SAMPLES, make_samples, read_samples
+from eval.measuring.samples import write_samples
 from eval.reporting.report import Context, terminal, write_report
 from recipes.config import RESULTS, named
 from recipes.experiment import load_experiment
@@ -30,21 +29,20 @@ from recipes.models import (
     check_loading,
     check_room,
     check_shared,
-    generation_of,
     has_chat_template,
+    left_out_of,
     positions_of,
     reads_states,
     shared_tokenizer,
 )
 from recipes.recipe import Recipe
-from recipes.run import RUN, Stage, console, say, stage_record
+from recipes.run import Stage, command_of, console, say
 from recipes.sizes import prompt_count
 from recipes.steps import CommandLine, Step
-from specdata.errors import ConfigError, without_passwords
+from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.prompts.reading import is_file, prompt_inputs
-from specdata.sampling import unapplied_words
-from specdata.storage.files import PROGRESS, write_json
+from specdata.storage.files import PROGRESS
 from specdata.terminal import progress
 
 
@@ -155,7 +153,6 @@ class Eval(Stage):
         from eval.measuring.environment import joins_measuring
         from eval.measuring.scores import Scorer
         from specdata.prompts.loading import dropped
-        from specdata.threads import using_threads
 
         # 1. Which processes decode: of those that share a device one alone, if it is timed.
         if not joins_measuring(timed=config.eval.batch == 1, say=say):
@@ -173,36 +170,25 @@ class Eval(Stage):
             say(f"{engine}: forwards run {experiment.engine}.")
         # 3. Every prompt with every method, in turns; prompts that are stored are not done again.
         generations = len(experiment.prompts) * len(config.eval.methods)
-        with (
-            using_threads(config.eval.threads),
-            progress(generations, "evaluation", "generation", is_shown=is_main()) as bar,
-        ):
+        with progress(generations, "evaluation", "generation", is_shown=is_main()) as bar:
             experiment.measure(bar.update)
         if not is_main():
             return {}
         # 4. Results of the stored counts, and the table of every verifier.
         results = experiment.results()
-        with using_threads(int(results.environment.hardware["threads"] or 0)):
-            verifiers = table_of(
-                experiment, results, report=lambda kind: say(f"  verifiers on {kind}")
-            )
+        verifiers = table_of(experiment, results, lambda kind: say(f"  verifiers on {kind}"))
         results = results.model_copy(update={"verifiers": verifiers})
         write_results(self.folder / RESULTS, results)
         # 5. Texts, and how well the head predicts its labels.
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        samples = make_samples(experiment.prompts, self.folder, decode)
-        write_json(self.folder / SAMPLES, samples.model_dump(mode="json"))
+        samples = write_samples(experiment.prompts, self.folder, decode)
         predicted = None
         if head := experiment.models.head:
             where, draft = config.folder("labels"), experiment.models.draft
             predicted = predictions_on(where, draft, head.to(draft.device), config.sampling)
         # 6. The report.
-        command = ""
-        if (self.folder / RUN).is_file():
-            program, *given = map(without_passwords, stage_record(self.folder)["arguments"])
-            command = shlex.join([Path(program).name, *given])
-        left_out = unapplied_words(generation_of(config.models.target))
-        context = Context(predicted, command, read_samples(self.folder / SAMPLES), left_out)
+        left_out = left_out_of(config.models.target)
+        context = Context(predicted, command_of(self.folder), samples, left_out)
         write_report(results, self.folder, context)
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
         return {

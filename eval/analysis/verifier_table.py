@@ -61,6 +61,7 @@ from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.storage.files import PROGRESS, write_json
+from specdata.threads import using_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -399,7 +400,9 @@ def table_of(
         config.max_new_tokens,
     )
     folder = experiment.folder / PROGRESS / "verifiers"
-    return verifier_table(measured, seconds=config.verifier_seconds, folder=folder, report=report)
+    with using_threads(int(results.environment.hardware["threads"] or 0)):
+        seconds = config.verifier_seconds
+        return verifier_table(measured, seconds=seconds, folder=folder, report=report)
 
 
 def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[VerifierRow]:

@@ -47,7 +47,7 @@ from specdata.server.client import ServerClient
 from specdata.storage.files import PROGRESS, locked, share_out
 from specdata.storage.resume import Settings
 from specdata.texts import along_pair
-from specdata.threads import threads_of
+from specdata.threads import threads_of, using_threads
 
 Progress = Callable[[int], object]
 """Called with the number of generations that are done since the last call."""
@@ -107,7 +107,7 @@ class Experiment:
         if len(stored) == len(prompts):
             report(len(prompts) * methods)
             return
-        with ExitStack() as closing:
+        with using_threads(self.config.threads), ExitStack() as closing:
             share = _Share(self, store, report, closing)
             share_out(range(len(share.groups)), share.attempt)
 
