@@ -204,19 +204,19 @@ def check_logits(config: PipelineConfig, key: str, logits: str, *, bound: bool) 
     """Refuse top logits that a stage cannot learn from, as far as is known. Raises ConfigError."""
     from specdata.top_logits import TopLogits  # here: it needs torch
 
-    is_made_here = config.logits and absolute(logits) == absolute(config.folder("logits"))
-    if not is_made_here and not Path(logits).is_dir():
+    made_here = absolute(logits) == absolute(config.folder("logits")) and config.logits
+    if not made_here and not Path(logits).is_dir():
         raise ConfigError(
             f"{key} must be a folder with top target logits, and {logits} is none: make it with "
             "draftsmith make-logits (section logits), or leave it out"
         )
     with named(key):
-        if not is_made_here:
+        if not made_here:
             stored = TopLogits.of(Path(logits))
         elif (size := sizes_of(config, config.models.target).get("vocab_size")) is None:
             return  # not known yet
         else:
-            stored = TopLogits(min(config.logits.top_logits, size), size)
+            stored = TopLogits(min(made_here.top_logits, size), size)
         stored.distributions(config.sampling, bound=bound)
 
 

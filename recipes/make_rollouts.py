@@ -29,6 +29,7 @@ from specdata.config import check_taps
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import is_remote, prompt_inputs
+from specdata.storage.files import PROGRESS
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -135,7 +136,11 @@ class Rollouts(Stage):
         check_room("rollouts", rollouts.max_new_tokens, target, positions_of(config, target))
         check_shared(config, config.given_models)
         report = check_sets(
-            rollouts.sets, config.seed, here_alone=True, has_template=has_chat_template(config)
+            rollouts.sets,
+            config.seed,
+            here_alone=True,
+            has_template=has_chat_template(config),
+            folder=self.folder / PROGRESS,
         )
         unread = {each.split for each in rollouts.sets if is_remote(each)}
         check_kept(report, sorted(self.splits - unread))
@@ -165,6 +170,7 @@ class Rollouts(Stage):
                 max_tokens=longest,
                 vocabulary=vocabulary,
                 template_variables=config.chat_template_kwargs,
+                folder=self.folder / PROGRESS,
             )
             check_kept(loaded.report, sorted(self.splits))
             for line in dropped(loaded.report):

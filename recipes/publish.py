@@ -19,12 +19,13 @@ from eval.measuring.results import read_results
 from eval.publishing.serving import serving_lines
 from eval.reporting.verdict import verdict
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
-from recipes.models import described, layout_of, reads_states
+from recipes.models import described, kind_in
 from recipes.recipe import Recipe
 from recipes.releases import draft_release, head_release, measurements
 from recipes.run import Stage, remove_caches, say
 from recipes.sizes import draft_size, in_bytes
 from recipes.steps import HUB_ID, CommandLine, Step
+from specdata.draft_kinds import kind_of
 from specdata.errors import ConfigError
 from specdata.storage.files import PROGRESS, read_object, sha256
 
@@ -140,9 +141,9 @@ class Release(Stage):
         config, unnamed = self.config, []
         steps = [Step("look", f"{config.eval_folder}/report.html")]
         if config.draft:
-            draft, states = config.publish.draft_id or f"{self.folder}/draft", reads_states(config)
+            draft = config.publish.draft_id or f"{self.folder}/draft"
             module, load = "transformers", "AutoModelForCausalLM.from_pretrained"
-            if states:  # which transformers does not load
+            if states := kind_in(config).reads_states:  # which transformers does not load
                 module, load = "specdata.models", "load_model"
             unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
             here = config.draft_in_use if states else draft  # of engines' layouts imported alone
@@ -168,14 +169,13 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     Nothing of a draft that no engine loads, and if the models' output sizes are known and differ,
     because vLLM refuses such a pair.
     """
-    target, layout = config.models.target, layout_of(config.draft_in_use)
-    if reads_states(config) and layout is None:
+    target, kind = config.models.target, kind_of(described(config.draft_in_use))
+    if kind.reads_states and not kind.layouts:
         return []
     released = described(str(config.folder("release") / "draft"))
     if len({each.get("vocab_size") for each in (described(target), released)} - {None}) > 1:
         return []
-    depths = released.get("block_size" if layout else "depths", 1)
-    kind = layout or ("pard" if depths > 1 else "draft_model")
+    depths = kind.depths(described(config.draft_in_use))
     line = serving_lines(draft, target, kind, depths)["vLLM"]
     if depths > 1:
         return [Step("serve", line)]

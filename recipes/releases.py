@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from distill.config import DistilConfig
 from eval.analysis.prediction import Predictions
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
-from recipes.models import layout_of, load_head, source_model
+from recipes.models import described, load_head, source_model
 from recipes.run import stage_record
 from specdata.config import PromptSet
+from specdata.draft_kinds import kind_of
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
@@ -47,10 +48,11 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
         datasets=_texts_of_draft(config, config.draft),
         measures=rates,
     )
-    if engines is None and (layout := layout_of(str(draft))):
-        is_asked = layout == "dspark" and config.head and config.head.kind == "confidence"
+    kind = kind_of(described(str(draft)))
+    if engines is None and kind.layouts:
+        is_asked = kind.asks_head and config.head and config.head.kind == "confidence"
         head = config.head_in_use if is_asked else None
-        engines = for_engines(draft, config.models.target, layout, head)
+        engines = for_engines(draft, config.models.target, next(iter(kind.layouts)), head)
     return partial(release_draft, draft, about=about, engines=engines)
 
 
@@ -82,20 +84,17 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
 
 
 def for_engines(
-    draft: Path,
-    target: str,
-    layout: Literal["eagle3", "speculators", "dspark"],
-    head: str | Path | None = None,
+    draft: Path, target: str, layout: str, head: str | Path | None = None
 ) -> ForEngines:
     """A draft of `draft.init.layout`, or an imported one, in a layout that engines hold."""
-    from distill.engine_layouts import write_dspark, write_eagle
+    from distill.kinds import LAYOUTS
+    from distill.published import write
     from eval.publishing.release import ForEngines
 
-    if layout == "dspark":
-        confidence = _confidence(draft, target, head) if head else None
-        write = partial(write_dspark, draft, confidence=confidence, target=target)
-        return ForEngines(layout, write, is_asked=confidence is not None)
-    return ForEngines(layout, partial(write_eagle, draft, layout=layout, target=target))
+    confidence = _confidence(draft, target, head) if head else None
+    of_kind = LAYOUTS[kind_of(described(str(draft))).name]
+    writes = partial(write, of_kind, draft, name=layout, target=target, confidence=confidence)
+    return ForEngines(layout, writes, is_asked=confidence is not None)
 
 
 def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:

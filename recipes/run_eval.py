@@ -30,9 +30,9 @@ from recipes.models import (
     check_room,
     check_shared,
     has_chat_template,
+    kind_in,
     left_out_of,
     positions_of,
-    reads_states,
     shared_tokenizer,
 )
 from recipes.recipe import Recipe
@@ -112,7 +112,7 @@ class Eval(Stage):
         )
         methods = [each for each in config.eval.methods if each.uses_draft]
         assisted = [each.name for each in methods if each.decoder == "assisted"]
-        if assisted and reads_states(config):
+        if assisted and kind_in(config).reads_states:
             raise ConfigError(
                 "transformers' assisted generation does not hand a draft its target's states, "
                 f"which this one reads: leave the methods {', '.join(assisted)} out of eval.methods"
