@@ -232,6 +232,8 @@ class SpeculativeDecoder:
             )
             for prompt, generator in zip(prompts, generators, strict=True)
         ]
+        for model in (self._target, *self._drafts):
+            model.kv_cache.expect(min(size, len(prompts)))
         try:
             generations = run_batch(jobs, size, last=self._target, report=report)
         finally:
