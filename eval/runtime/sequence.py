@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eval.runtime.layout import Layout, lay_out
 from eval.runtime.model import CachedModel, Outputs, Part
-from specdata.draft_models.depths import MASK
+from specdata.draft_kinds.masks import MASK
 from specdata.draft_models.states_draft import states_input, without_first
 from specdata.probability import SamplingConfig, to_vocabulary
 
