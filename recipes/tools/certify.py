@@ -202,7 +202,7 @@ def _load(given: argparse.Namespace) -> tuple[tuple[Any, Any], list[Prompt]]:
     limits = prompt_limits(given.target, given.max_new_tokens)
     prompts = load_prompts(sets, tokenizer, seed=0, **limits).prompts
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, draft))
-    return (target, draft), prompts
+    return (target, draft), list(prompts)
 
 
 def _compare_greedy(given: argparse.Namespace) -> int:
