@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from eval.measuring.experiment import Experiment
-    from specdata.prompts.loading import LoadedPrompts
+    from specdata.prompts.prompt import LoadedPrompts
 
 
 def load_experiment(

@@ -34,7 +34,7 @@ from recipes.command import run_tool
 from recipes.config import CERTIFICATE, build
 from recipes.run_eval import RECIPE
 from specdata.config import PromptSet
-from specdata.prompts.loading import Prompt
+from specdata.prompts.prompt import Prompt
 from specdata.sampling import SamplingConfig
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_branching import CASES

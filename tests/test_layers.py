@@ -67,7 +67,7 @@ BELOW = {
         "threads": "processes storage",
         "target_states": "draft_models errors lm_head storage",
         "expected_tokens": "",
-        "prompts": "config errors sampling sources storage toy",
+        "prompts": "config errors models processes sampling sources storage toy",
         "server": "config errors",
         "top_logits": "errors probability storage",
         "texts": "draft_models lm_head models probability target_states threads top_logits",

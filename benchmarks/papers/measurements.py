@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from eval.analysis.traces import Traces
     from eval.measuring.records import PromptRecord
     from eval.measuring.results import Results
-    from specdata.prompts.loading import Prompt
+    from specdata.prompts.prompt import Prompt
 
 UNDECODED = ("over", "label")
 """Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""

@@ -40,7 +40,7 @@ from specdata.config import ServerConfig
 from specdata.draft_models.depths import most_tokens
 from specdata.interruption import stop_if_asked
 from specdata.models import end_ids, positions
-from specdata.prompts.loading import Prompt
+from specdata.prompts.prompt import Prompt
 from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient

@@ -18,7 +18,7 @@ from specdata.storage.files import write_json
 from specdata.storage.resume import read_record
 
 if TYPE_CHECKING:
-    from specdata.prompts.loading import Prompt
+    from specdata.prompts.prompt import Prompt
 
 SAMPLES = "samples.json"
 SCHEMA_VERSION: Literal[1] = 1

@@ -47,7 +47,7 @@ from specdata.terminal import positive_number, progress, whole_number
 if TYPE_CHECKING:
     import torch
 
-    from specdata.prompts.loading import Prompt
+    from specdata.prompts.prompt import Prompt
     from specdata.rollouts.backend import Request
 
 MOST_TOKENS = 64

@@ -18,13 +18,13 @@ from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
 from specdata.prompts.chat_templates import (
-    Message,
     TemplateRefusedError,
     chat_text,
     require_template,
     text_ids,
 )
 from specdata.prompts.forms import RawPrompt, Unusable, is_unicode
+from specdata.prompts.prompt import LoadedPrompts, Prompt, kept_report
 from specdata.prompts.reading import (
     check_names,
     check_split,
@@ -34,8 +34,7 @@ from specdata.prompts.reading import (
     short_name,
     source_of,
 )
-from specdata.storage.files import fingerprint, read_object
-from specdata.storage.resume import Settings
+from specdata.storage.files import fingerprint
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,46 +46,9 @@ REASONS = (
 )
 AT_ONCE = 1024
 """Prompts that are tokenized together."""
-RECORD = "prompts.json"
-"""In a folder that keeps prompts: what they were made of, and the report."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt.
-
-    Attributes:
-        example_id: a hash of its text, or of its messages and follow-ups.
-        messages: the conversation that a chat template rendered; empty for plain text.
-        follow_ups: the user's later turns, which depend on the model's answers.
-        reference: the text that an answer is scored against, if its row has one.
-        variables: what else the chat template was given: `tools`, and variables that it reads.
-    """
-
-    example_id: str
-    dataset: str
-    split: str
-    ids: list[int]
-    messages: tuple[Message, ...] = ()
-    follow_ups: tuple[str, ...] = ()
-    reference: str | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 _Rendered = tuple[Prompt, str]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPrompts:
-    """Prompts, in the order of the sets, and an account of what was read, kept and dropped.
-
-    The report has for each set JSON values: its name, split, source and licence, and how many
-    prompts were asked for, read, kept and dropped for each of `REASONS`, and of how many kept ones
-    the row had which key that is `unread`.
-    """
-
-    prompts: Sequence[Prompt]
-    report: list[dict[str, Any]]
 
 
 def load_prompts(
@@ -141,18 +103,6 @@ def load_prompts(
         "trained_on": sorted(trained_on),
     }
     return kept_prompts(folder, made_of, read)
-
-
-def kept_report(folder: Path, made_of: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The report of prompts that a folder keeps, if that is what they were made of; else None."""
-    try:
-        record = read_object(folder / RECORD)
-    except (OSError, ValueError):
-        return None
-    asked, kept = Settings(made_of).values, record.get("made_of", {})
-    is_same = all(kept.get(name) == value for name, value in asked.items())
-    report: list[dict[str, Any]] = record.get("report", [])
-    return report if is_same else None
 
 
 def _made_of(sets: Sequence[PromptSet], seed: int) -> dict[str, Any]:
