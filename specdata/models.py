@@ -231,10 +231,12 @@ def _tied_as_stored(model: Any) -> Any:
     """A model whose `tie_word_embeddings` says no more than its matrices do.
 
     transformers 5 ties no two that are stored and differ, and saves the flag as it was; earlier
-    ones and engines would tie them then.
+    ones and engines would tie them then. Inkling's configurations have no such key.
     """
     text, output = model.config.get_text_config(), model.get_output_embeddings()
-    if text.tie_word_embeddings and output is not None:
+    if (
+        getattr(text, "tie_word_embeddings", False) and output is not None
+    ):
         weight = model.get_input_embeddings().weight
         if output.weight is not weight and not output.weight.is_meta:
             model.config.tie_word_embeddings = text.tie_word_embeddings = False
@@ -303,7 +305,8 @@ def _language_model(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
         return config, AutoModelForCausalLM
     text.name_or_path = config.name_or_path
     # The wrapper's own words; transformers ties no matrices that are both stored.
-    text.tie_word_embeddings |= config.tie_word_embeddings
+    ties = (getattr(each, "tie_word_embeddings", False) for each in (text, config))
+    text.tie_word_embeddings = any(ties)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantized
     return text, kind
