@@ -234,9 +234,7 @@ def _tied_as_stored(model: Any) -> Any:
     ones and engines would tie them then. Inkling's configurations have no such key.
     """
     text, output = model.config.get_text_config(), model.get_output_embeddings()
-    if (
-        getattr(text, "tie_word_embeddings", False) and output is not None
-    ):
+    if getattr(text, "tie_word_embeddings", False) and output is not None:
         weight = model.get_input_embeddings().weight
         if output.weight is not weight and not output.weight.is_meta:
             model.config.tie_word_embeddings = text.tie_word_embeddings = False
