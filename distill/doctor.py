@@ -17,15 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.kinds import layout_in
-from distill.published import (
-    Finding,
-    Layout,
-    Published,
-    ids_of,
-    not_computed,
-    stored,
-    tensors_of,
-)
+from distill.published import Finding, Layout, Published, ids_of, not_computed, stored, tensors_of
 from distill.watch import Figures, HeldOut
 from specdata.config import PromptSet
 from specdata.draft_kinds import is_for_engines

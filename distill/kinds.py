@@ -15,19 +15,10 @@ from distill import (
     eagle,
     masks,
     plain,
+    published,
     states,
 )
 from distill.plain import Source
-from distill.published import (
-    TOKENS,
-    Layout,
-    Published,
-    config_of,
-    ids_of,
-    not_computed,
-    stored,
-    tensors_of,
-)
 from distill.rounds import Place
 from specdata.draft_kinds import KINDS as DRAFT_KINDS
 from specdata.draft_kinds import kind_of
@@ -81,7 +72,7 @@ KINDS: Mapping[str, Kind] = {
     "eagle3": eagle,
     "dspark": dspark,
 }
-LAYOUTS: Mapping[str, Layout] = {"eagle3": eagle.LAYOUT, "dspark": dspark.LAYOUT}
+LAYOUTS: Mapping[str, published.Layout] = {"eagle3": eagle.LAYOUT, "dspark": dspark.LAYOUT}
 """Of the kinds that engines load."""
 
 
@@ -90,12 +81,12 @@ def along_rounds(draft: LMHead, ids: Tensor, count: int, **named: Any) -> Iterat
     return KINDS[kind_of(draft.model.config).name].along(draft, ids, count, **named)
 
 
-def layout_in(folder: Path) -> tuple[dict[str, Any], Layout]:
+def layout_in(folder: Path) -> tuple[dict[str, Any], published.Layout]:
     """The config.json of a published draft, with its method's section beside the rest.
 
     And the layout that it describes: the first, if it names no architecture. Raises ConfigError.
     """
-    settings = config_of(folder)
+    settings = published.config_of(folder)
     architectures = str(settings.get("architectures"))
     names = [name for name in LAYOUTS if DRAFT_KINDS[name].architecture in architectures]
     layout = LAYOUTS[(names or [*LAYOUTS])[0]]
@@ -107,15 +98,15 @@ def layout_in(folder: Path) -> tuple[dict[str, Any], Layout]:
 def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
     """Make a draft, in float32 and eval mode, of a published folder; it reads the given target."""
     name, (settings, layout) = str(folder), layout_in(folder)
-    if found := not_computed(settings, layout):
+    if found := published.not_computed(settings, layout):
         raise ConfigError(
             f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
             "take out what does not matter to it"
         )
-    tensors = tensors_of(stored(folder), name, layout)
+    tensors = published.tensors_of(published.stored(folder), name, layout)
     if (
         settings.get("tie_word_embeddings")
-        and TOKENS in tensors
+        and published.TOKENS in tensors
         and "lm_head.weight" not in tensors
     ):
         raise ConfigError(
@@ -123,5 +114,5 @@ def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
             "that it does not hold, and engines take the target's: store lm_head, or say false"
         )
     taps, flags = layout.taps_of(settings, target)
-    ids = ids_of(tensors, target, name)
-    return layout.build(Published(settings, tensors, ids, target, name), taps, flags)
+    ids = published.ids_of(tensors, target, name)
+    return layout.build(published.Published(settings, tensors, ids, target, name), taps, flags)

@@ -104,8 +104,8 @@ KINDS: dict[str, HeadKind] = {
     ),
     "confidence": HeadKind(
         head="confidence.ConfidenceHead",
-        description="one linear map of the state before the token, as engines ask it of DSpark "
-        "drafts",
+        description="one linear map of the state before the token, as engines ask it of drafts in "
+        "blocks",
         rate=(2.5, 2e-2),
         unread=("depth", "width", "features", "mixing"),
     ),

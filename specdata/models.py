@@ -42,14 +42,7 @@ from specdata.draft_models.states_draft import (
 )
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
-from specdata.loading import (
-    ONE_DEVICE,
-    Loading,
-    check_vocabularies,
-    contradictions,
-    reach,
-    shorter,
-)
+from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint

@@ -42,12 +42,7 @@ from recipes.command import RECIPES
 from specdata import probability
 from specdata.draft_models.depths import add_masks, depths_of
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.states_draft import (
-    is_in_blocks,
-    states_input,
-    token_embedding,
-    unit,
-)
+from specdata.draft_models.states_draft import is_in_blocks, states_input, token_embedding, unit
 from specdata.draft_models.taps import attach, install, read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
