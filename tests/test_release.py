@@ -46,7 +46,7 @@ from eval.reporting.table import shown_methods
 from eval.reporting.verdict import verdict
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from recipes.command import run_tool
-from recipes.publish import for_engines
+from recipes.releases import for_engines
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.lm_head import width_of_states
 from specdata.models import load_model

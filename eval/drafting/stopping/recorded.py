@@ -28,7 +28,7 @@ def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
 
 @dataclass(frozen=True, slots=True)
 class RecordedHead:
-    """What an acceptance head says of recorded tokens; a judge of them, as in `heads.judge`.
+    """What an acceptance head says of recorded tokens, and a judge of them, as heads have one.
 
     Attributes:
         logits: raw logits (R, N) of the token at each position.
@@ -42,6 +42,10 @@ class RecordedHead:
     def logit(self, drawn: Any) -> Reals:
         """(R, N) of the newest token that the head can judge once `drawn` is."""
         return np.roll(self.logits, self.lag - drawn.position, axis=1)
+
+    def judge(self) -> RecordedHead:
+        """Itself."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
