@@ -7,6 +7,8 @@ Packages that are not draftsmith's are installed beside it: see the page.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,25 +70,21 @@ def ours(
     return [out.tokens for out in outs]
 
 
-def standard_sd(draft: Any, target: Any, ids: Tensor) -> Tensor:
-    """sequential-speculative-decoding, "standard"."""
-    from seqspecdecod.standard_sd import standard_speculative_step as step
+def _sequential(name: str, function: str) -> Callable[..., Tensor]:
+    """A step of sequential-speculative-decoding."""
 
-    return step(draft, target, ids, gamma=3, draft_temperature=1.0, target_temperature=1.0)[0]
+    def step(draft: Any, target: Any, ids: Tensor) -> Tensor:
+        round_of = getattr(importlib.import_module(f"seqspecdecod.{name}"), function)
+        given = {"gamma": 3, "draft_temperature": 1.0, "target_temperature": 1.0}
+        new: Tensor = round_of(draft, target, ids, **given)[0]
+        return new
 
-
-def naive_hsd(draft: Any, target: Any, ids: Tensor) -> Tensor:
-    """sequential-speculative-decoding, "naive_hsd"."""
-    from seqspecdecod.naive_hsd import naive_hsd_step as step
-
-    return step(draft, target, ids, gamma=3, draft_temperature=1.0, target_temperature=1.0)[0]
+    return step
 
 
-def capped_hsd(draft: Any, target: Any, ids: Tensor) -> Tensor:
-    """sequential-speculative-decoding, "capped_hsd"."""
-    from seqspecdecod.capped_hsd import capped_hsd_step as step
-
-    return step(draft, target, ids, gamma=3, draft_temperature=1.0, target_temperature=1.0)[0]
+standard_sd = _sequential("standard_sd", "standard_speculative_step")
+naive_hsd = _sequential("naive_hsd", "naive_hsd_step")
+capped_hsd = _sequential("capped_hsd", "capped_hsd_step")
 
 
 def rejection_sample(draft: Any, target: Any, ids: Tensor) -> Tensor:
