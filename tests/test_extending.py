@@ -163,12 +163,12 @@ def test_one_pipeline_uses_all_that_was_added(tmp_path: Path) -> None:
         {
             "folder": str(out / "release/head"),
             "models": {"target": str(out / "pair/target"), "draft": str(out / "release/draft")},
-            "head": str(out / "release/head"),
+            "heads": {"head": str(out / "release/head")},
             "cases": [
                 {**prompt, "head": head, "arguments": {"max_new_tokens": 12, "do_sample": True}}
-                for head in (True, False)
+                for head in ("head", None)
             ],
         },
     )
-    assert answers["head"] == "WeightedHead"
+    assert answers["heads"] == {"head": ["WeightedHead", False]}
     assert all(isinstance(tokens, list) and tokens for tokens in answers["tokens"])
