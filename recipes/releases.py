@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -50,9 +49,9 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
     )
     kind = kind_of(described(str(draft)))
     if engines is None and kind.layouts:
-        is_asked = kind.asks_head and config.head and config.head.kind == "confidence"
-        head = config.head_in_use if is_asked else None
-        engines = for_engines(draft, config.models.target, next(iter(kind.layouts)), head)
+        head = config.head_in_use if kind.asks_head else None
+        asked = head if head and load_head(head).for_engines() else None
+        engines = for_engines(draft, config.models.target, next(iter(kind.layouts)), asked)
     return partial(release_draft, draft, about=about, engines=engines)
 
 
@@ -99,19 +98,17 @@ def for_engines(
 
 def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:
     """The weight (1, H + r) and bias (1,) of a head, whose sigmoid is the probability."""
-    from heads import ConfidenceHead
     from heads.probe import check_head
     from specdata.models import load_model
 
     head = load_head(folder)
-    if not isinstance(head, ConfidenceHead):
+    if (asked := head.for_engines()) is None:
         raise ConfigError(
             f"{folder} must be a head of kind confidence, the one form that engines ask, and "
             f"is of kind {head.kind}: train one with head.kind: confidence"
         )
     check_head(load_model(str(draft), target=target), head)
-    output = head.output
-    return output.weight.detach(), output.bias.detach() + math.log(head.rejection_weight)
+    return asked
 
 
 def measurements(config: PipelineConfig) -> Results:

@@ -108,19 +108,17 @@ def main() -> None:
     models["head"] = head
     for kind, folder in orders.get("heads", {}).items():
         models[kind] = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    hidden = torch.tensor(orders["hidden"])
     answers = {
         "version": transformers.__version__,
         "head": type(head).__name__,
         "training": head.training,
-        "logits": head(hidden).tolist(),
         "tokens": [decode(orders, models, case) for case in orders["cases"]],
     }
+    if "hidden" in orders:
+        answers["logits"] = head(torch.tensor(orders["hidden"])).tolist()
     if "judged" in orders:
-        features = orders["judged"]["features"].items()
-        head = models[orders["judged"]["head"]]
-        judged = head(**{name: torch.tensor(values) for name, values in features})
-        answers["judged"] = judged.tolist()
+        features = map(torch.tensor, orders["judged"]["features"])
+        answers["judged"] = models[orders["judged"]["head"]](*features).tolist()
     for code in orders.get("examples", ()):
         exec(compile(code, "a card", "exec"), {})
     if "whole" in orders:

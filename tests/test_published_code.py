@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.inputs import FEATURES
-from heads.remote import write_custom_generate
+from heads.published import write_custom_generate
 from tests.drive_published_code import drive
 from tests.families import FAMILIES, tiny
 from tests.test_head_inputs import batch
@@ -234,12 +234,7 @@ class Folders:
             "heads": {name: str(root / name) for name in WITHOUT_LAG},
             "judged": {
                 "head": "all",
-                "features": {
-                    "distribution": judged.q.tolist(),
-                    "hidden_before": judged.before().tolist(),
-                    "token": judged.tokens.tolist(),
-                    "embedding": judged.embeddings().tolist(),
-                },
+                "features": [each.compute(judged).tolist() for each in FEATURES.values()],
             },
             "cases": [*SAME, WINDOWED, *refused],
         }
@@ -254,7 +249,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 @pytest.mark.smoke
 @pytest.mark.slow
 def test_auto_model_gives_the_heads_logits(folders: Folders) -> None:
-    assert folders.answers["head"] == "AcceptanceHeadModel"
+    assert folders.answers["head"] == "AcceptanceHead"
     assert not folders.answers["training"]
     loaded = AcceptanceHead.from_pretrained(folders.head)
     logits = loaded(HEAD_VALUES).detach()

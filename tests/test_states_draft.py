@@ -179,7 +179,7 @@ def test_no_more_masks_are_read_than_a_path_needs(widths: tuple[int, ...]) -> No
     target, draft = pair(40, "masks")
     decoded_as_defined(target, draft, config, PROMPT)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
-    assert [each.depths for each in decoder._drafts] == [len(widths)]
+    assert [each.traits.depths for each in decoder._drafts] == [len(widths)]
 
 
 DRAFTED = {
