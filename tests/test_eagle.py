@@ -18,7 +18,8 @@ from torch.nn.functional import linear, silu
 
 from distill import eagle
 from distill.chunked import chunked_loss
-from distill.kinds import along_rounds, read_published
+from distill.engine_layouts import read_published
+from distill.kinds import along_rounds
 from eval.analysis.traces import tree_states
 from recipes.command import RECIPES, run_tool
 from specdata.draft_models.taps import read_taps
