@@ -20,14 +20,14 @@ from distill.adapters import base_of
 from distill.batches import Numbered, collate
 from distill.chunked import chunked_loss
 from distill.config import DistilConfig
+from distill.kinds import along_rounds
 from distill.losses import LOSSES
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
-from distill.rounds import along_rounds, of_round, weights_of
+from distill.rounds import of_round, weights_of
 from distill.teacher import Part, Teacher, TopLogitsTeacher
 from distill.training import DraftTrainer, Schedule, training_arguments
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
-from specdata.draft_models.dspark import MarkovOutput
 from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.states_draft import TargetStates, reads_states, states_input
 from specdata.draft_models.taps import decoder_layers
@@ -247,7 +247,7 @@ def freeze(student: nn.Module, config: DistilConfig) -> None:
                 "input embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
             )
         embedding.weight.requires_grad_(False)
-    if isinstance(output, MarkovOutput) and len(output.vocabulary_ids) == output.vocabulary:
+    if getattr(output, "is_targets", False) and len(output.vocabulary_ids) == output.vocabulary:
         output.weight.requires_grad = False  # engines take the target's own
 
 

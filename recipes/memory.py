@@ -21,12 +21,11 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.adapters import base_of, with_adapters
+from distill.least_squares import PART, ridge
 from distill.memory import measuring, new_draft, prepare, trained_weights, training
-from distill.states import PART, ridge
-from recipes.checks import given_models
 from recipes.config import PipelineConfig
+from recipes.models import described
 from recipes.run import Stage, say
-from recipes.sizes import described
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.states_draft import states_input
 from specdata.lm_head import find_lm_head
@@ -273,7 +272,7 @@ def show_memory(stages: Sequence[Stage], size: int | None) -> None:
     device = "cuda" if size or torch.cuda.is_available() else "cpu"
     if size is None and device == "cuda":
         size = torch.cuda.get_device_properties(0).total_memory
-    if absent := [name for name in given_models(config) if not described(name)]:
+    if absent := [name for name in config.given_models if not described(name)]:
         say(f"memory is not known: no config.json of {', '.join(absent)} is on this machine")
         return
     planned = Planned(config, Engine.of_launcher(), device)

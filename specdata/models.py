@@ -28,28 +28,21 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
+from specdata.draft_kinds import KINDS, is_for_engines, kind_of
+from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.draft_models.dspark import dspark_class
 from specdata.draft_models.eagle import eagle3_class
 from specdata.draft_models.states_draft import (
-    KEY,
     MODEL_TYPE,
     TargetStates,
-    is_for_engines,
     reads_states,
     states_class,
     states_input,
 )
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
-from specdata.loading import (
-    ONE_DEVICE,
-    Loading,
-    check_vocabularies,
-    contradictions,
-    reach,
-    shorter,
-)
+from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint
@@ -69,6 +62,12 @@ OUTPUTS = {
 """What a forward returns, whatever config.json says: training leaves other words there."""
 FORMER = re.compile(r"rotary_emb\.|inv_freq$|masked_bias$|causal_mask$|(attn|attention)\.bias$")
 """Tensors that follow from others, which earlier versions of transformers stored."""
+NETWORKS: Mapping[str, Callable[[type[PreTrainedModel]], type[PreTrainedModel]]] = {
+    "states": states_class,
+    "eagle3": eagle3_class,
+    "dspark": dspark_class,
+}
+"""Kind of a draft -> what makes its class of that of its layers, where it is no model as it is."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -225,10 +224,10 @@ def _tied_as_stored(model: Any) -> Any:
     """A model whose `tie_word_embeddings` says no more than its matrices do.
 
     transformers 5 ties no two that are stored and differ, and saves the flag as it was; earlier
-    ones and engines would tie them then.
+    ones and engines would tie them then. Inkling's configurations have no such key.
     """
     text, output = model.config.get_text_config(), model.get_output_embeddings()
-    if text.tie_word_embeddings and output is not None:
+    if getattr(text, "tie_word_embeddings", False) and output is not None:
         weight = model.get_input_embeddings().weight
         if output.weight is not weight and not output.weight.is_meta:
             model.config.tie_word_embeddings = text.tie_word_embeddings = False
@@ -240,21 +239,19 @@ def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
 
     `kind` is the one that loads a model of transformers as it is.
     """
-    if not is_reduced(config) and not reads_states(config):
+    network = NETWORKS.get(kind_of(config).name)
+    if not is_reduced(config) and network is None:
         return kind, None
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     architecture = kind
-    record = TargetStates.of(config) if reads_states(config) else None
-    is_ours = record is not None and not (record.layout or record.blocks)
-    if record and record.blocks:
-        kind = dspark_class(kind)
-    elif record and record.layout:
-        kind = eagle3_class(kind)
-    elif is_ours:
-        kind = states_class(kind)
-    if is_reduced(config) and (record is None or is_ours):
+    if network is not None:
+        kind = network(kind)
+    # The output of drafts that have layouts is as engines have it.
+    if is_reduced(config) and not KINDS[kind_of(config).name].layouts:
         kind = reduced_class(kind, getattr(config, SIZE))
+    # By these transformers looks up under which names an architecture stores its weights.
+    kind.__name__, kind.__module__ = architecture.__name__, architecture.__module__
     return kind, architecture
 
 
@@ -298,7 +295,8 @@ def _language_model(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
         return config, AutoModelForCausalLM
     text.name_or_path = config.name_or_path
     # The wrapper's own words; transformers ties no matrices that are both stored.
-    text.tie_word_embeddings |= config.tie_word_embeddings
+    ties = (getattr(each, "tie_word_embeddings", False) for each in (text, config))
+    text.tie_word_embeddings = any(ties)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantized
     return text, kind

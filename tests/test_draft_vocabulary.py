@@ -19,6 +19,7 @@ from eval.publishing.release import REDUCED, release_draft
 from eval.runtime.graphs import shared_graphs
 from eval.runtime.model import CachedModel
 from eval.runtime.prepack import is_packed
+from eval.runtime.sequence import sequence_of
 from heads.inputs import FEATURES, DraftedTokens
 from specdata.draft_models.draft_vocabulary import (
     draft_vocabulary_ids,
@@ -174,8 +175,8 @@ def test_a_reduced_draft_is_drawn_from_as_if_all_tokens_were_warped(
     """The target may have more tokens than the draft, or fewer."""
     draft = reduced()
     for vocabulary in (44, 40, 36):
-        sequence = CachedModel(draft, vocabulary).sequence(0, sampling)
-        logits = sequence.model.run(sequence.append(IDS[0].tolist(), IDS.shape[1]))
+        sequence = sequence_of(CachedModel(draft, vocabulary), 0, sampling)
+        logits = sequence.append(IDS[0].tolist(), IDS.shape[1]).run()
         found = sequence.distribution(logits)
         everywhere = to_vocabulary(draft(input_ids=IDS).logits[0], vocabulary)
         torch.testing.assert_close(found, probabilities(everywhere, sampling))

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from distill import eagle
 from distill.chunked import chunked_loss
-from distill.engine_layouts import read_published, settings_of
-from distill.rounds import readings
+from distill.engine_layouts import read_published
+from distill.kinds import along_rounds
 from eval.analysis.traces import tree_states
 from recipes.command import RECIPES, run_tool
 from specdata.draft_models.taps import read_taps
@@ -262,7 +263,7 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
         head, logits = find_lm_head(draft), load_file(here / "logits")
         kept = draft.get_output_embeddings().vocabulary_ids
         first, second = (
-            head.logits(states[0])[:, kept] for states in readings(draft, ids, taps, 2)
+            head.logits(place.states[0])[:, kept] for place in along_rounds(head, ids, 2, taps=taps)
         )
         torch.testing.assert_close(logits["first"], first[1:], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(logits["second"][:-1], second[2:], rtol=1e-4, atol=1e-4)
@@ -274,7 +275,9 @@ def test_training_reads_what_drafting_does(target: Path, tmp_path: Path) -> None
     published(tmp_path / "theirs", model.config.vocab_size, "eagle3", *FLAGS[:3])
     draft = read_published(tmp_path / "theirs", model)
     ids = torch.tensor([[5, 9, 31, 4, 17, 8, 3]])
-    first, second, _ = readings(draft, ids, read_taps(model, TAPS, ids), 3)
+    taps = read_taps(model, TAPS, ids)
+    places = along_rounds(find_lm_head(draft), ids, 3, taps=taps)
+    first, second, _ = (place.states for place in places)
     torch.testing.assert_close(first[:, 1:], hidden_states(draft, ids)[:, 1:])
     for at in range(2, ids.shape[1]):  # a round that began one token before
         text, token = ids[:, :at], ids[0, at : at + 1]
@@ -444,7 +447,8 @@ def test_what_published_files_say_beside_is_taken_and_flags_and_scale_wherever_t
 
 def test_taps_that_are_not_said_are_the_default(target: Path) -> None:
     model = load_model(str(target))
-    assert settings_of({**LAYER, "eagle_config": {AUX: None}}, model) == settings_of(LAYER, model)
+    taps_of = eagle.LAYOUT.taps_of
+    assert taps_of({**LAYER, "eagle_config": {AUX: None}}, model) == taps_of(LAYER, model)
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "dspark"])
@@ -482,6 +486,36 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
         torch.testing.assert_close(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
     with pytest.raises(ConfigError, match=r"layout of engines, .*draftsmith import"):
         load_model(str(release))
+
+
+def test_a_block_draft_that_no_layout_can_hold_is_published_as_it_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a target of one layer, where only what enters that can be read; its head, too."""
+    target = stored(tmp_path / "target", num_hidden_layers=1)
+    given = with_train_and_dev(target, tmp_path) | {"output": str(tmp_path / "run")}
+    given["models"] = {"target": str(target)}
+    given["draft"] = {"init": {"kind": "states", "layers": 1, "layout": "dspark"}, "epochs": 1}
+    given["head"] = {"kind": "confidence", "epochs": 1}
+    given["eval"]["max_new_tokens"] = 12
+    given["eval"]["methods"] += [{"name": "K=1", "length": 1}, {"name": "head", "stop": "head"}]
+    (tmp_path / "pair.yaml").write_text(json.dumps(given))
+    config = ["--config", str(tmp_path / "pair.yaml")]
+    assert RECIPES["pipeline"].run(config, "draftsmith pipeline") == 0
+    assert "vllm serve" not in capsys.readouterr().out
+    made, release = tmp_path / "run" / "draft" / "model", tmp_path / "run" / "release"
+    card = ModelCard.load(release / "draft" / "README.md")
+    assert "vllm" not in (card.data.tags or [])
+    assert "draftsmith import" not in card.text + (release / "head" / "README.md").read_text()
+    ids = torch.tensor([[5, 9, 31, 4, 17, 8]])
+    with torch.inference_mode():
+        mine, theirs = (
+            load_model(str(each), target=str(target)) for each in (made, release / "draft")
+        )
+        torch.testing.assert_close(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
+    assert run_tool("export", [str(made), "--out", str(tmp_path / "out")]) == 2
+    assert "engines cannot hold any other" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(

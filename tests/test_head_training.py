@@ -21,13 +21,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+import heads.config
 import heads.rows
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.config import HeadConfig
-from heads.inputs import FEATURES, DraftedTokens, logits_of_states
+from heads.inputs import FEATURES, DraftedTokens
 from heads.loss import soft_auroc
 from heads.probe import probe_of
-from heads.rows import HeadRow, TrainingInputs, labels_of
+from heads.rows import HeadRow, TrainingInputs, labels_of, logits_of_states
 from heads.train import HeadResult, learning_rate, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, TrainingDivergedError
@@ -55,8 +56,12 @@ IMMEDIATE = HeadConfig.model_validate(
 CONFIDENCE = HeadConfig.model_validate(
     {**COMMON, "kind": "confidence", "depth": 0, "rejection_weight": 6, "micro_batch_size": 8}
 )
-KINDS = {"specdec++": CONFIG, "immediate": IMMEDIATE, "confidence": CONFIDENCE}
-DRAWS = {"specdec++": 1, "immediate": 2, "confidence": 2}
+OTHERS = {
+    kind: HeadConfig.model_validate({**COMMON, "kind": kind, "depth": 0, "micro_batch_size": 8})
+    for kind in heads.config.KINDS
+}
+KINDS = {**OTHERS, "specdec++": CONFIG, "immediate": IMMEDIATE, "confidence": CONFIDENCE}
+DRAWS = {kind: 2 - config.of_kind.lag for kind, config in KINDS.items()}
 TrainedHead = tuple[Path, HeadResult]
 
 
@@ -486,6 +491,16 @@ def test_settings_that_a_kind_does_not_read_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(Sections, {"head": settings})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_known_of_a_kind_without_torch_is_so(kind: str) -> None:
+    known = heads.config.KINDS[kind]
+    head = known.load()
+    assert (head.kind, head.lag) == (kind, known.lag)
+    taken = {"features" if name == "reads" else name for name in head.settings()}
+    of_any = {"depth", "width", "features", "rejection_weight", "mixing", "draws"}
+    assert {*known.unread} == of_any - taken - {"mixing" if known.lag else "draws"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

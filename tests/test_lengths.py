@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distill import rounds
 from distill.config import InitConfig
+from distill.kinds import along_rounds
 from distill.memory import new_draft
-from distill.rounds import along_rounds
+from distill.rounds import Place, of_round
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime import model as runtime
 from eval.runtime.model import CachedModel
+from eval.runtime.sequence import sequence_of
 from specdata.draft_models import attention
 from specdata.draft_models.taps import attach
 from specdata.lm_head import find_lm_head
@@ -85,12 +86,12 @@ def test_a_prompt_in_pieces_gives_the_logits_of_one_forward(
 ) -> None:
     monkeypatch.setattr(runtime, "PIECE", 3)
     model, prompt = tiny(family, 2), [(7 * place + 5) % 40 for place in range(17)]
-    sequence = CachedModel(model, 40).sequence(0, SamplingConfig())
+    sequence = sequence_of(CachedModel(model, 40), 0, SamplingConfig())
     with torch.inference_mode():
         if family in RECURRENT:
-            found = sequence.model.run(sequence.append([*prompt, 4], 2, drafted=1))
+            found = sequence.append([*prompt, 4], 2, drafted=1).run()
         else:
-            found = sequence.model.run(sequence.append_tree([4, 9], [0, 0], prompt))
+            found = sequence.append_tree([4, 9], [0, 0], prompt).run()
         for row, text in zip(found, (prompt, [*prompt, 4], [*prompt, 9]), strict=False):
             expected = model(input_ids=torch.tensor([text])).logits[0, -1]
             torch.testing.assert_close(row, expected, rtol=0, atol=5e-6)
@@ -113,7 +114,7 @@ def test_decoding_makes_no_tensor_of_a_text_squared(
     check_growth(decode)
 
 
-def along(draft: Any, ids: Tensor, begins: Tensor, dropping: int | None) -> list[rounds.Place]:
+def along(draft: Any, ids: Tensor, begins: Tensor, dropping: int | None) -> list[Place]:
     taps = target_taps(draft, [], ids)
     asked: dict[str, Any] = {"taps": taps, "begins": begins, "dropping": dropping}
     return [*along_rounds(find_lm_head(draft), ids, 3, **asked)]
@@ -132,8 +133,7 @@ def test_training_on_long_texts_computes_what_it_does_on_short_ones(
         draft.zero_grad()
         places = along(draft, ids, begins, dropping=1)
         states = [
-            each.states[rounds.of_round(begins, step) & each.kept]
-            for step, each in enumerate(places)
+            each.states[of_round(begins, step) & each.kept] for step, each in enumerate(places)
         ]
         torch.stack([each.square().sum() for each in states]).sum().backward()
         return states, [each.grad for each in draft.parameters() if each.grad is not None]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from eval.drafting.drafters import CachedDraft, Drafter, drawn_chain
 from eval.drafts import DraftTree
-from eval.runtime.sequence import CachedSequence, ForwardCoroutine
+from eval.runtime.batches import ForwardCoroutine
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import CachedSequence
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, probabilities
-
-if TYPE_CHECKING:
-    from eval.runtime.model import CachedModel
 
 UNWARPED = SamplingConfig()
 """Nodes are ranked by the draft's own distribution. At a low temperature or in a small nucleus it
@@ -25,7 +23,7 @@ would have one candidate at most positions, however unsure it is: the tree would
 class DynamicTreeDrafter(Drafter):
     """Drafts the nodes with the most probable paths, level by level: one forward a level.
 
-    After Li et al. 2024, EAGLE-2 (arXiv:2406.16858): the value of a node is the draft's probability
+    After Li et al. 2024 (arXiv:2406.16858): the value of a node is the draft's probability
     of its path. Of all that was seen, the `nodes` most valuable are kept; a level's nodes are run
     if they are among these so far, since a child is worth no more than its parent. Ours is the end
     of it: of at most `depth` levels, one is added while the nodes that would be run are worth
@@ -71,7 +69,7 @@ class DynamicTreeDrafter(Drafter):
         }
         return seen.draft()
 
-    def accept(self, nodes: list[int], length: int) -> None:
+    def accept(self, nodes: list[int]) -> None:
         """Commit the accepted path, as far as it is in the cache, and drop the other nodes."""
         self._draft.accept(nodes)
 

@@ -17,6 +17,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,6 +81,7 @@ def source_of(dataset: PromptSet) -> str | None:
     return (dataset.source or catalogued.hub) if catalogued else dataset.name
 
 
+@cache
 def short_name(name: str) -> str:
     """The name that reports show."""
     if is_file(name):
