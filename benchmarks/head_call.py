@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--drafts", nargs="+", default=[f"demo={DRAFT}"], metavar="NAME=FOLDER")
     parser.add_argument("--times", type=int, default=400, help="that each method drafts")
-    parser.add_argument("--engines", nargs="+", default=["eager", "captured", "compiled"])
+    parser.add_argument("--engines", nargs="+", default=["eager", "captured"])
     parser.add_argument("--out", type=Path, default=Path("runs/bench/head_call.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
