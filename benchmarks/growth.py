@@ -6,8 +6,8 @@ Each work runs in a process of its own, on one thread, with models of one layer 
 It gives CPU seconds and the peak of the process's memory above what it held when the work began.
 Works of prompts and rollouts are stages, from their begin to the first batch or step, begun and
 begun again; the processes of one size and build share a folder, in which each finds what the works
-before it have made. Batches are of the demo's pair (`make demo`), and those of economize 0.3.2, if it can be
-imported.
+before it have made. Batches are of the demo's pair (`make demo`), and those of economize 0.3.2, if
+it can be imported.
 """
 
 from __future__ import annotations
