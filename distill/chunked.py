@@ -10,8 +10,9 @@ positions at once, up to the order of the sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,92 +21,64 @@ from torch.autograd.function import once_differentiable
 from specdata.draft_models.draft_vocabulary import ReducedOutput, narrow_logits
 from specdata.lm_head import LMHead
 
-T = TypeVar("T")
-
-ChunkLoss = Callable[[Tensor, slice | Tensor], Tensor]
-"""(n, V) logits of the draft, and which of all positions they are -> the sum of their losses."""
+Columns = Mapping[str, Tensor]
+"""What a loss knows of n positions beside the draft's logits, (n, ...) each."""
+ChunkLoss = Callable[[Tensor, Columns], Tensor]
+"""(n, V) logits of the draft, and the columns there -> the sum of the positions' losses."""
 
 CHUNK_BYTES = 1 << 30
-ENTRY_BYTES = 52  # for a logit of each model, their distributions, a loss and its gradient
+ENTRY_BYTES = 108
+"""For a logit of each model, their distributions, a loss and its gradient. This is twice what is
+alive at once, because a CPU's allocator leaves gaps (`keep_freed_memory`; 107 with tvd++)."""
 
 
-def positions_at_once(vocabulary: int) -> int:
+def positions_at_once(vocabulary: int, entry_bytes: int = ENTRY_BYTES) -> int:
     """Positions of a chunk whose logits over so many tokens, and all made of them, fit."""
-    return max(1, CHUNK_BYTES // (ENTRY_BYTES * vocabulary))
+    return max(1, CHUNK_BYTES // (entry_bytes * vocabulary))
 
 
-def chunked_loss(
-    states: Tensor,
-    head: LMHead,
-    loss: ChunkLoss,
-    *,
-    at_once: int | None = None,
-    is_narrow: bool = False,
-) -> Tensor:
-    """Return the sum of a loss over positions; its gradient reaches the states and the output.
+class ChunkedLoss(nn.Module):
+    """The sum of a loss over positions; its gradient reaches the states and the output embedding.
 
-    Under ZeRO-3 and DDP it must be called inside the forward of the engine's module.
+    A module, because engines prepare weights for a module's forward and backward: the trainer tells
+    ZeRO-3 that this one takes those of the output embedding.
 
     Args:
-        states: (n, H) of the draft, or (n, V) logits if `head.embedding` is None.
-        head: makes logits of them; called, or if it is a plain linear layer read.
+        head: makes logits of states; called, or if it is a plain linear layer read.
         loss: gives the sum over a chunk; positions must not depend on each other.
         at_once: positions of a chunk (default: as many as fit into `CHUNK_BYTES`).
+        entry_bytes: that each logit takes with all that is made of it.
         is_narrow: the loss takes the logits of the tokens of a reduced vocabulary alone, and
             `head.embedding` is its `draft_models.draft_vocabulary.ReducedOutput`.
     """
-    linear = head.embedding
-    if is_narrow:
-        assert isinstance(linear, ReducedOutput)
-        # Not the rows of the matrix: under ZeRO-3 it has none here.
-        at_once = at_once or positions_at_once(len(linear.vocabulary_ids))
-        if not linear.is_matrix:
-            with narrow_logits(head.model):
-                return chunked_loss(states, head, loss, at_once=at_once)
-    elif type(linear) is not nn.Linear:
-        linear = None
-    size = at_once or positions_at_once(head.vocabulary)
 
-    def summed(given: Tensor) -> Tensor:
-        # Not before: ZeRO-3 has the whole parameters only here.
-        trained = [] if head.embedding is None else _trained(head.embedding)
-        if isinstance(head.embedding, ReducedOutput):
-            given = head.embedding.before(given)
-        total: Tensor = _Chunked.apply(given, head, linear, loss, size, *trained)  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        head: LMHead,
+        loss: ChunkLoss,
+        *,
+        at_once: int | None = None,
+        entry_bytes: int = ENTRY_BYTES,
+        is_narrow: bool = False,
+    ) -> None:
+        super().__init__()
+        self.head, self.loss, self.is_narrow = head, loss, is_narrow
+        output, width = head.embedding, head.vocabulary
+        self.is_matrix = type(output) is nn.Linear
+        if is_narrow:
+            assert isinstance(output, ReducedOutput)
+            self.is_matrix, width = output.is_matrix, len(output.vocabulary_ids)
+        self.at_once = at_once or positions_at_once(width, entry_bytes)
+
+    def forward(self, states: Tensor, columns: Columns) -> Tensor:
+        """The sum, of (n, H) states of the draft, or (n, V) logits if `head.embedding` is None."""
+        output = self.head.embedding
+        trained = [] if output is None else _trained(output)
+        if isinstance(output, ReducedOutput):
+            states = output.before(states)
+        with narrow_logits(self.head.model) if self.is_narrow else nullcontext():
+            total: Tensor = _Chunked.apply(states, self, columns, *trained)  # type: ignore[no-untyped-call]
         return total
-
-    if head.embedding is None:
-        return summed(states)
-    # ZeRO-3 has an output matrix at hand in the embedding's forward and backward alone.
-    return inside_forward(head.embedding, head.embedding, summed, states)
-
-
-def inside_forward(
-    model: nn.Module, inner: nn.Module, work: Callable[..., T], *inputs: Tensor
-) -> T:
-    """Do some work as the forward of `inner`, so that an engine around it prepares for it.
-
-    DDP and ZeRO-3 act in the forward of what they wrap (`model`, which may be `inner` itself), and
-    the loss calls parts of the model alone. TRL's trainers do the same. The work is done once, with
-    the inputs as the engine passes them on.
-    """
-    own = vars(inner).get("forward")  # an engine may have given it one
-
-    def forward(*given: Tensor) -> T:
-        restore()  # the work may call the model
-        return work(*given)
-
-    def restore() -> None:
-        vars(inner).pop("forward", None)
-        if own is not None:
-            vars(inner)["forward"] = own
-
-    vars(inner)["forward"] = forward
-    try:
-        result: T = model(*inputs)
-    finally:
-        restore()
-    return result
 
 
 class _Chunked(torch.autograd.Function):
@@ -113,18 +86,10 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        head: LMHead,
-        linear: nn.Linear | ReducedOutput | None,
-        loss: ChunkLoss,
-        size: int,
-        *trained: nn.Parameter,
+        ctx: Any, states: Tensor, chunked: ChunkedLoss, columns: Columns, *trained: nn.Parameter
     ) -> Tensor:
-        if linear is not None:
-            total, ctx.gradients = _of_linear(states, head, linear, loss, size)
-        else:
-            total, ctx.gradients = _by_autograd(states, head, trained, loss, size)
+        of = _of_matrix if chunked.is_matrix else _by_autograd
+        total, ctx.gradients = of(states, chunked, columns, trained)
         return total
 
     @staticmethod
@@ -132,20 +97,21 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # nothing else may hold them
         of_states, *rest = (each.mul_(grad) for each in gradients)
-        return of_states, None, None, None, None, *rest
+        return of_states, None, None, *rest
 
 
-def _of_linear(
-    states: Tensor, head: LMHead, linear: nn.Linear | ReducedOutput, loss: ChunkLoss, size: int
+def _of_matrix(
+    states: Tensor, chunked: ChunkedLoss, columns: Columns, trained: Sequence[nn.Parameter]
 ) -> tuple[Tensor, list[Tensor]]:
     """The sum, and its gradients, which are added up in place: one output matrix, not several."""
-    total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear)
+    linear: Any = chunked.head.embedding
+    total, of_states = _zero(states), torch.zeros_like(states)
     gradients = [torch.zeros_like(each) for each in trained]
-    for chunk in chunks(states, size):
+    for chunk in chunks(states, chunked.at_once):
         part = states[chunk]
         logits = nn.functional.linear(part, linear.weight, linear.bias).requires_grad_()
         with torch.enable_grad():
-            value = loss(head.logit_transform(logits), chunk)
+            value = chunked.loss(chunked.head.logit_transform(logits), _part(columns, chunk))
         (grad,) = torch.autograd.grad(value, logits)
         total += value.detach()
         of_states[chunk] = grad @ linear.weight.to(grad.dtype)
@@ -160,15 +126,15 @@ def _of_linear(
 
 
 def _by_autograd(
-    states: Tensor, head: LMHead, trained: Sequence[nn.Parameter], loss: ChunkLoss, size: int
+    states: Tensor, chunked: ChunkedLoss, columns: Columns, trained: Sequence[nn.Parameter]
 ) -> tuple[Tensor, list[Tensor]]:
     """The same, whatever makes the logits."""
     total, of_states = _zero(states), torch.zeros_like(states)
     gradients: list[Tensor] = []
-    for chunk in chunks(states, size):
+    for chunk in chunks(states, chunked.at_once):
         part = states[chunk].detach().requires_grad_()
         with torch.enable_grad():
-            value = loss(_logits(head, part), chunk)
+            value = chunked.loss(_logits(chunked.head, part), _part(columns, chunk))
         of_states[chunk], *found = torch.autograd.grad(
             value, [part, *trained], materialize_grads=True
         )
@@ -178,6 +144,10 @@ def _by_autograd(
         else:
             torch._foreach_add_(gradients, found)
     return total, [of_states, *gradients]
+
+
+def _part(columns: Columns, chunk: slice) -> Columns:
+    return {name: rows[chunk] for name, rows in columns.items()}
 
 
 def _logits(head: LMHead, states: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from distill.adapters import base_of
 from distill.batches import collate
-from distill.chunked import inside_forward
 from distill.config import ARCHITECTURES, DistilConfig, InitConfig
 from distill.dspark import new_dspark
 from distill.eagle import layer_of
 from distill.initial import cut
-from distill.teacher import Teacher
-from distill.trainer import freeze, learnt_part, muon_optimizer, summed_loss
+from distill.objective import Distillation
+from distill.teacher import TargetTeacher, learnt_part
+from distill.trainer import freeze, muon_optimizer
 from distill.watch import HeldOut
 from specdata.draft_models.depths import add_masks
 from specdata.draft_models.draft_vocabulary import SIZE, replace_output
@@ -100,18 +99,13 @@ def training(
     prompt and a completion the `lengths` in tokens. Under ZeRO-2 and 3 gradients are not kept: each
     is gone as soon as it is there.
     """
-    draft, sampling = base_of(student), _known(sampling)
-    reads = states_input(draft)
+    sampling = _known(sampling)
 
     def work() -> None:
         warp = sampling if config.warp == "sampler" else None
-        teacher = Teacher(target, None, learnt_part(student, config, sampling), warp=warp)
-        head, batch = find_lm_head(draft), collate(0)([_row(lengths)] * rows)
-        taught = teacher.columns(batch)
-        taps = None if reads is None else reads.read_target(batch["input_ids"])
-        student.train()
-        step = partial(summed_loss, head, teacher, config, batch, taught, taps, 0)
-        torch.autograd.backward(inside_forward(student, student, step))
+        teacher = TargetTeacher(target, None, learnt_part(student, config, sampling), warp=warp)
+        objective = Distillation(student, teacher, config).train()
+        torch.autograd.backward(objective(collate(0)([_row(lengths)] * rows))[0])
 
     def drop(weight: torch.Tensor) -> None:
         weight.grad = None

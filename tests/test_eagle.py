@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from distill.chunked import chunked_loss
+from distill.chunked import ChunkedLoss, Columns
 from distill.engine_layouts import read_published, settings_of
 from distill.rounds import readings
 from eval.analysis.traces import tree_states
@@ -298,15 +298,16 @@ def test_gradients_of_few_logits_are_those_of_all(
     found = []
     for is_narrow in (True, False):
 
-        def loss(logits: Tensor, chunk: slice | Tensor, is_narrow: bool = is_narrow) -> Tensor:
+        def loss(logits: Tensor, columns: Columns, is_narrow: bool = is_narrow) -> Tensor:
             narrow = logits if is_narrow else logits[:, output.vocabulary_ids]
-            return (narrow.log_softmax(-1) * wanted[chunk]).sum()
+            return (narrow.log_softmax(-1) * columns["wanted"]).sum()
 
         given = states.clone().requires_grad_()
-        total = chunked_loss(given, head, loss, at_once=4, is_narrow=is_narrow)
+        chunked = ChunkedLoss(head, loss, at_once=4, is_narrow=is_narrow)
+        total = chunked(given, {"wanted": wanted})
         of = torch.autograd.grad(total, [given, output.weight, more])
         with torch.no_grad():
-            alone = chunked_loss(states, head, loss, at_once=4, is_narrow=is_narrow)
+            alone = chunked(states, {"wanted": wanted})
         found.append([total.detach(), alone, *of])
     for narrow, whole in zip(*found, strict=True):
         torch.testing.assert_close(narrow, whole)
