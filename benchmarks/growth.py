@@ -164,8 +164,8 @@ def training(size: int, draft: str) -> Any:
 
     from distill.batches import collate
     from distill.config import DistilConfig
-    from distill.objective import Distillation
     from distill.teacher import TargetTeacher
+    from distill.trainer import Distillation
 
     target, made = pair(draft)
     objective = Distillation(made, TargetTeacher(target), DistilConfig())

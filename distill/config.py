@@ -8,7 +8,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from specdata.config import MOST_TIMES, MOST_TOKENS, Config, Count, Few, check_taps
+from specdata.config import MOST_TIMES, MOST_TOKENS, Config, Count, Few
+from specdata.draft_kinds import KINDS
+from specdata.draft_kinds.kind import DraftKind
 from specdata.errors import ConfigError
 
 TOY_POSITIONS = 1024
@@ -36,12 +38,12 @@ ARCHITECTURES: dict[Architecture, LlamaSizes] = {
     "toy": LlamaSizes(1, 128, 4, 336),
 }
 Reporter = Literal["tensorboard", "wandb", "trackio"]
-
-
-KINDS = ("llama", "mistral", "qwen2", "qwen3")
+LayoutName = Literal["eagle3", "dspark"]
+"""Kinds of drafts on their target's states, but ours (`specdata.draft_kinds`)."""
+LAYOUT_TARGETS = ("llama", "mistral", "qwen2", "qwen3")
 """Targets that a draft in an engine's layout can begin with."""
 BLOCK = 7
-"""Tokens that a draft in DSpark's layout proposes after one forward, as published ones do."""
+"""Tokens that a draft in blocks proposes after one forward, as published ones do."""
 
 
 class InitConfig(Config):
@@ -64,7 +66,7 @@ class InitConfig(Config):
         description="with kind states: the target's states that are read; 0 enters the first of n "
         "layers, n leaves the last (default: 2, n/2, n - 3 and n)",
     )
-    layout: Literal["eagle3", "dspark"] | None = Field(
+    layout: LayoutName | None = Field(
         default=None,
         description="with kind states: one that engines load (`draftsmith export`; default taps 2, "
         "n/2 and n - 3), eagle3 (layers: 1) or dspark (new layers, which draft a block after one "
@@ -111,15 +113,10 @@ class InitConfig(Config):
             raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
         if self.layout is not None and self.kind != "states":
             raise ValueError(f"layout {self.layout} needs kind states, got {self.kind}")
-        if self.layout == "eagle3" and self.layers != 1:
-            raise ValueError(f"layout eagle3 needs layers: 1, got {self.layers}")
-        if self.layout == "dspark" and not isinstance(self.layers, int):
-            raise ValueError(
-                f"layers must be how many with layout dspark, whose layers are new, got "
-                f"{self.layers}"
-            )
-        if self.block is not None and self.layout != "dspark":
-            raise ValueError(f"block needs layout dspark, got {self.layout or 'none'}")
+        self.form.check_layers(self.layers)
+        if self.block is not None and not self.form.in_blocks:
+            those = " or ".join(kind.name for kind in KINDS.values() if kind.in_blocks)
+            raise ValueError(f"block needs layout {those}, got {self.layout or 'none'}")
         if self.taps is not None and self.taps != sorted(set(self.taps)):
             raise ValueError(f"taps must be in order, each once, got {self.taps}")
         return self
@@ -138,23 +135,14 @@ class InitConfig(Config):
             )
         return numbers
 
-    def taps_of(self, count: int) -> list[int]:
-        """The states that a draft of kind states reads of a target of so many layers.
+    @property
+    def form(self) -> DraftKind:
+        """The kind of draft that is made, before it learns to read masks."""
+        return KINDS[(self.layout or "states") if self.kind == "states" else "plain"]
 
-        By default early, middle, late (EAGLE-3, arXiv:2503.01840) and, in our layout, final.
-        """
-        taps = sorted({min(2, count), count // 2, max(count - 3, 0), count})
-        if self.layout:
-            taps = taps[:-1]
-        if self.layout == "dspark":  # of a target of one layer nothing else is left
-            taps = [tap for tap in taps if tap] or taps
-        check_taps(taps := self.taps or taps, count)
-        if self.layout == "dspark" and (taps[-1] == count or (self.taps and not taps[0])):
-            raise ConfigError(
-                f"taps must be from 1 to {count - 1} with layout dspark, got {taps}: engines call "
-                "a tap by the layer before it, and llama.cpp hands out nothing behind the last one"
-            )
-        return taps
+    def taps_of(self, count: int) -> list[int]:
+        """The states that the draft reads of a target of so many layers, or none."""
+        return self.form.taps_of(self.taps, count)
 
 
 def check_layout(layout: str | None, kind: str | None, target: str) -> None:
@@ -162,10 +150,10 @@ def check_layout(layout: str | None, kind: str | None, target: str) -> None:
 
     `kind` is the target's `model_type`, if it is known. Raises ConfigError.
     """
-    if layout and kind and kind not in KINDS:
+    if layout and kind and kind not in LAYOUT_TARGETS:
         raise ConfigError(
-            f"draft.init.layout {layout} needs a target of {', '.join(KINDS)}, whose last layer or "
-            f"norm it begins with, and {target} is {kind}: leave layout out"
+            f"draft.init.layout {layout} needs a target of {', '.join(LAYOUT_TARGETS)}, whose last "
+            f"layer or norm it begins with, and {target} is {kind}: leave layout out"
         )
 
 
@@ -358,7 +346,7 @@ class DistilConfig(Config):
             ("finetune", self.finetune, "the target does not read texts there"),
             ("lora", self.lora, "its maps are trained whole"),
             ("depths", self.depths > 1, "masks are of drafts that read tokens alone"),
-            ("readings", self.readings > 2 and self.init.layout == "dspark", "a block has one"),
+            ("readings", self.readings > 2 and self.init.form.in_blocks, "a block has one"),
         ):
             if given:
                 raise ConfigError(f"{name} must be left out with {what}: {why}")

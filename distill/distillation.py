@@ -19,7 +19,7 @@ from distill.adapters import base_of, load_student, merged, set_weights, trained
 from distill.batches import check_context, fitted
 from distill.callbacks import Watch, best_step, load_best, measurements, reporters
 from distill.config import DistilConfig
-from distill.rounds import with_masks
+from distill.masks import with_masks
 from distill.trainer import draft_trainer
 from distill.training import (
     HISTORY_FILE,

@@ -1,4 +1,4 @@
-"""Examine a published EAGLE-3 or DSpark draft: why its acceptance is what it is.
+"""Examine a draft in a layout of engines: why its acceptance is what it is.
 
 Examined are its tensors, flags, taps, vocabulary map and chat template; then the target continues
 some prompts, and the draft is measured along that text as it says it is, with each flag turned and
@@ -7,31 +7,29 @@ with its taps one layer off. Of any other draft: vocabulary, template, acceptanc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.engine_layouts import (
-    DSPARK,
+from distill.kinds import layout_in
+from distill.published import (
+    Finding,
     Layout,
-    built,
-    config_of,
+    Published,
     ids_of,
-    layout_of,
     not_computed,
-    settings_of,
     stored,
     tensors_of,
 )
 from distill.watch import Figures, HeldOut
 from specdata.config import PromptSet
-from specdata.draft_models.states_draft import Norms, states_input
+from specdata.draft_kinds import is_for_engines
+from specdata.draft_models.states_draft import states_input
 from specdata.draft_models.taps import BOUND, attach
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import (
@@ -47,29 +45,12 @@ from specdata.prompts.loading import load_prompts
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.sampling import SamplingConfig
 
-BETTER, FAR_BETTER = 0.02, 0.25
-"""By so much of the tokens of a round another setting must be better to be named. Where a token
-depends on the one before it alone, slots are nearly as good in another's place: by much more."""
+BETTER = 0.02
+"""By so much of the tokens of a round other taps must be better to be named."""
 LOW, FLAG = 0.2, 0.01
 """Acceptance below which a draft slows decoding down, whatever its cost, or is read wrongly."""
-TURNED = ("norm_before_residual", "norm_output", "sample_from_anchor")
-"""Flags that are turned; the others have tensors of their own."""
-HANDED_OUT = (
-    *("llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("gemma3n_text", "gemma4_text", "gpt_oss", "lfm2", "nemotron_h", "minimax", "minimax_m2"),
-)
-"""`model_type` of targets inside of which llama.cpp b11434 lets drafts look."""
 SPREAD, TAIL, LEAST = 0.02, 0.15, 8_000
 """How near to .02 and 3 deviation and kurtosis of a matrix never trained are; its least size."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What one examination found."""
-
-    kind: str
-    about: str
-    text: str
 
 
 def examine(
@@ -86,15 +67,12 @@ def examine(
     `prompts` is a file, or a set by name (default: chat-assistant, or instruct), of which at most
     `count` are read.
     """
-    config, name = config_of(folder), str(folder)
+    name, (config, layout) = str(folder), layout_in(folder)
     target, tokenizer = load_model(target_name), load_tokenizer(target_name)
     yield from _of_tokenizer(folder, tokenizer)
     prompts = prompts or ("chat-assistant" if tokenizer.chat_template else "instruct")
     texts = written_texts(target, tokenizer, prompts, count, max_new_tokens, sampling)
-    layout = layout_of(config)
-    is_published = layout is DSPARK or "speculators_model_type" in config
-    is_published |= "Eagle3" in str(config.get("architectures"))
-    if not is_published:
+    if not (is_for_engines(config) or "speculators_model_type" in config):
         draft, kind = load_model(name), "an ordinary draft"
         if states_input(draft) is not None:
             attach(draft, target)
@@ -106,7 +84,7 @@ def examine(
     new = [token for row in texts["completion_ids"] for token in row]
     read = yield from _of_files(folder, config, layout, target, new)
     if read is not None:
-        yield from _of_settings(config, *read, target, name, texts, sampling)
+        yield from _of_settings(read, layout, texts, sampling)
 
 
 def _of_files(
@@ -115,16 +93,15 @@ def _of_files(
     layout: Layout,
     target: PreTrainedModel,
     new: Sequence[int],
-) -> Generator[Finding, None, tuple[dict[str, Tensor], Tensor] | None]:
+) -> Generator[Finding, None, Published | None]:
     """Keys and tensors, against new tokens of the target; returns what can be measured."""
     name = str(folder)
     try:
         theirs = stored(folder)
         yield from _of_target(config, theirs, target)
-        if layout is DSPARK:
-            yield from _of_engines(config, theirs, target)
-            config["sample_from_anchor"] = True  # as it is measured at first
-        if found := not_computed(config):
+        yield from layout.traps(config, theirs, target)
+        config |= {key: layout.only[key] for key in layout.unsaid}  # as it is measured at first
+        if found := not_computed(config, layout):
             for each in found:
                 yield Finding("problem", "config.json", each)
             return None
@@ -146,7 +123,7 @@ def _of_files(
     head = "" if "lm_head.weight" in tensors else "; no lm_head, so the target's rows of them"
     share_said = f"{len(ids):,} tokens, {share:.1%} of the target's text"
     yield Finding(kind, "vocabulary", f"{share_said}{head}")
-    return tensors, ids
+    return Published(config, tensors, ids, target, name)
 
 
 def _of_target(
@@ -173,36 +150,25 @@ def _of_target(
 
 
 def _of_settings(
-    config: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    ids: Tensor,
-    target: PreTrainedModel,
-    name: str,
-    texts: Dataset,
-    sampling: SamplingConfig,
+    given: Published, layout: Layout, texts: Dataset, sampling: SamplingConfig
 ) -> Iterator[Finding]:
     """How the draft is accepted as it says it is, and with other flags and taps."""
+    config, target = given.settings, given.target
     try:
-        taps, form = settings_of(config, target)
+        taps, flags = layout.taps_of(config, target)
     except ConfigError as error:
         yield Finding("problem", "config.json", str(error))
         return
-    flags = asdict(form) if isinstance(form, Norms) else {"sample_from_anchor": True}
 
     def read(taps: Sequence[int], flags: Mapping[str, bool]) -> PreTrainedModel:
-        said = Norms(**flags) if isinstance(form, Norms) else form
-        draft: Any = built(config, taps, said, tensors, ids, target, name)
-        if not flags.get("sample_from_anchor", True):
-            draft.model.norm = _FilledIn(draft.model.norm)
-        made: PreTrainedModel = draft
-        return made
+        return layout.build(given, taps, flags)
 
     try:
         draft = read(taps, flags)
     except ConfigError as error:
         yield Finding("problem", "tensors", str(error))
         return
-    if not (texts := (yield from _within(draft, target, texts, name))):
+    if not (texts := (yield from _within(draft, target, texts, given.name))):
         return
     held = HeldOut(target, texts, sampling)
     if silent := [flag for flag in flags if flag not in config]:
@@ -214,19 +180,20 @@ def _of_settings(
         )
     figures = held.measure(draft).overall
     rounds = figures.expected_tokens["token_4"]
-    others = {
-        f"{flag} {not value}": (taps, {**flags, flag: not value})
-        for flag, value in flags.items()
-        if flag in TURNED
+    others: dict[str, tuple[float, list[int], dict[str, bool]]] = {
+        f"{flag} {not flags[flag]}": (layout.better, taps, {**flags, flag: not flags[flag]})
+        for flag in flags
+        if flag in layout.turned
     }
     last = target.config.get_text_config().num_hidden_layers
     for step in (-1, 1):
         moved = [tap + step for tap in taps]
         if moved[0] >= 0 and moved[-1] <= last:
-            others[f"taps {moved}"] = (moved, flags)
-    is_better, measured = False, {}
-    for what, other in others.items():
-        measured[what] = held.measure(read(*other)).overall
+            others[f"taps {moved}"] = (BETTER, moved, flags)
+    is_better = False
+    measured = {
+        what: held.measure(read(taps, flags)).overall for what, (_, taps, flags) in others.items()
+    }
     if not max(each.acceptance for each in (figures, *measured.values())) >= LOW:
         yield Finding(
             "problem",
@@ -237,8 +204,7 @@ def _of_settings(
         measured = {}
     for what, each in measured.items():
         better = each.expected_tokens["token_4"]
-        least = FAR_BETTER if what.startswith("sample_from_anchor") else BETTER
-        if better > rounds * (1 + least):
+        if better > rounds * (1 + others[what][0]):
             is_better = True
             yield Finding(
                 "problem",
@@ -270,58 +236,6 @@ def _within(
 
 def _flags(flags: Mapping[str, bool]) -> str:
     return ", ".join(name for name, value in flags.items() if value) or "no norm flags"
-
-
-class _FilledIn(nn.Module):
-    """The last norm of a draft whose anchor proposes nothing, and each mask the token in its place.
-
-    So what slot i would say here is the state of slot i + 1.
-    """
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.width = norm, norm.width
-
-    def forward(self, states: Tensor) -> Tensor:
-        """(B, n, 2 H + r) -> (B, n, H + r)."""
-        read: Tensor = self.norm(states)
-        return torch.cat([read[..., : self.width].roll(-1, dims=-2), read[..., self.width :]], -1)
-
-
-def _of_engines(
-    config: Mapping[str, Any], names: Collection[str], target: PreTrainedModel
-) -> Iterator[Finding]:
-    """What engines read in DSpark's layout without a word, and otherwise than was meant."""
-    anchor = config.get("sample_from_anchor")
-    if anchor is None:
-        text = "is not said: vLLM's reader of speculators' folders takes false, SGLang true, and "
-        yield Finding("problem", "sample_from_anchor", f"{text}llama.cpp either: say it")
-    elif anchor is not True:
-        text = f"is {anchor}: a draft whose anchor proposes nothing cannot decode here"
-        yield Finding("problem", "sample_from_anchor", text)
-    has = {part: any(part in name for name in names) for part in ("embed_tokens", "confidence")}
-    vocabulary = target.config.get_text_config().vocab_size
-    is_reduced = (config.get("draft_vocab_size") or vocabulary) < vocabulary
-    if has["embed_tokens"] and not is_reduced:
-        text = (
-            "is in the folder: llama.cpp would take it as output matrix, which leaves lm_head out"
-        )
-        yield Finding("warning", "embed_tokens", f"{text}: remove it, engines take the target's")
-    if is_reduced and "lm_head.weight" not in names:
-        yield Finding("problem", "lm_head", "is missing, and vLLM refuses few tokens without it")
-    if (kind := target.config.get_text_config().model_type) not in HANDED_OUT:
-        text = f"llama.cpp lets no draft look inside of {kind}: it can be served elsewhere alone"
-        yield Finding("warning", "target", text)
-    for flag, what in {
-        "enable_confidence_head": "drops the head without a word",
-        "confidence_head_with_markov": "takes it for one of the state alone, by default",
-    }.items():
-        if has["confidence"] and config.get(flag) is not True:
-            text = f"{flag} must be true, or vLLM {what}"
-            yield Finding("warning", "confidence head", text)
-    if config.get("enable_confidence_head") and not has["confidence"]:
-        text = "enable_confidence_head is true and no tensor is there: vLLM then asks none silently"
-        yield Finding("warning", "confidence head", text)
 
 
 def _acceptance(figures: Figures) -> Finding:

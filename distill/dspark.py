@@ -1,4 +1,4 @@
-"""Drafts in DSpark's form: how they begin (`specdata.draft_models.dspark`).
+"""Drafts in DSpark's form: how they begin and learn, and how engines hold them.
 
 A random start learns little from few rollouts: the first token of a block is accepted as often as
 the last, hardly ever. So the first layer begins as least squares, of the target's last state.
@@ -11,27 +11,58 @@ of a later slot is the bias: a map of its embedding, of as many dimensions as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from datasets import Dataset
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from scipy.optimize import nnls
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_seed
 
-from distill.config import BLOCK, InitConfig, check_layout
-from distill.states import fit_rows, ridge
+from distill import published
+from distill.config import BLOCK, check_layout
+from distill.least_squares import fit_rows, ridge
+from distill.plain import Source
+from distill.published import Finding
+from distill.rounds import Place, ranks, window
+from specdata.config import read_stored
+from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.depths import unused_token
 from specdata.draft_models.draft_vocabulary import SIZE
-from specdata.draft_models.dspark import BlockInput, MarkovOutput, dspark_class
-from specdata.draft_models.states_draft import KEY, states_input, unit
+from specdata.draft_models.dspark import (
+    BlockInput,
+    BlockModel,
+    MarkovOutput,
+    dspark_class,
+    read_blocks,
+)
+from specdata.draft_models.states_draft import TargetStates, states_input, unit
 from specdata.draft_models.taps import attach, decoder_layers, read_taps, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
-from specdata.models import positions
+from specdata.lm_head import LMHead, body_of
+from specdata.models import load_model, load_tokenizer, positions
+from specdata.processes import in_group, largest_of_all
 from specdata.storage.columns import value_counts
 
+SCALE, ANCHOR = "model.embed_tokens.scale", "sample_from_anchor"
+WHOLE, BLOCKS = 0.25, 256
+"""Share of the blocks of a text that training reads beyond their first slot, and blocks that are
+read at a time, at most."""
+ANCHORS = 512
+"""Blocks of a text in DeepSpec's training, whose code refuses a config.json without it."""
+ROUNDING = 0.01
+"""Relative error up to which a matrix is the target's, rounded to half precision or not."""
+HANDED_OUT = (
+    *("llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("gemma3n_text", "gemma4_text", "gpt_oss", "lfm2", "nemotron_h", "minimax", "minimax_m2"),
+)
+"""`model_type` of targets inside of which llama.cpp b11434 lets drafts look."""
 RANK = 64
 """Of the bias; published drafts have 256."""
 GROUPS = 4
@@ -45,19 +76,17 @@ heads hardly learn to look elsewhere, and the trained draft is worse.
 
 
 @torch.no_grad()
-def first_dspark(
-    target: PreTrainedModel,
-    taps: list[int],
-    rollouts: Dataset,
-    init: InitConfig,
-    special: Sequence[int],
-) -> PreTrainedModel:
-    """A new draft for a target of Llama's or Qwen's kind, of whose tokens some are special."""
-    text: Any = target.config.get_text_config()
+def begin(
+    target: PreTrainedModel, source: Source, rollouts: Dataset, seed: int
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A new draft for a target of Llama's or Qwen's kind."""
+    text = target.config.get_text_config()
+    special = load_tokenizer(target.name_or_path).all_special_ids
+    set_seed(seed)
     check_layout("dspark", text.model_type, target.name_or_path)
     used = {*special, *value_counts(rollouts, "prompt_ids", "completion_ids")}
     mask = unused_token(used, text.vocab_size)
-    draft = new_dspark(text, record_of(target, taps), init, mask)
+    draft = _new(target, source, mask)
     draft.generation_config = special_ids(target.generation_config)
     draft = draft.float().to(target.device).eval()
     draft.model.embed_tokens.tokens.weight.copy_(target.get_input_embeddings().weight)
@@ -68,24 +97,27 @@ def first_dspark(
     for layer in draft.model.layers:
         layer.mlp.down_proj.weight.zero_()
         layer.self_attn.o_proj.weight.zero_()
-    _fit(draft, target, taps, rollouts)
-    return cast(PreTrainedModel, draft)
+    _fit(draft, target, source.taps, rollouts)
+    return cast(PreTrainedModel, draft), {"layers": source.init.layers}  # new ones
 
 
-def new_dspark(text: Any, record: Mapping[str, Any], init: InitConfig, mask: int) -> Any:
-    """The draft as its class makes it.
+def of_shapes(target: PreTrainedModel, source: Source) -> PreTrainedModel:
+    """The draft that `begin` makes of a target on no device, there, too."""
+    return cast(PreTrainedModel, _new(target, source, 0))
 
-    Of a target whose text configuration and taps (`taps.record_of`) are given, as is the mask.
-    """
-    width = text.hidden_size
+
+def _new(target: PreTrainedModel, source: Source, mask: int) -> Any:
+    """The draft as its class makes it."""
+    text: Any = target.config.get_text_config()
+    record, width = record_of(target, source.taps), text.hidden_size
     size = (getattr(text, "head_dim", None) or width // text.num_attention_heads) // 2 * 2 or 2
     groups = -(-width // size)
-    blocks = {"size": init.block or BLOCK, "mask": mask, "rank": min(RANK, width)}
+    blocks = {"size": source.init.block or BLOCK, "mask": mask, "rank": min(RANK, width)}
     config = Qwen3Config(
         vocab_size=text.vocab_size,
         hidden_size=width,
         intermediate_size=text.intermediate_size,
-        num_hidden_layers=init.layers,
+        num_hidden_layers=source.init.layers,
         num_attention_heads=GROUPS * groups,
         num_key_value_heads=groups,
         head_dim=size,
@@ -242,3 +274,259 @@ def _nearness(frequencies: Tensor) -> Tensor:
 def _sizes(states: Tensor) -> Tensor:
     """(n,) root mean squares of states (n, H)."""
     return states.square().mean(dim=-1).sqrt()
+
+
+def along(
+    draft: LMHead,
+    ids: Tensor,
+    count: int,
+    *,
+    taps: Tensor | None = None,
+    begins: Tensor | None = None,
+    dropping: int | None = None,
+    **_: object,
+) -> Iterator[Place]:
+    """The states of blocks that begin along texts.
+
+    State s at position t is that of slot s of the block that began at t - s; beyond its last slot,
+    that one, with the bias by the token at t. Training reads the first slot of all blocks, as a
+    draft learns most from it, and the others of a share of them (`WHOLE`). Arguments are those of
+    `distill.kinds.Kind.along`.
+    """
+    model = draft.model
+    reads = cast(BlockInput, states_input(model))
+    (rows, length), size = ids.shape, reads.blocks.size
+    row = torch.arange(rows, device=ids.device)[:, None]
+    at = torch.arange(length, device=ids.device).expand(rows, -1)
+    begin = at if begins is None else window(begins)
+    share, whole = 1.0, begin.shape[1]
+    kept = torch.ones_like(begin, dtype=torch.bool)
+    if dropping is not None:  # evenly spread, and the same ones whatever else is in the batch
+        share = WHOLE
+        rank, order = ranks(begin, dropping).sort(dim=1)
+        kept, begin = rank < share, begin.gather(1, order)
+        whole = max(1, int(kept.sum(dim=1).max()))
+    body, width = cast(BlockModel, body_of(model)), begin.shape[1]
+    parts = math.ceil(width / BLOCKS)
+    reading: Callable[..., Any] = read_blocks
+    if dropping is not None and (parts > 1 or body.config.num_hidden_layers > 1):
+        # Else what all layers make of all slots would be kept, most of the memory of a training.
+        reading = partial(checkpoint, read_blocks, use_reentrant=False)
+    if dropping is not None and in_group():
+        parts = largest_of_all(parts)  # ZeRO-3 gathers the layers for each, in all processes alike
+    found, first = [], 0
+    padded = nn.functional.pad(begin, (0, max(0, parts - width)))
+    for part in padded.tensor_split(parts, dim=1):
+        found.append(reading(body, ids, taps, part, size, whole=max(0, whole - first)))
+        first += part.shape[1]
+    read = torch.cat([each.last_hidden_state for each in found], dim=1)[:, :width]
+    # (B, A, size, H + r)
+    for step in range(count):
+        there = read[:, :, min(step, size - 1)]
+        if step >= size:
+            token = ids.gather(1, (begin + step).clamp(max=length - 1))
+            there = torch.cat([there[..., : reads.width], reads.markov(token)], dim=-1)
+        states = read.new_zeros(rows, length, read.shape[-1])
+        states = states.index_put((row, begin), there)
+        is_kept = torch.zeros_like(ids, dtype=torch.bool)
+        is_kept[row, begin] = kept if step else True
+        yield Place(
+            nn.functional.pad(states, (0, 0, step, 0))[:, :length],
+            nn.functional.pad(is_kept, (step, 0))[:, :length],
+            share if step else 1.0,
+        )
+
+
+class BlockLayers(published.Roped):
+    """The layers of a draft in DSpark's layout, of Qwen3's kind."""
+
+    model_type: Literal["qwen3"] = "qwen3"
+    num_hidden_layers: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    hidden_act: str = "silu"
+    attention_bias: Literal[False] = False
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: PositiveFloat
+    layer_types: list[Literal["full_attention"]] | None = None
+
+
+class _Blocks(published.Read):
+    block_size: PositiveInt
+    mask_token_id: NonNegativeInt
+    markov_rank: PositiveInt
+    markov_head_type: Literal["vanilla"]
+    target_layer_ids: list[NonNegativeInt] | None = None
+    aux_hidden_state_layer_ids: list[PositiveInt] | None = None  # speculators': one more each
+    num_target_layers: PositiveInt | None = None
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+
+
+def _taps_of(
+    settings: dict[str, Any], target: PreTrainedModel
+) -> tuple[list[int], dict[str, bool]]:
+    """The taps of a config.json, and what it must say of the first slot."""
+    said, text = read_stored(_Blocks, settings, "config.json"), target.config.get_text_config()
+    layers, vocabulary = text.num_hidden_layers, text.vocab_size
+    taps = said.aux_hidden_state_layer_ids or [each + 1 for each in said.target_layer_ids or ()]
+    if not taps or taps[-1] >= layers:
+        raise ConfigError(
+            f"target_layer_ids in config.json must be layers whose output enters another, of the "
+            f"target's {layers} those from 0 to {layers - 2}, got {[tap - 1 for tap in taps]}: "
+            "llama.cpp hands out nothing of the last one's"
+        )
+    if (said.num_target_layers or layers) != layers or said.mask_token_id >= vocabulary:
+        raise ConfigError(
+            f"config.json describes a target of {said.num_target_layers or layers} layers and mask "
+            f"{said.mask_token_id}, and the target has {layers} layers and {vocabulary} tokens: "
+            "give the one that the draft was trained for"
+        )
+    return taps, {ANCHOR: True}
+
+
+def _build(
+    given: published.Published, taps: Sequence[int], flags: Mapping[str, bool]
+) -> PreTrainedModel:
+    said, record = (
+        read_stored(_Blocks, given.settings, "config.json"),
+        record_of(given.target, taps),
+    )
+    tensors = {**given.whole().tensors, SCALE: torch.ones(record["width"])}
+    blocks = {"size": said.block_size, "mask": said.mask_token_id, "rank": said.markov_rank}
+    settings = {**given.layers(BlockLayers), KEY: {**record, "blocks": blocks}}
+    given = given._replace(settings=settings, tensors=tensors)
+    draft: Any = published.filled(LAYOUT, Qwen3ForCausalLM, dspark_class, given)
+    if not flags[ANCHOR]:
+        draft.model.norm = _FilledIn(draft.model.norm)
+    return cast(PreTrainedModel, draft)
+
+
+class _FilledIn(nn.Module):
+    """The last norm of a draft whose anchor proposes nothing, and each mask the token in its place.
+
+    So what slot i would say here is the state of slot i + 1.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.width = norm, norm.width
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(B, n, 2 H + r) -> (B, n, H + r)."""
+        read: Tensor = self.norm(states)
+        return torch.cat([read[..., : self.width].roll(-1, dims=-2), read[..., self.width :]], -1)
+
+
+def _written(
+    settings: dict[str, Any],
+    record: TargetStates,
+    given: dict[str, Tensor],
+    _name: str,
+    confidence: tuple[Tensor, Tensor] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if not record.taps[0]:
+        raise ConfigError(
+            "the draft reads what enters its target's first layer, and engines call a tap by the "
+            "layer before it: train a draft with draft.init.taps of 1 and more"
+        )
+    model, blocks = load_model(record.target), record.form
+    given[published.FC] = given[published.FC] * given.pop(SCALE)
+    vocabulary, tokens = settings["vocab_size"], settings[SIZE]
+    shared = {published.TOKENS: model.get_input_embeddings()}
+    if tokens == vocabulary:
+        shared["lm_head.weight"] = model.get_output_embeddings()
+        given = {name: each for name, each in given.items() if name not in published.MAPS}
+    for name, module in shared.items():
+        own, theirs = given.pop(name).float(), module.weight.detach().float().cpu()
+        if not (own - theirs).norm() <= ROUNDING * theirs.norm():
+            raise ConfigError(
+                f"{LAYOUT.theirs(name)} of the draft must be the target's, {record.target}, whose "
+                "own engines take: train a draft with this target"
+            )
+    tensors = {LAYOUT.theirs(name): each for name, each in given.items()}
+    if confidence is not None:
+        tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"] = confidence
+    ids = {"mask_token_id": blocks.mask, "target_layer_ids": [tap - 1 for tap in record.taps]}
+    layer = {key: each for key, each in settings.items() if key != KEY}
+    return tensors, {
+        **layer,
+        **ids,
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": record.model_type,
+        "block_size": blocks.size,
+        "num_target_layers": model.config.get_text_config().num_hidden_layers,
+        "num_anchors": ANCHORS,
+        "markov_rank": blocks.rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": confidence is not None,
+        "confidence_head_with_markov": True,
+        ANCHOR: True,
+        "dflash_config": {**ids, "causal": False},
+    }
+
+
+def _traps(
+    config: Mapping[str, Any], names: Collection[str], target: PreTrainedModel
+) -> Iterator[Finding]:
+    """What engines read without a word, and otherwise than was meant."""
+    anchor = config.get(ANCHOR)
+    if anchor is None:
+        text = "is not said: vLLM's reader of speculators' folders takes false, SGLang true, and "
+        yield Finding("problem", ANCHOR, f"{text}llama.cpp either: say it")
+    elif anchor is not True:
+        text = f"is {anchor}: a draft whose anchor proposes nothing cannot decode here"
+        yield Finding("problem", ANCHOR, text)
+    has = {part: any(part in name for name in names) for part in ("embed_tokens", "confidence")}
+    vocabulary = target.config.get_text_config().vocab_size
+    is_reduced = (config.get("draft_vocab_size") or vocabulary) < vocabulary
+    if has["embed_tokens"] and not is_reduced:
+        text = (
+            "is in the folder: llama.cpp would take it as output matrix, which leaves lm_head out"
+        )
+        yield Finding("warning", "embed_tokens", f"{text}: remove it, engines take the target's")
+    if is_reduced and "lm_head.weight" not in names:
+        yield Finding("problem", "lm_head", "is missing, and vLLM refuses few tokens without it")
+    if (kind := target.config.get_text_config().model_type) not in HANDED_OUT:
+        text = f"llama.cpp lets no draft look inside of {kind}: it can be served elsewhere alone"
+        yield Finding("warning", "target", text)
+    for flag, what in {
+        "enable_confidence_head": "drops the head without a word",
+        "confidence_head_with_markov": "takes it for one of the state alone, by default",
+    }.items():
+        if has["confidence"] and config.get(flag) is not True:
+            text = f"{flag} must be true, or vLLM {what}"
+            yield Finding("warning", "confidence head", text)
+    if config.get("enable_confidence_head") and not has["confidence"]:
+        text = "enable_confidence_head is true and no tensor is there: vLLM then asks none silently"
+        yield Finding("warning", "confidence head", text)
+
+
+LAYOUT: published.Layout = published.Layout(
+    {
+        "layers.": "model.layers.",
+        "fc.": "model.embed_tokens.states.",
+        "hidden_norm.": "model.embed_tokens.hidden_norm.",
+        "markov_head.markov_w1.": "model.embed_tokens.markov.",
+        "markov_head.markov_w2.weight": "lm_head.markov",
+        "embed_tokens.": "model.embed_tokens.tokens.",
+        "norm.": "model.norm.norm.",
+    },
+    "dflash_config",
+    (BlockLayers, _Blocks),
+    {
+        **{ANCHOR: True, "dspark_bonus_anchor": False, "causal": False},
+        **{"is_causal": False, "use_swa": False, "speculators_model_type": "dspark"},
+        **{"attention_mode": "gqa", "projector_type": "dspark"},
+    },
+    taps_of=_taps_of,
+    build=_build,
+    written=_written,
+    turned=(ANCHOR,),
+    better=0.25,  # a token depends on the one before it alone: slots are nearly as good elsewhere
+    unsaid={ANCHOR: "write true if the anchor's slot proposes the token behind it, as here"},
+    traps=_traps,
+)

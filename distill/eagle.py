@@ -1,21 +1,37 @@
-"""EAGLE-3 drafts: how they begin (`specdata.draft_models.eagle`)."""
+"""EAGLE-3 drafts: how they begin and learn, and how engines hold them.
+
+They learn as all drafts on their target's states do (`distill.states`). Engines hold them in
+EAGLE's own layout (`midlayer.` or `layers.0.`) or in speculators'.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from distill import plain, published, states
 from distill.config import check_layout
-from distill.engine_layouts import LAYER, TOKENS, made_eagle3
-from distill.states import fit_rows, ridge
-from specdata.draft_models.states_draft import Norms, unit
-from specdata.draft_models.taps import decoder_layers, read_taps
+from distill.least_squares import fit_rows, ridge
+from specdata.config import read_stored
+from specdata.draft_kinds.eagle3 import Norms
+from specdata.draft_kinds.kind import KEY
+from specdata.draft_models.draft_vocabulary import SIZE
+from specdata.draft_models.eagle import eagle3_class
+from specdata.draft_models.states_draft import TargetStates, unit
+from specdata.draft_models.taps import decoder_layers, read_taps, record_of
+from specdata.sources import hub_source
 
+along = states.along
+LAYER = "model.layers.0."
+DRAFTED = 2
+"""Tokens that speculators' config.json asks engines to draft: as in our own line for vLLM."""
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
@@ -27,9 +43,9 @@ TURNED, AT_ITSELF = 8, 32.0
 
 
 @torch.no_grad()
-def first_eagle3(
-    target: PreTrainedModel, taps: Sequence[int], rollouts: Dataset
-) -> PreTrainedModel:
+def begin(
+    target: PreTrainedModel, source: plain.Source, rollouts: Dataset, _seed: int
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A new draft of the target's last layer, all of whose norm flags are off.
 
     `fc` predicts the target's last state from the taps at the token before (ridge regression), and
@@ -37,27 +53,27 @@ def first_eagle3(
     attention alone, so that begins by looking at itself (`_attention_to_itself`), and adds what is
     left of that state. The target is of Llama's or Qwen's kind.
     """
-    layer, last = layer_of(target, "eagle3"), decoder_layers(target)[1]
+    layer, last = _layer_of(target), decoder_layers(target)[1]
     text = target.config.get_text_config()
     inputs, outputs, tokens = [], [], []
     for row in fit_rows(rollouts):
         if len(row["completion_ids"]) < 2:
             continue
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
-        read, first = read_taps(target, [*taps, len(last)], ids)[0], len(row["prompt_ids"])
+        read, first = read_taps(target, [*source.taps, len(last)], ids)[0], len(row["prompt_ids"])
         inputs.append(read[first - 1 : -2, : -text.hidden_size])
         outputs.append(read[first:-1, -text.hidden_size :])
         tokens.append(ids[0, first:-1])
     embedding = target.get_input_embeddings()
     norm = last[-1].get_parameter("input_layernorm.weight")
     fc = ridge(zip(inputs, outputs, strict=True)).to(norm)
-    tensors = {TOKENS: embedding.weight, "model.embed_tokens.states.weight": fc.T}
-    states = [each @ fc for each in inputs]
+    tensors = {published.TOKENS: embedding.weight, "model.embed_tokens.states.weight": fc.T}
+    predicted = [each @ fc for each in inputs]
     reads = [
         torch.cat([unit(embedding(ids), 1), unit(each, 1) * norm], dim=-1)
-        for ids, each in zip(tokens, states, strict=True)
+        for ids, each in zip(tokens, predicted, strict=True)
     ]
-    rests = [all_of_it - each for all_of_it, each in zip(outputs, states, strict=True)]
+    rests = [all_of_it - each for all_of_it, each in zip(outputs, predicted, strict=True)]
     for name, weight in _attention_to_itself(reads, rests, text).items():
         tensors[f"{LAYER}self_attn.{name}_proj.weight"] = weight.to(norm)
     for key, weight in last[-1].state_dict().items():
@@ -72,7 +88,15 @@ def first_eagle3(
     tensors["norm.weight"] = target.base_model.norm.weight
     tensors["lm_head.weight"] = target.get_output_embeddings().weight
     ids = torch.arange(text.vocab_size)
-    return made_eagle3(layer, taps, Norms(), tensors, ids, target, "the new draft")
+    given = published.Published(layer, tensors, ids, target, "the new draft")
+    return _made(given, source.taps, Norms()), {}
+
+
+def of_shapes(target: PreTrainedModel, source: plain.Source) -> PreTrainedModel:
+    """The draft that `begin` makes of a target on no device, there, too."""
+    record = {**record_of(target, source.taps), "layout": asdict(Norms())}
+    size = {SIZE: target.config.get_text_config().vocab_size}
+    return eagle3_class(LlamaForCausalLM)(LlamaConfig(**_layer_of(target), **{KEY: record}, **size))
 
 
 def _attention_to_itself(
@@ -107,9 +131,133 @@ def _attention_to_itself(
     }
 
 
-def layer_of(target: PreTrainedModel, layout: str) -> dict[str, Any]:
+def _layer_of(target: PreTrainedModel) -> dict[str, Any]:
     """The sizes of a draft's layer that begins as a target's last. Raises ConfigError."""
     text = target.config.get_text_config()
-    check_layout(layout, text.model_type, target.name_or_path)
+    check_layout("eagle3", text.model_type, target.name_or_path)
     layer = {key: getattr(text, key) for key in SIZES if hasattr(text, key)}
     return {**layer, "num_hidden_layers": 1, "tie_word_embeddings": False}
+
+
+class Layer(published.Roped):
+    """The one layer of a draft: its tensors are those of Llama's, its model_type may be any."""
+
+    num_hidden_layers: Literal[1] = 1
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    max_position_embeddings: PositiveInt = 2048
+    rms_norm_eps: PositiveFloat = 1e-6
+    logit_scale: PositiveFloat | None = None
+    layer_types: list[Literal["full_attention"]] | None = Field(None, exclude=True)
+
+
+class _Taps(published.Read):
+    eagle_aux_hidden_state_layer_ids: list[NonNegativeInt] | None = None  # speculators' may be null
+
+
+def _taps_of(
+    settings: dict[str, Any], target: PreTrainedModel
+) -> tuple[list[int], dict[str, bool]]:
+    """The taps and the norm flags of a config.json: what engines take where it is silent."""
+    layers = target.config.get_text_config().num_hidden_layers
+    read_stored(_Taps, settings.get("eagle_config", {}), "config.json")
+    eagle = read_stored(_Taps, settings, "config.json")
+    flags = {each.name: settings[each.name] for each in fields(Norms) if each.name in settings}
+    taps = eagle.eagle_aux_hidden_state_layer_ids or [2, layers // 2, layers - 3]
+    return taps, asdict(read_stored(Norms, flags, "config.json"))
+
+
+def _build(
+    given: published.Published, taps: Sequence[int], flags: Mapping[str, bool]
+) -> PreTrainedModel:
+    given, sizes = given.whole(), given.layers(Layer)
+    scale = sizes.pop("logit_scale", 1.0)
+    tensors = {**given.tensors, "lm_head.weight": given.tensors["lm_head.weight"] * scale}
+    return _made(given._replace(settings=sizes, tensors=tensors), taps, Norms(**flags))
+
+
+def _made(given: published.Published, taps: Sequence[int], norms: Norms) -> PreTrainedModel:
+    """A draft of a layer's sizes."""
+    tensors, record = (
+        dict(given.tensors),
+        {**record_of(given.target, taps), "layout": asdict(norms)},
+    )
+    final = "model.norm.weight" if norms.norm_output else "lm_head.norm.weight"
+    tensors[final] = tensors.pop("norm.weight")
+    given = given._replace(settings={**given.settings, KEY: record}, tensors=tensors)
+    return published.filled(LAYOUT, LlamaForCausalLM, eagle3_class, given)
+
+
+def _written(
+    settings: dict[str, Any],
+    record: TargetStates,
+    given: dict[str, Tensor],
+    name: str,
+    _confidence: None = None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    names = {"lm_head.norm.": "norm.", "model.norm.": "norm."}
+    names |= {ours: former for former, ours in LAYOUT.tensors.items()}
+    if name == "speculators":
+        names[LAYER] = "layers.0."
+    tensors = {published.renamed(key, names): each for key, each in given.items()}
+    norms, taps, vocabulary = asdict(record.form), record.taps, settings["vocab_size"]
+    size = {SIZE: settings.get(SIZE, vocabulary)}
+    layer = {key: each for key, each in settings.items() if key not in (KEY, SIZE, *norms)}
+    layer["model_type"] = "llama"
+    ids = {"eagle_aux_hidden_state_layer_ids": taps}
+    if size[SIZE] == vocabulary:  # vLLM has no map then, and refuses one
+        tensors = {key: each for key, each in tensors.items() if key not in published.MAPS}
+    if name == "eagle3":
+        layer["architectures"] = ["LlamaForCausalLMEagle3"]
+        # Where vLLM and SGLang look for them, then where llama.cpp's converter does.
+        section = {"eagle_config": {**ids, "use_aux_hidden_state": True}}
+        return tensors, {**layer, **size, **norms, **section, **ids}
+    return tensors, {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        **size,
+        **norms,
+        **ids,
+        "target_hidden_size": record.width // len(taps),
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DRAFTED}],
+            "verifier": {
+                "name_or_path": hub_source(record.target)[0],
+                "architectures": ["LlamaForCausalLM"],
+            },
+        },
+    }
+
+
+LAYOUT: published.Layout = published.Layout(
+    {
+        "layers.0.": LAYER,
+        "midlayer.": LAYER,
+        "fc.": "model.embed_tokens.states.",
+        "fc_norm.": "model.embed_tokens.fc_norm.",
+        "input_norm.": "model.embed_tokens.input_norm.",
+        "embed_tokens.": "model.embed_tokens.tokens.",
+    },
+    "eagle_config",
+    (Layer, _Taps, Norms),
+    {
+        **{"next_layer_regular": True, "use_last_layernorm": True, "has_lm_head": True},
+        **{"use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False},
+        **{"parallel_draft_step": 1, "speculators_model_type": "eagle3"},
+    },
+    taps_of=_taps_of,
+    build=_build,
+    written=_written,
+    ignored=("num_eagle_features",),
+    turned=("norm_before_residual", "norm_output"),  # the others have tensors of their own
+)

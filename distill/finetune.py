@@ -26,9 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import pack_dataset
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
-from distill.chunked import ChunkedLoss, Columns
 from distill.config import FinetuneConfig, LoraConfig
-from distill.objective import Objective
+from distill.objective import ChunkedLoss, Columns, Objective
 from distill.training import (
     HISTORY_FILE,
     RESULT_FILE,

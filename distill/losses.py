@@ -214,7 +214,7 @@ LOSSES: Mapping[Objective, Loss] = {
     "lk_hybrid": lk_hybrid,
 }
 LESS_BYTES: Mapping[Objective, int] = {"lk_hybrid": 68, "neg_log_overlap": 68}
-"""Of losses that take less than others (`distill.chunked.ENTRY_BYTES`)."""
+"""Of losses that take less than others (`distill.objective.ENTRY_BYTES`)."""
 
 
 def _log_distributions(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,19 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from distill.adapters import base_of
 from distill.batches import collate
 from distill.config import ARCHITECTURES, DistilConfig, InitConfig
-from distill.dspark import new_dspark
-from distill.eagle import layer_of
-from distill.initial import cut
-from distill.objective import Distillation
+from distill.kinds import KINDS
+from distill.plain import Source
 from distill.teacher import TargetTeacher, learnt_part
-from distill.trainer import freeze, muon_optimizer
+from distill.trainer import Distillation, freeze, muon_optimizer
 from distill.watch import HeldOut
 from specdata.draft_models.depths import add_masks
-from specdata.draft_models.draft_vocabulary import SIZE, replace_output
-from specdata.draft_models.eagle import eagle3_class
 from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.states_draft import KEY, Norms, TargetStates, states_input
-from specdata.draft_models.taps import decoder_layers, install, read_taps, record_of
+from specdata.draft_models.states_draft import TargetStates, states_input
+from specdata.draft_models.taps import read_taps
 from specdata.lm_head import find_lm_head
 from specdata.memory import peak
 from specdata.sampling import SamplingConfig
@@ -43,20 +38,7 @@ def new_draft(target: PreTrainedModel, init: InitConfig) -> PreTrainedModel:
         ties = init.architecture == "toy"
         config = LlamaConfig(**sizes, vocab_size=text.vocab_size, tie_word_embeddings=ties)
         return LlamaForCausalLM(config)
-    count = len(decoder_layers(target)[1])
-    taps = init.taps_of(count) if init.kind == "states" else []
-    if init.layout == "dspark":
-        return new_dspark(text, record_of(target, taps), init, 0)
-    if init.layout == "eagle3":
-        record = {**record_of(target, taps), "layout": asdict(Norms())}
-        layout = {**layer_of(target, "eagle3"), KEY: record}
-        return eagle3_class(LlamaForCausalLM)(LlamaConfig(**layout, **{SIZE: text.vocab_size}))
-    model = cut(target, init.layers_of(count, target.name_or_path))
-    if init.align or taps:  # their output matrix is their own
-        replace_output(model, copy.deepcopy(model.get_output_embeddings()))
-    if taps:
-        install(model, target, taps)
-    return model
+    return KINDS[init.form.name].of_shapes(target, Source.of(target, init))
 
 
 def measuring(

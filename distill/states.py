@@ -1,4 +1,4 @@
-"""Drafts that read their target's states: how they begin.
+"""Drafts that read their target's states: how they begin, and what they say along texts.
 
 They begin without training: their inputs are linear maps that predict the target's own last state
 (ridge regression), their layers are the target's last or others of Llama's kind
@@ -8,33 +8,67 @@ target's final norm and output matrix make tokens of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    set_seed,
+)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from distill import plain
+from distill.least_squares import fit_rows, ridge
+from distill.rounds import Place, window
 from distill.training import take_special_ids
+from specdata.cache import cache_argument
+from specdata.draft_models.attention import Seen, attending_along
 from specdata.draft_models.draft_vocabulary import replace_output
-from specdata.draft_models.states_draft import states_input, unit
-from specdata.draft_models.taps import decoder_layers, read_taps
+from specdata.draft_models.states_draft import before, states_input, unit
+from specdata.draft_models.taps import decoder_layers, install, read_taps
 from specdata.errors import ConfigError
-from specdata.lm_head import find_lm_head, hidden_states
+from specdata.lm_head import LMHead, body_of, find_lm_head, hidden_states
 from specdata.target_states import target_taps
-from specdata.terminal import progress
 
-FITTED_ROWS = 128
-"""Rollouts that maps and output matrices are fitted on: some ten thousand positions."""
-RIDGE = 1e-3
-"""Added to the diagonal, of columns scaled to unit mean square."""
-PART = 1 << 27
-"""Numbers of inputs that the least squares hold at a time: a GiB in float64."""
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 SILENCED = ("self_attn.o_proj", "mlp.down_proj")
 """A layer of Llama's kind, and what in it writes to the residual stream."""
+
+
+def begin(
+    target: PreTrainedModel, source: plain.Source, rollouts: Dataset, seed: int
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A draft of the target's layers, or of as many of Llama's (`llama_draft`)."""
+    layers, taps, _ = source
+    made: dict[str, Any] = {}
+    model, normed = None, None
+    if can_be_silenced(target):
+        with suppress(ConfigError):  # a layer depends on its place
+            model = plain.cut(target, layers)
+            silence(model)
+            replace_output(model, copy.deepcopy(model.get_output_embeddings()))  # was tied
+    if model is None:
+        made = {"architecture": "llama", "layers": len(layers)}
+        context = plain.context_of(target.config, rollouts)
+        model, normed = llama_draft(target, len(layers), context, seed)
+    install(model, target, taps)
+    fit_inputs(model, target, taps, rollouts, normed)
+    return model, made
+
+
+def of_shapes(target: PreTrainedModel, source: plain.Source) -> PreTrainedModel:
+    """The draft that `begin` makes of a target on no device, there, too."""
+    model = plain.of_shapes(target, source)
+    install(model, target, source.taps)
+    return model
 
 
 def can_be_silenced(model: PreTrainedModel) -> bool:
@@ -110,53 +144,62 @@ def fit_inputs(
     _set(ridge(pairs(after_own=True)), reads.own_token, reads.own_state)
 
 
-def fit_rows(rollouts: Dataset) -> Iterator[dict[str, Any]]:
-    """The rollouts that maps are fitted on, evenly of all."""
-    count = min(FITTED_ROWS, len(rollouts))
-    with progress(count, "states to fit the draft to", "row") as bar:
-        for row in rollouts.select([index * len(rollouts) // count for index in range(count)]):
-            yield row
-            bar.update()
-
-
-def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """(n, F) and (n, H), several times -> (F, H), the map of least squares, in bounded memory."""
-    scale = gram = cross = torch.zeros((), dtype=torch.float64)
-    count = 0
-    for inputs, outputs in _parts(pairs):
-        x = inputs.double()
-        if not count:
-            scale = x.square().mean(dim=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-        x = x / scale
-        gram, cross = gram.to(x) + x.T @ x, cross.to(x) + x.T @ outputs.double()
-        count += len(x)
-    if not count:
-        raise ConfigError(
-            "maps of a draft are fitted to completions, and none has two tokens: raise "
-            "rollouts.max_new_tokens and make the rollouts again"
-        )
-    gram.diagonal().add_(RIDGE * count)
-    fitted: Tensor = torch.linalg.solve(gram, cross) / scale[:, None]
-    return fitted
-
-
-def _parts(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same positions, as many together as have `PART` numbers."""
-    inputs, outputs = list[Tensor](), list[Tensor]()
-    for x, y in pairs:
-        if inputs and sum(each.numel() for each in (*inputs, x)) > PART:
-            yield torch.cat(inputs), torch.cat(outputs)
-            inputs, outputs = [], []
-        inputs.append(x)
-        outputs.append(y)
-    if inputs:
-        yield torch.cat(inputs), torch.cat(outputs)
-
-
 def _set(fitted: Tensor, *maps: nn.Linear) -> None:
     parts = torch.split(fitted, [each.in_features for each in maps])
     for linear, part in zip(maps, parts, strict=True):
         linear.weight.copy_(part.T)
+
+
+def along(
+    draft: LMHead,
+    ids: Tensor,
+    count: int,
+    *,
+    taps: Tensor | None = None,
+    begins: Tensor | None = None,
+    **_: object,
+) -> Iterator[Place]:
+    """The draft's last states along texts, after the target's states and then after its own.
+
+    Reading s at position t is what drafting gives at the (s + 1)-th token of a round that began at
+    t - s: it attends to the readings of 0 up to there, and to reading r at t - s + r.
+
+    As while decoding (training-time test: Li et al. 2025, arXiv:2503.01840). Arguments are those of
+    `distill.kinds.Kind.along`.
+    """
+    model, reads = draft.model, states_input(draft.model)
+    assert reads is not None
+    assert taps is not None
+    body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
+    at = torch.arange(length, device=ids.device)
+    rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
+    x, later = reads.after_target(ids, before(taps)), places
+    if begins is not None:
+        later = window(begins)  # (B, W) the positions of later readings
+    own = at.new_zeros(*ids.shape, 0)
+    for step in range(count):
+        seen = Seen(length, places - step, own, reads.reads_first)
+        with attending_along(model, seen, step * places.shape[1], x.dtype) as mask:
+            states: Tensor = body(
+                inputs_embeds=x,
+                attention_mask=mask,
+                position_ids=places,
+                use_cache=True,
+                **{cache_argument(body): cache},
+            )[0]
+        if step:
+            everywhere = states.new_zeros(*ids.shape, states.shape[-1])
+            states = everywhere.index_put((rows, places), states)
+        yield Place(states, torch.ones_like(ids, dtype=torch.bool))
+        if step + 1 == count:
+            return
+        places = later
+        x = reads.after_own(ids[rows, places], before(states)[rows, places])
+        width = places.shape[1]
+        # Each sees reading r of its round, which is so many places before it.
+        same = torch.arange(width, device=ids.device)[:, None] + torch.arange(-step, 1).to(at)
+        other = width * torch.arange(step + 1, device=ids.device)
+        own = torch.where(same < 0, -1, same + other).expand(len(ids), -1, -1)
 
 
 SMALL = 1e-3
@@ -172,7 +215,7 @@ def llama_draft(
     """A model of silent layers with the target's embedding and output rows.
 
     And what makes its states of those that leave the target's last layer. The draft's states are
-    the *normed* ones (as EAGLE's, arXiv:2401.15077), so its own norms have an epsilon that makes
+    the *normed* ones (as in arXiv:2401.15077), so its own norms have an epsilon that makes
     them the identity: before its norm, states of Gemma 3 differ in size by 100 between dimensions
     and the norm's weights by 1,000, and one learning rate fits no two of them. A soft cap is left
     out: q need not have p's form.

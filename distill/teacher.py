@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from distill.adapters import base_of
 from distill.batches import text_batch
-from distill.chunked import Columns, chunks, positions_at_once
 from distill.config import DistilConfig
 from distill.losses import bucketed
+from distill.objective import Columns, chunks, positions_at_once
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.states_draft import TargetStates, reads_states

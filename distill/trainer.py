@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,14 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from distill.adapters import base_of
 from distill.batches import Numbered, collate
 from distill.config import DistilConfig
-from distill.objective import Distillation
+from distill.kinds import along_rounds
+from distill.losses import LESS_BYTES, LOSSES
+from distill.objective import ENTRY_BYTES, ChunkedLoss, Columns, Objective
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
-from distill.teacher import teacher_of
+from distill.rounds import of_round, weights_of
+from distill.teacher import Teacher, teacher_of
 from distill.training import DraftTrainer, Schedule, training_arguments
-from specdata.draft_models.dspark import MarkovOutput
+from specdata.draft_models.depths import depths_of
 from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.states_draft import states_input
 from specdata.draft_models.taps import decoder_layers
@@ -31,9 +33,63 @@ from specdata.models import end_ids, positions
 from specdata.prepack import multiplies
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
+from specdata.texts import IGNORED
 from specdata.top_logits import TopLogitDistributions
 
-logger = logging.getLogger(__name__)
+
+class Distillation(Objective):
+    """The divergence of a draft from its teacher at completion tokens, at each place of a round.
+
+    Of batches of `distill.batches.collate`. The teacher is no part of the module: no engine divides
+    it. The `step` decides which rounds lose their masks.
+    """
+
+    def __init__(self, draft: PreTrainedModel, teacher: Teacher, config: DistilConfig) -> None:
+        super().__init__(draft)
+        self.teacher, self.settings = teacher, config
+        self.chunked = ChunkedLoss(
+            self.head,
+            self.divergence,
+            entry_bytes=LESS_BYTES.get(config.objective, ENTRY_BYTES),
+            is_narrow=teacher.is_narrow,
+        )
+        places = depths_of(self.head.model)
+        is_read_again = states_input(self.head.model) is not None and places == 1
+        self.weights = weights_of(config.readings if is_read_again else places)
+
+    def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
+        """See `Objective`."""
+        ids, is_learnt = batch["input_ids"], batch["labels"][:, 1:] != IGNORED  # (B, T - 1)
+        taught = self.teacher.columns(batch)  # of the N positions that are learnt
+        taps = self.teacher.taps(self.head.model, batch)  # (B, T, F)
+        total = torch.zeros((), device=ids.device)
+        is_half = self.settings.precision == "bfloat16"
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_half):
+            along = along_rounds(
+                self.head,
+                ids,
+                len(self.weights),
+                attention=batch["attention_mask"],
+                taps=taps,
+                begins=nn.functional.pad(is_learnt, (0, 1)),
+                dropping=step,
+            )
+            for number, (weight, place) in enumerate(zip(self.weights, along, strict=True)):
+                # Learnt positions whose round began at one that is learnt.
+                is_read = of_round(is_learnt, number) & place.kept[:, :-1]
+                of_place = taught
+                if number or place.share < 1:
+                    of_place = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
+                states = place.states[:, :-1][is_read]  # (n, H)
+                total = total + weight / place.share * self.chunked(states, of_place)
+        return total, is_learnt.sum()
+
+    def divergence(self, q_logits: Tensor, columns: Columns) -> Tensor:
+        """The sum over n positions, of the draft's logits (n, V') and the teacher's columns."""
+        # The target is as in serving, whatever the precision that the draft trains in.
+        with torch.autocast(q_logits.device.type, enabled=False):
+            q_logits, p_logits, counted = self.teacher.compared(q_logits, columns)
+            return LOSSES[self.settings.objective](q_logits, p_logits, counted) * counted.sum()
 
 
 class DistilTrainer(DraftTrainer):
@@ -119,7 +175,7 @@ def freeze(student: nn.Module, config: DistilConfig) -> None:
                 "input embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
             )
         embedding.weight.requires_grad_(False)
-    if isinstance(output, MarkovOutput) and len(output.vocabulary_ids) == output.vocabulary:
+    if getattr(output, "is_targets", False) and len(output.vocabulary_ids) == output.vocabulary:
         output.weight.requires_grad = False  # engines take the target's own
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from distill.batches import tokens_of
-from distill.rounds import along_rounds
+from distill.kinds import along_rounds
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.draft_models.state_store import StateStore

@@ -40,9 +40,9 @@ DOES = {
     "certify": "Certify that an evaluation, a pair or a server decodes as the target alone.",
     "engine": "Measure a served engine on a run's prompts, with and without its draft.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
-    "import": "Read a published EAGLE-3 or DSpark draft, or a SpecDec++ head, to decode with it.",
-    "export": "Write a draft in EAGLE-3's or DSpark's layout, for engines.",
-    "doctor": "Examine a published EAGLE-3 or DSpark draft: why it is accepted or not.",
+    "import": "Read a draft in a layout of engines, or a SpecDec++ head, to decode with it.",
+    "export": "Write a draft in a layout of engines.",
+    "doctor": "Examine a draft in a layout of engines: why it is accepted or not.",
 }
 """Tool -> what it does; recipes/tools has a module of its name, with `add_options` and `main`."""
 # A folder beside the packages, in a checkout as in an installed wheel.

@@ -29,6 +29,7 @@ from specdata.config import check_taps
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import is_remote, prompt_inputs
+from specdata.storage.files import PROGRESS
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -141,7 +142,11 @@ class Rollouts(Stage):
         check_room(config, "rollouts", rollouts.max_new_tokens)
         check_shared(config, given_models(config))
         report = check_sets(
-            rollouts.sets, config.seed, here_alone=True, has_template=has_chat_template(config)
+            rollouts.sets,
+            config.seed,
+            here_alone=True,
+            has_template=has_chat_template(config),
+            folder=self.folder / PROGRESS,
         )
         unread = {each.split for each in rollouts.sets if is_remote(each)}
         check_kept(report, sorted(self.splits - unread))
@@ -175,6 +180,7 @@ class Rollouts(Stage):
                 max_tokens=longest,
                 vocabulary=vocabulary,
                 template_variables=config.chat_template_kwargs,
+                folder=self.folder / PROGRESS,
             )
             check_kept(loaded.report, sorted(self.splits))
             for line in dropped(loaded.report):

@@ -21,8 +21,8 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.adapters import base_of, with_adapters
+from distill.least_squares import PART, ridge
 from distill.memory import measuring, new_draft, prepare, trained_weights, training
-from distill.states import PART, ridge
 from recipes.checks import given_models
 from recipes.config import PipelineConfig
 from recipes.run import Stage, say

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from distill.config import DistilConfig
 from eval.analysis.prediction import Predictions
@@ -33,9 +33,10 @@ from recipes.layout import (
 )
 from recipes.recipe import Recipe
 from recipes.run import Stage, remove_caches, say, stage_record
-from recipes.sizes import described, draft_size, in_bytes, layout_of, reads_states, source_model
+from recipes.sizes import described, draft_size, in_bytes, reads_states, source_model
 from recipes.steps import HUB_ID, CommandLine, Step, load_draft, load_head
 from specdata.config import PromptSet
+from specdata.draft_kinds import kind_of
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.reading import source_of
 from specdata.storage.files import PROGRESS, fingerprint, read_object, sha256
@@ -207,28 +208,26 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
         datasets=_texts_of_draft(config, config.draft),
         measures=rates,
     )
-    if engines is None and (layout := layout_of(str(draft))):
-        is_asked = layout == "dspark" and config.head and config.head.kind == "confidence"
+    kind = kind_of(described(str(draft)))
+    if engines is None and kind.layouts:
+        is_asked = kind.asks_head and config.head and config.head.kind == "confidence"
         head = head_in_use(config) if is_asked else None
-        engines = for_engines(draft, config.models.target, layout, head)
+        engines = for_engines(draft, config.models.target, next(iter(kind.layouts)), head)
     return partial(release_draft, draft, about=about, engines=engines)
 
 
 def for_engines(
-    draft: Path,
-    target: str,
-    layout: Literal["eagle3", "speculators", "dspark"],
-    head: str | Path | None = None,
+    draft: Path, target: str, layout: str, head: str | Path | None = None
 ) -> ForEngines:
     """A draft of `draft.init.layout`, or an imported one, in a layout that engines hold."""
-    from distill.engine_layouts import write_dspark, write_eagle
+    from distill.kinds import LAYOUTS
+    from distill.published import write
     from eval.publishing.release import ForEngines
 
-    if layout == "dspark":
-        confidence = _confidence(draft, target, head) if head else None
-        write = partial(write_dspark, draft, confidence=confidence, target=target)
-        return ForEngines(layout, write, is_asked=confidence is not None)
-    return ForEngines(layout, partial(write_eagle, draft, layout=layout, target=target))
+    confidence = _confidence(draft, target, head) if head else None
+    of_kind = LAYOUTS[kind_of(described(str(draft))).name]
+    writes = partial(write, of_kind, draft, name=layout, target=target, confidence=confidence)
+    return ForEngines(layout, writes, is_asked=confidence is not None)
 
 
 def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:
@@ -271,14 +270,13 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     Nothing of a draft that no engine loads, and if the models' output sizes are known and differ,
     because vLLM refuses such a pair.
     """
-    target, layout = config.models.target, layout_of(draft_in_use(config))
-    if reads_states(config) and layout is None:
+    target, kind = config.models.target, kind_of(described(draft_in_use(config)))
+    if kind.reads_states and not kind.layouts:
         return []
     released = described(str(folder(config, "release") / "draft"))
     if len({each.get("vocab_size") for each in (described(target), released)} - {None}) > 1:
         return []
-    depths = released.get("block_size" if layout else "depths", 1)
-    kind = layout or ("pard" if depths > 1 else "draft_model")
+    depths = kind.depths(described(draft_in_use(config)))
     line = serving_lines(draft, target, kind, depths)["vLLM"]
     if depths > 1:
         return [Step("serve", line)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from distill.config import ARCHITECTURES, BLOCK, TOY_POSITIONS
 from recipes.config import PipelineConfig
 from recipes.layout import absolute, is_within, makes_initial_draft
 from specdata.config import PromptSet
+from specdata.draft_kinds import kind_of
+from specdata.draft_kinds.kind import DraftKind
 from specdata.prompts.catalogue import EMBEDDED
 from specdata.prompts.reading import is_remote, raw_prompts
 from specdata.sources import base_of_adapters, hub_source
@@ -100,30 +102,28 @@ def source_model(config: PipelineConfig) -> str:
     return config.models.draft
 
 
+def kind_in(config: PipelineConfig) -> DraftKind:
+    """The kind of the draft, as it is or as this run will make it, but for masks."""
+    if config.draft and config.draft.init.kind != "model":
+        return config.draft.init.form
+    return kind_of(described(config.models.draft) if config.models.draft else {})
+
+
 def reads_states(config: PipelineConfig) -> bool:
     """True if the draft reads its target's hidden states (`draft_models.states_draft`)."""
-    if config.draft and config.draft.init.kind != "model":
-        return config.draft.init.kind == "states"
-    return config.models.draft is not None and "target_states" in described(config.models.draft)
+    return kind_in(config).reads_states
 
 
 def block_of(config: PipelineConfig) -> int | None:
-    """Tokens of a block, if the draft drafts in blocks (`draft_models.dspark`)."""
-    draft, given = config.draft, config.models.draft
-    if draft and draft.init.kind != "model":
-        return (draft.init.block or BLOCK) if draft.init.layout == "dspark" else None
+    """Tokens of a block, if the draft drafts in blocks."""
+    if not (kind := kind_in(config)).in_blocks:
+        return None
+    if config.draft and config.draft.init.kind != "model":
+        return config.draft.init.block or BLOCK
     try:
-        return int(described(given)["target_states"]["blocks"]["size"]) if given else None
-    except (KeyError, TypeError, ValueError):  # it has none, or loading it says what is wrong
+        return int(kind.depths(described(str(config.models.draft))))
+    except (KeyError, TypeError, ValueError):  # loading it says what is wrong
         return None
-
-
-def layout_of(draft: str) -> Literal["eagle3", "dspark"] | None:
-    """The layout of engines that a draft of ours, or an imported one, can be written in."""
-    states = described(draft).get("target_states")
-    if not isinstance(states, dict):
-        return None
-    return "dspark" if states.get("blocks") else "eagle3" if states.get("layout") else None
 
 
 def draft_width(config: PipelineConfig) -> int | None:

@@ -28,14 +28,14 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
+from specdata.draft_kinds import is_for_engines, kind_of
+from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.draft_models.dspark import dspark_class
 from specdata.draft_models.eagle import eagle3_class
 from specdata.draft_models.states_draft import (
-    KEY,
     MODEL_TYPE,
     TargetStates,
-    is_for_engines,
     reads_states,
     states_class,
     states_input,
@@ -69,6 +69,12 @@ OUTPUTS = {
 """What a forward returns, whatever config.json says: training leaves other words there."""
 FORMER = re.compile(r"rotary_emb\.|inv_freq$|masked_bias$|causal_mask$|(attn|attention)\.bias$")
 """Tensors that follow from others, which earlier versions of transformers stored."""
+NETWORKS: Mapping[str, Callable[[type[PreTrainedModel]], type[PreTrainedModel]]] = {
+    "states": states_class,
+    "eagle3": eagle3_class,
+    "dspark": dspark_class,
+}
+"""Kind of a draft -> what makes its class of that of its layers, where it is no model as it is."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -240,21 +246,20 @@ def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
 
     `kind` is the one that loads a model of transformers as it is.
     """
-    if not is_reduced(config) and not reads_states(config):
+    network = NETWORKS.get(kind_of(config).name)
+    if not is_reduced(config) and network is None:
         return kind, None
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     architecture = kind
-    record = TargetStates.of(config) if reads_states(config) else None
-    is_ours = record is not None and not (record.layout or record.blocks)
-    if record and record.blocks:
-        kind = dspark_class(kind)
-    elif record and record.layout:
-        kind = eagle3_class(kind)
-    elif is_ours:
-        kind = states_class(kind)
-    if is_reduced(config) and (record is None or is_ours):
+    if network is not None:
+        kind = network(kind)
+    if (
+        is_reduced(config) and not kind_of(config).layouts
+    ):  # of these the output is as engines have it
         kind = reduced_class(kind, getattr(config, SIZE))
+    # By these transformers looks up under which names an architecture stores its weights.
+    kind.__name__, kind.__module__ = architecture.__name__, architecture.__module__
     return kind, architecture
 
 

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distill.chunked import CHUNK_BYTES, ENTRY_BYTES, ChunkedLoss, Columns, positions_at_once
 from distill.config import DistilConfig
 from distill.losses import LESS_BYTES, LOSSES, Loss
-from distill.objective import Distillation
+from distill.objective import CHUNK_BYTES, ENTRY_BYTES, ChunkedLoss, Columns, positions_at_once
 from distill.teacher import TargetTeacher
-from distill.trainer import DistilTrainer, draft_trainer
+from distill.trainer import Distillation, DistilTrainer, draft_trainer
 from specdata.draft_models.dspark import MarkovOutput
 from specdata.lm_head import LMHead
 from specdata.probability import probabilities

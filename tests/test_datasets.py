@@ -24,13 +24,23 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 
+from distill.batches import check_context, fitted
+from heads.rows import LabelRows
 from specdata.errors import ManifestError, trouble_outside
 from specdata.processes import rank
-from specdata.storage.dataset import example_ids, fill_dataset, load_stored, read_manifest
+from specdata.storage import files
+from specdata.storage.dataset import (
+    example_ids,
+    fill_dataset,
+    load_stored,
+    of_split,
+    read_manifest,
+)
 from specdata.storage.files import is_locked, locked
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 from tests.test_acceptance import rollout
+from tests.tiny import tiny_llama
 from tests.two_processes import as_rank, finish, kill, wait_for
 
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0}}
@@ -124,6 +134,85 @@ def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(ManifestError, match=r"shard-00002\.parquet is listed"):
         fill(tmp_path, shards([]))
+
+
+def test_making_a_shard_lists_no_files_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[Any] = []
+    scan = os.scandir
+
+    class Scanned:
+        """Entries of a folder, noted when they are read."""
+
+        def __init__(self, *where: Any) -> None:
+            self.entries = scan(*where)
+            self.close = self.entries.close
+
+        def __enter__(self) -> Iterator[Any]:
+            return iter(self)
+
+        def __exit__(self, *_: object) -> None:
+            self.close()
+
+        def __iter__(self) -> Iterator[Any]:
+            for entry in self.entries:
+                listed.append(entry)
+                yield entry
+
+    monkeypatch.setattr(os, "scandir", Scanned)
+    before: list[int] = []
+
+    def shard(index: int) -> list[Rollout]:
+        before.append(len(listed))
+        return [row(index)]
+
+    fill(tmp_path, [partial(shard, index) for index in range(20)])
+    assert len(before) == 20
+    assert len({*before}) == 1
+    assert example_ids(tmp_path, "train")
+    assert len(listed) >= before[0] + 20, "what is listed is counted"
+
+
+def test_a_shard_is_hashed_once_however_often_a_process_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, shards([]))
+    hashed: list[str] = []
+    digest = files.hashlib.file_digest
+
+    def counted(handle: Any, name: str) -> Any:
+        hashed.append(Path(handle.name).name)
+        return digest(handle, name)
+
+    monkeypatch.setattr(files.hashlib, "file_digest", counted)
+    monkeypatch.setattr(files, "TICK", -1)  # as if they had been written long ago
+    for _ in range(2):
+        load_stored(tmp_path)
+        files.digests(tmp_path)
+        fill(tmp_path, shards([]))
+    names = sorted(name for name in hashed if name.endswith(".parquet"))
+    assert names == [f"shard-{index:05d}.parquet" for index in range(4)]
+
+
+def test_a_training_begins_without_reading_a_row_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, shards([]))
+    labels = [{"draft_ids": [1, 2], "accept_prob": [0.5, 0.5], **row(n)} for n in range(4)]
+    labelled = Dataset.from_list(labels)
+
+    def refuse(*_: object) -> Any:
+        raise AssertionError("a row was read")
+
+    for name in ("__getitem__", "__iter__"):
+        monkeypatch.setattr(Dataset, name, refuse)
+    rollouts = of_split(load_stored(tmp_path), "train", tmp_path, held_out_share=0.3)
+    assert 0 < len(rollouts) < 8
+    whole, cut = fitted(rollouts, None), fitted(rollouts, 2)
+    assert (whole.cut, cut.cut) == (0, len(rollouts))
+    check_context({"draft": tiny_llama(0, vocab=9).config}, whole.rollouts, cut.rollouts)
+    assert len(LabelRows.read("train", labelled, 2, with_draws=True)) == 4
 
 
 @pytest.mark.parametrize("name", ["shard-00001.parquet", "thesis.txt"])

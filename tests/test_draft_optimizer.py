@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from distill import initial
 from distill.config import DistilConfig
-from distill.initial import align_output, cut
+from distill.plain import align_output, cut
 from distill.trainer import Float32Muon, MuonWithAdamW, muon_optimizer
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.taps import decoder_layers

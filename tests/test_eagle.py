@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from distill.chunked import ChunkedLoss, Columns
-from distill.engine_layouts import read_published, settings_of
-from distill.rounds import readings
+from distill import eagle
+from distill.kinds import along_rounds, read_published
+from distill.objective import ChunkedLoss, Columns
 from eval.analysis.traces import tree_states
 from recipes.command import RECIPES, run_tool
 from specdata.draft_models.taps import read_taps
@@ -262,7 +262,7 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
         head, logits = find_lm_head(draft), load_file(here / "logits")
         kept = draft.get_output_embeddings().vocabulary_ids
         first, second = (
-            head.logits(states[0])[:, kept] for states in readings(draft, ids, taps, 2)
+            head.logits(place.states[0])[:, kept] for place in along_rounds(head, ids, 2, taps=taps)
         )
         torch.testing.assert_close(logits["first"], first[1:], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(logits["second"][:-1], second[2:], rtol=1e-4, atol=1e-4)
@@ -274,7 +274,9 @@ def test_training_reads_what_drafting_does(target: Path, tmp_path: Path) -> None
     published(tmp_path / "theirs", model.config.vocab_size, "eagle3", *FLAGS[:3])
     draft = read_published(tmp_path / "theirs", model)
     ids = torch.tensor([[5, 9, 31, 4, 17, 8, 3]])
-    first, second, _ = readings(draft, ids, read_taps(model, TAPS, ids), 3)
+    taps = read_taps(model, TAPS, ids)
+    places = along_rounds(find_lm_head(draft), ids, 3, taps=taps)
+    first, second, _ = (place.states for place in places)
     torch.testing.assert_close(first[:, 1:], hidden_states(draft, ids)[:, 1:])
     for at in range(2, ids.shape[1]):  # a round that began one token before
         text, token = ids[:, :at], ids[0, at : at + 1]
@@ -445,7 +447,8 @@ def test_what_published_files_say_beside_is_taken_and_flags_and_scale_wherever_t
 
 def test_taps_that_are_not_said_are_the_default(target: Path) -> None:
     model = load_model(str(target))
-    assert settings_of({**LAYER, "eagle_config": {AUX: None}}, model) == settings_of(LAYER, model)
+    taps_of = eagle.LAYOUT.taps_of
+    assert taps_of({**LAYER, "eagle_config": {AUX: None}}, model) == taps_of(LAYER, model)
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "dspark"])

@@ -16,10 +16,10 @@ from torch import nn
 from distill.config import ARCHITECTURES, InitConfig
 from distill.initial import (
     coverage,
-    cut,
     frequent_tokens,
     make_initial,
 )
+from distill.plain import cut
 from distill.toy import save_tokenizer, train_tokenizer
 from specdata.cache import cache_argument
 from specdata.draft_models.taps import decoder_layers

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distill import rounds
 from distill.config import InitConfig
+from distill.kinds import along_rounds
 from distill.memory import new_draft
-from distill.rounds import along_rounds
+from distill.rounds import Place, of_round
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime import model as runtime
 from eval.runtime.model import CachedModel
@@ -113,7 +113,7 @@ def test_decoding_makes_no_tensor_of_a_text_squared(
     check_growth(decode)
 
 
-def along(draft: Any, ids: Tensor, begins: Tensor, dropping: int | None) -> list[rounds.Place]:
+def along(draft: Any, ids: Tensor, begins: Tensor, dropping: int | None) -> list[Place]:
     taps = target_taps(draft, [], ids)
     asked: dict[str, Any] = {"taps": taps, "begins": begins, "dropping": dropping}
     return [*along_rounds(find_lm_head(draft), ids, 3, **asked)]
@@ -132,8 +132,7 @@ def test_training_on_long_texts_computes_what_it_does_on_short_ones(
         draft.zero_grad()
         places = along(draft, ids, begins, dropping=1)
         states = [
-            each.states[rounds.of_round(begins, step) & each.kept]
-            for step, each in enumerate(places)
+            each.states[of_round(begins, step) & each.kept] for step, each in enumerate(places)
         ]
         torch.stack([each.square().sum() for each in states]).sum().backward()
         return states, [each.grad for each in draft.parameters() if each.grad is not None]

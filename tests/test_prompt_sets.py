@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import chat_ids
-from specdata.prompts.loading import dropped, load_prompts
+from specdata.prompts.loading import Prompt, check_sets, dropped, load_prompts
 from specdata.prompts.reading import prompt_inputs
+from specdata.prompts.stored import Prompts
 from tests.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts
 
 __all__ = ["datasets_cache"]
@@ -281,3 +284,103 @@ def test_any_file_with_prompts_or_messages_or_a_template_can_be_read(
     assert CHAT.decode(templated.ids[1:]) == "Q: Why? {not}\nA:"
     (asked,) = load_prompts([PromptSet(prompts, "train", 1, chat=True)], CHAT, seed=0).prompts
     assert asked.messages == ({"role": "user", "content": "One."},)
+
+
+def counting(tokenizer: Any, calls: list[int]) -> Any:
+    """The same tokenizer, which notes of each call how many texts it was given."""
+
+    class Counting(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, texts: list[str], **how: Any) -> Any:
+            calls.append(len(texts))
+            return super().__call__(texts, **how)
+
+    counted = copy.deepcopy(tokenizer)
+    counted.__class__ = Counting
+    return counted
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_are_tokenized_once_and_many_at_once(chat: bool, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Is {number % 2400} even?"} for number in range(2500)]
+    sets = [PromptSet(jsonl(tmp_path / "a.jsonl", rows), "train", 0, chat=chat)]
+    calls: list[int] = []
+    loaded = load_prompts(sets, counting(CHAT, calls), seed=0)
+    assert calls == [1024, 1024, 2400 - 2048]
+    assert (len(loaded.prompts), loaded.report[0]["dropped"]["duplicate"]) == (2400, 100)
+    alone = [load_prompts([dataclasses.replace(sets[0], count=n)], CHAT, seed=0) for n in (1, 9)]
+    assert [each.prompts[-1] for each in alone] == [loaded.prompts[n] for n in (0, 8)]
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "the file": {"rows": [{"prompt": "Another?"}]},
+    "the sets": {"count": 2},
+    "the seed": {"seed": 1},
+    "the limit": {"max_tokens": 99},
+    "the vocabulary": {"vocabulary": 9999},
+    "the template's variables": {"template_variables": {"bos_token": "x"}},
+    "the template": {"template": f"{CHAT.chat_template} "},
+    "the tokenizer": {"token": "<new>"},
+    "damage": {"damage": b"ARROW1"},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_prompts_that_a_folder_keeps_are_tokenized_again_only_if_they_are_made_of_something_else(
+    change: str, tmp_path: Path
+) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": text}]} for text in ("Hi.", "You?", "a " * 99)
+    ]
+    path, kept = tmp_path / "a.jsonl", tmp_path / "kept"
+    given: dict[str, Any] = {"rows": rows, "count": 0, "seed": 0, "max_tokens": 90}
+
+    def load(folder: Path | None, calls: list[int], **changes: Any) -> Any:
+        how = {**given, **changes}
+        tokenizer = counting(CHAT, calls)
+        tokenizer.chat_template = how.pop("template", CHAT.chat_template)
+        tokenizer.add_tokens(how.pop("token", []))
+        if damage := how.pop("damage", b""):
+            (kept / "prompts.arrow").write_bytes(damage)
+        sets = [PromptSet(jsonl(path, how.pop("rows")), "train", how.pop("count"))]
+        return load_prompts(sets, tokenizer, folder=folder, **how), sets
+
+    made: list[int] = []
+    first, sets = load(kept, made)
+    assert made == [3]
+    assert check_sets(sets, 0, folder=kept) == first.report, "no row is read"
+    assert first.report[0]["dropped"]["over_long"] == 1, "which rows alone do not tell"
+    again, _ = load(kept, made, **CHANGES[change])
+    assert len(made) == 1 + (change != "nothing")
+    found = again.report, list(again.prompts)
+    anew, _ = load(None, [], **CHANGES[change])
+    assert found == (anew.report, list(anew.prompts))
+
+
+def test_of_processes_that_load_prompts_at_the_same_time_one_tokenizes(tmp_path: Path) -> None:
+    sets = [PromptSet(jsonl(tmp_path / "a.jsonl", [{"prompt": "One."}]), "train", 0)]
+    calls: list[int] = []
+    tokenizer = counting(PLAIN, calls)
+    with ThreadPoolExecutor() as threads:
+        found = list(
+            threads.map(
+                lambda _: load_prompts(sets, tokenizer, seed=0, folder=tmp_path / "kept"), range(4)
+            )
+        )
+    assert calls == [1]
+    assert {each.prompts[0].ids[-1] for each in found} == {PLAIN("One.")["input_ids"][-1]}
+
+
+def test_stored_prompts_are_those_that_were_given_in_the_order_of_their_lengths() -> None:
+    call = {"tool_calls": [{"function": {"name": "rain", "arguments": {"city": None}}}]}
+    talk = ({"role": "user", "content": "Oslo?"}, {"role": "assistant", "content": "", **call})
+    given = [
+        Prompt(f"{number * 7 % 5}", "d", "train", [3] * (number % 3 + 1), talk[:number], ("b",))
+        for number in range(5)
+    ]
+    given[1] = dataclasses.replace(given[1], reference="4", variables={"tools": [{"a": 1.5}]})
+    stored = Prompts.of(given)
+    assert [*stored, stored[-1], *stored[1:3]] == [*given, given[-1], *given[1:3]]
+    expected = sorted(given, key=lambda prompt: (len(prompt.ids), prompt.example_id))
+    assert [stored[number] for number in stored.by_length()] == expected
+    assert stored.turns == 10

@@ -203,7 +203,7 @@ def test_an_engine_accepts_what_our_decoder_counts(
     with server as url, asking(url, target) as backend:
         for number, ids in enumerate(prompts):
             if not is_llama:
-                served = ServedEngine(backend).generate(ids, str(number))
+                served = ServedEngine(backend).generate(ids, str(number), LONGEST)
                 for each in served.rounds:
                     found.update([*["rounds"] * (each.drafted > 0), *range(each.accepted)])
                 for each in decoded_here(decoder, name, ids, served.tokens.tolist()):

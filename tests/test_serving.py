@@ -11,9 +11,13 @@ from typing import Any
 from eval.publishing import serving
 from eval.publishing.serving import DEFAULT_LENGTHS, served_lengths, serving_lines
 from eval.reporting.rendering import source_arguments
+from specdata.draft_kinds import KINDS
+from specdata.draft_kinds.dspark import DSPARK
+from specdata.draft_kinds.eagle3 import EAGLE3
+from specdata.draft_kinds.masks import MASKS
 
 ROOT = Path(__file__).parent.parent
-ENGINES = ROOT / "docs" / "engines.md", ROOT / "distill" / "doctor.py"
+ENGINES = ROOT / "docs" / "engines.md", ROOT / "distill" / "dspark.py"
 # Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
 VLLM_KEYS = {
     "method": {"draft_model", "eagle3", "dspark"},
@@ -62,7 +66,7 @@ def test_vllm_reads_its_lines() -> None:
         assert settings["model"] == "acme/draft"
         assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
     assert settings["rejection_sample_method"] == "block"
-    asked: dict[str, Any] = {"kind": "pard", "depths": 3}
+    asked: dict[str, Any] = {"kind": MASKS, "depths": 3}
     masked = options("vLLM", "vllm serve acme/target", **asked)["--speculative-config"]
     assert served_lengths(**asked)["vLLM"][0] == 3  # as the card says
     assert json.loads(masked) == {
@@ -72,7 +76,7 @@ def test_vllm_reads_its_lines() -> None:
         "parallel_drafting": True,
     }
     for kind, depths, length in (("eagle3", 1, 2), ("dspark", 7, 7)):
-        given = options("vLLM", "vllm serve acme/target", kind=kind, depths=depths)
+        given = options("vLLM", "vllm serve acme/target", kind=KINDS[kind], depths=depths)
         assert json.loads(given["--speculative-config"]) == {
             "method": kind,
             "model": "acme/draft",
@@ -93,7 +97,7 @@ def test_sglang_reads_its_line() -> None:
     # With one candidate a step, SGLang wants one more token: that of the target.
     assert int(given["--speculative-num-draft-tokens"]) == 1 + int(given["--speculative-num-steps"])
     for kind, more in (("eagle3", set()), ("dspark", {*filter(STEPS.search, SGLANG_OPTIONS)})):
-        given = options("SGLang", "sglang serve", kind=kind, depths=7)
+        given = options("SGLang", "sglang serve", kind=KINDS[kind], depths=7)
         assert given["--speculative-algorithm"] == kind.upper()
         assert set(given) == SGLANG_OPTIONS - more
 
@@ -103,12 +107,12 @@ def test_llama_cpp_reads_its_line() -> None:
     assert set(given) == LLAMA_OPTIONS
     assert given["--spec-type"] == "draft-simple"
     for is_asked in (False, True):
-        blocks = options("llama.cpp", "llama-server", kind="dspark", depths=7, is_asked=is_asked)
+        blocks = options("llama.cpp", "llama-server", kind=DSPARK, depths=7, is_asked=is_asked)
         assert set(blocks) == {*LLAMA_OPTIONS, LLAMA_ASKS}
         assert (float(blocks[LLAMA_ASKS]) > 0) == is_asked
         types = {
             blocks["--spec-type"],
-            options("llama.cpp", "llama-server", kind="eagle3")["--spec-type"],
+            options("llama.cpp", "llama-server", kind=EAGLE3)["--spec-type"],
         }
         assert types | {given["--spec-type"]} == LLAMA_TYPES
     assert set(re.findall(r"`(draft-\w+)`", ENGINES[0].read_text())) == LLAMA_TYPES

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill.config import InitConfig
 from distill.initial import make_initial
-from distill.rounds import readings
+from distill.kinds import along_rounds
 from distill.states import llama_draft
 from distill.toy import save_tokenizer, train_tokenizer
 from distill.watch import HeldOut
@@ -20,7 +20,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata.draft_models.states_draft import states_input, unit
 from specdata.draft_models.taps import decoder_layers, read_taps
 from specdata.errors import ConfigError
-from specdata.lm_head import capturing_hidden
+from specdata.lm_head import capturing_hidden, find_lm_head
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from tests.families import greedy, tiny
@@ -100,7 +100,8 @@ def test_a_draft_begins_with_the_targets_norm_and_rows_and_a_silent_layer_of_lla
 
     taps = read_taps(target, draft.config.target_states["taps"], text)
     optimizer = torch.optim.SGD(decoder_layers(draft)[1].parameters(), lr=1.0)
-    sum(each.square().mean() for each in readings(draft, text, taps, 2)).backward()
+    places = along_rounds(find_lm_head(draft), text, 2, taps=taps)
+    sum(place.states.square().mean() for place in places).backward()
     optimizer.step()
     with torch.inference_mode():
         assert not torch.equal(draft(input_ids=text).logits, logits)

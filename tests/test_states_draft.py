@@ -18,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill import rounds
-from distill import states as distill_states
+from distill import dspark, least_squares, masks, rounds
 from distill.config import DistilConfig, InitConfig
-from distill.initial import cut
-from distill.rounds import along_rounds, check_masks, of_round, with_masks
-from distill.states import ridge, silence
+from distill.kinds import along_rounds
+from distill.least_squares import ridge
+from distill.masks import check_masks, with_masks
+from distill.plain import cut
+from distill.rounds import of_round
+from distill.states import silence
 from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from eval.analysis.traces import check_tree_states, tree_states
@@ -40,7 +42,12 @@ from recipes.command import RECIPES
 from specdata import probability
 from specdata.draft_models.depths import add_masks, depths_of
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.states_draft import states_input, token_embedding, unit
+from specdata.draft_models.states_draft import (
+    is_in_blocks,
+    states_input,
+    token_embedding,
+    unit,
+)
 from specdata.draft_models.taps import attach, install, read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
@@ -97,7 +104,7 @@ def state_after(draft: PreTrainedModel, committed: list[int], path: list[int]) -
     if made is None:
         after = torch.tensor([committed + [draft.config.pard_token] * 2])
         return hidden_states(draft, after)[0, len(committed) - 1 + min(len(path), 2)]
-    if made.blocks:
+    if is_in_blocks(draft):
         return state_in_block(draft, committed, path)
     x = made(ids)
     begin = 0 if made.reads_first or len(committed) == 1 else 1
@@ -392,8 +399,8 @@ def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_droppi
 def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draft_there(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "KEPT", 1.0)
-    monkeypatch.setattr(rounds, "WHOLE", 1.0)
+    monkeypatch.setattr(masks, "KEPT", 1.0)
+    monkeypatch.setattr(dspark, "WHOLE", 1.0)
     target, draft = pair(40, kind)
     rows = [
         {"prompt_ids": [2, 9], "completion_ids": [31, 4, 17, 8, 22]},
@@ -436,11 +443,11 @@ def test_a_token_drafted_along_a_text_is_read_with_the_drafts_own_state() -> Non
         torch.testing.assert_close(after[0, index], expected)
 
 
-@pytest.mark.parametrize("part", [distill_states.PART, 90])
+@pytest.mark.parametrize("part", [least_squares.PART, 90])
 def test_least_squares_finds_a_linear_map_of_columns_of_any_size(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distill_states, "PART", part)  # numbers that are held at a time
+    monkeypatch.setattr(least_squares, "PART", part)  # numbers that are held at a time
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 6, generator=generator, dtype=torch.float64) * torch.logspace(-3, 2, 6)
     wanted = torch.randn(6, 3, generator=generator, dtype=torch.float64)

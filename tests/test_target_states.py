@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.batches import Numbered, collate, fitted
-from distill.initial import align_output, cut
+from distill.plain import align_output, cut
 from distill.states import fit_inputs, silence
 from distill.watch import HeldOut
 from specdata.config import PromptSet, RolloutConfig

@@ -119,7 +119,7 @@ class ModelPair:
         }
         return dict(portable(json.loads(json.dumps(values)), self.config.output))
 
-    def load_prompts(self, evaluation: EvalConfig) -> list[Prompt]:
+    def load_prompts(self, evaluation: EvalConfig) -> Sequence[Prompt]:
         """The prompts of an evaluation that leave both models room to answer."""
         from specdata.models import load_tokenizer, prompt_limits
         from specdata.prompts.loading import load_prompts

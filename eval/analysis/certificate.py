@@ -5,15 +5,17 @@ Three independent answers for each way of decoding:
 * **enumerated**: at positions of this pair's own texts its verifier is followed through every draft
   and every random choice, over the eight likeliest tokens and one bucket for the rest, two tokens
   deep; how far is the distribution of the next three tokens from the target's?
-* **sampled**: a two-sample test of texts that it decoded against texts of plain sampling;
+* **sampled**: texts that it decoded are tested against the target's distribution;
 * **greedy**: its greedy texts against transformers' `generate`, differences judged tie or bug.
+
+The last two judge texts, whoever generated them: a decoder, a served engine, or a Python function.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,11 +25,11 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from scipy.special import chndtrinc
-from scipy.stats import chi2, chi2_contingency, chisquare, norm
+from scipy.stats import chi2, chisquare, norm
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.analysis.ties import Difference, greedy_differences
+from eval.analysis.ties import greedy_differences
 from eval.decode_config import Method
 from eval.drafts import DraftTree, How
 from eval.measuring.experiment import Experiment
@@ -49,8 +51,8 @@ MOST_DRAFTS = 10_000
 """Drafts that are followed for one verifier: it takes fewer positions if each has many."""
 DEVIATION = 1e-9
 """Total variation that rounding in float64 explains."""
-LEVEL, POWER = 1e-3, 0.9
-"""A sound decoder fails the two-sample test once in 1 / LEVEL times; power is stated for POWER."""
+LEVEL, POWER = 1e-4, 0.9
+"""Sound sampling fails its test once in 1 / LEVEL times; power is stated for POWER."""
 POSITIONS, CONTEXT = 4, 32
 """Positions that are enumerated, and tokens before each, whose number a verifier does not see."""
 GREEDY_TEXTS, BATCH = 4, 16
@@ -63,17 +65,52 @@ Laws = Sequence[Tensor]
 """Distributions of the next outcome after 0, 1, ... outcomes: (S,), (S, S), ... for S outcomes."""
 
 
-class Certified(Strict):
+class Judged(Strict):
+    """What a target says of texts that something else generated in its place.
+
+    Attributes:
+        texts: greedy texts; those that are neither tied nor bugs are `generate`'s.
+        differences: where they differ, and why it is one or the other.
+        samples: pairs of neighbouring tokens of sampled texts; 0 where the sampler is greedy.
+        p_value: chance of cells as uneven (`count_cells`) if the texts follow the target.
+        visible_bias: total variation of the cells that would have been seen with power `POWER`.
+    """
+
+    texts: int = 0
+    ties: int = 0
+    bugs: int = 0
+    differences: list[str] = Field(default_factory=list)
+    samples: int = 0
+    p_value: float = 1.0
+    visible_bias: float = 1.0
+
+    @property
+    def is_exact(self) -> bool:
+        """True if nothing speaks against it."""
+        return not self.bugs and self.p_value >= LEVEL
+
+    def __str__(self) -> str:
+        said = "Lossless" if self.is_exact else "NOT LOSSLESS"
+        same = self.texts - self.ties - self.bugs
+        said += f": {same} of {self.texts} greedy texts are the target's, {self.ties} tied"
+        said += f", {self.bugs} wrong" if self.bugs else ""
+        return f"{said}; {self.sampled}." if self.samples else f"{said}."
+
+    @property
+    def sampled(self) -> str:
+        """The finding of sampled texts."""
+        return (
+            f"sampled texts follow the target's distribution with p {self.p_value:.2g} "
+            f"({2 * self.samples:,} tokens: a bias of {self.visible_bias:.2g} would have been seen "
+            f"with power {POWER:g})"
+        )
+
+
+class Certified(Judged):
     """What was found of one way of decoding.
 
     Attributes:
         total_variation: between the next `DEPTH` + 1 tokens and the target's, at the worst one.
-        statistic: chi-square of decoded against plain texts (`two_sample_test`).
-        samples: pairs of tokens in it, decoded and plain.
-        p_value: chance of a statistic as large if both follow one distribution.
-        visible_bias: total variation of the cells that would have been seen with power `POWER`.
-        texts: greedy texts; those that are neither tied nor bugs are `generate`'s.
-        differences: where they differ, and why it is one or the other.
     """
 
     method: str
@@ -82,19 +119,11 @@ class Certified(Strict):
     lossless: bool
     positions: int
     total_variation: float
-    statistic: float
-    samples: tuple[int, int]
-    p_value: float
-    visible_bias: float
-    texts: int
-    ties: int
-    bugs: int
-    differences: list[str] = Field(default_factory=list)
 
     @property
     def is_exact(self) -> bool:
         """True if nothing speaks against it."""
-        return self.total_variation <= DEVIATION and self.p_value >= LEVEL and not self.bugs
+        return super().is_exact and self.total_variation <= DEVIATION
 
 
 def sentence(methods: Sequence[Certified]) -> str:
@@ -106,15 +135,16 @@ def sentence(methods: Sequence[Certified]) -> str:
         sentences.append(
             f"Exact: {', '.join(names)}. Followed through every draft at positions of this pair, "
             f"outputs are the target's to {max(each.total_variation for each in exact):.0e}; "
-            f"decoded texts do not differ from plain sampling's (least p "
+            f"decoded texts follow the target's distribution (least p "
             f"{min(each.p_value for each in exact):.2g} of {len(exact)}; a bias of "
             f"{max(each.visible_bias for each in exact):.2g} would have been seen with power "
             f"{POWER:g}); {texts - ties} of {texts} greedy texts are identical, {ties} tied"
         )
     sentences += [
         f"{'NOT EXACT' if each.lossless else 'Biased'}: {each.method} (total variation "
-        f"{each.total_variation:.3g} over {DEPTH + 1} tokens, p {each.p_value:.2g} against plain "
-        f"sampling, {each.bugs} of {each.texts} greedy texts wrong)"
+        f"{each.total_variation:.3g} over {DEPTH + 1} tokens, sampled texts follow the "
+        f"target's distribution with p {each.p_value:.2g}, {each.bugs} of {each.texts} greedy "
+        "texts wrong)"
         for each in methods
         if each not in exact
     ]
@@ -275,22 +305,56 @@ def count_cells(
     return np.bincount(pairs @ np.array([BINS, 1]), minlength=BINS**2)
 
 
-def two_sample_test(
-    decoded: NDArray[np.int64], plain: NDArray[np.int64]
-) -> tuple[float, float, float]:
-    """Pearson's chi-square test that n and m samples, counted in cells, are of one distribution.
+def uniformity(counts: NDArray[np.int64]) -> tuple[float, float]:
+    """Test that cells (BINS^2,) are equally likely; the p-value, and the bias that it would see.
 
-    A bias that moves the distribution of the equally likely cells by a total variation of d has a
-    noncentrality of at least 4 d^2 n m / (n + m), by Cauchy-Schwarz, however it is spread. Returns
-    the statistic, its p-value, and the d that is seen at `LEVEL` with power `POWER`.
+    The p-value is twice the lesser of two: of Pearson's chi-square, and of the mean quarter, which
+    shows sooner than 16 cells do that most faults move all tokens one way. A bias that moves the
+    cells by a total variation of d has a noncentrality of at least 4 d^2 n, by Cauchy-Schwarz,
+    however it is spread; returned is the d that is seen at `LEVEL` with power `POWER`.
     """
-    both = np.stack([decoded, plain])
-    test = chi2_contingency(both[:, both.sum(0) > 0], correction=False)
-    n, m = both.sum(1).tolist()
-    freedom = len(decoded) - 1
-    seen = chndtrinc(chi2.isf(LEVEL, freedom), freedom, 1 - POWER)
-    visible = min(1.0, math.sqrt(seen * (n + m) / (4 * n * m)))
-    return float(test.statistic), float(test.pvalue), visible
+    freedom, count = len(counts) - 1, max(1, int(counts.sum()))
+    seen = chndtrinc(chi2.isf(LEVEL / 2, freedom), freedom, 1 - POWER)
+    square = counts.reshape(BINS, BINS)
+    moved = float((square.sum(0) + square.sum(1)) @ (np.arange(BINS) - (BINS - 1) / 2))
+    deviation = moved / math.sqrt(2 * count * (BINS**2 - 1) / 12)
+    p_values = (float(chisquare(counts).pvalue), 2 * float(norm.sf(abs(deviation))))
+    return min(1.0, 2 * min(p_values)), min(1.0, math.sqrt(seen / (4 * count)))
+
+
+def judge_sampled(
+    pair: Sequence[PreTrainedModel],
+    texts: Sequence[tuple[Tensor, Tensor]],
+    sampling: SamplingConfig,
+    *key: str,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """What is stored of sampled texts: prompts (T,), each with its new tokens (n,).
+
+    The draft is the pair's second model if it is known, else the target again: what is done wrong
+    moves tokens that the draft prefers, so the test sees smaller faults with it.
+    """
+    ties = generator_for(seed, "certificate", "cells", *key)
+    counts = count_cells(pair, texts, sampling, ties)
+    p_value, visible = uniformity(counts)
+    return {"samples": int(counts.sum()), "p_value": p_value, "visible_bias": visible}
+
+
+def judge_greedy(
+    target: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    decode: Callable[[Tensor], Tensor],
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """What is stored of greedy texts: `decode` gives the new tokens (n,) after a prompt (T,)."""
+    found = greedy_differences(target, prompts, decode, max_new_tokens=max_new_tokens)
+    verdicts = [each.verdict for each in found.values()]
+    return {
+        "texts": len(prompts),
+        "ties": verdicts.count("tie"),
+        "bugs": verdicts.count("bug"),
+        "differences": [f"prompt {number}: {each}" for number, each in found.items()],
+    }
 
 
 # --- the certificate ----------------------------------------------------------------------------
@@ -317,18 +381,17 @@ def certify(
 ) -> list[Certified]:
     """Certify the `ways` of decoding of an evaluation, of which nothing is measured or stored.
 
-    `parts` keeps what was found of each; what is there is read. Of each method, and of plain
-    decoding, there are so many sampled `texts`, prompts taken in turn; `report` is called with 1
-    when one is done.
+    `parts` keeps what was found of each; what is there is read. Of each method there are so many
+    sampled `texts`, prompts taken in turn; `report` is called with 1 when one is done.
     """
     sampling, prompts = experiment.sampling, [torch.tensor(each.ids) for each in experiment.prompts]
     pair = (experiment.models.target, experiment.models.draft)
-    # Of all sets: prompts come set by set.
-    drawn_from = [prompts[number * len(prompts) // texts] for number in range(texts)]
 
-    def sampled(method: Method) -> tuple[list[tuple[Tensor, Tensor]], NDArray[np.int64]]:
+    def sampled(method: Method, numbers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         decoder = experiment.decoder(method)
-        each = [generator_for(experiment.seed, "certificate", method.name, n) for n in range(texts)]
+        # Of all sets: prompts come set by set.
+        drawn_from = [prompts[number * len(prompts) // texts] for number in numbers]
+        each = [generator_for(experiment.seed, "certificate", method.name, n) for n in numbers]
         if method.stop.measured:  # it needs times, which batches have not
             outs = [
                 decoder.generate(prompt, max_new_tokens=max_new_tokens, generator=generator)
@@ -338,9 +401,7 @@ def certify(
             outs = decoder.generate_batch(
                 drawn_from, max_new_tokens=max_new_tokens, generators=each, size=BATCH
             )
-        decoded = [(prompt, out.tokens.cpu()) for prompt, out in zip(drawn_from, outs, strict=True)]
-        ties = generator_for(experiment.seed, "certificate", "cells", method.name)
-        return decoded, count_cells(pair, decoded, sampling, ties)
+        return [(prompt, out.tokens.cpu()) for prompt, out in zip(drawn_from, outs, strict=True)]
 
     def certified(method: Method) -> Certified:
         config = method.decoding(sampling)
@@ -350,8 +411,6 @@ def certify(
             output_deviation(config.make_verifier(), p, q, config.kind)
             for p, q in laws[: max(1, MOST_DRAFTS // drafts)]
         ]
-        _, counts = sampled(method)
-        statistic, p_value, visible = two_sample_test(counts, expected)
         with warnings.catch_warnings():  # greedy texts need no calibrated head
             warnings.simplefilter("ignore", OtherSamplingWarning)
             greedy = replace(experiment, sampling=SamplingConfig(0.0)).decoder(method)
@@ -361,8 +420,8 @@ def certify(
                 prompt, max_new_tokens=max_new_tokens, generator=torch.Generator()
             ).tokens
 
+        of_texts = sampled(method, range(texts))
         compared = prompts[:: -(-len(prompts) // GREEDY_TEXTS)]
-        differences = greedy_differences(pair[0], compared, decoded, max_new_tokens=max_new_tokens)
         return Certified(
             method=method.name,
             verifier=method.verifier,
@@ -370,18 +429,15 @@ def certify(
             lossless=config.make_verifier().lossless,
             positions=len(deviations),
             total_variation=max(deviations),
-            statistic=statistic,
-            samples=(int(counts.sum()), int(expected.sum())),
-            p_value=p_value,
-            visible_bias=visible,
-            **_judged(compared, differences),
+            **judge_sampled(pair, of_texts, sampling, method.name, seed=experiment.seed),
+            **judge_greedy(pair[0], compared, decoded, max_new_tokens),
         )
 
-    alone, expected = sampled(Method(name=PLAIN, decoder="plain"))
     most = min(CONTEXT, *(positions(model.config) - DEPTH for model in pair))
+    alone = sampled(Method(name=PLAIN, decoder="plain"), range(0, texts, -(-texts // POSITIONS)))
     laws = [
         laws_after(pair, torch.cat(text)[-most - 1 : -1].tolist(), sampling, LIKELIEST)
-        for text in alone[:: -(-texts // POSITIONS)]
+        for text in alone
     ]
     report(1)
     certified_methods = []
@@ -394,63 +450,8 @@ def certify(
     return certified_methods
 
 
-def _judged(prompts: Sequence[Tensor], differences: Mapping[int, Difference]) -> dict[str, Any]:
-    """What is stored of greedy texts."""
-    verdicts = [each.verdict for each in differences.values()]
-    return {
-        "texts": len(prompts),
-        "ties": verdicts.count("tie"),
-        "bugs": verdicts.count("bug"),
-        "differences": [f"prompt {number}: {each}" for number, each in differences.items()],
-    }
-
-
-# --- a served engine ----------------------------------------------------------------------------
-
-SERVER_LEVEL = 1e-4
-"""A sound engine fails the test once in 1 / SERVER_LEVEL times."""
-
-
 Answers = Callable[[Sequence[Request], SamplingConfig], list[list[int]]]
 """Has an engine complete prompts with a sampler: the new ids of each, in the requests' order."""
-
-
-class CertifiedServer(Strict):
-    """What was found of a served engine.
-
-    Of greedy texts as in `Certified`.
-
-    Attributes:
-        samples: pairs of neighbouring tokens of sampled texts; 0 where the sampler is greedy.
-        p_value: chance of cells as uneven if the engine is lossless.
-        visible_bias: total variation of the cells that would have been seen with power `POWER`.
-    """
-
-    texts: int
-    ties: int
-    bugs: int
-    differences: list[str]
-    samples: int = 0
-    p_value: float = 1.0
-    visible_bias: float = 1.0
-
-    @property
-    def is_exact(self) -> bool:
-        """True if nothing speaks against it."""
-        return not self.bugs and self.p_value >= SERVER_LEVEL
-
-    def __str__(self) -> str:
-        same = self.texts - self.ties - self.bugs
-        said = "Lossless" if self.is_exact else "NOT LOSSLESS"
-        said += f": {same} of {self.texts} greedy texts are the target's, {self.ties} tied"
-        said += f", {self.bugs} wrong" if self.bugs else ""
-        if self.samples:
-            said += (
-                f"; sampled texts follow the target's distribution with p {self.p_value:.2g} "
-                f"({2 * self.samples:,} tokens: a bias of {self.visible_bias:.2g} would have been "
-                f"seen with power {POWER:g})"
-            )
-        return f"{said}."
 
 
 def certify_server(
@@ -463,41 +464,19 @@ def certify_server(
     texts: int,
     max_new_tokens: int,
     seed: int,
-) -> CertifiedServer:
+) -> Judged:
     """Certify an engine that is asked for completions.
 
     All prompts, each (T,), are completed greedily, and so many other `texts` are sampled, prompts
-    taken in turn. The draft is given if it is a model and known: what an engine does wrong moves
-    tokens that the draft prefers, so the test sees smaller faults with it. Under a lossless engine
-    places (`count_cells`) are uniform and independent, whatever the target, so one sample tells
-    more than two. The p-value is twice the lesser of two: of the cells, and of the mean place.
+    taken in turn. The draft is given if it is a model and known.
     """
     requests = [Request(each.tolist(), ("greedy", n)) for n, each in enumerate(prompts)]
     answered = iter(answers(requests, SamplingConfig(0.0)))
-    differences = greedy_differences(
-        target, prompts, lambda _: torch.tensor(next(answered)), max_new_tokens=max_new_tokens
-    )
-    found = CertifiedServer(**_judged(prompts, differences))
-    if sampling.temperature == 0:
-        return found
-    asked = [prompts[number % len(prompts)] for number in range(texts)]
-    requests = [Request(each.tolist(), ("sampled", n)) for n, each in enumerate(asked)]
-    sampled = [torch.tensor(each) for each in answers(requests, sampling)]
-    pair, ties = (target, draft or target), generator_for(seed, "certificate", "cells")
-    counts = count_cells(pair, [*zip(asked, sampled, strict=True)], sampling, ties)
-    # A total variation of d has a noncentrality of at least 4 d^2 n, as in `two_sample_test`.
-    freedom, count = len(counts) - 1, int(counts.sum())
-    seen = chndtrinc(chi2.isf(SERVER_LEVEL / 2, freedom), freedom, 1 - POWER)
-    # Most faults move all tokens one way, which the mean quarter shows sooner than 16 cells do.
-    square = counts.reshape(BINS, BINS)
-    quarters, middle = square.sum(0) + square.sum(1), (BINS - 1) / 2
-    moved = float((quarters * (np.arange(BINS) - middle)).sum())
-    deviation = moved / math.sqrt(max(1, 2 * count) * (BINS**2 - 1) / 12)
-    p_values = (float(chisquare(counts).pvalue), 2 * float(norm.sf(abs(deviation))))
-    return found.model_copy(
-        update={
-            "samples": count,
-            "p_value": min(1.0, 2 * min(p_values)),
-            "visible_bias": min(1.0, math.sqrt(seen / (4 * max(1, count)))),
-        }
-    )
+    found = judge_greedy(target, prompts, lambda _: torch.tensor(next(answered)), max_new_tokens)
+    if sampling.temperature > 0:
+        asked = [prompts[number % len(prompts)] for number in range(texts)]
+        requests = [Request(each.tolist(), ("sampled", n)) for n, each in enumerate(asked)]
+        sampled = [torch.tensor(each) for each in answers(requests, sampling)]
+        of_texts = [*zip(asked, sampled, strict=True)]
+        found |= judge_sampled((target, draft or target), of_texts, sampling, seed=seed)
+    return Judged(**found)

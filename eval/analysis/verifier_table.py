@@ -363,81 +363,87 @@ def verifier_table(
     return sorted(table, key=lambda row: row.dataset != ALL_SETS)
 
 
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One verifier: how it decodes, what enumerating it gave, and at how many places."""
+
+    config: DecodeConfig
+    enumerated: Enumerated
+    microseconds: float = 0.0
+    bias: float | None = None
+    places: int = 0
+
+
 def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[VerifierRow]:
     """The rows of one kind of draft, in about so many seconds."""
-    begun = time.perf_counter()
-    config, rows = kind.config(measured.sampling), kind.rows()
-    ends = end_ids(measured.target.generation_config)
-    configs = [kind.config(measured.sampling, name, **parameters) for name, parameters in rows]
-    verifiers = [Enumerated(each.make_verifier(), ends) for each in configs]
-    references = verifiers[: len(kind.references)]
+    begun, ends = time.perf_counter(), end_ids(measured.target.generation_config)
+    rows = []
+    for name, parameters in kind.rows():
+        config = kind.config(measured.sampling, name, **parameters)
+        rows.append(_Row(config, Enumerated(config.make_verifier(), ends)))
+    references, config = rows[: len(kind.references)], rows[0].config
     timed: list[tuple[DraftTree, Tensor]] = []
     places, texts = _places(kind, config, measured, references, seconds / 2, timed)
-    micros = [_microseconds(each.verifier, timed) for each in verifiers]
-    biases = [
-        _bias(each.verifier, parameters, timed)
-        for each, (_, parameters) in zip(verifiers, rows, strict=True)
-    ]
+    for row in rows:
+        row.microseconds = _microseconds(row.enumerated.verifier, timed)
+        row.bias = _bias(row.enumerated.verifier, row.config.verifier_args, timed)
     until = begun + max(seconds, 1.25 * (time.perf_counter() - begun))
-    counts = _enumerate(verifiers, references, places, until)
+    _enumerate(rows, references, places, until)
     optima = _optima(config, places)
     if config.drafter == "chain":
-        block = next(each for each in verifiers if each.verifier.name == "block")
-        optima = [block(place)[1] for place in places[: counts[block]]]
+        block = next(row for row in rows if row.config.verifier == "block")
+        optima = [block.enumerated(place)[1] for place in places[: block.places]]
     forwards = float(np.mean([place.forwards for place in places]))
     nodes = float(np.mean([len(place.tree) for place in places]))
+    decoded = [(name, _unnamed(each)) for name, each in measured.decoded.items()]
 
     table = []
     sets = list(dict.fromkeys(texts))
     for dataset in ([ALL_SETS] if len(sets) > 1 else []) + sets:
         inside = [index for index, each in enumerate(texts) if dataset in (ALL_SETS, each)]
-        parts = [expected(each, references, places[: counts[each]], inside) for each in verifiers]
         best = np.array(
             [a for a, place in zip(optima, places, strict=False) if place.text in inside]
         )
-        first = parts[0]
-        whole, over = first.mean(first.tokens), [part.over(first) for part in parts]
-        for index, ((name, parameters), part) in enumerate(zip(rows, parts, strict=True)):
-            if np.isnan(whole[0] * over[index][0]):
+        first: Expected | None = None
+        for row in rows:
+            asked = [each.enumerated for each in references]
+            part = expected(row.enumerated, asked, places[: row.places], inside)
+            is_first, first = first is None, first or part
+            over = part.over(first)
+            tokens = first.mean(first.tokens) * over
+            if np.isnan(tokens[0]):
                 continue  # no place of this set was taken, or none where its rounds start
             # A ratio over few places may be off, but no call emits less than one token.
-            tokens = Interval.of(np.maximum(1.0, whole * over[index]))
+            emitted = Interval.of(np.maximum(1.0, tokens))
             both = slice(0, min(len(best), len(part.text)))
             most = part.mean(best[both])
             share = None  # where no place of a set has a weight, its means are of nothing
             if most[0] > 0:
                 most[most == 0] = np.nan
                 share = Interval.of(part.mean(part.accepted[both]) / most)
-            ceiling = 1.0 + (tokens.value - 1.0) / share.value if share and share.value else None
+            ceiling = 1.0 + (emitted.value - 1.0) / share.value if share and share.value else None
             speedup = None
             if measured.times:
+                extra = 1e-6 * (row.microseconds - rows[0].microseconds)
                 times = measured.times[config.drafter != "chain"]
-                extra = 1e-6 * (micros[index] - micros[0])
-                speedup = times.speedup(tokens.value, forwards, nodes, extra)
+                speedup = times.speedup(emitted.value, forwards, nodes, extra)
             table.append(
                 VerifierRow(
                     dataset=dataset,
-                    verifier=name,
-                    parameters=parameters,
+                    verifier=row.config.verifier,
+                    parameters=row.config.verifier_args,
                     draft_kind=kind.name,
-                    lossless=VERIFIERS[name].lossless,
-                    expected_tokens=tokens,
-                    gain=Interval.of(over[index] - 1.0) if index else None,
+                    lossless=VERIFIERS[row.config.verifier].lossless,
+                    expected_tokens=emitted,
+                    gain=None if is_first else Interval.of(over - 1.0),
                     positions=len(part.text),
                     ceiling=ceiling,
                     share_of_ceiling=share.value if share else None,
                     share_interval=share,
-                    bias=biases[index],
-                    microseconds=micros[index],
+                    bias=row.bias,
+                    microseconds=row.microseconds,
                     speedup=speedup,
-                    decoded=next(
-                        (
-                            name
-                            for name, each in measured.decoded.items()
-                            if _unnamed(each) == _unnamed(configs[index])
-                        ),
-                        None,
-                    ),
+                    decoded=next((n for n, each in decoded if each == _unnamed(row.config)), None),
                 )
             )
     return table
@@ -449,35 +455,30 @@ def _unnamed(config: DecodeConfig) -> DecodeConfig:
 
 
 def _enumerate(
-    verifiers: Sequence[Enumerated],
-    references: Sequence[Enumerated],
-    places: Sequence[Scored],
-    until: float,
-) -> dict[Enumerated, int]:
-    """Enumerate all verifiers at one place after the other: how many places each took.
+    rows: Sequence[_Row], references: Sequence[_Row], places: Sequence[Scored], until: float
+) -> None:
+    """Enumerate all verifiers at one place after the other.
 
     One that has had its share of the time goes no further; references do, for weights need them.
     """
-    share = max(0.0, until - time.perf_counter()) / len(verifiers)
-    going, counts = list(verifiers), dict.fromkeys(verifiers, 0)
+    share, going = max(0.0, until - time.perf_counter()) / len(rows), list(rows)
     for index, place in enumerate(places):
         if index >= ENOUGH:
-            going = [each for each in going if each in references or each.seconds < share]
+            going = [row for row in going if row in references or row.enumerated.seconds < share]
             if time.perf_counter() > until:
                 break
-        for each in going:
-            each(place)
+        for row in going:
+            row.enumerated(place)
             if place.before is not None:
-                each(place.before)
-            counts[each] = index + 1
-    return counts
+                row.enumerated(place.before)
+            row.places = index + 1
 
 
 def _places(
     kind: DraftKind,
     config: DecodeConfig,
     measured: Measured,
-    references: Sequence[Enumerated],
+    references: Sequence[_Row],
     seconds: float,
     timed: list[tuple[DraftTree, Tensor]],
 ) -> tuple[list[Scored], list[str]]:
@@ -498,7 +499,7 @@ def _places(
             measured.draft,
             [ids for _, ids in batch],
             config,
-            references=[each.verifier for each in references],
+            references=[each.enumerated.verifier for each in references],
             seed=seed_for(measured.seed, "verifiers", kind.name, len(texts)),
             max_new_tokens=measured.max_new_tokens,
             first_text=len(texts),

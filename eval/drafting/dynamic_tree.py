@@ -25,7 +25,7 @@ would have one candidate at most positions, however unsure it is: the tree would
 class DynamicTreeDrafter(Drafter):
     """Drafts the nodes with the most probable paths, level by level: one forward a level.
 
-    After Li et al. 2024, EAGLE-2 (arXiv:2406.16858): the value of a node is the draft's probability
+    After Li et al. 2024 (arXiv:2406.16858): the value of a node is the draft's probability
     of its path. Of all that was seen, the `nodes` most valuable are kept; a level's nodes are run
     if they are among these so far, since a child is worth no more than its parent. Ours is the end
     of it: of at most `depth` levels, one is added while the nodes that would be run are worth

@@ -71,6 +71,13 @@ class ServedEngine:
             found[place[1] if place else name] += int(float(value))
         return found
 
+    def lost_since(self, before: Counter[str]) -> tuple[int, int, int]:
+        """Drafted tokens since then, those of them that were not kept, and the longest draft."""
+        new = self.counts()
+        new.subtract(before)
+        kept = [count for place, count in new.items() if place.isdigit()]
+        return new["draft_tokens"], new["draft_tokens"] - sum(kept), len(kept)
+
     @torch.inference_mode()
     def probe(self, target: PreTrainedModel, ids: list[int]) -> None:
         """Make sure that it answers greedily as the target would, up to rounding."""

@@ -36,7 +36,10 @@ from eval.reporting.table import readme_table
 from eval.reporting.verdict import verdict
 from heads import BaseHead
 from heads.remote import write_custom_generate
-from specdata.draft_models.depths import DEPTHS, depths_of
+from specdata.draft_kinds import kind_of
+from specdata.draft_kinds.kind import KEY
+from specdata.draft_kinds.masks import DEPTHS
+from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import (
     SIZE,
     draft_vocabulary_ids,
@@ -44,7 +47,7 @@ from specdata.draft_models.draft_vocabulary import (
     restore_vocabulary,
     substitute_row,
 )
-from specdata.draft_models.states_draft import KEY, TargetStates, reads_states
+from specdata.draft_models.states_draft import TargetStates, reads_states
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
 from specdata.models import (
@@ -64,14 +67,6 @@ CARD = "README.md"
 PROFILE = "speculation_profile.json"
 UPLOAD = "upload.json"
 """Where an artefact was uploaded to: here alone, beside what was."""
-TAGS = {
-    "draft_model": ("vllm", "sglang", "llama-cpp"),
-    "pard": ("pard", "vllm", "arxiv:2504.18583"),
-    "eagle3": ("eagle3", "vllm", "sglang", "llama-cpp", "arxiv:2503.01840"),
-    "dspark": ("dspark", "vllm", "sglang", "llama-cpp", "arxiv:2607.05147"),
-    "draftsmith": (),
-}
-"""Kind of a draft -> its name, the engines that load it as it is released, its paper."""
 REDUCED = "reduced"
 """The folder, in that of a draft with a reduced vocabulary, that holds what was measured."""
 # Texts of so many tokens that a reduced draft writes itself, to find what stands for the tokens
@@ -84,12 +79,12 @@ class ForEngines:
     """A draft in a layout that engines hold.
 
     Attributes:
-        layout: "eagle3", "speculators", which is another of EAGLE-3's, or "dspark".
+        layout: one of its kind's (`DraftKind.layouts`).
         write: writes its config.json, weights and tokenizer into a folder.
         is_asked: whether an acceptance head is in its slot.
     """
 
-    layout: Literal["eagle3", "speculators", "dspark"]
+    layout: str
     write: Callable[[Path], None]
     is_asked: bool = False
 
@@ -131,10 +126,8 @@ def release_draft(
             # The lengths were measured without a second stop rule; the default is 0.4.
             assistant_confidence_threshold=0.0,
         )
-    kind = "pard" if (depths := depths_of(model)) > 1 else "draft_model"
-    if states:
-        kind = "eagle3" if states.layout else "dspark" if states.blocks else "draftsmith"
-        assert (engines is None) == (kind == "draftsmith"), "engines hold the two layouts"
+    kind, depths = kind_of(model.config), depths_of(model)
+    assert (engines is None) == (not kind.layouts), "what engines hold is released in a layout"
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
     reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
@@ -151,7 +144,7 @@ def release_draft(
         method = next(run.method for run in fixed if run.method.deepest == longest)
     front = {
         "library": "draftsmith" if states else "transformers",
-        "tags": ["draft-model", *TAGS[kind]],
+        "tags": ["draft-model", *kind.served.tags],
         "relation": "finetune",
         "measured": [run for run in fixed if run.name == method.name],
     }
@@ -174,6 +167,7 @@ def release_draft(
         target_vocabulary=targets.vocab_size,
         reduced=None if reduced is None else len(reduced),
         states=states,
+        kind=kind,
         engines=engines,
         longest=longest,
         lengths=lengths,
@@ -206,8 +200,8 @@ def release_draft(
 def release_unmeasured(source: Path, out: Path, target: str, engines: ForEngines) -> None:
     """Assemble a draft for engines that no results measure; its card has no figures."""
     config = load_configs(str(source))[0]
-    states, reduced = TargetStates.of(config), getattr(config, SIZE)
-    kind, depths = ("dspark", states.blocks.size) if states.blocks else ("eagle3", 1)
+    states, reduced, kind = TargetStates.of(config), getattr(config, SIZE), kind_of(config)
+    depths = kind.depths(vars(config))
     own, named = loadable(out.name), loadable(target)
     card = render(
         "unmeasured_card.md.jinja",
@@ -215,6 +209,7 @@ def release_unmeasured(source: Path, out: Path, target: str, engines: ForEngines
         target=public_name(target),
         local=[path for path in (own, named) if path.startswith(ELSEWHERE)],
         states=states,
+        kind=kind,
         engines=engines,
         depths=depths,
         vocabulary=config.vocab_size,
@@ -276,7 +271,7 @@ def release_head(
         },
         head=head,
         by_transformers=not states and getattr(used.method.stop, "cumulative", True),
-        in_layout=states is not None and bool(states.layout or states.blocks),
+        in_layout=bool(kind_of(read).layouts),
         depths=getattr(read, DEPTHS, 1),
         width=getattr(head, "width", None),
         reduced=not states and is_reduced(read),

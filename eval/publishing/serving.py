@@ -16,6 +16,8 @@ import numpy as np
 
 from eval.measuring.results import Run
 from eval.reporting.rendering import source_and_revision
+from specdata.draft_kinds.kind import DraftKind
+from specdata.draft_kinds.plain import PLAIN
 
 DEFAULT_LENGTHS = {
     "vLLM": (5, "the number in vLLM's own example"),
@@ -26,25 +28,24 @@ DEFAULT_LENGTHS = {
 loop says nothing about another, and what pays in one is measured there (`draftsmith engine`)."""
 
 
-def served_lengths(kind: str = "draft_model", depths: int = 1) -> dict[str, tuple[int, str]]:
+def served_lengths(kind: DraftKind = PLAIN, depths: int = 1) -> dict[str, tuple[int, str]]:
     """The draft length in each engine's lines, and whose it is."""
-    if kind == "eagle3":
-        fastest = (2, "what was fastest there with this project's own draft")
-        return DEFAULT_LENGTHS | {"vLLM": fastest}
-    if depths == 1:
-        return DEFAULT_LENGTHS
+    lengths = dict(DEFAULT_LENGTHS)
+    if kind.served.fastest:
+        why = "what was fastest there with this project's own draft"
+        lengths["vLLM"] = (kind.served.fastest, why)
     whole = (depths, "what the draft proposes after one forward")
-    return DEFAULT_LENGTHS | dict.fromkeys(DEFAULT_LENGTHS if kind == "dspark" else ["vLLM"], whole)
+    return lengths | dict.fromkeys(kind.served.whole, whole)
 
 
 def serving_lines(
-    draft: str, target: str, kind: str = "draft_model", depths: int = 1, *, is_asked: bool = False
+    draft: str, target: str, kind: DraftKind = PLAIN, depths: int = 1, *, is_asked: bool = False
 ) -> dict[str, str]:
     """The command lines with which engines serve a draft and its target (Hub ids or folders).
 
-    Of a plain draft ("draft_model"), of one that proposes `depths` tokens after one forward
-    ("pard"), which vLLM alone of these serves so and the others take for an ordinary draft, and of
-    those in layouts of engines ("eagle3", "dspark", whose acceptance head `is_asked` or not there).
+    Of a draft that proposes `depths` tokens after one forward; engines that do not draft so
+    (`Served.whole`) take it for an ordinary one. If it has a slot for an acceptance head, that
+    `is_asked` or not there.
 
     Without the sampling of the target's generation_config.json, which nobody has measured here.
     Of vLLM with greedy drafts, its default, and of "vLLM, sampled", of a plain draft alone, with
@@ -52,14 +53,16 @@ def serving_lines(
     """
     source, revision = source_and_revision(target)
     pinned = f" --revision {revision}" if revision else ""
-    lengths, in_layout = served_lengths(kind, depths), kind in ("eagle3", "dspark")
+    lengths, served = served_lengths(kind, depths), kind.served
+    algorithm, form = served.method.upper(), served.method
+    if not kind.layouts:
+        algorithm, form = "STANDALONE", "simple"
     greedy = {
-        "method": kind if in_layout else "draft_model",
+        "method": served.method,
         "model": draft,
         "num_speculative_tokens": lengths["vLLM"][0],
+        **served.options,
     }
-    if kind == "pard":
-        greedy["parallel_drafting"] = True
     sampled = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
     vllm = [
         f"vllm serve {shlex.quote(source)}{pinned} --generation-config vllm --speculative-config "
@@ -67,30 +70,28 @@ def serving_lines(
         for settings in (greedy, greedy | sampled)
     ]
     k, quoted = lengths["SGLang"][0], shlex.quote(draft)
-    algorithm = kind.upper() if in_layout else "STANDALONE"
     sglang = [
         f"sglang serve --model-path {shlex.quote(source)}{pinned} --sampling-defaults openai",
         f"  --speculative-algorithm {algorithm} --speculative-draft-model-path {quoted}",
     ]
-    if kind != "dspark":  # whose config.json says it
+    if "SGLang" not in served.whole:  # else config.json says it
         sglang.append(f"  --speculative-num-steps {k} --speculative-eagle-topk 1")
         sglang.append(f"  --speculative-num-draft-tokens {k + 1}")
-    form = kind if in_layout else "simple"
     llama = [
         "llama-server --model target.gguf --spec-draft-model draft.gguf",
         f"  --spec-type draft-{form} --spec-draft-n-max {lengths['llama.cpp'][0]}",
     ]
-    if kind == "dspark":
+    if kind.asks_head:
         llama[1] += f" --spec-draft-p-min {0.5 if is_asked else 0}"
     return {
         "vLLM": vllm[0],
-        **({} if in_layout else {"vLLM, sampled": vllm[1]}),
+        **({} if kind.layouts else {"vLLM, sampled": vllm[1]}),
         "SGLang": " \\\n".join(sglang),
         "llama.cpp": " \\\n".join(llama),
     }
 
 
-def speculation_profile(kind: str, runs: Sequence[Run], date: str) -> dict[str, Any]:
+def speculation_profile(kind: DraftKind, runs: Sequence[Run], date: str) -> dict[str, Any]:
     """The acceptance of a draft for `speculation_profile.json`, which benchmarks of engines read.
 
     Rates are of the rounds that drafted: that tokens 1 to i are accepted ("marginal", as vLLM's
@@ -106,7 +107,7 @@ def speculation_profile(kind: str, runs: Sequence[Run], date: str) -> dict[str, 
         reached[1 : 1 + len(record.accepted_by_position)] += record.accepted_by_position
     marginal, conditional = reached[1:] / reached[0].clip(1), reached[1:] / reached[:-1].clip(1)
     return {
-        "method": "draft_model" if kind == "pard" else kind,  # as vLLM calls it
+        "method": kind.served.method,
         "num_speculative_tokens": length,
         "conditional_accept_rates": conditional.round(6).tolist(),
         "marginal_accept_rates": marginal.round(6).tolist(),

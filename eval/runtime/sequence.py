@@ -11,14 +11,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from eval.runtime.layout import Layout, lay_out
-from specdata.draft_models.depths import MASK
-from specdata.draft_models.dspark import BlockInput
+from specdata.draft_kinds.masks import MASK
 from specdata.draft_models.states_draft import states_input, without_first
 from specdata.probability import SamplingConfig
 
@@ -365,7 +364,7 @@ class StatesSequence(RereadSequence):
 
     @property
     def reads_first(self) -> bool:
-        """Whether later tokens attend to the first one; in the layout of EAGLE-3 none does."""
+        """Whether later tokens attend to the first one; in some layouts of engines none does."""
         return self._embedding.reads_first
 
     def reset(self) -> None:
@@ -484,7 +483,7 @@ class MaskedSequence(RereadSequence):
 
 
 class BlockSequence(MaskedSequence):
-    """A sequence of a draft that drafts in blocks (`draft_models.dspark`).
+    """A sequence of a draft that drafts in blocks.
 
     Of committed tokens it reads the target's states, but of the last one, the anchor, which is read
     again as long as the target has not read it. What a drafted token adds is a bias of the logits.
@@ -492,14 +491,14 @@ class BlockSequence(MaskedSequence):
 
     def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
-        embedding = states_input(model.model)
-        assert isinstance(embedding, BlockInput)
-        self._embedding, self._output = embedding, model.model.get_output_embeddings()
+        self._embedding: Any = states_input(model.model)
+        self._output = model.model.get_output_embeddings()
 
     @property
     def mask(self) -> int:
         """The target's token that the draft was trained with."""
-        return self._embedding.blocks.mask
+        mask: int = self._embedding.blocks.mask
+        return mask
 
     def inputs(self, forward: Forward, ids: Tensor) -> Tensor:
         """(n, F + H) what the draft reads of contexts and a block, (n,) ids."""
@@ -508,7 +507,8 @@ class BlockSequence(MaskedSequence):
             taps = self._target.taps[self.length : self.length + contexts]
         else:
             taps = self._embedding.scale.new_zeros(contexts, len(self._embedding.scale))
-        return self._embedding.unread(taps, ids[contexts:])
+        x: Tensor = self._embedding.unread(taps, ids[contexts:])
+        return x
 
     def behind(
         self, tokens: list[int], logits: Tensor, states: Tensor | None

@@ -1,15 +1,18 @@
-"""Certify that texts are as of the target alone: an evaluation's, a pair's or a server's.
+"""Certify that texts are as of the target alone: of an evaluation, a pair, a server, a function.
 
 draftsmith certify runs/toy/eval [--texts 64]
 draftsmith certify --target T --draft D [--method "{length: 8, verifier: block}"] [--prompts FILE]
 draftsmith certify --server URL --target T [--draft D] [--temperature 0.7] [--prompts FILE]
+draftsmith certify --callable pkg.module:function [--target T --draft D]
 
 Of a finished evaluation each way of decoding is enumerated, sampled and run greedily. Writes
 certificate.json into the evaluation's folder; publish puts its sentence on the cards. Of a pair
 greedy texts are compared with transformers' `generate` (`eval.analysis.ties` tells a tie from a
 bug). Of a served engine (vLLM 0.10.2 or newer, llama-server, or what answers /v1/completions with
 token ids as they do) greedy and sampled texts are judged by the target, in this process;
-certificate.json goes to --out. Exit status: 0 if all that is lossless is exact, 1 if something is
+certificate.json goes to --out; of one that drafts with its target (--draft as --target) all drafted
+tokens must be kept. Of a Python function `eval.analysis.callables` makes five checks, on tiny
+models unless a pair is named. Exit status: 0 if all that is lossless is exact, 1 if something is
 not, 2 for unusable input. Killed and run again, it goes on after the last method or text that it
 finished; once it has finished, everything is asked again.
 """
@@ -17,8 +20,10 @@ finished; once it has finished, everything is asked again.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -38,11 +43,12 @@ from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import fingerprint, write_json
 from specdata.storage.resume import Settings
-from specdata.terminal import progress, whole_number
+from specdata.terminal import positive_number, progress, whole_number
 
 if TYPE_CHECKING:
     import torch
 
+    from specdata.prompts.loading import Prompt
     from specdata.rollouts.backend import Request
 
 MOST_TOKENS = 64
@@ -72,6 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_pair = parser.add_argument_group("a pair").add_argument
     of_pair("--head", help="acceptance head, for methods with stop: head or cost")
     of_pair("--method", action="append", help=f"YAML of a method; default: {'; '.join(METHODS)}")
+    of_function = parser.add_argument_group("a Python function").add_argument
+    of_function("--callable", metavar="MODULE:FUNCTION", help="generate(...) or step(...)")
+    of_function("--seconds", type=positive_number, default=60.0, help="to walk draws (default: 60)")
     of_pair("--engine", choices=ENGINES, default="eager", help="of forwards (default: eager)")
     of_server = parser.add_argument_group("a served engine").add_argument
     of_server("--server", help="its address, instead of a folder")
@@ -92,12 +101,14 @@ def main(given: argparse.Namespace) -> int:
     if given.server:
         with ExitStack() as closing:
             return _certify_server(given, closing)
+    if given.callable:
+        return _certify_callable(given)
     if folder is None and given.target and given.draft:
         return _compare_greedy(given)
     if folder is None:
         raise ConfigError(
             "give the folder of a finished evaluation, or --target and --draft, or --server and "
-            "--target"
+            "--target, or --callable"
         )
     if not (folder / RESULTS).is_file():
         raise ConfigError(f"{folder} must be the folder of a finished evaluation, with {RESULTS}")
@@ -159,6 +170,41 @@ def read_method(text: str) -> DecodeConfig:
         raise ConfigError(f"method {text[:80]!r}: {error}") from error
 
 
+def _certify_callable(given: argparse.Namespace) -> int:
+    """Print what the checks of a function find; returns the exit status."""
+    module, _, name = given.callable.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"--callable must be MODULE:FUNCTION that Python can import here: {error}"
+        ) from error
+    from eval.analysis.callables import Asked, certify_callable
+
+    asked = Asked(texts=given.texts, seconds=given.seconds)
+    if given.target:
+        pair, prompts = _load(given)
+        ids = [each.ids for each in prompts]
+        asked = replace(asked, pair=pair, prompts=ids, new=given.max_new_tokens)
+    findings = certify_callable(function, given.callable, asked, lambda each: say(str(each)))
+    return int(any(each.holds is False for each in findings))
+
+
+def _load(given: argparse.Namespace) -> tuple[tuple[Any, Any], list[Prompt]]:
+    """The named target and draft (the target itself if none is named), and prompts."""
+    from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
+    from specdata.prompts.loading import load_prompts
+
+    draft, tokenizer = given.draft or given.target, load_tokenizer(given.target)
+    check_shared_vocabulary(tokenizer, load_tokenizer(draft))
+    sets = [PromptSet(given.prompts, count=given.count)]
+    limits = prompt_limits(given.target, given.max_new_tokens)
+    prompts = load_prompts(sets, tokenizer, seed=0, **limits).prompts
+    target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, draft))
+    return (target, draft), list(prompts)
+
+
 def _compare_greedy(given: argparse.Namespace) -> int:
     """Print how each method's texts differ; returns the exit status."""
     configs = {text: read_method(text) for text in given.method or METHODS}
@@ -166,25 +212,13 @@ def _compare_greedy(given: argparse.Namespace) -> int:
         raise ConfigError(f"--max-new-tokens must be 1 or larger, got {given.max_new_tokens}")
     import torch
 
-    from eval.analysis.ties import greedy_differences
+    from eval.analysis.certificate import judge_greedy
     from eval.decoder import SpeculativeDecoder
     from eval.runtime.transformers_models import check_trees
     from recipes.run_eval import load_head
     from specdata.draft_models.depths import most_tokens
-    from specdata.models import (
-        check_shared_vocabulary,
-        load_model,
-        load_tokenizer,
-        prompt_limits,
-    )
-    from specdata.prompts.loading import load_prompts
 
-    tokenizer = load_tokenizer(given.target)
-    check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
-    sets = [PromptSet(given.prompts, count=given.count)]
-    limits = prompt_limits(given.target, given.max_new_tokens)
-    prompts = load_prompts(sets, tokenizer, seed=0, **limits).prompts
-    target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
+    (target, draft), prompts = _load(given)
     head, bugs = load_head(given.head) if given.head else None, 0
     if not given.method:
         try:
@@ -206,18 +240,13 @@ def _compare_greedy(given: argparse.Namespace) -> int:
             )
             return out.tokens
 
-        differences = greedy_differences(
-            target,
-            [torch.tensor(prompt.ids) for prompt in prompts],
-            decode,
-            max_new_tokens=given.max_new_tokens,
-        )
-        wrong = sum(each.verdict == "bug" for each in differences.values())
-        same, ties = len(prompts) - len(differences), len(differences) - wrong
-        counts = f"{same} of {len(prompts)} texts identical, {ties} tied, {wrong} wrong"
+        ids = [torch.tensor(prompt.ids) for prompt in prompts]
+        found = judge_greedy(target, ids, decode, given.max_new_tokens)
+        texts, ties, wrong = found["texts"], found["ties"], found["bugs"]
+        counts = f"{texts - ties - wrong} of {texts} texts identical, {ties} tied, {wrong} wrong"
         say(f"{text}: {counts}", style="red" if wrong else "")
-        for number, difference in differences.items():
-            say(f"  prompt {number}: {difference}")
+        for difference in found["differences"]:
+            say(f"  {difference}")
         bugs += wrong
     return int(bugs > 0)
 
@@ -234,6 +263,7 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     import torch
 
     from eval.analysis.certificate import certify_server
+    from eval.measuring.served import ServedEngine
     from specdata.draft_models.states_draft import states_input
     from specdata.draft_models.taps import attach
     from specdata.models import end_ids, load_model, load_tokenizer, prompt_limits
@@ -260,38 +290,41 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
         attach(draft, target)
     parts = given.out / ".answers"
     parts.mkdir(parents=True, exist_ok=True)
-    asked: dict[str, Any] = {
+    identity: dict[str, Any] = {
         key: str(value) for key, value in vars(given).items() if key != "texts"
     }
-    asked |= {"target": fingerprint(given.target), "ids": [prompt.ids for prompt in prompts]}
-    settings = Settings(asked, remedy=f"give another --out, or remove {parts}")
+    identity |= {"target": fingerprint(given.target), "ids": [prompt.ids for prompt in prompts]}
+    settings = Settings(identity, remedy=f"give another --out, or remove {parts}")
     if settings.check_file(parts / "settings.json"):
         say(f"going on with the answers of an interrupted run, {parts}: of the same server?")
     else:
         settings.write(parts / "settings.json")
 
+    backend = VllmBackend(
+        client=client,
+        model=name,
+        sampling=sampling,
+        max_new_tokens=given.max_new_tokens,
+        ends=frozenset(end_ids(target.generation_config)),
+        vocabulary=target.config.get_text_config().vocab_size,
+        seed=0,
+    )
+
     def answers(requests: Sequence[Request], sampling: SamplingConfig) -> list[list[int]]:
-        backend = VllmBackend(
-            client=client,
-            model=name,
-            sampling=sampling,
-            max_new_tokens=given.max_new_tokens,
-            ends=frozenset(end_ids(target.generation_config)),
-            vocabulary=target.config.get_text_config().vocab_size,
-            seed=0,
-        )
+        asked = replace(backend, sampling=sampling)
         stored = {each.key: parts / f"{each.key[0]}-{each.key[1]}.json" for each in requests}
 
         with progress(len(requests), f"{requests[0].key[0]} texts", "text") as bar:
 
             def answer(request: Request) -> None:
                 if not stored[request.key].exists():
-                    write_json(stored[request.key], backend.complete([request])[0].ids)
+                    write_json(stored[request.key], asked.complete([request])[0].ids)
                 bar.update()
 
             client.each(answer, requests)
         return [json.loads(stored[each.key].read_bytes()) for each in requests]
 
+    before = ServedEngine(backend).counts()
     found = certify_server(
         answers,
         target,
@@ -302,9 +335,16 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
         max_new_tokens=given.max_new_tokens,
         seed=0,
     )
-    write_json(given.out / CERTIFICATE, {"sentence": str(found), **found.model_dump(mode="json")})
+    said, is_exact = f"{found} Up to {server.concurrency} were asked for at once.", found.is_exact
+    if given.draft == given.target:
+        drafted, lost, longest = ServedEngine(backend).lost_since(before)
+        # At the end of a text a server may leave out what it drafted beyond.
+        is_exact &= lost <= longest * (given.count + given.texts)
+        said += f" Of {drafted:,} tokens that the target drafted for itself {lost:,} were not kept."
+    values = {"sentence": said, **found.model_dump(mode="json")}
+    write_json(given.out / CERTIFICATE, values)
     shutil.rmtree(parts)  # the server may be another when it is asked again
     for difference in found.differences:
         say(f"  greedy, {difference}")
-    say(f"{found}\nwritten to {given.out / CERTIFICATE}")
-    return int(not found.is_exact)
+    say(f"{said}\nwritten to {given.out / CERTIFICATE}")
+    return int(not is_exact)

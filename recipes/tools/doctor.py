@@ -1,4 +1,4 @@
-"""Examine a published EAGLE-3 or DSpark draft: why its acceptance is what it is.
+"""Examine a draft in a layout of engines: why its acceptance is what it is.
 
     draftsmith doctor FOLDER --target TARGET [--prompts FILE]
 

@@ -1,24 +1,23 @@
-"""Write a draft in EAGLE-3's or DSpark's layout, for engines.
+"""Write a draft in a layout of engines.
 
-    draftsmith export DRAFT --out FOLDER [--layout eagle3|speculators] [--target TARGET]
-    draftsmith export DRAFT --out FOLDER [--layout dspark] [--head HEAD] [--target TARGET]
+    draftsmith export DRAFT --out FOLDER [--layout LAYOUT] [--head HEAD] [--target TARGET]
 
-DRAFT is one of `draft.init.layout: eagle3` or `dspark`, or an imported one. DSpark's has a slot for
-HEAD, of `head.kind: confidence`. If DRAFT is OUTPUT/draft/model of a run that has measured it, its
-card is that of `publish`.
+DRAFT is one of `draft.init.layout`, or an imported one. That of a kind whose head engines ask has a
+slot for HEAD, of `head.kind: confidence`. If DRAFT is OUTPUT/draft/model of a run that has measured
+it, its card is that of `publish`.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Literal
 
 from eval.publishing.serving import serving_lines
 from recipes.config import PipelineConfig, build
 from recipes.layout import RESULTS, absolute, draft_in_use
 from recipes.publish import draft_release, for_engines, measurements
 from recipes.run import say, stage_record
+from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.errors import ConfigError
 
 
@@ -28,24 +27,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument(
         "--layout",
-        choices=("eagle3", "speculators", "dspark"),
-        help="by default the draft's own; a draft of eagle3 can be written in speculators', too",
+        choices=[layout for kind in KINDS.values() for layout in kind.layouts],
+        help="by default the first that the draft's kind has",
     )
-    parser.add_argument("--head", type=Path, help="of DSpark: its acceptance head")
+    parser.add_argument("--head", type=Path, help="its acceptance head, where engines ask one")
     parser.add_argument("--target", help="its target, if that is not where it was at training")
 
 
 def main(given: argparse.Namespace) -> int:
     """Write a folder for engines; returns the exit status."""
-    from distill.engine_layouts import config_of, of_layout
+    from distill.published import config_of, of_layout
     from eval.publishing.release import release_unmeasured
     from specdata.draft_models.draft_vocabulary import SIZE
-    from specdata.draft_models.states_draft import KEY, is_for_engines
 
     settings, run = config_of(given.folder), given.folder.absolute().parents[1]
     if given.out.exists():
         raise ConfigError(f"{given.out} exists: give another --out, or remove it")
-    if KEY not in settings:
+    kind = kind_of(settings)
+    if not kind.reads_states:
         if is_for_engines(settings):
             raise ConfigError(f"{given.folder} is in a layout of engines: they load it as it is")
         released = run / "release" / "draft"
@@ -55,13 +54,12 @@ def main(given: argparse.Namespace) -> int:
             f"which {where}"
         )
     record = of_layout(given.folder, given.target)[1]
-    own: Literal["eagle3", "dspark"] = "dspark" if record.blocks else "eagle3"
-    layout: Literal["eagle3", "speculators", "dspark"] = given.layout or own
-    allowed = ("dspark",) if own == "dspark" else ("eagle3", "speculators")
-    if layout not in allowed or (given.head and own != "dspark"):
+    layout: str = given.layout or next(iter(kind.layouts))
+    if layout not in kind.layouts or (given.head and not kind.asks_head):
+        asked = " or ".join(each.name for each in KINDS.values() if each.asks_head)
         raise ConfigError(
-            f"{given.folder} is a draft of layout {own}: --layout must be {' or '.join(allowed)}, "
-            "and --head is for dspark alone"
+            f"{given.folder} is a draft of layout {kind.name}: --layout must be "
+            f"{' or '.join(kind.layouts)}, and --head is for {asked} alone"
         )
     engines = for_engines(given.folder, record.target, layout, given.head)
     if config := _measured_by(run, given.folder, record.target):
@@ -70,8 +68,8 @@ def main(given: argparse.Namespace) -> int:
         release_unmeasured(given.folder, given.out, record.target, engines)
     tokens = settings.get(SIZE, settings["vocab_size"])
     say(f"{given.out}: {tokens:,} tokens, taps {record.taps}, for {record.target}")
-    depths = record.blocks.size if record.blocks else 1
-    say(f"serve    {serving_lines(str(given.out), record.target, own, depths)['vLLM']}")
+    lines = serving_lines(str(given.out), record.target, kind, kind.depths(settings))
+    say(f"serve    {lines['vLLM']}")
     return 0
 
 

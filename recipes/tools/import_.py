@@ -1,13 +1,13 @@
-"""Read a published EAGLE-3 or DSpark draft, or a head in SpecDec++'s format, to decode with it.
+"""Read a draft in a layout of engines, or a head in SpecDec++'s format, to decode with it.
 
     draftsmith import FOLDER --target TARGET --out DRAFT
     draftsmith import FOLDER --draft meta-llama/Llama-2-7b-chat-hf --out HEAD
 
-A draft's FOLDER holds a config.json and safetensors in speculators' layout, or in that of EAGLE's
-(`midlayer.` or `layers.0.`) or DSpark's own code, which vLLM and SGLang load, too. Every tensor
-must be there and known; DSpark's confidence head is not read. Give DRAFT as models.draft. A head's
-holds the config.json, which says `num_layers`, and the weights that SpecDec++'s official code
-wrote. Give HEAD to `AcceptanceHead.from_pretrained`.
+A draft's FOLDER holds a config.json and safetensors in speculators' layout, or in that of a
+method's own code, which vLLM and SGLang load, too. Every tensor must be there and known; a head
+beside them is not read. Give DRAFT as models.draft. A head's holds the config.json, which says
+`num_layers`, and the weights that SpecDec++'s official code wrote. Give HEAD to
+`AcceptanceHead.from_pretrained`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _import_head(given: argparse.Namespace) -> None:
 
 
 def _import_draft(given: argparse.Namespace) -> None:
-    from distill.engine_layouts import read_published
+    from distill.kinds import read_published
     from distill.training import save_model
     from specdata.models import ends_first, load_model
     from specdata.saving import copy_tokenizer

@@ -1,6 +1,6 @@
 """Write a configuration for a target and a file of prompts.
 
-draftsmith init TARGET --prompts FILE [--draft states|eagle3|dspark|target|NAME] [--device cuda|cpu]
+draftsmith init TARGET --prompts FILE [--draft target|states|LAYOUT|NAME] [--device cuda|cpu]
 
 It splits the prompts in three, reads TARGET's generation_config.json and chat template, and leaves
 out what the pair cannot do.
@@ -23,6 +23,7 @@ from recipes.pipeline import RECIPE
 from recipes.recipe import check_stages
 from recipes.sizes import block_of, generation_of, on_this_machine
 from specdata.config import PromptSet
+from specdata.draft_kinds import KINDS
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.sampling import served_sampling
 from specdata.sources import hub_source
@@ -53,16 +54,10 @@ TREES = (
     "{name: dynamic tree, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 4, gain: 0.5}",
 )
 LOOKUP = "{name: lookup, decoder: assisted, lookup: 3}"
-DRAFTS = {
-    "target": ("init: {kind: target, layers: 2}", "immediate"),
-    "states": ("init: {kind: states, layers: 1}", "immediate"),
-    "eagle3": ("init: {kind: states, layout: eagle3, layers: 1}", None),
-    "dspark": (
-        "init: {kind: states, layout: dspark, layers: 1}, optimizer: muon, learning_rate: 1.5e-3",
-        "confidence",
-    ),
+DRAFTS = {"target": KINDS["plain"]} | {
+    name: kind for name, kind in KINDS.items() if kind.section and kind.reads_states
 }
-"""What `--draft` names -> its section, and the kind of its head: engines ask none of EAGLE-3's."""
+"""What `--draft` names."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="target",
         metavar="|".join((*DRAFTS, "NAME")),
         help="what the draft is: target (two of its layers, the default), states (a layer that "
-        "reads the target's states), eagle3 or dspark (such a one for engines), or NAME, a folder "
-        "or Hub id of a model to begin with",
+        "reads the target's states), a layout (such a draft for engines), or NAME, a folder or Hub "
+        "id of a model to begin with",
     )
     add("--device", choices=["cuda", "cpu"], help="where it runs (default: cuda if there is one)")
     add("--out", type=Path, default=Path("my-pair.yaml"), help="file to write")
@@ -166,7 +161,10 @@ def main(given: argparse.Namespace) -> int:
             path.write_bytes(b"".join(line + b"\n" for line in splits[name]))
         if not on_this_machine(given.target):
             _fetch(given.target)
-        training, head = DRAFTS.get(given.draft, ("objective: lk_hybrid", "immediate"))
+        kind = DRAFTS.get(given.draft)
+        training, head = (
+            (kind.section, kind.head) if kind else ("objective: lk_hybrid", "immediate")
+        )
         names = {"output": f"runs/{given.out.stem}", "target": given.target, **files}
         names |= {"draft": given.draft, "template": given.template}
         values = {key: json.dumps(str(each), ensure_ascii=False) for key, each in names.items()}

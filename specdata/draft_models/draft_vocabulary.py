@@ -4,7 +4,7 @@ At a large vocabulary the output matrix is most of a small draft's cost, and few
 nearly all of a text. So the matrix keeps N rows. Every verifier stays exact: q is 0 elsewhere, as
 it is for tokens that a draft's padding lacks.
 
-On the disk it has the names that EAGLE-3 drafts have in vLLM and SGLang: `draft_vocab_size` in
+On the disk it has the names that vLLM and SGLang know of their drafts: `draft_vocab_size` in
 config.json, an output matrix (N, H), `d2t` (N,) int64, what is added to a draft's id to make the
 target's, and `t2d` (V,) bool, these tokens. In memory it is the transformers model of
 its architecture with another output embedding, whose logits are as wide as ever and -inf at the
@@ -39,6 +39,7 @@ class ReducedOutput(nn.Module):
     """
 
     is_matrix = True  # alone makes the logits, of `before(states)`
+    is_targets = False  # that of the target, where it is whole
     vocabulary_ids: Tensor
 
     def __init__(
@@ -155,8 +156,6 @@ def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTra
             ids = torch.arange(size, device=weight.device)
             install_output(self, ReducedOutput(weight, bias, ids, rows))
 
-    # By these transformers looks up under which names an architecture stores its weights.
-    Reduced.__name__, Reduced.__module__ = architecture.__name__, architecture.__module__
     return Reduced
 
 

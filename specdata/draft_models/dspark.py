@@ -27,9 +27,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from specdata.cache import cache_argument
+from specdata.draft_kinds.dspark import Blocks
+from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.attention import Seen, attention_along
 from specdata.draft_models.draft_vocabulary import SIZE, ReducedOutput, install_output
-from specdata.draft_models.states_draft import KEY, Blocks, StatesInput, TargetStates
+from specdata.draft_models.states_draft import StatesInput, TargetStates
 from specdata.errors import ConfigError
 from specdata.loading import reach
 
@@ -162,7 +164,7 @@ class BlockNorm(nn.Module):
 class MarkovOutput(ReducedOutput):
     """The output embedding: (..., H + r) states -> logits, of which `markov` (N, r) is the bias."""
 
-    is_matrix = False
+    is_matrix, is_targets = False, True
 
     def __init__(self, weight: Tensor, markov: Tensor, ids: Tensor, vocabulary: int) -> None:
         super().__init__(weight, None, ids, vocabulary)
@@ -289,11 +291,11 @@ def dspark_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
             record = TargetStates.of(config)
-            assert record.blocks is not None
-            if record.blocks.mask >= config.vocab_size:
+            blocks = cast(Blocks, record.form)
+            if blocks.mask >= config.vocab_size:
                 raise ConfigError(
                     f"blocks.mask in {KEY} of the draft's config.json must be below "
-                    f"{config.vocab_size}, got {record.blocks.mask}: restore it"
+                    f"{config.vocab_size}, got {blocks.mask}: restore it"
                 )
             taps, epsilon, width = len(record.taps), config.rms_norm_eps, config.hidden_size
             body = BlockModel(config)
@@ -303,12 +305,11 @@ def dspark_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             self.model = body
             size = record.width // taps
             tokens = body.embed_tokens
-            self.set_input_embeddings(BlockInput(tokens, taps, size, record.blocks, epsilon))
+            self.set_input_embeddings(BlockInput(tokens, taps, size, blocks, epsilon))
             rows = tokens.num_embeddings
             ids = torch.arange(getattr(config, SIZE), device=tokens.weight.device)
             weight = tokens.weight.new_empty(len(ids), width)
-            markov = weight.new_empty(len(ids), record.blocks.rank)
+            markov = weight.new_empty(len(ids), blocks.rank)
             install_output(self, MarkovOutput(weight, markov, ids, rows))
 
-    DSpark.__name__, DSpark.__module__ = architecture.__name__, architecture.__module__
     return DSpark

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from specdata.cache import cache_argument
+from specdata.draft_kinds.eagle3 import Norms
 from specdata.draft_models.draft_vocabulary import ReducedOutput, install_output
-from specdata.draft_models.states_draft import Norms, StatesInput, TargetStates, without_first
+from specdata.draft_models.states_draft import StatesInput, TargetStates, without_first
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -115,7 +116,7 @@ def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
             record, model = TargetStates.of(config), self.base_model
-            norms, taps = cast(Norms, record.layout), len(record.taps)
+            norms, taps = cast(Norms, record.form), len(record.taps)
             model.layers[0] = Eagle3Layer(config, norm_before_residual=norms.norm_before_residual)
             size, epsilon = record.width // taps, config.rms_norm_eps
             tokens = self.get_input_embeddings()
@@ -130,5 +131,4 @@ def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             weight = self.get_output_embeddings().weight.new_empty(len(ids), width)
             install_output(self, Eagle3Output(weight, ids.to(weight.device), rows, norm))
 
-    Eagle3.__name__, Eagle3.__module__ = architecture.__name__, architecture.__module__
     return Eagle3

@@ -1,4 +1,4 @@
-"""Drafts that read their target's hidden states (Li et al. 2024, EAGLE, arXiv:2401.15077).
+"""Drafts that read their target's hidden states (Li et al. 2024, arXiv:2401.15077).
 
 A token's input is a linear map of its embedding and of the target's states at the token before it
 (`draft_models.taps`). Where the target has not been yet, while drafting, another map of the
@@ -13,85 +13,71 @@ Its config.json says `target_states`: the taps, the target's name, and a probe o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, create_model
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from specdata.config import Config, read_stored
+from specdata.draft_kinds import kind_of, settings_in
+from specdata.draft_kinds.kind import KEY
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 EPSILON = 1e-6
-KEY = "target_states"
-"""The key of config.json by which such a draft is known."""
 MODEL_TYPE = "on-target-states_load-with-draftsmith_see-README.md"
 """Its `model_type` on the disk: transformers, which would load a model with random embeddings,
 knows none of this name and repeats it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """Where a draft in EAGLE-3's layout normalises, in the words of speculators' config.json.
-
-    Attributes:
-        norm_before_residual: the residual stream begins with the normalised state.
-        norm_before_fc: one norm over the target's states together.
-        fc_norm: one norm over each of them.
-        norm_output: the draft's own states are fed back after its final norm (EAGLE 3.1).
-    """
-
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """How a draft in DSpark's form drafts (`draft_models.dspark`).
-
-    Attributes:
-        size: tokens after one forward.
-        mask: the target's token that stands for those not known yet.
-        rank: of the bias by the token before.
-    """
-
-    size: Annotated[int, Field(ge=2)]
-    mask: NonNegativeInt
-    rank: PositiveInt
-
-
 class TargetStates(Config):
     """What config.json says of the target whose states a draft reads (`taps.record_of`).
 
-    `layout` is the norms of EAGLE-3's, `blocks` are DSpark's; `model_type` is that of the layers,
-    where the file's own is `MODEL_TYPE`; `output_bias` is true where their architecture has no bias
-    of the logits, and this draft has.
+    `model_type` is that of the layers, where the file's own is `MODEL_TYPE`; `output_bias` is true
+    where their architecture has no bias of the logits, and this draft has.
     """
 
     taps: list[NonNegativeInt] = Field(min_length=1)
     target: str
     width: PositiveInt
     probe: list[float] = Field(min_length=1)
-    layout: Norms | None = None
-    blocks: Blocks | None = None
     model_type: str = ""
     output_bias: bool = False
+    _form: Any = PrivateAttr(None)
+
+    @property
+    def form(self) -> Any:
+        """What the draft's kind adds (`DraftKind.form`); None if it adds nothing."""
+        return self._form
 
     @classmethod
     def of(cls, config: Any) -> Self:
         """Of a draft's configuration, or of what its config.json holds. Raises ConfigError."""
-        values = config.get(KEY) if isinstance(config, dict) else getattr(config, KEY)
-        return read_stored(cls, values, f"{KEY} in a draft's config.json")
+        kind, values = kind_of(config), settings_in(config)[KEY]
+        where = f"{KEY} in a draft's config.json"
+        if isinstance(values, dict):
+            values = {key: each for key, each in values.items() if each is not None}
+        if kind.form is None:
+            return read_stored(cls, values, where)
+        form: Any = kind.form
+        record: Any = read_stored(_with_form(cls, kind.form_key, form), values, where)
+        record._form = getattr(record, kind.form_key)
+        made: Self = record
+        return made
+
+
+@cache
+def _with_form(record: Any, key: str, form: Any) -> Any:
+    """A record that has a form, too."""
+    fields: dict[str, Any] = {key: (form, ...)}
+    return create_model(record.__name__, __base__=record, **fields)
 
 
 class StatesInput(nn.Module):
@@ -103,12 +89,10 @@ class StatesInput(nn.Module):
 
     Attributes:
         reads_first: whether the first token of a text, which nothing precedes, is read by others.
-        blocks: of a draft that drafts in blocks.
         read_target: ids (B, T) -> the target's taps (B, T, states) along them.
     """
 
     reads_first = True
-    blocks: Blocks | None = None
 
     def __init__(self, tokens: nn.Embedding, width: int, taps: int, size: int) -> None:
         super().__init__()
@@ -182,9 +166,8 @@ def states_input(model: Any) -> StatesInput | None:
 
 
 def is_in_blocks(model: Any) -> bool:
-    """True of a draft that drafts in blocks (`draft_models.dspark`)."""
-    reads = states_input(model)
-    return reads is not None and reads.blocks is not None
+    """True of a draft that drafts in blocks."""
+    return kind_of(model.config).in_blocks
 
 
 def without_first(visible: Tensor) -> Tensor:
@@ -203,12 +186,7 @@ def token_embedding(model: Any) -> nn.Module:
 
 def reads_states(config: PreTrainedConfig) -> bool:
     """True if a configuration is that of a draft that reads its target's states."""
-    return getattr(config, KEY, None) is not None
-
-
-def is_for_engines(settings: Mapping[str, Any]) -> bool:
-    """True of a config.json in a layout of engines, which `draftsmith import` reads."""
-    return any(name in str(settings.get("architectures")) for name in ("Eagle3", "DSpark"))
+    return kind_of(config).reads_states
 
 
 def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -227,7 +205,6 @@ def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
             if record.output_bias:
                 self.set_output_embeddings(nn.Linear(width, tokens.num_embeddings))
 
-    ReadsStates.__name__, ReadsStates.__module__ = architecture.__name__, architecture.__module__
     return ReadsStates
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from specdata.config import check_taps
+from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.states_draft import KEY, StatesInput, TargetStates, states_input
+from specdata.draft_models.states_draft import StatesInput, TargetStates, states_input
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:

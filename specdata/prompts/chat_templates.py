@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import date
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdata.errors import ConfigError
@@ -42,27 +43,52 @@ class UnmaskableError(ConfigError):
     """A chat template hides which tokens of a conversation the assistant wrote."""
 
 
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] = {},
+) -> str:
+    """Render a conversation with the target's chat template, and what opens an answer after it.
+
+    Raises TemplateRefusedError if the template fails, or leaves out what somebody says or a
+    variable.
+    """
+    return _Template(tokenizer, variables).whole(messages, reply=True)
+
+
 def chat_ids(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     variables: Mapping[str, Any] = {},
 ) -> list[int]:
-    """Render a conversation with the target's chat template.
+    """The token ids of `chat_text`."""
+    return text_ids(tokenizer, [chat_text(tokenizer, messages, variables)], is_chat=True)[0]
 
-    The template writes every special token itself, so the tokenizer adds none: a beginning-of-text
-    token comes once, or not at all. At the end is what opens the assistant's answer (the generation
-    prompt). Raises TemplateRefusedError if the template fails, or leaves out what somebody says or
-    a variable.
+
+def text_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, is_chat: bool
+) -> list[list[int]]:
+    """Token ids of texts, which a fast tokenizer reads all at once, on every core.
+
+    A chat template writes every special token itself, so the tokenizer adds none. Of a text to
+    continue, what the tokenizer puts before a text comes once, and nothing after.
     """
-    text = _Template(tokenizer, variables).whole(messages, reply=True)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    if not texts:  # which tokenizers refuse
+        return []
+    if is_chat or not tokenizer.is_fast:
+        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        if is_chat:
+            return ids
+        return list(map(_begun, ids, tokenizer(list(texts))["input_ids"]))
+    out = tokenizer(list(texts), return_special_tokens_mask=True, return_attention_mask=False)
+    return [
+        _begun([token for token, is_added in zip(whole, added, strict=True) if not is_added], whole)
+        for whole, added in zip(out["input_ids"], out["special_tokens_mask"], strict=True)
+    ]
 
 
-def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """A text to continue: what the tokenizer puts before a text comes once, and nothing after."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    whole: list[int] = tokenizer(text)["input_ids"]
+def _begun(ids: list[int], whole: list[int]) -> list[int]:
+    """A text's ids, with what stands before them in `whole` unless they begin with it."""
     places = range(len(whole) - len(ids) + 1)
     before = next((n for n in places if whole[n : n + len(ids)] == ids), None)
     if before is None:  # what comes before changes the first token
@@ -155,13 +181,12 @@ class _Template(NamedTuple):
     def source(self) -> str:
         """What renders a conversation, on `DAY`."""
         require_template(self.tokenizer)
-        source = str(self.tokenizer.get_chat_template(tools=self.variables.get("tools")))
-        return _TODAY.sub(lambda day: repr(DAY.strftime(day[1] or day[2])), source)
+        return _on_day(str(self.tokenizer.get_chat_template(tools=self.variables.get("tools"))))
 
     @property
     def program(self) -> str:
         """The same without comments."""
-        return re.sub(r"\{#.*?#\}", "", self.source, flags=re.DOTALL)
+        return _without_comments(self.source)
 
     def known(self, messages: Sequence[Message]) -> list[Message]:
         """Messages, in which `developer` is `system` if the template does not name that role."""
@@ -251,6 +276,16 @@ class _Template(NamedTuple):
                 "template with {% generation %} and {% endgeneration %}"
             )
         return begin, stop, stop + _common(whole[stop:], closing)
+
+
+@cache
+def _on_day(template: str) -> str:
+    return _TODAY.sub(lambda day: repr(DAY.strftime(day[1] or day[2])), template)
+
+
+@cache
+def _without_comments(template: str) -> str:
+    return re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)
 
 
 def _common(one: str, other: str) -> int:

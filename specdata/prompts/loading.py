@@ -6,17 +6,20 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
+from specdata.processes import is_main
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
 from specdata.prompts.chat_templates import (
     Message,
     TemplateRefusedError,
-    chat_ids,
+    chat_text,
     require_template,
     text_ids,
 )
@@ -25,18 +28,26 @@ from specdata.prompts.reading import (
     check_names,
     check_split,
     is_remote,
+    prompt_inputs,
     raw_prompts,
     short_name,
     source_of,
 )
+from specdata.storage.files import fingerprint, read_object
+from specdata.storage.resume import Settings
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
 REASONS = (
     *("duplicate", "near_empty", "over_long", "out_of_vocabulary"),
     *("undecodable", "media", "no_user_turn", "refused", "trained_on"),
 )
+AT_ONCE = 1024
+"""Prompts that are tokenized together."""
+RECORD = "prompts.json"
+"""In a folder that keeps prompts: what they were made of, and the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ class LoadedPrompts:
     the row had which key that is `unread`.
     """
 
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     report: list[dict[str, Any]]
 
 
@@ -83,8 +94,11 @@ def load_prompts(
     vocabulary: int = sys.maxsize,
     template_variables: Mapping[str, Any] = {},
     trained_on: Collection[str] = (),
+    folder: Path | None = None,
 ) -> LoadedPrompts:
     """Read, render and tokenize prompt sets, always in the same order.
+
+    In a `folder` they are kept: one process makes them, the others and a later run map its file.
 
     A prompt is dropped, and counted under its reason (`REASONS`), if it equals an earlier one (of
     any set), has no letter or digit, is longer than `max_tokens`, has an id beyond the model's
@@ -96,12 +110,60 @@ def load_prompts(
     gives it.
     """
     check_names(sets)
-    has_template = bool(tokenizer.chat_template)
-    reading = _Reading(
-        seed, has_template, tokenizer, max_tokens, vocabulary, template_variables, trained_on
-    )
-    report = [reading.read(dataset) for dataset in sets]
-    return LoadedPrompts(list(reading.seen.values()), report)
+    from specdata.prompts.stored import Prompts, kept_prompts, record_batch  # here: Arrow
+
+    def read(write: Callable[[pa.RecordBatch], object]) -> list[dict[str, Any]]:
+        reading = _Reading(
+            seed,
+            bool(tokenizer.chat_template),
+            tokenizer,
+            max_tokens,
+            vocabulary,
+            template_variables,
+            trained_on,
+            lambda prompts: write(record_batch(prompts)),
+        )
+        return [reading.read(dataset) for dataset in sets]
+
+    if folder is None:
+        batches: list[pa.RecordBatch] = []
+        report = read(batches.append)
+        return LoadedPrompts(Prompts.of_batches(batches), report)
+    made_of = {
+        **_made_of(sets, seed),
+        "tokenizer": _fingerprint(tokenizer),
+        "limits": [max_tokens, vocabulary],
+        "variables": template_variables,
+        "trained_on": sorted(trained_on),
+    }
+    return kept_prompts(folder, made_of, read)
+
+
+def kept_report(folder: Path, made_of: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The report of prompts that a folder keeps, if that is what they were made of; else None."""
+    try:
+        record = read_object(folder / RECORD)
+    except (OSError, ValueError):
+        return None
+    asked, kept = Settings(made_of).values, record.get("made_of", {})
+    is_same = all(kept.get(name) == value for name, value in asked.items())
+    report: list[dict[str, Any]] = record.get("report", [])
+    return report if is_same else None
+
+
+def _made_of(sets: Sequence[PromptSet], seed: int) -> dict[str, Any]:
+    """What decides the rows of prompt sets: their settings, and what their sources hold."""
+    sources = {name: fingerprint(each) for name, each in prompt_inputs(sets).items()}
+    return {"sets": [asdict(each) for each in sets], "sources": sources, "seed": seed}
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of what a tokenizer makes of texts and conversations."""
+    from specdata.models import vocabulary_fingerprint  # here: torch
+
+    how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(tokenizer)
+    parts = [how, vocabulary_fingerprint(tokenizer), tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def check_sets(
@@ -110,19 +172,24 @@ def check_sets(
     *,
     here_alone: bool = False,
     has_template: bool | None = None,
+    folder: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Find what `load_prompts` would refuse before any model is loaded; the account of each set.
 
     With `here_alone`, of sets that are not on this machine names and splits only are checked.
-    `has_template` is None if it is not known whether the target has a chat template.
+    `has_template` is None if it is not known whether the target has a chat template. Rows are read
+    by the main process alone, the account of others is empty, and not again if the `folder` keeps
+    what `load_prompts` made of them.
     """
     check_names(sets)
-    reading, report = _Reading(seed, has_template), []
     for dataset in sets:
         check_split(dataset)
-        if not (here_alone and is_remote(dataset)):
-            report.append(reading.read(dataset))
-    return report
+    if not is_main():
+        return []
+    if folder is not None and (report := kept_report(folder, _made_of(sets, seed))) is not None:
+        return report
+    reading = _Reading(seed, has_template)
+    return [reading.read(each) for each in sets if not (here_alone and is_remote(each))]
 
 
 def check_kept(report: Sequence[Mapping[str, Any]], splits: Sequence[str]) -> None:
@@ -137,9 +204,26 @@ def check_kept(report: Sequence[Mapping[str, Any]], splits: Sequence[str]) -> No
             )
 
 
+class _Asked(NamedTuple):
+    """A prompt as the target wants it, before it is tokenized."""
+
+    example_id: str
+    raw: RawPrompt
+    variables: Mapping[str, Any]
+    text: str
+
+    def prompt(self, dataset: str, split: str, ids: list[int]) -> Prompt:
+        raw, variables = self.raw, self.variables
+        said = raw.messages, raw.follow_ups, raw.reference, variables
+        return Prompt(self.example_id, dataset, split, ids, *said)
+
+
 @dataclass(slots=True)
 class _Reading:
-    """Prompts, by their ids, that sets hold; without a tokenizer nothing is known of tokens."""
+    """Prompts that sets hold, told apart by their ids; without a tokenizer none are made of them.
+
+    `write` takes those that are kept, some at once.
+    """
 
     seed: int
     has_template: bool | None
@@ -148,7 +232,8 @@ class _Reading:
     vocabulary: int = sys.maxsize
     variables: Mapping[str, Any] = field(default_factory=dict)
     trained_on: Collection[str] = ()
-    seen: dict[str, Prompt] = field(default_factory=dict)
+    write: Callable[[Sequence[Prompt]], object] = lambda prompts: None
+    seen: set[str] = field(default_factory=set)
 
     def read(self, dataset: PromptSet) -> dict[str, Any]:
         """Add the prompts of a set; returns the set's account."""
@@ -165,17 +250,30 @@ class _Reading:
         }
         may_be_messages = self.has_template and dataset.chat is None
         may_be_messages = may_be_messages and dataset.name not in {*EMBEDDED, *CATALOGUE}
-        for prompt in raw_prompts(dataset, self.seed, self.has_template is not False):
-            account["read"] += 1
-            may_be_messages = may_be_messages and not getattr(prompt, "messages", ())
-            wrong = prompt if isinstance(prompt, Unusable) else self._keep(prompt, dataset)
-            if wrong is None:
-                account["kept"] += 1
-                account["unread"].update(getattr(prompt, "unread", ()))
-                continue
-            account["dropped"][wrong.reason] += 1
-            if wrong.why:
-                account.setdefault(f"{wrong.reason}_because", wrong.why)
+        name, has_template = short_name(dataset.name), self.has_template is not False
+        asked = (
+            (each, self._asked(each)) for each in raw_prompts(dataset, self.seed, has_template)
+        )
+        while some := list(islice(asked, AT_ONCE)):
+            account["read"] += len(some)
+            tokens = iter(self._ids([each for _, each in some if isinstance(each, _Asked)]))
+            kept = []
+            for raw, each in some:
+                may_be_messages = may_be_messages and not getattr(raw, "messages", ())
+                if isinstance(each, _Asked):
+                    ids = next(tokens)
+                    if (wrong := self._refused(each, ids)) is None:
+                        self.seen.add(each.example_id)
+                        account["unread"].update(each.raw.unread)
+                        kept.append(each.prompt(name, dataset.split, ids))
+                        continue
+                else:
+                    wrong = each
+                account["dropped"][wrong.reason] += 1
+                if wrong.why:
+                    account.setdefault(f"{wrong.reason}_because", wrong.why)
+            account["kept"] += len(kept)
+            self.write(kept)
         if may_be_messages:
             account["as_text"] = True
         if not account["read"]:
@@ -190,62 +288,57 @@ class _Reading:
             )
         return account
 
-    def _keep(self, prompt: RawPrompt, dataset: PromptSet) -> Unusable | None:
-        """Add a prompt, or return the reason why not."""
-        texts = [message["content"] for message in prompt.messages] or [prompt.text]
-        if not is_unicode("".join([*texts, *prompt.follow_ups])):
+    def _asked(self, raw: RawPrompt | Unusable) -> _Asked | Unusable:
+        """A prompt as the target wants it, or why there is none."""
+        if isinstance(raw, Unusable):
+            return raw
+        texts = [message["content"] for message in raw.messages] or [raw.text]
+        if not is_unicode("".join([*texts, *raw.follow_ups])):
             return Unusable("undecodable")
         if not any(map(str.isalnum, texts[-1])):
             return Unusable("near_empty")
-        identity = prompt.text
-        if prompt.messages:
-            turns = [[*said.values()][:2] + [*said.items()][2:] for said in prompt.messages]
-            given = [prompt.variables] if prompt.variables else []
-            identity = json.dumps([turns, list(prompt.follow_ups), *given], default=str)
+        identity = raw.text
+        if raw.messages:
+            turns = [[*said.values()][:2] + [*said.items()][2:] for said in raw.messages]
+            given = [raw.variables] if raw.variables else []
+            identity = json.dumps([turns, list(raw.follow_ups), *given], default=str)
         example_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
         if example_id in self.seen:
             return Unusable("duplicate")
         if example_id in self.trained_on:
             return Unusable("trained_on")
-        if prompt.messages and self.has_template is False:
+        if raw.messages and self.has_template is False:
             require_template(self.tokenizer)
-        variables = {**self.variables, **prompt.variables}
-        ids = self._ids(prompt, variables)
-        if isinstance(ids, Unusable):
-            return ids
-        self.seen[example_id] = Prompt(
-            example_id,
-            short_name(dataset.name),
-            dataset.split,
-            ids,
-            prompt.messages,
-            prompt.follow_ups,
-            prompt.reference,
-            variables,
-        )
-        return None
+        variables, text = {**self.variables, **raw.variables}, raw.text
+        if raw.messages and self.tokenizer is not None:
+            try:
+                text = chat_text(self.tokenizer, raw.messages, variables)
+            except TemplateRefusedError as error:
+                return Unusable("refused", str(error))
+        return _Asked(example_id, raw, variables, text)
 
-    def _ids(self, prompt: RawPrompt, variables: Mapping[str, Any]) -> list[int] | Unusable:
-        """A prompt's tokens, or why the model cannot read them."""
-        if self.tokenizer is None:
-            return [0]
-        try:
-            if prompt.messages:
-                ids = chat_ids(self.tokenizer, prompt.messages, variables)
-            else:
-                ids = text_ids(self.tokenizer, prompt.text)
-        except TemplateRefusedError as error:
-            return Unusable("refused", str(error))
+    def _ids(self, asked: Sequence[_Asked]) -> list[list[int]]:
+        """The tokens of prompts of one set, which are all texts or all conversations."""
+        if self.tokenizer is None or not asked:
+            return [[0]] * len(asked)
+        is_chat = bool(asked[0].raw.messages)
+        return text_ids(self.tokenizer, [each.text for each in asked], is_chat=is_chat)
+
+    def _refused(self, asked: _Asked, ids: list[int]) -> Unusable | None:
+        """Why the model cannot read a prompt of these tokens, or need not."""
+        if asked.example_id in self.seen:  # since it was read
+            return Unusable("duplicate")
         if not ids:
             return Unusable("near_empty")
         if self.max_tokens is not None and len(ids) > self.max_tokens:
             why = f"at most {self.max_tokens} tokens fit beside the completion"
             return Unusable("over_long", why)
         if (largest := max(ids)) >= self.vocabulary:
+            assert self.tokenizer is not None
             token = self.tokenizer.convert_ids_to_tokens(largest)
             why = f"the tokenizer's {token!r} is id {largest}, and the model has rows for ids below"
             return Unusable("out_of_vocabulary", f"{why} {self.vocabulary}")
-        return ids
+        return None
 
 
 def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:

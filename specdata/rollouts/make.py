@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from specdata.config import RolloutConfig
 from specdata.prompts.chat_templates import Message, TemplateRefusedError, chat_ids
 from specdata.prompts.loading import Prompt
+from specdata.prompts.stored import Prompts
 from specdata.rollouts.backend import Backend, Completion, Report, Request
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
@@ -59,13 +60,11 @@ def make_rollouts(
     needed where prompts have follow-ups. `report` is told of tokens as they are drawn, and of those
     that were there or that another process drew. Returns the number of completions in the dataset.
     """
-    ordered = sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.example_id))
-    groups = [
-        ordered[start : start + config.shard_size]
-        for start in range(0, len(ordered), config.shard_size)
-    ]
+    prompts = Prompts.of(prompts)
+    ordered, size = prompts.by_length(), config.shard_size
+    groups = [ordered[start : start + size] for start in range(0, len(ordered), size)]
     shards = [
-        partial(complete_group, backend, group, config.samples, dialogue, report)
+        partial(complete_group, backend, prompts, group, config.samples, dialogue, report)
         for group in groups
     ]
     stored = [TARGET_STATES] * config.store_states + [TARGET_TAPS] * bool(config.store_taps)
@@ -160,15 +159,16 @@ class _Turn:
 
 def complete_group(
     backend: Backend,
-    group: Sequence[Prompt],
+    prompts: Sequence[Prompt],
+    group: Sequence[int],
     samples: int,
     dialogue: Dialogue | None,
     report: Report,
 ) -> list[Rollout]:
-    """Complete all samples and turns of some prompts; rows by prompt, then sample, then turn."""
+    """Complete all samples and turns of a group of the prompts; rows by prompt, sample and turn."""
     turns = [
         _Turn((index, sample, 0), prompt, prompt.messages, prompt.ids)
-        for index, prompt in enumerate(group)
+        for index, prompt in enumerate(prompts[place] for place in group)
         for sample in range(samples)
     ]
     rows: dict[tuple[int, int, int], Rollout] = {}
@@ -185,4 +185,4 @@ def complete_group(
 
 def turns_asked(prompts: Sequence[Prompt], samples: int) -> int:
     """Completions if every conversation is held to its end."""
-    return samples * sum(1 + len(prompt.follow_ups) for prompt in prompts)
+    return samples * Prompts.of(prompts).turns

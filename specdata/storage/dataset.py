@@ -37,7 +37,6 @@ from specdata.storage.files import (
     CACHE,
     MANIFEST,
     PROGRESS,
-    as_pattern,
     atomic_write,
     locked,
     sha256,
@@ -248,20 +247,10 @@ def _name(index: int) -> str:
 def load_stored(folder: Path) -> datasets.Dataset:
     """Load a finished dataset with random access, memory-mapped.
 
-    The `datasets` library keeps it as an Arrow file for that: in the folder itself (`.cache`, which
-    may be removed) if that can be written, else in its usual cache.
+    For that the first process that loads it copies the shards into one Arrow file: in the folder
+    itself (`.cache`, which may be removed) if that can be written, else in the usual cache of
+    `datasets`.
     """
-    cache = folder / CACHE
-    files = _finished_files(folder)
-    if not files:
-        return datasets.Dataset.from_dict({})
-    return datasets.Dataset.from_parquet(
-        files, cache_dir=str(cache) if os.access(folder, os.W_OK) else None
-    )
-
-
-def _finished_files(folder: Path) -> list[str]:
-    """A finished dataset's shards, as patterns that match them alone."""
     manifest = read_manifest(folder)
     if not manifest["finished"]:
         made = len(list(folder.glob("shard-*.parquet")))
@@ -269,10 +258,27 @@ def _finished_files(folder: Path) -> list[str]:
             f"{folder} is unfinished ({made} shards so far): run the stage that makes it again, it "
             "continues where it stopped"
         )
-    if is_main():  # the others read what it has checked
-        for record in manifest["shards"]:
-            verify(folder, record)
-    return [as_pattern(folder / record["file"]) for record in manifest["shards"]]
+    if not (shards := manifest["shards"]):
+        return datasets.Dataset.from_dict({})
+    names = [folder / record["file"] for record in shards]
+    is_ours = os.access(folder, os.W_OK)
+    cache = folder / CACHE if is_ours else Path(datasets.config.HF_DATASETS_CACHE)
+    hashes = "".join(record["sha256"] for record in shards)
+    path = cache / f"{hashlib.sha256(hashes.encode()).hexdigest()[:32]}.arrow"
+    with locked(path.with_suffix(".lock")):
+        is_kept = path.is_file()
+        if is_main() or not is_kept:  # the others read what it has checked
+            for record in shards:
+                verify(folder, record)
+        if not is_kept:
+            with (
+                atomic_write(path) as temporary,
+                pa.ipc.new_stream(str(temporary), pq.read_schema(names[0])) as joined,
+            ):
+                for name in names:
+                    shard = pq.ParquetFile(pa.py_buffer(name.read_bytes()))
+                    joined.write_table(shard.read(use_threads=False))
+    return datasets.Dataset.from_file(str(path))
 
 
 def is_held_out(example_id: str, share: float) -> bool:

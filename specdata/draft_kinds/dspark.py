@@ -1,0 +1,83 @@
+"""Drafts in DSpark's form (published for Qwen3 by DeepSpec): a block after one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from specdata.draft_kinds.kind import (
+    KEY,
+    DraftKind,
+    Served,
+    Settings,
+    checked_taps,
+    has_form,
+    usual_taps,
+)
+from specdata.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How a draft drafts.
+
+    Attributes:
+        size: tokens after one forward.
+        mask: the target's token that stands for those not known yet.
+        rank: of the bias by the token before.
+    """
+
+    size: Annotated[int, Field(ge=2)]
+    mask: NonNegativeInt
+    rank: PositiveInt
+
+
+def _depths(settings: Settings) -> int:
+    size: int = settings[KEY]["blocks"]["size"]
+    return size
+
+
+def _taps_of(taps: list[int] | None, count: int) -> list[int]:
+    usual = usual_taps(count)[:-1]
+    found = checked_taps(taps or [tap for tap in usual if tap] or usual, count)
+    if found[-1] == count or (taps and not taps[0]):
+        raise ConfigError(
+            f"taps must be from 1 to {count - 1} with layout dspark, got {found}: engines call "
+            "a tap by the layer before it, and llama.cpp hands out nothing behind the last one"
+        )
+    return found
+
+
+def _check_layers(layers: int | list[int]) -> None:
+    if not isinstance(layers, int):
+        raise ValueError(
+            f"layers must be how many with layout dspark, whose layers are new, got {layers}"
+        )
+
+
+DSPARK = DraftKind(
+    "dspark",
+    is_of=has_form("blocks"),
+    served=Served(
+        method="dspark",
+        tags=("dspark", "vllm", "sglang", "llama-cpp", "arxiv:2607.05147"),
+        whole=("vLLM", "SGLang", "llama.cpp"),
+    ),
+    depths=_depths,
+    reads_states=True,
+    in_blocks=True,
+    form_key="blocks",
+    form=Blocks,
+    taps_of=_taps_of,
+    check_layers=_check_layers,
+    layouts={
+        "dspark": "DSpark's own code, which vLLM (on GPUs), SGLang and llama.cpp's converter load",
+    },
+    architecture="DSpark",
+    section=(
+        "init: {kind: states, layout: dspark, layers: 1}, optimizer: muon, learning_rate: 1.5e-3"
+    ),
+    head="confidence",
+)

@@ -1,0 +1,52 @@
+"""Drafts in EAGLE-3's layout (Li et al. 2025, arXiv:2503.01840), which engines serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdata.draft_kinds.kind import DraftKind, Served, checked_taps, has_form, usual_taps
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Where a draft normalises, in the words of speculators' config.json.
+
+    Attributes:
+        norm_before_residual: the residual stream begins with the normalised state.
+        norm_before_fc: one norm over the target's states together.
+        fc_norm: one norm over each of them.
+        norm_output: the draft's own states are fed back after its final norm (EAGLE 3.1).
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+def _check_layers(layers: int | list[int]) -> None:
+    if layers != 1:
+        raise ValueError(f"layout eagle3 needs layers: 1, got {layers}")
+
+
+EAGLE3 = DraftKind(
+    "eagle3",
+    is_of=has_form("layout"),
+    served=Served(
+        method="eagle3",
+        tags=("eagle3", "vllm", "sglang", "llama-cpp", "arxiv:2503.01840"),
+        fastest=2,
+    ),
+    reads_states=True,
+    form_key="layout",
+    form=Norms,
+    taps_of=lambda taps, count: checked_taps(taps or usual_taps(count)[:-1], count),
+    check_layers=_check_layers,
+    layouts={
+        "eagle3": "EAGLE-3's own code, which vLLM, SGLang and llama.cpp's converter load",
+        "speculators": "the package speculators, which vLLM loads",
+    },
+    architecture="Eagle3",
+    section="init: {kind: states, layout: eagle3, layers: 1}",
+    head=None,  # engines ask none
+)

@@ -1,0 +1,103 @@
+"""The facts by which a kind of draft is known and told of, of which none needs torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdata.config import check_taps
+
+KEY = "target_states"
+"""The key of config.json by which a draft on its target's states is known."""
+Settings = Mapping[str, Any]
+"""What a draft's config.json holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What engines are told of a kind of draft.
+
+    Attributes:
+        method: its name in vLLM's `--speculative-config`, and in other engines', but for a plain
+            draft's.
+        tags: of its card: engines that load it as it is released, and its paper.
+        options: of vLLM's `--speculative-config`, beside the usual ones.
+        whole: engines that take all its tokens after one forward, however many that are.
+        fastest: the draft length that was fastest in vLLM with a draft of this project.
+    """
+
+    method: str = "draft_model"
+    tags: tuple[str, ...] = ("vllm", "sglang", "llama-cpp")
+    options: Settings = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    fastest: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftKind:
+    """What a kind of draft is.
+
+    Attributes:
+        name: its own; of a draft on its target's states, as `draft.init.layout` has it.
+        is_of: whether a config.json is of this kind, or of one that this kind is made of.
+        served: what engines are told of it.
+        depths: of a config.json, how many tokens it proposes after one forward.
+        reads_states: whether it reads its target's states.
+        in_blocks: whether it drafts a block, and no token beyond that.
+        form_key: of `target_states`, where what this kind adds to it stands.
+        form: what stands there.
+        taps_of: the states that it reads of a target of so many layers, those that were asked for
+            or its own. Raises ConfigError.
+        check_layers: refuses `draft.init.layers` that it cannot have. Raises ValueError.
+        layouts: in which engines load it -> whose each is, as a card says it; its own comes first.
+        architecture: a part of the name of its class there, by which config.json tells it.
+        section: what `draftsmith init` writes of it.
+        head: the kind of head that goes with it there, if any does.
+    """
+
+    name: str
+    is_of: Callable[[Settings], bool]
+    served: Served = Served()
+    depths: Callable[[Settings], int] = lambda settings: 1
+    reads_states: bool = False
+    in_blocks: bool = False
+    form_key: str = ""
+    form: type[Any] | None = None
+    taps_of: Callable[[list[int] | None, int], list[int]] = lambda taps, count: []
+    check_layers: Callable[[int | list[int]], None] = lambda layers: None
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    architecture: str = ""
+    section: str = ""
+    head: str | None = "immediate"
+
+    @property
+    def asks_head(self) -> bool:
+        """Whether engines ask an acceptance head of it."""
+        return bool(self.layouts and self.head)
+
+    def longest(self, settings: Settings) -> int:
+        """The longest path that a draft was made for: its block's, where it drafts in blocks."""
+        return self.depths(settings) if self.in_blocks else sys.maxsize
+
+
+def has_form(key: str) -> Callable[[Settings], bool]:
+    """Whether a config.json says something of the target's states under such a key."""
+
+    def is_of(settings: Settings) -> bool:
+        states = settings.get(KEY)
+        return isinstance(states, Mapping) and states.get(key) is not None
+
+    return is_of
+
+
+def usual_taps(count: int) -> list[int]:
+    """Early, middle and late of so many layers (Li et al. 2025, arXiv:2503.01840), and the last."""
+    return sorted({min(2, count), count // 2, max(count - 3, 0), count})
+
+
+def checked_taps(taps: Sequence[int], count: int) -> list[int]:
+    """Taps that a target of so many layers has. Raises ConfigError."""
+    check_taps(taps, count)
+    return list(taps)
