@@ -102,7 +102,7 @@ def pair(draft: str) -> tuple[Any, Any]:
     import torch
 
     from distill.config import InitConfig
-    from distill.memory import new_draft
+    from distill.initial import new_draft
     from specdata.draft_models.depths import add_masks
     from specdata.draft_models.taps import attach
 

@@ -156,7 +156,7 @@ def test_half_of_a_chunks_bytes_have_room_for_all_that_is_alive(name: str) -> No
     with LiveBytes() as live:
         chunked(states, {"states": torch.randn(count, 16)})
     made = live.most - draft.lm_head.weight.nbytes  # whose gradient is there, too
-    assert 0.3 * entry < made / (count * vocabulary) < 0.5 * entry
+    assert 0.25 * entry < made / (count * vocabulary) < 0.5 * entry
 
 
 def test_no_position_gives_zero_and_gradients_of_zero() -> None:
