@@ -1,9 +1,12 @@
 """How time and memory grow, this build beside an earlier one: each work at several sizes.
 
-    python benchmarks/growth.py [--base COMMIT] [--works REGEX] [--out FILE]
+    python benchmarks/growth.py [--base COMMIT] [--works REGEX] [--most SIZE] [--out FILE]
 
 Each work runs in a process of its own, on one thread, with models of one layer and random weights.
 It gives CPU seconds and the peak of the process's memory above what it held when the work began.
+Works of prompts and rollouts are stages, from their begin to the first batch or step, begun and
+begun again; the processes of one size and build share a folder, in which each finds what the works
+before it have made.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +41,7 @@ def main() -> None:
     )
     options.add_argument("--base", default="ed09b47c", help="the earlier build's commit")
     options.add_argument("--works", default="", help="only works whose name matches")
+    options.add_argument("--most", type=int, default=100_000, help="only sizes up to this")
     options.add_argument("--out", type=Path, default=Path("runs/bench/growth.json"))
     options.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     given = options.parse_args()
@@ -43,12 +49,15 @@ def main() -> None:
         print(json.dumps(spent(WORKS[given.work[0]][0](int(given.work[1])))))
         return
     rows = []
-    with earlier(given.base) as base:
+    with earlier(given.base) as base, tempfile.TemporaryDirectory() as temporary:
         for name, (_, sizes) in WORKS.items():
-            for size in sizes if re.search(given.works, name) else ():
+            is_asked = re.search(given.works, name)
+            for size in [each for each in sizes if is_asked and each <= given.most]:
                 row: dict[str, Any] = {"work": name, "size": size}
                 for build, tree in {"base": base, "now": Path.cwd()}.items():
-                    row[build] = measured(tree, name, size)
+                    folder = Path(temporary, f"{build}-{size}")
+                    folder.mkdir(exist_ok=True)
+                    row[build] = measured(tree, name, size, folder)
                     print(f"{name:<28} {size:>9,} {build:<4} {row[build]}", flush=True)
                 rows.append(row)
     commit = ["git", "describe", "--always", "--dirty"]
@@ -59,13 +68,14 @@ def main() -> None:
     print(f"written: {given.out}")
 
 
-def measured(tree: Path, name: str, size: int) -> dict[str, float] | None:
+def measured(tree: Path, name: str, size: int, folder: Path) -> dict[str, float] | None:
     """What a work takes by the code of a tree; None if it ends by an error, such as no memory."""
     given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{tree}:{Path.cwd()}"}
     command = [sys.executable, "-W", "ignore", str(Path(__file__).absolute())]
     done = subprocess.run(
         [*command, "--work", name, str(size)],
         env={**os.environ, **given},
+        cwd=folder,
         stdout=subprocess.PIPE,
         check=False,
     )
@@ -181,8 +191,120 @@ def training(size: int, draft: str) -> Any:
     return lambda: [step(number, size) for number in range(2)]
 
 
+class BegunError(Exception):
+    """The first batch, or the first step, begins."""
+
+
+def begin(*_: Any, **__: Any) -> None:
+    """Stand for a batch or a step."""
+    raise BegunError
+
+
+def given(*options: str) -> Any:
+    """The configuration of a run in this folder, without what these options do not ask for."""
+    from recipes.config import parse
+
+    models = [word for role in ("target", "draft") for word in (f"--models.{role}", f"pair/{role}")]
+    return parse(["--toy", "null", "--output", "run", *models, *options]).config
+
+
+def make_pair() -> Any:
+    """Write a target and a draft of one layer; returns their tokenizer."""
+    from distill.toy import language_model, save_tokenizer, train_tokenizer
+    from distill.training import save_model
+    from specdata.toy.corpus import corpus
+
+    tokenizer = train_tokenizer(corpus(seed=0, examples_per_family=200), 2048)
+    for name in ("target", "draft"):
+        made = language_model(tokenizer, layers=1, width=16, seed=0)
+        save_model(made, Path("pair", name))
+        save_tokenizer(tokenizer, Path("pair", name))
+    return tokenizer
+
+
+def prompting(size: int) -> Any:
+    """Prompts of about 300 tokens, up to the first batch of rollouts."""
+    import random
+
+    from recipes import make_rollouts
+    from specdata.rollouts.backend import TransformersBackend
+    from specdata.toy.corpus import corpus
+
+    if not Path("prompts.jsonl").is_file():
+        tokenizer, draw = make_pair(), random.Random(0)
+        words = " ".join(corpus(seed=1, examples_per_family=200)).split()
+        each = 300 * len(words) // len(tokenizer(" ".join(words))["input_ids"])
+        texts = (" ".join(draw.choices(words, k=each)) for _ in range(size))
+        lines = (json.dumps({"prompt": text}) for text in texts)
+        Path("prompts.jsonl").write_text("\n".join(lines))
+    TransformersBackend.complete = begin  # type: ignore[method-assign,assignment]
+    sets = "[{name: prompts.jsonl, split: train, count: 0}]"
+    config = given("--draft", "null", "--head", "null", "--rollouts.sets", sets)
+    return partial(to_its_begin, make_rollouts.RECIPE, config)
+
+
+def to_its_begin(recipe: Any, config: Any) -> None:
+    """Run a recipe up to its first batch or step."""
+    try:
+        recipe.main(config)
+    except BegunError:
+        pass
+    else:
+        raise RuntimeError("nothing begins: all is made")
+
+
+def storing(size: int) -> Any:
+    """Rollouts and labels of 40 + 60 tokens, one in 500 of split dev, in shards of 64."""
+    from recipes.make_rollouts import Rollouts
+    from recipes.run import run_stage
+    from recipes.train_head import Labels
+    from specdata.storage.dataset import fill_dataset
+    from specdata.storage.resume import Settings
+    from specdata.storage.schema import LABELS, ROLLOUTS
+
+    make_pair()
+    config = given("--draft", "null")
+
+    def shard(schema: Any, start: int) -> list[dict[str, Any]]:
+        more = [name for name in schema.names if name not in ROLLOUTS.names]
+        each = {"dataset": "maths", "sample": 0, "turn": 0, "finish": "length"}
+        each |= {"prompt_ids": [*range(5, 45)], "completion_ids": [*range(5, 65)]}
+        each |= {name: [*range(5, 65)] if name == "draft_ids" else [0.5] * 60 for name in more}
+        return [
+            each | {"example_id": f"{index:016x}", "split": "train" if index % 500 else "dev"}
+            for index in range(start, min(start + 64, size))
+        ]
+
+    def run(self: Any, schema: Any) -> dict[str, Any]:
+        parts = [partial(shard, schema, start) for start in range(0, size, 64)]
+        settings = Settings({"sampling": asdict(config.sampling)})
+        fill_dataset(self.folder, schema, settings, parts, lambda _: None)
+        return {"acceptance": {}}
+
+    def store() -> None:
+        for kind, schema in ((Rollouts, ROLLOUTS), (Labels, LABELS)):
+            stage = type("Stored", (kind,), {"run": lambda self, schema=schema: run(self, schema)})
+            run_stage(stage(config))
+
+    return store
+
+
+def beginning(size: int, what: str) -> Any:
+    """A training on stored rollouts, up to its first step."""
+    import distill.trainer
+    import heads.train
+    from recipes import train_draft, train_head
+
+    distill.trainer.DistilTrainer.compute_loss = begin
+    heads.train.Training.step = begin  # type: ignore[method-assign,assignment]
+    if what == "draft":
+        return partial(to_its_begin, train_draft.RECIPE, given())
+    return partial(to_its_begin, train_head.RECIPE, given("--draft", "null"))
+
+
 LENGTHS = (2_000, 8_000, 16_000, 32_000)
 TREE = {"drafter": "tree", "verifier": "traversal", "widths": (2, 2, 1)}
+PROMPTS, ROWS = (10_000, 100_000), (20_000, 100_000)
 CHAIN = {"verifier": "block", "length": 4}
 WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
     "decode chain": (partial(decoding, draft="plain", **CHAIN), LENGTHS),
@@ -195,6 +317,14 @@ WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
     **{
         f"train {kind}": (partial(training, draft=kind), (2_048, 8_192))
         for kind in ("plain", "eagle3", "states", "dspark", "pard")
+    },
+    "prompts": (prompting, PROMPTS),
+    "prompts again": (prompting, PROMPTS),
+    "rollouts stored": (storing, ROWS),
+    **{
+        f"rollouts to a {what}{again}": (partial(beginning, what=what), ROWS)
+        for what in ("draft", "head")
+        for again in ("", " again")
     },
 }
 

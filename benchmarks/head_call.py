@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 from eval.drafting.drafters import ChainDrafter
 from eval.drafting.stopping import ActiveRule, DraftedToken, StoppingRule
 from eval.drafting.stopping.thresholds import Fixed, Head
+from eval.runtime.batches import drive
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import drive
+from eval.runtime.sequence import CachedSequence, sequence_of, warm_up
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from specdata.lm_head import width_of_states
 from specdata.models import load_model
@@ -78,13 +79,15 @@ def drafting_seconds(
     compared: dict[str, Callable[[], float]] = {}
     for name, (rule, head) in asked.items():
         model = CachedModel(draft, vocabulary, engine=engine, capture_hidden=head is not None)
-        model.warm_up([(1, 1), (2, 1)])
+        warm_up(model, [(1, 1), (2, 1)])
         generator = torch.Generator().manual_seed(0)
         unheeded = _Unheeded(rule.start(head))
-        drafter = ChainDrafter(model.sequence(0, sampling), unheeded, frozenset())
+        sequence = sequence_of(model, 0, sampling)
+        drafter = ChainDrafter(sequence, unheeded, frozenset())
         committed = torch.randint(0, vocabulary, (PROMPT,), generator=generator).tolist()
 
         def once(
+            sequence: CachedSequence = sequence,
             drafter: ChainDrafter = drafter,
             committed: list[int] = committed,
             generator: torch.Generator = generator,
@@ -92,7 +95,7 @@ def drafting_seconds(
             begun = clock()
             drafted = len(drive(drafter.propose(committed, LENGTH, generator)))
             seconds = clock() - begun
-            drafter.accept([], PROMPT - 1)  # the last one gives the first distribution
+            sequence.crop(PROMPT - 1)  # the last one gives the first distribution
             return seconds / max(1, drafted)
 
         once()  # reads the prompt
@@ -125,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--drafts", nargs="+", default=[f"demo={DRAFT}"], metavar="NAME=FOLDER")
     parser.add_argument("--times", type=int, default=400, help="that each method drafts")
-    parser.add_argument("--engines", nargs="+", default=["eager", "captured", "compiled"])
+    parser.add_argument("--engines", nargs="+", default=["eager", "captured"])
     parser.add_argument("--out", type=Path, default=Path("runs/bench/head_call.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)

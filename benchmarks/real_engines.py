@@ -22,7 +22,7 @@ from engines import FIRST_PORT, to_gguf, tree_of
 from eval.measuring.methods import SERVED
 from eval.measuring.pooled import pool
 from eval.measuring.results import read_results
-from recipes.layout import RESULTS
+from recipes.config import RESULTS
 
 PLAIN = "{name: plain, decoder: plain}"
 ALONE = (

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eval.runtime.model import CachedModel
+from eval.runtime.sequence import sequence_of
 from specdata.models import device
 from specdata.probability import SamplingConfig, overlap, probabilities
 
@@ -118,18 +119,18 @@ def _set_noise(
 def forward_seconds(model: CachedModel, context: int, count: int) -> float:
     """Seconds of one forward of `count` tokens behind a context, one right after the other."""
     prompt = [3 + place % 400 for place in range(context)]
-    sequence = model.sequence(0, SamplingConfig())
-    model.run(sequence.append(prompt, 1))
+    sequence = sequence_of(model, 0, SamplingConfig())
+    sequence.append(prompt, 1).run()
     tokens = prompt[:count]
 
     def forward() -> object:
-        logits = model.run(sequence.append(tokens, count))
+        logits = sequence.append(tokens, count).run()
         sequence.crop(context)
         return logits
 
     forward()  # makes the graph
     seconds = _seconds(forward, model.device)
-    model.reset()
+    model.kv_cache.free()
     return seconds
 
 

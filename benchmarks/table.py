@@ -21,7 +21,7 @@ from typing import Any
 from eval.measuring.results import Results, Run, check_metrics, read_results, together
 from eval.reporting.report import picture
 from eval.reporting.table import beside_table, readme_table, shown_methods
-from recipes.layout import RESULTS
+from recipes.config import RESULTS
 from specdata.errors import ConfigError
 from specdata.storage.files import read_object, write_json, write_text
 from specdata.terminal import accept_any_text, tell

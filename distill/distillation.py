@@ -21,13 +21,7 @@ from distill.callbacks import Watch, best_step, load_best, measurements, reporte
 from distill.config import DistilConfig
 from distill.masks import with_masks
 from distill.trainer import draft_trainer
-from distill.training import (
-    HISTORY_FILE,
-    RESULT_FILE,
-    ModelFolder,
-    logged_steps,
-    train_resumably,
-)
+from distill.training import HISTORY_FILE, RESULT_FILE, ModelFolder, logged_steps, train_resumably
 from distill.watch import HeldOut, Measurement
 from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.states_draft import reads_states

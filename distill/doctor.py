@@ -16,16 +16,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.kinds import layout_in
-from distill.published import (
-    Finding,
-    Layout,
-    Published,
-    ids_of,
-    not_computed,
-    stored,
-    tensors_of,
-)
+from distill.engine_layouts import not_computed, with_layout
+from distill.published import Finding, Layout, Published, config_of, ids_of, stored, tensors_of
 from distill.watch import Figures, HeldOut
 from specdata.config import PromptSet
 from specdata.draft_kinds import is_for_engines
@@ -67,7 +59,7 @@ def examine(
     `prompts` is a file, or a set by name (default: chat-assistant, or instruct), of which at most
     `count` are read.
     """
-    name, (config, layout) = str(folder), layout_in(folder)
+    name, (config, layout) = str(folder), with_layout(config_of(folder))
     target, tokenizer = load_model(target_name), load_tokenizer(target_name)
     yield from _of_tokenizer(folder, tokenizer)
     prompts = prompts or ("chat-assistant" if tokenizer.chat_template else "instruct")
@@ -101,7 +93,7 @@ def _of_files(
         yield from _of_target(config, theirs, target)
         yield from layout.traps(config, theirs, target)
         config |= {key: layout.only[key] for key in layout.unsaid}  # as it is measured at first
-        if found := not_computed(config, layout):
+        if found := not_computed(config):
             for each in found:
                 yield Finding("problem", "config.json", each)
             return None

@@ -428,11 +428,6 @@ def _written(
     _name: str,
     confidence: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if not record.taps[0]:
-        raise ConfigError(
-            "the draft reads what enters its target's first layer, and engines call a tap by the "
-            "layer before it: train a draft with draft.init.taps of 1 and more"
-        )
     model, blocks = load_model(record.target), record.form
     given[published.FC] = given[published.FC] * given.pop(SCALE)
     vocabulary, tokens = settings["vocab_size"], settings[SIZE]

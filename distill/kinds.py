@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from datasets import Dataset
@@ -15,23 +14,12 @@ from distill import (
     eagle,
     masks,
     plain,
+    published,
     states,
 )
 from distill.plain import Source
-from distill.published import (
-    TOKENS,
-    Layout,
-    Published,
-    config_of,
-    ids_of,
-    not_computed,
-    stored,
-    tensors_of,
-)
 from distill.rounds import Place
-from specdata.draft_kinds import KINDS as DRAFT_KINDS
 from specdata.draft_kinds import kind_of
-from specdata.errors import ConfigError
 from specdata.lm_head import LMHead
 
 
@@ -81,47 +69,10 @@ KINDS: Mapping[str, Kind] = {
     "eagle3": eagle,
     "dspark": dspark,
 }
-LAYOUTS: Mapping[str, Layout] = {"eagle3": eagle.LAYOUT, "dspark": dspark.LAYOUT}
+LAYOUTS: Mapping[str, published.Layout] = {"eagle3": eagle.LAYOUT, "dspark": dspark.LAYOUT}
 """Of the kinds that engines load."""
 
 
 def along_rounds(draft: LMHead, ids: Tensor, count: int, **named: Any) -> Iterator[Place]:
     """The states of a draft along texts at each place of a round; see `Kind.along`."""
     return KINDS[kind_of(draft.model.config).name].along(draft, ids, count, **named)
-
-
-def layout_in(folder: Path) -> tuple[dict[str, Any], Layout]:
-    """The config.json of a published draft, with its method's section beside the rest.
-
-    And the layout that it describes: the first, if it names no architecture. Raises ConfigError.
-    """
-    settings = config_of(folder)
-    architectures = str(settings.get("architectures"))
-    names = [name for name in LAYOUTS if DRAFT_KINDS[name].architecture in architectures]
-    layout = LAYOUTS[(names or [*LAYOUTS])[0]]
-    if isinstance(said := settings.get(layout.section), dict):
-        settings = {**said, **settings}
-    return settings, layout
-
-
-def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
-    """Make a draft, in float32 and eval mode, of a published folder; it reads the given target."""
-    name, (settings, layout) = str(folder), layout_in(folder)
-    if found := not_computed(settings, layout):
-        raise ConfigError(
-            f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
-            "take out what does not matter to it"
-        )
-    tensors = tensors_of(stored(folder), name, layout)
-    if (
-        settings.get("tie_word_embeddings")
-        and TOKENS in tensors
-        and "lm_head.weight" not in tensors
-    ):
-        raise ConfigError(
-            f"tie_word_embeddings in config.json of {name} ties its own embed_tokens to an lm_head "
-            "that it does not hold, and engines take the target's: store lm_head, or say false"
-        )
-    taps, flags = layout.taps_of(settings, target)
-    ids = ids_of(tensors, target, name)
-    return layout.build(Published(settings, tensors, ids, target, name), taps, flags)

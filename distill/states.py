@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    set_seed,
-)
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from distill import plain

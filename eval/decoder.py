@@ -23,9 +23,10 @@ from eval.decode_config import DecodeConfig
 from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath, drawn_chain
 from eval.drafting.dynamic_tree import DynamicTreeDrafter
 from eval.rounds import Generation, Round
+from eval.runtime.batches import ForwardCoroutine, drive, run_batch
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import CachedSequence, ForwardCoroutine, drive, run_batch
+from eval.runtime.sequence import CachedSequence, sequence_of, warm_up
 from eval.runtime.transformers_models import check_rope, check_trees
 from eval.verifiers.rule import Drawn, Verifier
 from heads import BaseHead
@@ -75,8 +76,10 @@ class SpeculativeDecoder:
         self._verifier = verifier
         self._end_tokens = end_tokens
         self._tree_attention = tree_attention
-        self._reads_states = any(draft.reads_states for draft in self._drafts)
-        self._readable = min((draft.positions for draft in self._drafts), default=sys.maxsize)
+        self._reads_states = any(draft.traits.reads_states for draft in self._drafts)
+        self._readable = min(
+            (draft.traits.positions for draft in self._drafts), default=sys.maxsize
+        )
         self._most = min((most_tokens(draft.model) for draft in self._drafts), default=sys.maxsize)
         # What decodes one sequence at a time: the target's KV cache of it, and a drafter.
         self._slots: list[tuple[CachedSequence, Drafter | None]] = []
@@ -232,6 +235,8 @@ class SpeculativeDecoder:
             )
             for prompt, generator in zip(prompts, generators, strict=True)
         ]
+        for model in (self._target, *self._drafts):
+            model.kv_cache.expect(min(size, len(prompts)))
         try:
             generations = run_batch(jobs, size, last=self._target, report=report)
         finally:
@@ -243,9 +248,9 @@ class SpeculativeDecoder:
     def warm_up(self) -> None:
         """Make every graph now that decoding may need (engines other than eager)."""
         self._refresh_graphs()
-        self._target.warm_up([(1, 1), (2, 2)])
+        warm_up(self._target, [(1, 1), (2, 2)])
         for model in self._drafts:
-            model.warm_up([(1, 1), (2, 1)], nodes=(1, 2))
+            warm_up(model, [(1, 1), (2, 1)], nodes=(1, 2))
 
     def _decode(
         self,
@@ -319,14 +324,10 @@ class SpeculativeDecoder:
             # 4. Commit, and crop both caches. Nothing follows an accepted end token.
             ended = bool(accepted) and accepted[-1] in self._end_tokens
             emitted = accepted if ended else [*accepted, drawn.token]
-            length = len(committed) + len(accepted)
-            if tree.shape == "chain":
-                target.crop(length)
-            else:
-                target.accept(drawn.nodes)
+            target.keep(drawn.nodes)
             if drafter is not None:
                 drafter.hold(bool(verifier.residuals))
-                drafter.accept(drawn.nodes, length)
+                drafter.accept(drawn.nodes)
             committed += emitted
             ended = committed[-1] in self._end_tokens
 
@@ -356,7 +357,7 @@ class SpeculativeDecoder:
         while len(self._slots) <= number:
             new = len(self._slots)
             drafter = self._make_drafter(new) if self._make_drafter else None
-            sequence = self._target.sequence(new, self._sampling)
+            sequence = sequence_of(self._target, new, self._sampling)
             if drafter is not None:
                 drafter.follow(sequence)
             self._slots.append((sequence, drafter))
@@ -379,8 +380,12 @@ class SpeculativeDecoder:
 
     def _free_caches(self) -> None:
         """Forget all sequences and free their memory: several decoders may share one GPU."""
+        for target, drafter in self._slots:
+            target.reset()
+            if drafter is not None:
+                drafter.reset()
         for model in (self._target, *self._drafts):
-            model.reset()
+            model.kv_cache.free()
 
 
 @contextmanager
@@ -414,7 +419,7 @@ def make_drafter(
     """The drafter of a slot, its row in a batch, with its stopping rule; models are the drafts."""
     # Chosen siblings are ranked by the draft's own distribution, which has more than one token.
     sampling = SamplingConfig() if config.chooses else config.sampling
-    sequences = [model.sequence(slot, sampling) for model in models]
+    sequences = [sequence_of(model, slot, sampling) for model in models]
     if config.drafter == "chain":
         return ChainDrafter(sequences[0], config.stop.start(head), ends)
     if config.drafter == "dynamic_tree":

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from specdata.config import MOST_TIMES, Config, Count, Few
 from specdata.errors import ConfigError
 
-Kind = Literal["specdec++", "immediate", "confidence"]
+if TYPE_CHECKING:
+    from heads.model import BaseHead
+
 Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
 FeatureName = Literal[
     "hidden_before",
@@ -33,52 +36,95 @@ DEFAULT_FEATURES: tuple[FeatureName, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingDefaults:
-    """How a kind is trained, and where its defaults differ from those of the fields.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadKind:
+    """All that is known of a kind of head without torch: where its code is, and how it is trained.
+
+    The defaults are those of heads that judge a token when it is drawn.
 
     Attributes:
+        head: "module.Class" in `heads/kinds`.
+        description: what help says of it.
+        title: what cards call it, if not by its name.
+        lag: of its class.
         steps: without `head.epochs` as many passes as make so many steps,
         passes: but at least and at most so many. An immediate head learns few rows by heart: after
             107 passes over 162 rows it was worse than chance.
         rate: the peak of the learning rate: so much over the width of states, but at most so much.
+        defaults: where the defaults of settings differ from those of `HeadConfig`'s fields.
+        unread: settings that it does not read, so only their defaults are taken.
     """
 
-    steps: int
-    passes: tuple[int, float]
-    rate: tuple[float, float]
-    weight_decay: float
-    warmup_ratio: float
-    defaults: Mapping[str, Any]
-    unread: tuple[str, ...]
+    head: str
+    description: str
+    title: str = ""
+    lag: int = 0
+    steps: int = 1500
+    passes: tuple[int, float] = (12, 24)
+    rate: tuple[float, float] = (math.inf, 2e-3)
+    weight_decay: float = 0.01
+    warmup_ratio: float = 0.05
+    defaults: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            **{"depth": 0, "rejection_weight": 1.0},
+            **{"batch_size": 12, "micro_batch_size": 12},
+        }
+    )
+    unread: tuple[str, ...] = ("depth", "width", "mixing", "rejection_weight")
+
+    @property
+    def module(self) -> str:
+        """Where its class is."""
+        return f"heads.kinds.{self.head.split('.')[0]}"
+
+    def load(self) -> type[BaseHead]:
+        """Its class; this imports torch."""
+        head: type[BaseHead] = getattr(import_module(self.module), self.head.split(".")[1])
+        return head
 
 
-IMMEDIATE = TrainingDefaults(
-    1500,
-    (12, 24),
-    (math.inf, 2e-3),
-    0.01,
-    0.05,
-    {"depth": 0, "rejection_weight": 1.0, "batch_size": 12, "micro_batch_size": 12},
-    ("mixing", "rejection_weight"),
-)
-TRAINING: dict[Kind, TrainingDefaults] = {
-    "specdec++": TrainingDefaults(
-        400, (3, math.inf), (5e-5 * 4096, 1e-3), 0.0, 0.03, {}, ("width", "features", "draws")
+KINDS: dict[str, HeadKind] = {
+    "specdec++": HeadKind(
+        head="specdecpp.AcceptanceHead",
+        description="the published head, on the state after the token",
+        title="SpecDec++, arXiv:2405.19715",
+        lag=1,
+        steps=400,
+        passes=(3, math.inf),
+        rate=(5e-5 * 4096, 1e-3),
+        weight_decay=0.0,
+        warmup_ratio=0.03,
+        defaults={},
+        unread=("width", "features", "draws"),
     ),
-    "immediate": IMMEDIATE,
-    "confidence": replace(
-        IMMEDIATE, rate=(2.5, 2e-2), unread=("depth", "width", "features", "mixing")
+    "immediate": HeadKind(
+        head="immediate.ImmediateHead",
+        description="ours, on what is known once the token is drawn, and better",
+        unread=("mixing", "rejection_weight"),
+    ),
+    "confidence": HeadKind(
+        head="confidence.ConfidenceHead",
+        description="one linear map of the state before the token, as engines ask it of drafts in "
+        "blocks",
+        rate=(2.5, 2e-2),
+        unread=("depth", "width", "features", "mixing"),
     ),
 }
+"""Every kind of head by its name in the configuration and in a head's config.json."""
+
+if TYPE_CHECKING:
+    Kind = str
+else:
+    Kind = Literal[tuple(KINDS)]
 
 
-def check_depths(kind: Kind, depths: int) -> None:
+def check_depths(kind: str, depths: int) -> None:
     """Refuse a head of states that a draft with masks does not have. Raises ConfigError."""
-    if kind == "specdec++" and depths != 1:
+    if KINDS[kind].lag and depths != 1:
+        others = ", or ".join(name for name, each in KINDS.items() if not each.lag)
         raise ConfigError(
-            "head.kind specdec++ judges a token by the draft's state after it, and after masks "
-            f"(depths {depths}) there is none: train one of kind immediate, or confidence"
+            f"head.kind {kind} judges a token by the draft's state after it, and after masks "
+            f"(depths {depths}) there is none: train one of kind {others}"
         )
 
 
@@ -91,9 +137,7 @@ class HeadConfig(Config):
 
     kind: Kind = Field(
         "specdec++",
-        description="specdec++: the published head, on the state after the token; immediate: ours, "
-        "on what is known once the token is drawn, and better; confidence: one linear map of the "
-        "state before the token, as engines ask it of DSpark drafts",
+        description="; ".join(f"{name}: {kind.description}" for name, kind in KINDS.items()),
     )
     depth: Few = Field(
         3,
@@ -161,20 +205,22 @@ class HeadConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_its_kind(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            for kind, training in TRAINING.items():
-                if kind == given.get("kind"):
-                    return {**training.defaults, **given}
+        if isinstance(given, Mapping) and isinstance(name := given.get("kind"), str):
+            return {**(KINDS[name].defaults if name in KINDS else {}), **given}
         return given
+
+    @property
+    def of_kind(self) -> HeadKind:
+        """What is known of its kind."""
+        return KINDS[self.kind]
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
-        training = TRAINING[self.kind]
         default = {n: field.get_default() for n, field in HeadConfig.model_fields.items()}
-        default |= training.defaults
+        default |= self.of_kind.defaults
         unread = [
             f"{name} (got {getattr(self, name)!r})"
-            for name in training.unread
+            for name in self.of_kind.unread
             if getattr(self, name) != default[name]
         ]
         if unread:
@@ -190,16 +236,15 @@ class HeadConfig(Config):
         """Passes over so many training rows."""
         if self.epochs is not None:
             return self.epochs
-        training = TRAINING[self.kind]
-        least, most = training.passes
-        enough = math.ceil(training.steps / math.ceil(rows / self.batch_size))
+        least, most = self.of_kind.passes
+        enough = math.ceil(self.of_kind.steps / math.ceil(rows / self.batch_size))
         return int(min(most, max(least, enough)))
 
     def peak_rate(self, hidden_size: int) -> float:
         """The largest learning rate, for a draft whose states have this width."""
         if self.learning_rate is not None:
             return self.learning_rate
-        of_width, most = TRAINING[self.kind].rate
+        of_width, most = self.of_kind.rate
         return min(most, of_width / hidden_size)
 
     def stored_settings(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The inputs of our own acceptance head: features of drafted tokens, from labels to decoder.
+"""The inputs of acceptance heads: what is known of drafted tokens, from labels to decoder.
 
-Training, replay and decoding all describe tokens as `DraftedTokens`, and only the features that the
-head names in its `reads` are computed.
+Training, replay and decoding all describe tokens as `DraftedTokens`, and only the features that a
+head names in its `reads` are computed. Saved heads carry this file, so it imports torch only.
 
 To add a feature, write a function of `DraftedTokens` and give it a line in `FEATURES`; a head that
 names it in `reads` gets it everywhere.
@@ -11,20 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Literal, Protocol
+from functools import cached_property
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-
-from specdata.draft_models.states_draft import token_embedding
-from specdata.errors import ConfigError
-from specdata.lm_head import find_lm_head
-from specdata.models import known_ids
-from specdata.probability import entropy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LARGEST_MARGIN = 30.0
 """Nats. The margin of a distribution with one token only would be infinite."""
@@ -128,12 +119,15 @@ FEATURES: dict[str, Feature] = {
     "log_q_max": Feature(lambda drafted: drafted.largest[..., 0]),
     # How much more probable the first token is than the second: their difference in logits.
     "margin": Feature(_margin),
-    "entropy": Feature(lambda drafted: entropy(drafted.q)),
+    "entropy": Feature(lambda drafted: torch.special.entr(drafted.q).sum(dim=-1)),
     # Of the tokens that are more probable than this one.
     "log_mass_above": Feature(_log_mass_above),
 }
 
-NUMBERS = tuple(name for name, feature in FEATURES.items() if feature.shape == "number")
+
+def feature_of(name: str, drafted: DraftedTokens) -> Tensor:
+    """A feature, or "hidden", the state after the token, which heads with a lag read."""
+    return drafted.after() if name == "hidden" else FEATURES[name].compute(drafted)
 
 
 def under_way(drawn: DrawnToken) -> DraftedTokens:
@@ -158,33 +152,3 @@ def captured_state(drawn: DrawnToken) -> Tensor:
     if drawn.state is None:
         raise ValueError("the draft's hidden states are needed and were not captured")
     return drawn.state
-
-
-def logits_of_states(draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """The map from a draft's last hidden states to its logits: (..., H) -> (..., V).
-
-    It is found out at the first call, so a head that reads no distribution costs nothing.
-    """
-    find = cache(find_lm_head)
-
-    def logits(states: Tensor) -> Tensor:
-        lm_head = find(draft)
-        if lm_head.embedding is None:
-            raise ConfigError(
-                f"the head reads the draft's distributions, and how {type(draft).__name__} makes "
-                "logits of its hidden states is not known; use another draft or head"
-            )
-        with torch.no_grad():
-            return lm_head.logits(states)
-
-    return logits
-
-
-def token_embeddings(draft: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The draft's input embeddings of tokens: (...) ids -> (..., E), without a gradient.
-
-    Ids that only the target has are replaced, as where the draft reads them (`known_ids`).
-    """
-    with torch.no_grad():
-        embeddings: Tensor = token_embedding(draft)(known_ids(ids, draft))
-    return embeddings

@@ -1,26 +1,48 @@
-"""Acceptance heads: what all kinds share, SpecDec++'s, and two without its lag."""
+"""What acceptance heads of all kinds share: saving, loading, and asking about one drafted token.
+
+Each kind is one file of `heads/kinds`. A saved head carries that file, this one and
+`heads/inputs.py`, and there `AutoModel` makes the class that is used here. So these files import
+nothing but torch, transformers and what comes with them.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.constants import CONFIG_NAME, SAFETENSORS_SINGLE_FILE
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from heads.config import DEFAULT_FEATURES, Kind
-from heads.inputs import FEATURES, DraftedTokens
-from heads.remote import auto_config, write_custom_generate, write_modeling
-from specdata.sampling import SamplingConfig
-from specdata.storage.files import atomic_write, write_json
-from specdata.storage.resume import read_record
+from heads.inputs import DraftedTokens, DrawnToken, captured_state, feature_of, under_way
+
+# What AutoModel adds to the arguments of `from_pretrained`.
+OF_AUTO_MODEL = {"config", "trust_remote_code", "adapter_kwargs", "_from_auto"}
+
+
+class SavedHeadConfig(PretrainedConfig):  # type: ignore[misc]
+    """A head's config.json, as AutoModel reads it."""
+
+    model_type = "acceptance_head"
+
+
+class Judge(Protocol):
+    """Asks a head about the tokens of a draft under way, for raw acceptance logits."""
+
+    def logit(self, drawn: DrawnToken) -> float:
+        """Of the newest token that the head can judge once `drawn` is: itself, or one before it."""
 
 
 class BaseHead(
@@ -31,9 +53,8 @@ class BaseHead(
 ):
     """A network that predicts whether the target accepts a drafted token.
 
-    Constructor arguments are the saved `config.json`; weights are safetensors only. A saved folder
-    also carries what transformers needs to use the head without this project (`heads.remote`).
-    Parameters and arithmetic are float32 whatever the draft's precision.
+    Constructor arguments are the saved `config.json`; weights are safetensors only. Parameters and
+    arithmetic are float32 whatever the draft's precision.
 
     Attributes:
         kind: what configuration and `config.json` call this kind of head.
@@ -46,19 +67,19 @@ class BaseHead(
             (`heads.probe`); None if not recorded.
     """
 
-    kind: ClassVar[Kind]
-    lag: ClassVar[int]
+    kind: ClassVar[str] = ""
+    lag: ClassVar[int] = 0
     reads: tuple[str, ...]
-    rejection_weight: float
 
     def __init__(
         self,
         hidden_size: int,
-        depth: int,
-        draft: str | None,
-        sampling: dict[str, Any] | None,
-        probe: Sequence[float] | None,
+        *,
+        depth: int = 0,
         rejection_weight: float = 1.0,
+        draft: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        probe: Sequence[float] | None = None,
     ) -> None:
         if hidden_size < 1 or depth < 0:
             raise ValueError(
@@ -74,17 +95,19 @@ class BaseHead(
         self.probe = probe
         self.rejection_weight = rejection_weight
 
-    @property
-    def sampling_config(self) -> SamplingConfig:
-        """The distribution under which its labels were made; the default one if not recorded."""
-        return SamplingConfig(**(self.sampling or {}))
+    @classmethod
+    def settings(cls) -> set[str]:
+        """The names of the constructor's arguments."""
+        return {*inspect.signature(cls.__init__).parameters, "draft", "sampling", "probe"}
 
     def logits(self, drafted: DraftedTokens) -> Tensor:
         """Return the raw acceptance logits of drafted tokens (...).
 
         Their sigmoid, which SpecDec++ compares with its threshold, is biased by a weighted loss.
+        A kind's `forward` makes them of what it `reads`, in that order.
         """
-        raise NotImplementedError
+        logits: Tensor = self(*(feature_of(name, drafted) for name in self.reads))
+        return logits
 
     def probability(self, drafted: DraftedTokens) -> Tensor:
         """Return the calibrated acceptance probability, the bias of the weighted loss undone.
@@ -92,6 +115,38 @@ class BaseHead(
         With phat = sigmoid(logit), this is w phat / (1 - phat + w phat) = sigmoid(logit + log w).
         """
         return torch.sigmoid(self.logits(drafted) + math.log(self.rejection_weight))
+
+    @torch.inference_mode()
+    def logit_on_device(self, drawn: DrawnToken) -> Tensor:
+        """The raw logit (), of the newest token that can be judged once `drawn` is."""
+        drafted = under_way(drawn)
+        # What a token is drawn from is the state after the one before it.
+        return self.logits(replace(drafted, after=drafted.before) if self.lag else drafted)
+
+    def logit(self, drawn: DrawnToken) -> float:
+        """See `Judge.logit`."""
+        return float(self.logit_on_device(drawn))
+
+    def judge(self) -> Judge:
+        """The fastest judge of this head, with its weights as they are now.
+
+        A small draft takes half a millisecond a token on a CPU, where a head as torch modules takes
+        a third of that. So kinds have judges that run the fewest operations that give the same
+        logits, and operations that drafting has just run: after a forward every other call costs
+        its cache misses, a few microseconds each (in numpy twice as many).
+        """
+        return self
+
+    def for_engines(self) -> tuple[Tensor, Tensor] | None:
+        """What engines ask: a weight (1, H) and a bias (1,) on the state, if it is such a head.
+
+        The sigmoid of that linear map is the calibrated acceptance probability.
+        """
+        return None
+
+    def _is_fast(self) -> bool:
+        """True if it is on a CPU, and of just its kind's class: others may compute anything."""
+        return "kind" in vars(type(self)) and next(self.parameters()).device.type == "cpu"
 
     def _check_width(self, name: str, vectors: Tensor, width: int) -> None:
         if vectors.shape[-1] != width:
@@ -101,33 +156,29 @@ class BaseHead(
             )
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        weights = {name: value.contiguous() for name, value in self.state_dict().items()}
-        with atomic_write(save_directory / SAFETENSORS_SINGLE_FILE) as temporary:
-            save_file(weights, temporary, metadata={"format": "pt"})
-        settings = self._hub_mixin_config
-        assert isinstance(settings, dict)
-        write_modeling(save_directory)
-        write_custom_generate(save_directory)
-        # Last, because loading starts with it: the folder is a head or it is none.
-        about = {"kind": self.kind, **settings, **auto_config(self.kind)}
-        write_json(save_directory / CONFIG_NAME, about)
+        # By name: what writes a folder is not carried by it.
+        import_module("heads.published").save_head(self, self._hub_mixin_config, save_directory)
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, *, map_location: str = "cpu", **hub: Any
-    ) -> BaseHead:
+    def register_for_auto_class(cls, auto_class: object = "AutoModel") -> None:
+        """What AutoModel calls; a saved head carries its code anyway."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> BaseHead:
         """Load a head of any kind from a local folder or from the Hub, in evaluation mode.
+
+        A published folder has the code of its own kind alone.
 
         Args:
             pretrained_model_name_or_path: a folder written by `save_pretrained`, or a Hub id.
-            map_location: the device.
-            **hub: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download` as
+            **options: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download` as
                 everywhere in the Hub library.
 
         Raises:
             ValueError: if there is no head there, or what is there is something else.
         """
         source = str(pretrained_model_name_or_path)
+        hub = {name: value for name, value in options.items() if name not in OF_AUTO_MODEL}
         folder = Path(source)
         if (is_here := folder.is_dir()) and not (folder / CONFIG_NAME).is_file():
             raise ValueError(
@@ -139,21 +190,17 @@ class BaseHead(
             return folder / name if is_here else Path(hf_hub_download(source, name, **hub))
 
         try:
-            settings = read_record(file(CONFIG_NAME), (), "restore it")
+            settings = json.loads(file(CONFIG_NAME).read_text(encoding="utf-8"))
+            if not isinstance(settings, dict):
+                raise TypeError(f"it holds {settings!r}")
             kind = settings.get("kind")
-            if not isinstance(kind, str) or kind not in KINDS:
-                raise ValueError(
-                    f"{source} is not an acceptance head that is known here: the kind in its "
-                    f"{CONFIG_NAME} must be one of {', '.join(KINDS)}, got {kind!r}"
-                )
-            actual = cls if issubclass(cls, KINDS[kind]) else KINDS[kind]
-            names = actual._hub_mixin_init_parameters.keys() & settings.keys()
-            head = actual(**{name: settings[name] for name in names})
+            actual = cls if kind and kind == cls.kind else _class_of(kind, source)
+            head = actual(**{n: value for n, value in settings.items() if n in actual.settings()})
             head.load_state_dict(load_file(file(SAFETENSORS_SINGLE_FILE)))
-        except TypeError as error:
+        except (TypeError, RecursionError, JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{source} is not an acceptance head: a setting in its {CONFIG_NAME} is missing or "
-                f"of another type ({error})"
+                f"{source} is not an acceptance head: its {CONFIG_NAME} is damaged, or a setting "
+                f"there is missing or of another type ({error}): restore it"
             ) from error
         except (RuntimeError, SafetensorError) as error:
             raise ValueError(
@@ -165,7 +212,18 @@ class BaseHead(
                 f"no acceptance head at {source!r}: it is neither a folder here nor a Hub "
                 f"repository that can be reached ({type(error).__name__}: {error})"
             ) from error
-        return head.to(map_location).eval()
+        return head.eval()
+
+
+def _class_of(kind: object, source: str) -> type[BaseHead]:
+    kinds: dict[str, Any] = import_module("heads.config").KINDS
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(
+            f"{source} is not an acceptance head that is known here: the kind in its {CONFIG_NAME} "
+            f"must be one of {', '.join(kinds)}, got {kind!r}"
+        )
+    actual: type[BaseHead] = kinds[kind].load()
+    return actual
 
 
 class ResidualBlock(nn.Module):
@@ -183,8 +241,10 @@ class ResidualBlock(nn.Module):
 class StateHead(BaseHead):
     """A head of one state of the draft: residual blocks, if any, and a linear layer."""
 
-    blocks: nn.ModuleList
-    output: nn.Linear
+    def __init__(self, hidden_size: int, depth: int, **about: Any) -> None:
+        super().__init__(hidden_size, depth=depth, **about)
+        self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(depth))
+        self.output = nn.Linear(hidden_size, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the raw acceptance logit that a state gives: (..., H) -> (...).
@@ -201,183 +261,27 @@ class StateHead(BaseHead):
             logits: Tensor = self.output(state)
         return logits.squeeze(-1)
 
-
-class AcceptanceHead(StateHead, paper_url="https://arxiv.org/abs/2405.19715"):
-    """Predict whether the target accepts a drafted token (SpecDec++, Huang et al., 2405.19715).
-
-    A residual network on the draft's last hidden state, the one that its output embedding reads,
-    at the position of the drafted token after the draft consumed it. The blocks do not share
-    weights.
-
-    Args:
-        hidden_size: H, the width of the draft's hidden state.
-        depth: number of residual blocks before the linear layer; 0 is a linear head.
-        rejection_weight: weight w of rejections in the training loss. It biases the raw output to
-            a/(a + w(1 - a)); `probability` undoes that. 1 means no bias.
-    """
-
-    kind: ClassVar[Kind] = "specdec++"
-    lag: ClassVar[int] = 1
-    reads = ("hidden",)
-
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        depth: int = 3,
-        rejection_weight: float = 1.0,
-        draft: str | None = None,
-        sampling: dict[str, Any] | None = None,
-        probe: Sequence[float] | None = None,
-    ) -> None:
-        super().__init__(hidden_size, depth, draft, sampling, probe, rejection_weight)
-        self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(depth))
-        self.output = nn.Linear(hidden_size, 1)
-
-    def logits(self, drafted: DraftedTokens) -> Tensor:
-        """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`."""
-        logits: Tensor = self(drafted.after())
-        return logits
+    def judge(self) -> Judge:
+        """See `BaseHead.judge`."""
+        return StateJudge(self) if self._is_fast() else self
 
 
-class ImmediateHead(BaseHead):
-    """Predict whether the target accepts a drafted token, from what is known once it is drawn.
+class StateJudge:
+    """Asks a `StateHead` on a CPU; its weights are copied."""
 
-    So it costs no forward of the draft and, unlike SpecDec++'s head, has no lag. Each vector
-    feature goes through its own linear map, the standardised numbers through one; ReLU layers
-    follow their sum. So what a token adds is a row of a table, and one small matrix reads the rest:
-    `heads.judge` asks in microseconds. A norm, or a further layer, costs more than it predicts.
+    @torch.no_grad()
+    def __init__(self, head: StateHead) -> None:
+        self._blocks = [copied(cast(ResidualBlock, block).linear) for block in head.blocks]
+        self._output, self._bias = head.output.weight[0].clone(), float(head.output.bias)
 
-    Args:
-        hidden_size: H, the width of the draft's hidden state.
-        embedding_size: E, the width of the draft's input embedding; 0 means H.
-        reads: names of features in `heads.inputs.FEATURES`.
-        scales: number feature -> (mean, standard deviation) by which it is standardised; vector ->
-            (0, root mean square of its values); (0, 1) for those that are missing.
-    """
-
-    kind: ClassVar[Kind] = "immediate"
-    lag: ClassVar[int] = 0
-    number_means: Tensor
-    number_deviations: Tensor
-
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        embedding_size: int = 0,
-        reads: Sequence[str] = DEFAULT_FEATURES,
-        width: int = 64,
-        depth: int = 0,
-        scales: Mapping[str, Sequence[float]] | None = None,
-        draft: str | None = None,
-        sampling: dict[str, Any] | None = None,
-        probe: Sequence[float] | None = None,
-    ) -> None:
-        if embedding_size < 0 or width < 1:
-            raise ValueError(
-                f"a head needs embedding_size >= 0 and width >= 1, got {embedding_size} and {width}"
-            )
-        if unknown := [name for name in reads if name not in FEATURES]:
-            raise ValueError(f"unknown features {', '.join(unknown)}: known are {[*FEATURES]}")
-        super().__init__(hidden_size, depth, draft, sampling, probe)
-        self.embedding_size = embedding_size or hidden_size
-        self.reads = tuple(reads)
-        self.width = width
-        self.scales = self._checked(scales or {})
-        widths = {"hidden": self.hidden_size, "embedding": self.embedding_size}
-        self.sizes = {
-            name: widths[FEATURES[name].shape]
-            for name in self.reads
-            if FEATURES[name].shape in widths
-        }
-        self.numbers = tuple(name for name in self.reads if name not in self.sizes)
-        self.vectors = nn.ModuleDict(
-            {name: nn.Linear(size, width, bias=False) for name, size in self.sizes.items()}
-        )
-        if self.numbers:  # weights that nothing reads would never get a gradient
-            self.number_weights = nn.Linear(len(self.numbers), width, bias=False)
-        for buffer, place in (("number_means", 0), ("number_deviations", 1)):
-            values = torch.tensor([self.scales[name][place] for name in self.numbers])
-            self.register_buffer(buffer, values, persistent=False)
-        self.bias = nn.Parameter(torch.randn(width))
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.output = nn.Linear(width, 1)
-
-    def _checked(self, scales: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-        checked = {}
-        for name in self.reads:
-            mean, deviation = scales.get(name, (0.0, 1.0))
-            if not (math.isfinite(mean) and 0.0 < deviation < math.inf):
-                raise ValueError(
-                    f"scales must give a finite mean and a positive standard deviation of {name}, "
-                    f"got {mean} and {deviation}"
-                )
-            checked[name] = (float(mean), float(deviation))
-        return checked
-
-    def forward(self, *features: Tensor) -> Tensor:
-        """Return (...) raw acceptance logits of features, (...) or (..., size), in `reads`'s order.
-
-        Raises ValueError if a vector has another width than the draft's.
-        """
-        given = dict(zip(self.reads, features, strict=True))
-        # Autocast would quietly run the layers in half precision.
-        with torch.autocast(features[0].device.type, enabled=False):
-            x: Tensor = self.bias
-            for name, layer in self.vectors.items():
-                self._check_width(name, given[name], self.sizes[name])
-                x = x + layer(given[name].to(x.dtype) / self.scales[name][1])
-            if self.numbers:
-                numbers = torch.stack([given[name].to(x.dtype) for name in self.numbers], dim=-1)
-                standardised = (numbers - self.number_means) / self.number_deviations
-                x = x + self.number_weights(standardised)
-            for layer in self.layers:
-                x = layer(x.relu())
-            logits: Tensor = self.output(x.relu())
-        return logits.squeeze(-1)
-
-    def logits(self, drafted: DraftedTokens) -> Tensor:
-        """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`."""
-        logits: Tensor = self(*(FEATURES[name].compute(drafted) for name in self.reads))
-        return logits
+    def logit(self, drawn: DrawnToken) -> float:
+        """See `Judge.logit`: by the state that this token is drawn from."""
+        x = captured_state(drawn).to(self._output.dtype)
+        for weight, bias in self._blocks:
+            x = nn.functional.silu(torch.addmv(bias, weight, x)).add_(x)
+        return float(x.dot(self._output)) + self._bias
 
 
-class ConfidenceHead(StateHead, paper_url="https://arxiv.org/abs/2607.05147"):
-    """Predict whether the target accepts a drafted token, by one linear map of the state before it.
-
-    That is the form of DSpark's (2607.05147), whose states are [h ; markov_w1[token before]], and
-    the one head that engines ask. It sees neither the token nor its distribution.
-
-    Args:
-        hidden_size: H, the width of the draft's hidden state.
-        rejection_weight: as of `AcceptanceHead`.
-    """
-
-    kind: ClassVar[Kind] = "confidence"
-    lag: ClassVar[int] = 0
-    reads = ("hidden_before",)
-
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        rejection_weight: float = 1.0,
-        draft: str | None = None,
-        sampling: dict[str, Any] | None = None,
-        probe: Sequence[float] | None = None,
-    ) -> None:
-        super().__init__(hidden_size, 0, draft, sampling, probe, rejection_weight)
-        self.blocks = nn.ModuleList()
-        self.output = nn.Linear(hidden_size, 1)
-
-    def logits(self, drafted: DraftedTokens) -> Tensor:
-        """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`."""
-        logits: Tensor = self(drafted.before())
-        return logits
-
-
-KINDS: dict[str, type[BaseHead]] = {
-    head.kind: head for head in (AcceptanceHead, ImmediateHead, ConfidenceHead)
-}
-"""Every kind of head by its name in config.json."""
+def copied(layer: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Copies of the weights (out, in) and bias (out,) of a layer."""
+    return layer.weight.clone(), layer.bias.clone()

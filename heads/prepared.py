@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
-from heads.config import TRAINING, HeadConfig, Tracker
+from heads.config import HeadConfig, Tracker
 from heads.loss import HeadMetrics
 from heads.model import BaseHead
 from specdata.errors import ConfigError
@@ -85,7 +85,7 @@ class PreparedHead:
         size = config.micro_batch_size
         accumulation = math.ceil(config.batch_size / (size * accelerator.num_processes))
         accelerator.gradient_accumulation_steps = accumulation
-        weight_decay = TRAINING[config.kind].weight_decay
+        weight_decay = config.of_kind.weight_decay
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=weight_decay)
         if accelerator.distributed_type != DistributedType.DEEPSPEED:
             model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)

@@ -72,10 +72,10 @@ def warn_of_other_sampling(head: BaseHead, sampling: SamplingConfig) -> None:
     Its probabilities are then of other distributions. Decoding stays lossless, so it is no error.
     Nothing is known of one that records none.
     """
-    if head.sampling is None or head.sampling_config == sampling:
+    if head.sampling is None or (trained := SamplingConfig(**head.sampling)) == sampling:
         return
     warnings.warn(
-        f"the acceptance head was trained for {head.sampling_config} and is used with {sampling}, "
+        f"the acceptance head was trained for {trained} and is used with {sampling}, "
         "where acceptance is another: its probabilities are off, and its threshold with them; "
         "label and train with the sampler of decoding",
         OtherSamplingWarning,

@@ -20,7 +20,7 @@ from huggingface_hub.constants import CONFIG_NAME, PYTORCH_WEIGHTS_NAME, SAFETEN
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.model import AcceptanceHead
+from heads.kinds.specdecpp import AcceptanceHead
 from specdata.errors import ConfigError
 from specdata.storage.resume import read_record
 

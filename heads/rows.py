@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import datasets
@@ -23,10 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heads.config import HeadConfig
-from heads.inputs import FEATURES, DraftedTokens, logits_of_states, token_embeddings
+from heads.inputs import FEATURES, DraftedTokens, feature_of
 from specdata.draft_models.state_store import STATES_BYTES
+from specdata.draft_models.states_draft import token_embedding
 from specdata.errors import ConfigError
-from specdata.lm_head import hidden_states
+from specdata.lm_head import find_lm_head, hidden_states
+from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
 from specdata.processes import process_count, rank
 from specdata.sampling import numpy_generator_for
@@ -287,7 +290,7 @@ class TrainingInputs:
         Mixed anew for each pass, or with the pass's draws; dev rows with the first. Raises
         ValueError if the columns do not fit each other.
         """
-        if self.config.kind == "specdec++":
+        if self.config.of_kind.lag:
             key: tuple[str | int, ...] = ("dev",) if epoch is None else ("train", self.seed, epoch)
             return mixed_row(labels, rate=self.config.mixing, max_length=self.max_length, key=key)
         if epoch is None:
@@ -377,13 +380,12 @@ class TrainingInputs:
                     return q.expand(*tokens[chunk].shape, -1)
 
                 drafted = DraftedTokens(
-                    tokens=tokens[chunk], before=lambda: before, distributions=distributions
+                    tokens=tokens[chunk],
+                    before=lambda: before,
+                    after=lambda: before,  # of a mixed text, whose states are moved by one
+                    distributions=distributions,
                 )
-                # In a mixed text that is the state after the token that is judged.
-                return {
-                    name: before if name == "hidden" else FEATURES[name].compute(drafted)
-                    for name in names
-                }
+                return {name: feature_of(name, drafted) for name in names}
 
             return at
 
@@ -425,3 +427,33 @@ def feature_scales(inputs: TrainingInputs, rows: LabelRows) -> dict[str, tuple[f
         # What never changes, such as the entropy of a greedy draft, says nothing: it becomes 0.
         scales[name] = (mean, deviation if deviation > 0.0 else 1.0)
     return scales
+
+
+def logits_of_states(draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """The map from a draft's last hidden states to its logits: (..., H) -> (..., V).
+
+    It is found out at the first call, so a head that reads no distribution costs nothing.
+    """
+    find = cache(find_lm_head)
+
+    def logits(states: Tensor) -> Tensor:
+        lm_head = find(draft)
+        if lm_head.embedding is None:
+            raise ConfigError(
+                f"the head reads the draft's distributions, and how {type(draft).__name__} makes "
+                "logits of its hidden states is not known; use another draft or head"
+            )
+        with torch.no_grad():
+            return lm_head.logits(states)
+
+    return logits
+
+
+def token_embeddings(draft: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The draft's input embeddings of tokens: (...) ids -> (..., E), without a gradient.
+
+    Ids that only the target has are replaced, as where the draft reads them (`known_ids`).
+    """
+    with torch.no_grad():
+        embeddings: Tensor = token_embedding(draft)(known_ids(ids, draft))
+    return embeddings

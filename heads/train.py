@@ -21,9 +21,9 @@ import datasets
 import torch
 from torch import Tensor
 
-from heads.config import TRAINING, HeadConfig
+from heads.config import HeadConfig
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
-from heads.model import KINDS, AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
+from heads.model import BaseHead
 from heads.prepared import MOMENTS, Checkpoint, PreparedHead, start_accelerator
 from heads.probe import probe_of
 from heads.rows import HeadRow, LabelRows, TrainingInputs, feature_scales, labels_of, micro_batches
@@ -109,7 +109,7 @@ def train_head(
         seed: of initial weights, order and mixing. How dev rows are read never changes.
         sampling: the distribution under which the labels were made; recorded with the head.
     """
-    longest, is_late = positions(draft.config), KINDS[config.kind].lag > 0
+    longest, is_late = positions(draft.config), config.of_kind.lag > 0
     train_rows = LabelRows.read("train", train, longest, with_draws=not is_late)
     dev_rows = LabelRows.read("dev", dev, longest, with_draws=not is_late)
     if (out / METRICS_NAME).is_file():
@@ -166,7 +166,7 @@ class Training:
         prepared, losses, config = self.prepared, self.losses, self.config
         per_epoch = math.ceil(len(self.train_rows) / config.batch_size)
         epochs = config.passes(len(self.train_rows))
-        steps, warmup_ratio = epochs * per_epoch, TRAINING[config.kind].warmup_ratio
+        steps, warmup_ratio = epochs * per_epoch, config.of_kind.warmup_ratio
         threads = threads_of("acceptance head", prepared.accelerator.device)
 
         # The order of rows and their mixing follow from (seed, epoch) and the rate from the step,
@@ -238,12 +238,11 @@ class Training:
         check_hidden_states(draft)
         head = self._new_head()
         longest = positions(draft.config)
-        self.inputs = TrainingInputs(
-            draft, head.reads, head.sampling_config, config, longest, self.seed
-        )
+        sampling = self.sampling or SamplingConfig()
+        self.inputs = TrainingInputs(draft, head.reads, sampling, config, longest, self.seed)
         if not head.lag:
             self.inputs.plan(self.train_rows)
-        if isinstance(head, ImmediateHead):
+        if "scales" in head.settings():
             head = self._new_head(feature_scales(self.inputs, self.train_rows))
         if checkpoint is not None:
             head.load_state_dict(checkpoint.weights)
@@ -261,27 +260,20 @@ class Training:
     def _new_head(self, scales: Mapping[str, tuple[float, float]] | None = None) -> BaseHead:
         """An untrained head of the kind that is asked for, the same one for the same seed."""
         draft, config = self.draft, self.config
-        about: dict[str, Any] = {
+        settings: dict[str, Any] = {
+            **config.model_dump(),
             "hidden_size": width_of_states(draft),
+            "embedding_size": int(draft.get_input_embeddings().weight.shape[-1]),
+            "reads": config.features,
+            "scales": scales,
             "draft": draft.name_or_path or None,
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "probe": probe_of(draft),
         }
+        kind = config.of_kind.load()
         with torch.random.fork_rng(devices=[]):  # layers initialise from the global generator
             torch.manual_seed(self.seed)
-            weight = config.rejection_weight
-            if config.kind == "specdec++":
-                return AcceptanceHead(depth=config.depth, rejection_weight=weight, **about)
-            if config.kind == "confidence":
-                return ConfidenceHead(rejection_weight=weight, **about)
-            return ImmediateHead(
-                depth=config.depth,
-                embedding_size=int(draft.get_input_embeddings().weight.shape[-1]),
-                reads=config.features,
-                width=config.width,
-                scales=scales,
-                **about,
-            )
+            return kind(**{name: v for name, v in settings.items() if name in kind.settings()})
 
     @property
     def peak(self) -> float:

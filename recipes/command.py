@@ -37,7 +37,7 @@ RECIPES = {
 
 DOES = {
     "init": "Write a configuration for a target and a file of prompts.",
-    "certify": "Certify that an evaluation, a pair or a server decodes as the target alone.",
+    "certify": "Certify that an evaluation, a server or a function decodes as its target alone.",
     "engine": "Measure a served engine on a run's prompts, with and without its draft.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
     "import": "Read a draft in a layout of engines, or a SpecDec++ head, to decode with it.",

@@ -1,6 +1,7 @@
 """One YAML file a model pair: a section a stage, models and sampling written once.
 
-The command line overrides the file with dotted keys (`--head.depth 2`). pydantic refuses unknown
+From it follow the run's folders, its drafts, and the settings that decide a stage's result. The
+command line overrides the file with dotted keys (`--head.depth 2`). pydantic refuses unknown
 keys and values out of range (`specdata.config`); here is what it does not do: the command line,
 its `--help`, and hints at the nearest option.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -38,7 +41,7 @@ from specdata.config import (
     read_config,
     section_type,
 )
-from specdata.errors import ConfigError
+from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.loading import Dtype, Loading, PairLoading, Role, in_numbers
 from specdata.sampling import SamplingConfig
 
@@ -57,6 +60,8 @@ MOST_BYTES, MOST_VALUES = 2**17, 10_000
 """Of a YAML file; ours hold 5,000 bytes and 200 values."""
 SHARED = ("output", "seed", "models", "sampling")
 """The sections that every stage reads besides its own."""
+RESULTS, CERTIFICATE = "results.json", "certificate.json"
+"""Files of an evaluation's folder."""
 
 
 class ModelsConfig(Config):
@@ -168,6 +173,108 @@ class PipelineConfig(Config):
                 "folder of that name)"
             )
         return output
+
+    def folder(self, stage: str) -> Path:
+        """The folder output/STAGE."""
+        return Path(self.output) / stage
+
+    def holds(self, path: str) -> bool:
+        """True if a path lies in the run's output, however both are written."""
+        return absolute(path).is_relative_to(absolute(self.output))
+
+    @property
+    def head_folder(self) -> Path:
+        """The head's folder: output/head, unless head.folder says otherwise."""
+        return self.folder(self.head.folder if self.head else "head")
+
+    @property
+    def eval_folder(self) -> Path:
+        """The evaluation's: eval.folder, else output/eval, and output/eval-2 of head-2."""
+        of_head = self.head_folder.name.removeprefix("head")
+        return self.folder(self.eval.folder or f"eval{of_head}")
+
+    @property
+    def makes_initial_draft(self) -> bool:
+        """True if this run makes the draft that its training starts from (`draft.init`)."""
+        draft = self.draft
+        return bool(draft and (draft.init.kind != "model" or draft.init.vocabulary))
+
+    @property
+    def given_models(self) -> list[str]:
+        """The target, and the draft unless this run makes it."""
+        return [model for model in (self.models.target, self.models.draft) if model is not None]
+
+    @property
+    def initial_draft(self) -> str:
+        """The draft before it is trained: made by this run, or given."""
+        if self.makes_initial_draft:
+            return str(self.folder("initial") / "model")
+        assert self.models.draft is not None  # checked above
+        return self.models.draft
+
+    @property
+    def draft_to_distil(self) -> str:
+        """The draft that distillation starts from: fine-tuned by this run, or as it was."""
+        is_tuned = self.draft is not None and self.draft.finetune is not None
+        return str(self.folder("finetuned") / "model") if is_tuned else self.initial_draft
+
+    @property
+    def draft_in_use(self) -> str:
+        """The distilled draft, or the given one if this run distils none."""
+        return str(self.folder("draft") / "model") if self.draft else self.initial_draft
+
+    @property
+    def head_in_use(self) -> str | None:
+        """The trained head, if this run trains one."""
+        return str(self.head_folder / "model") if self.head else None
+
+    @property
+    def head_asked(self) -> str | None:
+        """The same if a method of the evaluation asks it."""
+        asks = any(method.stop.reads_head for method in self.eval.methods)
+        return self.head_in_use if asks else None
+
+    @property
+    def held_out_share(self) -> float:
+        """Share of the training rollouts that the draft does not learn from."""
+        return self.draft.held_out_share if self.draft else 0.0
+
+    @property
+    def held_out_setting(self) -> dict[str, Any]:
+        """The same as a setting of a stage; nothing where it is 0."""
+        return {"held_out_share": self.held_out_share} if self.held_out_share else {}
+
+    @property
+    def template_setting(self) -> dict[str, Any]:
+        """The variables of chat templates as a setting of a stage; nothing if there are none."""
+        given = self.chat_template_kwargs
+        return {"chat_template_kwargs": given} if given else {}
+
+    def sampled(self, *roles: Role) -> dict[str, Any]:
+        """The settings that decide the result of any stage that runs the models of these roles."""
+        loaded = {**self.loaded(*roles), **self.template_setting}
+        return {"sampling": asdict(self.sampling), "seed": self.seed, **loaded}
+
+    def loaded(self, *roles: Role) -> dict[str, Any]:
+        """The settings of loading that decide a result: of a role, if models.dtype does not."""
+        models = self.models
+        dtypes = {role: models.dtype_of(role) for role in roles}
+        other = {role: {"dtype": dtype} for role, dtype in dtypes.items() if dtype != models.dtype}
+        return {"dtype": models.dtype, **({"load": other} if other else {})}
+
+
+def absolute(path: str | Path) -> Path:
+    """A path from the root, without "..", symbolic links as they are."""
+    return Path(os.path.normpath(Path(path).absolute()))
+
+
+@contextmanager
+def named(key: str) -> Iterator[None]:
+    """Have what is said of a value begin with its key."""
+    try:
+        yield
+    except (ConfigError, CacheNotRewindableError) as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import check_loading, is_shared, named
-from recipes.config import PipelineConfig
-from recipes.layout import absolute, folder, loaded
+from recipes.config import PipelineConfig, absolute, named
+from recipes.models import check_loading, is_shared, sizes_of
 from recipes.recipe import Recipe
 from recipes.run import Stage, say, stage_record
-from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size, sizes_of
+from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.resume import differences
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from specdata.logits.make import ModelLogits
     from specdata.logits.served import ServedLogits
-    from specdata.top_logits import TopLogits
 
 
 class Logits(Stage):
@@ -37,23 +35,19 @@ class Logits(Stage):
 
     def stored_settings(self) -> dict[str, Any]:
         """Its section, and how the target is loaded."""
-        assert self.config.logits is not None
-        values = {"logits": self.config.logits.stored_settings(), "dtype": self.config.models.dtype}
-        return {**values, **loaded(self.config, "target")}
+        return {"logits": self.section.stored_settings(), **self.config.loaded("target")}
 
     @property
     def inputs(self) -> dict[str, str]:
         """The target and its rollouts."""
-        rollouts = str(folder(self.config, "rollouts"))
-        return {"target": self.config.models.target, "rollouts": rollouts}
+        config = self.config
+        return {"target": config.models.target, "rollouts": str(config.folder("rollouts"))}
 
     @property
     def size(self) -> str:
         """As many rows as rollouts."""
-        assert self.config.logits is not None
         # Three numbers a token beside the logits.
-        token = ROLLOUT_TOKEN + PAIR * self.config.logits.top_logits + 12
-        return rows_size(self.config, token)
+        return rows_size(self.config, ROLLOUT_TOKEN + PAIR * self.section.top_logits + 12)
 
     def check(self) -> None:
         """Refuse a target that cannot be loaded so."""
@@ -66,9 +60,8 @@ class Logits(Stage):
         from specdata.storage.dataset import load_stored, read_manifest
 
         config = self.config
-        assert config.logits is not None
         tokenizer = load_tokenizer(config.models.target)
-        rollouts = load_stored(folder(config, "rollouts"))
+        rollouts = load_stored(config.folder("rollouts"))
         source = made_of(self, vocabulary_fingerprint(tokenizer))
         with (
             progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar,
@@ -79,7 +72,7 @@ class Logits(Stage):
                 maker,
                 rollouts,
                 self.folder,
-                config.logits,
+                self.section,
                 settings=self.dataset_settings({**source, **served}),
                 report=bar.update,
                 tensor_parallel=is_shared(config, "logits"),
@@ -195,7 +188,7 @@ def check_stored_states(config: PipelineConfig, rows: Dataset) -> None:
 
     if not {*TARGET_STATES.names, *TARGET_TAPS.names} & {*rows.column_names}:
         return
-    source, models = folder(config, "rollouts"), config.models
+    source, models = config.folder("rollouts"), config.models
     made = dict(read_manifest(source)["settings"])
     made |= made.get("load", {}).get("target", {})
     stored = {"dtype": made["dtype"], "revision": made["target"]["revision"]}
@@ -209,25 +202,22 @@ def check_stored_states(config: PipelineConfig, rows: Dataset) -> None:
 
 def check_logits(config: PipelineConfig, key: str, logits: str, *, bound: bool) -> None:
     """Refuse top logits that a stage cannot learn from, as far as is known. Raises ConfigError."""
-    if (stored := _top_logits_of(config, key, logits)) is not None:
-        with named(key):
-            stored.distributions(config.sampling, bound=bound)
-
-
-def _top_logits_of(config: PipelineConfig, key: str, logits: str) -> TopLogits | None:
-    """The top logits of a dataset, or of the one that this run makes; None if not known yet."""
     from specdata.top_logits import TopLogits  # here: it needs torch
 
-    if config.logits and absolute(logits) == absolute(folder(config, "logits")):
-        size = sizes_of(config, config.models.target).get("vocab_size")
-        return None if size is None else TopLogits(min(config.logits.top_logits, size), size)
-    if not Path(logits).is_dir():
+    made_here = absolute(logits) == absolute(config.folder("logits")) and config.logits
+    if not made_here and not Path(logits).is_dir():
         raise ConfigError(
             f"{key} must be a folder with top target logits, and {logits} is none: make it with "
             "draftsmith make-logits (section logits), or leave it out"
         )
     with named(key):
-        return TopLogits.of(Path(logits))
+        if not made_here:
+            stored = TopLogits.of(Path(logits))
+        elif (size := sizes_of(config, config.models.target).get("vocab_size")) is None:
+            return  # not known yet
+        else:
+            stored = TopLogits(min(made_here.top_logits, size), size)
+        stored.distributions(config.sampling, bound=bound)
 
 
 RECIPE = Recipe("Keep the target's largest logits along its rollouts.", (Logits,))

@@ -10,21 +10,21 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import (
+from recipes.config import PipelineConfig, absolute, named
+from recipes.models import (
     check_loading,
-    check_positions,
     check_room,
     check_shared,
-    given_models,
     has_chat_template,
     is_shared,
-    named,
+    positions_of,
+    shared_tokenizer,
+    sizes_of,
+    width_of,
 )
-from recipes.config import PipelineConfig
-from recipes.layout import absolute, sampled
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, say
-from recipes.sizes import ROLLOUT_TOKEN, rows_size, sizes_of, width_of
+from recipes.sizes import ROLLOUT_TOKEN, rows_size
 from specdata.config import check_taps
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
@@ -40,21 +40,16 @@ class Pair(Stage):
     """Train the embedded pair."""
 
     name, sections = "pair", ("toy",)
+    size = "target and draft"
 
     def stored_settings(self) -> dict[str, Any]:
         """Its section and the seed."""
-        assert self.config.toy is not None
-        return {"toy": self.config.toy.model_dump(mode="json"), "seed": self.config.seed}
+        return {"toy": self.section.model_dump(mode="json"), "seed": self.config.seed}
 
     @property
     def inputs(self) -> dict[str, str]:
         """None: its texts are embedded."""
         return {}
-
-    @property
-    def size(self) -> str:
-        """Both models."""
-        return "target and draft"
 
     def check(self) -> None:
         """Refuse models that are elsewhere, and several processes."""
@@ -77,8 +72,7 @@ class Pair(Stage):
         """Train both."""
         from distill.toy import train_toy_pair
 
-        assert self.config.toy is not None
-        train_toy_pair(self.folder, self.config.toy, seed=self.config.seed)
+        train_toy_pair(self.folder, self.section, seed=self.config.seed)
         return {}
 
 
@@ -99,13 +93,12 @@ class Rollouts(Stage):
 
     def stored_settings(self) -> dict[str, Any]:
         """Its section, and how the target is sampled."""
-        rollouts = self.config.rollouts.stored_settings()
-        return {"rollouts": rollouts, **sampled(self.config, "target")}
+        return {"rollouts": self.section.stored_settings(), **self.config.sampled("target")}
 
     @property
     def inputs(self) -> dict[str, str]:
         """The target and files of prompts."""
-        return {"target": self.config.models.target, **prompt_inputs(self.config.rollouts.sets)}
+        return {"target": self.config.models.target, **prompt_inputs(self.section.sets)}
 
     @property
     def size(self) -> str:
@@ -139,8 +132,9 @@ class Rollouts(Stage):
                 "prompt is the same: set samples to 1, or a temperature above 0"
             )
         check_loading(config, "rollouts")
-        check_room(config, "rollouts", rollouts.max_new_tokens)
-        check_shared(config, given_models(config))
+        target = config.models.target
+        check_room("rollouts", rollouts.max_new_tokens, target, positions_of(config, target))
+        check_shared(config, config.given_models)
         report = check_sets(
             rollouts.sets,
             config.seed,
@@ -153,26 +147,22 @@ class Rollouts(Stage):
 
     def run(self) -> dict[str, Any]:
         """Complete with every process there is."""
-        from specdata.models import (
-            check_shared_vocabulary,
-            load_tokenizer,
-            vocabulary_fingerprint,
-        )
+        from specdata.models import vocabulary_fingerprint
         from specdata.prompts.loading import check_kept, dropped, load_prompts
         from specdata.rollouts.make import Dialogue, DrawnTokens, make_rollouts, turns_asked
         from specdata.storage.dataset import read_manifest
 
         config, rollouts = self.config, self.config.rollouts
-        tokenizer = load_tokenizer(config.models.target)
-        # Found out now rather than after hours of sampling.
-        if config.models.draft is not None:
-            check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
+        # 1. The tokenizers, now rather than after hours of sampling.
+        tokenizer = shared_tokenizer(*config.given_models)
         with ExitStack() as stack:
+            # 2. The target, here or behind a server, and the room that it leaves for prompts.
             backend, identity, limit, vocabulary = _backend(config, stack)
-            check_positions("rollouts", rollouts.max_new_tokens, config.models.target, limit)
+            check_room("rollouts", rollouts.max_new_tokens, config.models.target, limit)
             longest = limit - rollouts.max_new_tokens
             if config.logits and config.logits.backend == "vllm":
                 longest -= 1  # a server is asked for one token more than a text has
+            # 3. The prompts that fit.
             loaded = load_prompts(
                 rollouts.sets,
                 tokenizer,
@@ -185,12 +175,9 @@ class Rollouts(Stage):
             check_kept(loaded.report, sorted(self.splits))
             for line in dropped(loaded.report):
                 say(f"  {line}")
-            made_of = {
-                "target": identity,
-                "tokenizer": vocabulary_fingerprint(tokenizer),
-                "prompts": loaded.report,
-            }
-            settings = self.dataset_settings(made_of)
+            # 4. The completions, shard by shard.
+            made_of = {"target": identity, "tokenizer": vocabulary_fingerprint(tokenizer)}
+            settings = self.dataset_settings({**made_of, "prompts": loaded.report})
             asked = turns_asked(loaded.prompts, rollouts.samples)
             most = asked * rollouts.max_new_tokens
             with progress(most, "rollouts", "token", is_shown=is_main()) as bar:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 
+from recipes.initial_draft import Finetuned, Initial
 from recipes.make_logits import Logits
 from recipes.make_rollouts import Pair, Rollouts
 from recipes.publish import Release
 from recipes.recipe import Recipe
 from recipes.run import Stage
 from recipes.run_eval import Eval
-from recipes.train_draft import Draft, Finetuned, Initial
+from recipes.train_draft import Draft
 from recipes.train_head import Head, Labels
 
 TRAINING = (Pair, Rollouts, Logits, Initial, Finetuned, Draft, Labels, Head)

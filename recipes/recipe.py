@@ -13,18 +13,18 @@ from typing import Any
 
 import yaml
 
-from recipes.checks import (
+from recipes.config import SHARED, PipelineConfig, absolute, named, parse
+from recipes.models import (
+    check_decodable,
     check_models,
-    check_paths,
-    check_whole_run,
-    given_models,
-    not_looked_at,
+    generation_of,
+    has_chat_template,
+    is_without_weights,
+    left_out_of,
+    on_this_machine,
     positions_of,
 )
-from recipes.config import SHARED, PipelineConfig, parse
-from recipes.layout import is_within
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
-from recipes.sizes import generation_of, is_without_weights
 from recipes.steps import CommandLine
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
 from specdata.interruption import Interrupted, stop_signal, stopping_on_signals
@@ -39,7 +39,8 @@ from specdata.processes import (
     process_count,
     rank,
 )
-from specdata.sampling import sampling_words, unapplied_words
+from specdata.sampling import sampling_words
+from specdata.sources import base_of_adapters, is_hub_id
 from specdata.terminal import accept_any_text, tell
 
 INTERRUPTED = (129, 130, 143)  # exit statuses after SIGHUP, SIGINT (Ctrl-C) and SIGTERM
@@ -161,6 +162,54 @@ def check_stages(stages: Sequence[Stage]) -> bool:
     return is_made
 
 
+def check_paths(stages: Sequence[Stage]) -> None:
+    """Refuse an output that cannot be written, and inputs that are nowhere. Raises ConfigError."""
+    output = stages[0].config.output
+    folder = next(path for path in (absolute(output), *absolute(output).parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "may not be written into" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"cannot write into {output} ({folder} {why}): choose another --output")
+    for stage in stages:
+        for name, source in stage.inputs.items():
+            if "://" in source or stage.config.holds(source):
+                continue  # what is missing in the output may be made before the run
+            if not Path(source).exists() and not is_hub_id(source):
+                raise ConfigError(
+                    f"{stage.name} reads {name} from {source}, and there is no such file or "
+                    "folder: mend the path, or give a Hub id (OWNER/NAME)"
+                )
+
+
+def check_whole_run(config: PipelineConfig) -> None:
+    """Refuse what only a run that ends in an evaluation needs, and what only the Hub tells.
+
+    That is `check_models`, and prompt sets of the Hub. Downloads the sets (conversations, too), and
+    of models config.json and the tokenizer. Raises ConfigError.
+    """
+    from specdata.models import load_tokenizer
+    from specdata.prompts.chat_templates import require_template
+    from specdata.prompts.conversations import check_conversations
+    from specdata.prompts.loading import check_sets
+    from specdata.prompts.reading import is_remote
+
+    check_models(config)
+    check_decodable(config)
+    if config.draft and config.draft.finetune and config.draft.finetune.conversations:
+        tokenizer = load_tokenizer(config.models.target)
+        require_template(tokenizer)
+        with named("draft.finetune.conversations"):
+            check_conversations(
+                config.draft.finetune.conversations,
+                config.seed,
+                tokenizer=tokenizer,
+                variables=config.chat_template_kwargs,
+            )
+    trained = config.rollouts.sets if config.draft or config.head or config.toy else []
+    for sets in (trained, config.eval.sets):
+        remote = [dataset for dataset in sets if is_remote(dataset)]
+        check_sets(remote, config.seed, has_template=has_chat_template(config))
+
+
 def interrupted(stop: KeyboardInterrupt) -> int:
     """Say that a command was interrupted; the exit status that this gives it."""
     who = f"rank {rank()}: " if process_count() > 1 else ""
@@ -175,10 +224,10 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
     config = stages[0].config
-    models, generation = given_models(config), generation_of(config.models.target)
+    models, generation = config.given_models, generation_of(config.models.target)
     for words in (
         sampling_words(config.sampling, generation),
-        unapplied_words(generation),
+        left_out_of(config.models.target),
         shorter(models[-1], *(positions_of(config, each) for each in reversed(models))),
     ):
         if words:
@@ -191,28 +240,32 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
         is_new = is_new or state != "done"
         console.print(f"\n{stage.name} ({state})", style="bold", markup=False)
         for name, source in stage.inputs.items():
-            there = _absent(source, str(given.get("output")))
+            there = " (from the Hub: no such folder here)"
+            if Path(source).exists():
+                there = " (its config.json, no weights)" if is_without_weights(source) else ""
+            elif config.holds(source):
+                there = " (not made yet)"
             console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
 
 
 def show_doubts(stages: Sequence[Stage]) -> None:
-    """Print what a run would refuse that a plan takes, and what was not looked at."""
+    """Print what a run would refuse that a plan takes, and what is on the Hub: not looked at."""
+    config = stages[0].config
     try:
         if any(stage.name == "eval" for stage in stages):
-            check_models(stages[0].config, here_alone=True)
+            check_models(config, here_alone=True)
     except USER_ERRORS as error:
         say(f"\nwould fail:\n  {error}")
-    if unseen := [*not_looked_at(stages)]:
+    read = {source: name for stage in stages for name, source in stage.inputs.items()}
+    read |= dict.fromkeys(filter(None, map(base_of_adapters, [*read])), "base of adapters")
+    unseen = [
+        f"{name} {source}: no such folder here, so it is taken for a Hub id"
+        for source, name in read.items()
+        if not (Path(source).exists() or on_this_machine(source) or config.holds(source))
+    ]
+    if unseen:
         say("\n  ".join(("\nnot looked at:", *unseen)))
-
-
-def _absent(source: str, output: str) -> str:
-    """The message for an input that is not on this machine, or not whole; else nothing."""
-    if Path(source).exists():
-        return " (its config.json, no weights)" if is_without_weights(source) else ""
-    is_inside = is_within(source, output)
-    return " (not made yet)" if is_inside else " (from the Hub: no such folder here)"
 
 
 def _state(stage: Stage) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import shlex
 import shutil
 import sys
 import time
@@ -16,10 +18,15 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from recipes.config import PipelineConfig
-from recipes.layout import RECIPE_OF, absolute, is_within, portable
+from recipes.config import PipelineConfig, absolute
 from recipes.steps import CommandLine, Step, next_recipe
-from specdata.errors import USER_ERRORS, ConfigError, ManifestError, TrainingDivergedError
+from specdata.errors import (
+    USER_ERRORS,
+    ConfigError,
+    ManifestError,
+    TrainingDivergedError,
+    without_passwords,
+)
 from specdata.processes import is_main, local_rank, process_count, rank
 from specdata.storage.files import (
     CACHE,
@@ -34,7 +41,22 @@ from specdata.storage.files import (
 from specdata.storage.resume import Settings, read_record
 from specdata.terminal import visible
 
+RECIPE_OF = {
+    "pair": "make_rollouts",
+    "rollouts": "make_rollouts",
+    "logits": "make_logits",
+    "initial": "train_draft",
+    "finetuned": "train_draft",
+    "draft": "train_draft",
+    "labels": "train_head",
+    "head": "train_head",
+    "eval": "run_eval",
+    "release": "publish",
+}
+"""Stage -> the recipe that does it, in order: what a stage makes is read by later ones only."""
 RUN = "run.json"
+# Stands, in what is stored, for the run's own output folder.
+OUTPUT = "OUTPUT"
 # Stays in a finished folder: if it were removed, a process that has just opened it and one that
 # makes a new one could both hold "the" lock.
 LOCK = ".lock"
@@ -61,7 +83,7 @@ class Stage(ABC):
     """One stage of a run: what decides its result, what it reads, writes and refuses, its work.
 
     A new stage is a class in its recipe's file, its section of the configuration, and its places in
-    `recipes.layout.RECIPE_OF` and `recipes.pipeline.STAGES`.
+    `RECIPE_OF` and `recipes.pipeline.STAGES`.
 
     Attributes:
         name: what it is called in messages; its folder in the run's output.
@@ -79,9 +101,14 @@ class Stage(ABC):
     is_answer: ClassVar[bool] = False
 
     @property
+    def section(self) -> Any:
+        """Its own section of the configuration; None if that does not ask for it."""
+        return getattr(self.config, self.sections[0])
+
+    @property
     def is_asked(self) -> bool:
         """True if the configuration asks for it."""
-        return getattr(self.config, self.sections[0]) is not None
+        return self.section is not None
 
     @property
     def recipe(self) -> str:
@@ -91,7 +118,7 @@ class Stage(ABC):
     @property
     def folder(self) -> Path:
         """Where it writes."""
-        return Path(self.config.output) / self.name
+        return self.config.folder(self.name)
 
     @abstractmethod
     def stored_settings(self) -> dict[str, Any]:
@@ -258,7 +285,11 @@ def _run_beside_main(stage: Stage) -> dict[str, Any]:
     prepare_libraries()
     # Until the main process has accepted inputs and folder, and is seen at work there: run.json
     # alone may be that of an earlier run.
-    wait_for(stage.folder, PATIENCE, _begun)
+    wait_for(
+        stage.folder,
+        PATIENCE,
+        lambda at: (at / RUN).exists() and (is_locked(at / LOCK) or finished(at)),
+    )
     results = stage.run()
     wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
     return results
@@ -317,6 +348,42 @@ def stage_record(folder: Path) -> dict[str, Any]:
     if not isinstance(was, str):
         return record
     return {**record, **{key: portable(record[key], was) for key in ("settings", "inputs")}}
+
+
+def command_of(folder: Path) -> str:
+    """The command line that began a stage, without passwords; "" if it is not known."""
+    if not (folder / RUN).is_file():
+        return ""
+    program, *given = map(without_passwords, stage_record(folder)["arguments"])
+    return shlex.join([Path(program).name, *given])
+
+
+def portable(values: Any, output: str, place: str = OUTPUT) -> Any:
+    """JSON values whose paths in the run's output are written relative to it: OUTPUT/...
+
+    Or in another `place`, where the run lies now.
+
+    So a run can be moved, or its output named in another way, and is still the same run. Keys are
+    changed, too ("path draft PATH").
+    """
+    root = absolute(output)
+    if Path.cwd().is_relative_to(root):
+        return values  # there, every name would be a path in the output
+
+    def text(value: str) -> str:
+        kind, path = re.fullmatch(r"(path draft |prompts |)(.*)", value, re.DOTALL).groups()  # type: ignore[union-attr]
+        whole = absolute(path)
+        is_inside = whole != root and whole.is_relative_to(root)
+        return f"{kind}{place}/{whole.relative_to(root)}" if is_inside else value
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {text(key): walk(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        return text(value) if isinstance(value, str) else value
+
+    return walk(values)
 
 
 def wait_for(folder: Path, patience: float, done: Callable[[Path], bool] = finished) -> None:
@@ -379,9 +446,9 @@ def say(text: str, style: str = "") -> None:
 
 def _entry_of(stage: Stage) -> Settings:
     """The entry of a stage in run.json, compared on resume; refuses inputs that are not made."""
-    output = stage.config.output
+    config, output = stage.config, Path(stage.config.output)
     for name, source in stage.inputs.items():
-        if not is_within(source, output):
+        if not config.holds(source):
             continue
         maker = Path(output, *absolute(source).relative_to(absolute(output)).parts[:1])
         is_begun = (maker / RUN).exists()
@@ -404,7 +471,7 @@ def _entry_of(stage: Stage) -> Settings:
             )
     inputs = {name: fingerprint(source) for name, source in stage.inputs.items()}
     values = {"settings": stage.stored_settings(), "inputs": inputs}
-    return Settings({"stage": stage.name, **portable(values, output)}, stage.remedy)
+    return Settings({"stage": stage.name, **portable(values, config.output)}, stage.remedy)
 
 
 @contextmanager
@@ -424,8 +491,3 @@ def _locked(folder: Path) -> Iterator[None]:
                 return
         time.sleep(PAUSE / RETRIES)
     raise ConfigError(f"another process is working in {folder}: wait for it")
-
-
-def _begun(folder: Path) -> bool:
-    """True if the main process of this run is at work in a stage's folder, or has been."""
-    return (folder / RUN).exists() and (is_locked(folder / LOCK) or finished(folder))

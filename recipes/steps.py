@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipes.config import PipelineConfig
-from recipes.layout import folder
 
 HUB_ID = "OWNER/NAME"
 """Stands for the Hub id that only the user knows."""
@@ -61,7 +59,7 @@ def next_recipe(config: PipelineConfig, recipe: str, line: CommandLine) -> list[
     draft, is_later = config.draft, False
     # Texts that are drawn in training have logits in no dataset.
     is_stored = config.logits and draft and draft.logits is None and draft.on_policy == 0
-    logits = ["--draft.logits", str(folder(config, "logits"))] if is_stored else []
+    logits = ["--draft.logits", str(config.folder("logits"))] if is_stored else []
     for name, purpose, is_asked, more in (
         ("make-rollouts", "complete", True, []),
         ("make-logits", "keep", config.logits, []),
@@ -74,18 +72,3 @@ def next_recipe(config: PipelineConfig, recipe: str, line: CommandLine) -> list[
             return [Step(purpose, line.recipe(name, *more))]
         is_later |= name == recipe.replace("_", "-")
     return []
-
-
-def load_draft(source: str | Path, *, states: bool = False) -> Step:
-    """A line of Python that loads a draft; transformers loads none on its target's `states`."""
-    name = json.dumps(str(source), ensure_ascii=False)
-    if states:
-        return Step("load", f"from specdata.models import load_model; draft = load_model({name})")
-    load = f"AutoModelForCausalLM.from_pretrained({name})"
-    return Step("load", f"from transformers import AutoModelForCausalLM; draft = {load}")
-
-
-def load_head(source: str | Path) -> Step:
-    """A line of Python that loads a head."""
-    load = f"AcceptanceHead.from_pretrained({json.dumps(str(source), ensure_ascii=False)})"
-    return Step("load", f"from heads import AcceptanceHead; head = {load}")

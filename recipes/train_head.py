@@ -6,31 +6,26 @@ draftsmith train-head --config FILE.yaml        # draftsmith launch PROFILE: in 
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from recipes.checks import check_loading, check_states, check_training_splits, is_shared
-from recipes.layout import (
-    draft_in_use,
-    folder,
-    head_folder,
-    held_out_setting,
-    held_out_share,
-    load_draft_in_use,
-    loaded,
-    sampled,
-)
 from recipes.make_logits import (
     check_logits,
     check_stored_states,
     identity,
     made_of,
     rows_with_logits,
+)
+from recipes.models import (
+    check_depths_of,
+    check_loading,
+    is_shared,
+    load_draft_in_use,
+    load_models,
+    shared_tokenizer,
 )
 from recipes.recipe import Recipe
 from recipes.run import Stage, say
@@ -51,65 +46,54 @@ class Labels(Stage):
 
     def stored_settings(self) -> dict[str, Any]:
         """Its section, and how both models are sampled."""
-        values: dict[str, Any] = {"labels": self.config.labels.model_dump(mode="json")}
-        values |= sampled(self.config, "target", "draft")
-        return {**values, **held_out_setting(self.config)}
+        labels, config = self.section.model_dump(mode="json"), self.config
+        return {"labels": labels, **config.sampled("target", "draft"), **config.held_out_setting}
 
     @property
     def inputs(self) -> dict[str, str]:
         """The pair, the rollouts, and top logits instead of the target's own."""
         inputs = {
             "target": self.config.models.target,
-            "draft": draft_in_use(self.config),
-            "rollouts": str(folder(self.config, "rollouts")),
+            "draft": self.config.draft_in_use,
+            "rollouts": str(self.config.folder("rollouts")),
         }
-        logits = self.config.labels.logits
+        logits = self.section.logits
         return {**inputs, "logits": logits} if logits else inputs
 
     @property
     def size(self) -> str:
         """As many rows as rollouts, but of the prompts held out for the head if there are any."""
-        labels = self.config.labels
+        labels = self.section
         is_drawn = self.config.sampling.temperature > 0 and not labels.greedy
         further = (labels.draws - 1) * is_drawn
         # An id, a drafted id and eight numbers.
-        share = held_out_share(self.config) or 1.0
+        share = self.config.held_out_share or 1.0
         return rows_size(self.config, 40 + PAIR * further, share)
 
     def check(self) -> None:
         """Refuse labels that cannot be made."""
-        check_training_splits(self.config)
+        self.config.rollouts.check_splits()
         check_loading(self.config, "labels")
-        check_states(self.config)
-        if (logits := self.config.labels.logits) and self.config.head:
-            check_logits(self.config, "labels.logits", logits, bound=self.config.labels.bound)
+        check_depths_of(self.config)
+        if logits := self.section.logits:
+            check_logits(self.config, "labels.logits", logits, bound=self.section.bound)
 
     def run(self) -> dict[str, Any]:
         """Run target and draft along the rollouts, in every process."""
         config = self.config
         import numpy as np
 
-        from specdata.draft_models.states_draft import states_input
-        from specdata.draft_models.taps import attach
         from specdata.labels.make import load_labels, make_labels, mean_overlap
-        from specdata.models import (
-            check_shared_vocabulary,
-            load_model,
-            load_tokenizer,
-            positions,
-            vocabulary_fingerprint,
-        )
+        from specdata.models import positions, vocabulary_fingerprint
         from specdata.storage.columns import arrow_table, list_lengths
         from specdata.storage.dataset import is_held_out, load_stored, read_manifest
         from specdata.top_logits import TopLogits
 
-        models, draft_name = config.models, draft_in_use(config)
-        tokenizer = load_tokenizer(models.target)
-        check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-        draft = load_draft_in_use(config)
-        rollouts = load_stored(folder(config, "rollouts"))
+        # 1. The rollouts that the draft did not learn from, if some were held out.
+        tokenizer = shared_tokenizer(config.models.target, config.draft_in_use)
+        rollouts = load_stored(config.folder("rollouts"))
         check_stored_states(config, rollouts)
-        if share := held_out_share(config):
+        if share := config.held_out_share:
             splits = arrow_table(rollouts, "split", "example_id").to_pydict().values()
             rollouts = rollouts.select(
                 [
@@ -118,33 +102,36 @@ class Labels(Stage):
                     if split != "train" or is_held_out(example, share)
                 ]
             )
+        # 2. The draft, and the target or its top logits.
         source = made_of(self, vocabulary_fingerprint(tokenizer))
-        make: Callable[..., int]
-        if logits := config.labels.logits:
+        target: Any
+        if logits := self.section.logits:
             rows = rows_with_logits(config, logits, "labels.logits", source, rollouts)
-            make = partial(make_labels, TopLogits.of(Path(logits)), draft, rows)
+            target, draft = TopLogits.of(Path(logits)), load_draft_in_use(config)
         else:
-            target = load_model(models.target, load=models.loading("target"))
-            if states_input(draft) is not None:
-                attach(draft, target)
-            tensor_parallel = is_shared(config, "labels")
-            make = partial(make_labels, target, draft, rollouts, tensor_parallel=tensor_parallel)
+            rows, (target, (draft,)) = rollouts, load_models(config, config.draft_in_use)
+        # 3. The labels, shard by shard.
         with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
-            rows = make(
+            count = make_labels(
+                target,
+                draft,
+                rows,
                 self.folder,
-                config.labels,
+                self.section,
                 sampling=config.sampling,
                 seed=config.seed,
-                settings=self.dataset_settings({**source, "draft": identity(draft_name)}),
+                settings=self.dataset_settings({**source, "draft": identity(config.draft_in_use)}),
                 report=bar.update,
+                tensor_parallel=is_shared(config, "labels"),
             )
+        # 4. How many tokens have one, and the draft's acceptance.
         prompts, completions = list_lengths(rollouts, "prompt_ids", "completion_ids")
         asked, room = int(completions.sum()), positions(draft.config) - prompts
         readable = int(np.minimum(completions, room.clip(0)).sum())
         undecided = readable - read_manifest(self.folder)["counts"]["tokens"]
         counts = {"beyond": asked - readable, "undecided": undecided}
         labels = load_labels(self.folder, config.sampling)
-        return {"rows": rows, "acceptance": mean_overlap(labels), **counts}
+        return {"rows": count, "acceptance": mean_overlap(labels), **counts}
 
     def show(self, results: dict[str, Any]) -> None:
         """Print the draft's acceptance."""
@@ -158,16 +145,17 @@ class Head(Stage):
     """Train the acceptance head on the labels."""
 
     name, sections = "head", ("head",)
+    size = "the head"
 
     @property
     def folder(self) -> Path:
         """output/head, unless head.folder says otherwise."""
-        return head_folder(self.config)
+        return self.config.head_folder
 
     @property
     def remedy(self) -> str:
         """Another folder."""
-        beside = (folder(self.config, f"head-{n}") for n in count(2))
+        beside = (self.config.folder(f"head-{n}") for n in itertools.count(2))
         other = next(each.name for each in beside if not each.exists())
         return (
             f"train another head beside it with --head.folder {other} (which is measured into "
@@ -176,23 +164,14 @@ class Head(Stage):
 
     def stored_settings(self) -> dict[str, Any]:
         """Its section, and how the draft is loaded."""
-        assert self.config.head is not None
-        values: dict[str, Any] = {
-            "head": self.config.head.stored_settings(),
-            "seed": self.config.seed,
-        }
-        values |= {"dtype": self.config.models.dtype, **held_out_setting(self.config)}
-        return {**values, **loaded(self.config, "draft")}
+        values = {"head": self.section.stored_settings(), "seed": self.config.seed}
+        return {**values, **self.config.held_out_setting, **self.config.loaded("draft")}
 
     @property
     def inputs(self) -> dict[str, str]:
         """The draft and the labels."""
-        return {"draft": draft_in_use(self.config), "labels": str(folder(self.config, "labels"))}
-
-    @property
-    def size(self) -> str:
-        """A small network."""
-        return "the head"
+        config = self.config
+        return {"draft": config.draft_in_use, "labels": str(config.folder("labels"))}
 
     def run(self) -> dict[str, Any]:
         """Train it, in every process."""
@@ -201,20 +180,20 @@ class Head(Stage):
         from specdata.labels.make import load_labels
         from specdata.storage.dataset import of_split
 
-        assert config.head is not None
-        labels = load_labels(folder(config, "labels"), config.sampling)
+        source = config.folder("labels")
+        labels = load_labels(source, config.sampling)
         result = train_head(
             draft=load_draft_in_use(config),
             train=of_split(
                 labels,
                 "train",
-                folder(config, "labels"),
-                held_out_share=held_out_share(config),
+                source,
+                held_out_share=config.held_out_share,
                 wants_held_out=True,
             ),
-            dev=of_split(labels, "dev", folder(config, "labels")),
+            dev=of_split(labels, "dev", source),
             out=self.folder / "model",
-            config=config.head,
+            config=self.section,
             seed=config.seed,
             sampling=config.sampling,
         )

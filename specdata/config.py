@@ -317,10 +317,7 @@ class LogitsConfig(Config):
     server: ServerConfig = Field(default=ServerConfig(), description="the server of backend vllm")
 
     def stored_settings(self) -> dict[str, Any]:
-        """The settings that the rows depend on, as JSON values.
-
-        The server's address and the like are left out, because they may change on resume.
-        """
+        """The settings that the rows depend on, as JSON values; not where the server is."""
         return self.model_dump(mode="json", exclude={"server"})
 
 
@@ -363,11 +360,17 @@ class RolloutConfig(Config):
             )
         return self
 
-    def stored_settings(self) -> dict[str, Any]:
-        """The settings that the rows depend on, as JSON values.
+    def check_splits(self) -> None:
+        """Raise ConfigError if training would find other splits than it reads, or not these."""
+        splits, known = {dataset.split for dataset in self.sets}, {"train", "dev"}
+        if not known <= splits <= {*known, "test"}:
+            raise ConfigError(
+                "rollouts.sets must hold splits train and dev to train on, and no others but test, "
+                f"got {', '.join(sorted(splits))} (source_split is what the Hub calls a split)"
+            )
 
-        The server's address and the like are left out, because they may change on resume.
-        """
+    def stored_settings(self) -> dict[str, Any]:
+        """The settings that the rows depend on, as JSON values; not where the server is."""
         settings = self.model_dump(mode="json", exclude={"vllm"})
         if self.backend == "vllm":
             del settings["batch_size"]

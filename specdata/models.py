@@ -42,14 +42,7 @@ from specdata.draft_models.states_draft import (
 )
 from specdata.draft_models.taps import attach
 from specdata.errors import ConfigError, trouble_outside
-from specdata.loading import (
-    ONE_DEVICE,
-    Loading,
-    check_vocabularies,
-    contradictions,
-    reach,
-    shorter,
-)
+from specdata.loading import ONE_DEVICE, Loading, check_vocabularies, contradictions, reach, shorter
 from specdata.processes import join_processes, process_count
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint
@@ -231,10 +224,10 @@ def _tied_as_stored(model: Any) -> Any:
     """A model whose `tie_word_embeddings` says no more than its matrices do.
 
     transformers 5 ties no two that are stored and differ, and saves the flag as it was; earlier
-    ones and engines would tie them then.
+    ones and engines would tie them then. Inkling's configurations have no such key.
     """
     text, output = model.config.get_text_config(), model.get_output_embeddings()
-    if text.tie_word_embeddings and output is not None:
+    if getattr(text, "tie_word_embeddings", False) and output is not None:
         weight = model.get_input_embeddings().weight
         if output.weight is not weight and not output.weight.is_meta:
             model.config.tie_word_embeddings = text.tie_word_embeddings = False
@@ -254,9 +247,8 @@ def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
     architecture = kind
     if network is not None:
         kind = network(kind)
-    if (
-        is_reduced(config) and not kind_of(config).layouts
-    ):  # of these the output is as engines have it
+    # The output of drafts that have layouts is as engines have it.
+    if is_reduced(config) and not kind_of(config).layouts:
         kind = reduced_class(kind, getattr(config, SIZE))
     # By these transformers looks up under which names an architecture stores its weights.
     kind.__name__, kind.__module__ = architecture.__name__, architecture.__module__
@@ -303,7 +295,8 @@ def _language_model(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
         return config, AutoModelForCausalLM
     text.name_or_path = config.name_or_path
     # The wrapper's own words; transformers ties no matrices that are both stored.
-    text.tie_word_embeddings |= config.tie_word_embeddings
+    ties = (getattr(each, "tie_word_embeddings", False) for each in (text, config))
+    text.tie_word_embeddings = any(ties)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantized
     return text, kind

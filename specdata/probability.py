@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from specdata.block_verification import residual as residual
 from specdata.errors import NotFiniteError
 from specdata.sampling import SamplingConfig as SamplingConfig
 
@@ -21,8 +22,6 @@ NO_TOKEN = -1
 
 # Logits this far below the largest, over the temperature, are those of probability 0.
 LEAST_LOGIT = -80.0
-# A residual with less mass than this can only be reached through rounding; p itself is used then.
-NEGLIGIBLE_MASS = 1e-15
 BELOW_ONE = 1 - 1e-15
 # Vocabularies of at least this many tokens are summed in blocks to draw one token.
 LARGE, BLOCK = 8192, 256
@@ -261,19 +260,6 @@ def accept_probability(p: Tensor, q: Tensor) -> Tensor:
 def overlap(p: Tensor, q: Tensor) -> Tensor:
     """sum_x min(p, q) = 1 - TV(p, q): (..., V) -> (...), the acceptance of one drafted token."""
     return torch.minimum(p, q).sum(dim=-1)
-
-
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm((p - q)+): the distribution after a rejection, (..., V); p itself where no mass is left.
-
-    The masses need not be equal: verifiers pass `r * p` and `q` to get a scaled residual.
-    """
-    excess = (p - q).clamp(min=0.0)
-    mass = excess.sum(dim=-1, keepdim=True)
-    if not read_waits(mass) and bool((mass > NEGLIGIBLE_MASS).all()):
-        return excess / mass
-    normalised = excess / mass.clamp(min=torch.finfo(mass.dtype).tiny)
-    return torch.where(mass > NEGLIGIBLE_MASS, normalised, p / p.sum(dim=-1, keepdim=True))
 
 
 def entropy(probs: Tensor) -> Tensor:

@@ -54,6 +54,9 @@ _ZERO = (
 )
 FILLED = {*AUTOMATIC, *(f"zero_optimization.{key}" for key in _ZERO)}
 TRUE = ("y", "yes", "t", "true", "on", "1")  # as accelerate reads its flags
+# Share of its time in which a working thread has a core: .97 or more alone, .7 or less beside other
+# programs, or while it waits for another thread that is beside them.
+IDLE = 0.9
 # Seconds between two looks for the main process, and the numbers of the waits for it.
 PAUSE = 0.2
 _waits = count()

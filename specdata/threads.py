@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from specdata.processes import process_count
+from specdata.processes import IDLE, process_count
 from specdata.storage.files import PROGRESS, write_json
 
 T = TypeVar("T")
@@ -30,9 +30,6 @@ CLEAR = 1.5
 """A number that takes so many times as long in two units needs no more."""
 GAIN = 1.03
 """More threads must be faster by so much."""
-WAITS = 0.9
-"""Work whose thread is on a processor for less of the time waits for one, or for another thread
-that does: alone it is there for .97 or more, beside other programs for .7 or less."""
 LOOK, PATIENCE = 1.0, (60.0, 600.0)
 """Seconds between looks at this; the least and the most before more threads are tried again."""
 COST = 100
@@ -170,7 +167,7 @@ class Threads:
         if self._wall < LOOK:
             return
         self._rested += self._wall
-        waits = self._worked < WAITS * self._wall
+        waits = self._worked < IDLE * self._wall
         self._wall = self._worked = 0.0
         soon, late = PATIENCE
         if waits and self._rested > min(soon, COST / 4 * self._spent):

@@ -1,7 +1,7 @@
 """Use published folders with transformers alone, as a stranger to this project would.
 
 `drive` runs this file by itself, and there our packages cannot be imported. The orders name the
-folders (or Hub ids) of a target, drafts and a head, the arguments of each call of `generate`, and
+folders (or Hub ids) of a target, drafts and heads, the arguments of each call of `generate`, and
 the examples of cards.
 """
 
@@ -14,6 +14,7 @@ import sys
 import warnings
 from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 OURS = {"specdata", "heads", "distill", "eval", "recipes", "tests", "benchmarks"}
@@ -79,7 +80,7 @@ def decode(orders: dict[str, Any], models: dict[str, Any], case: dict[str, Any])
     if "attention_mask" in arguments:
         arguments["attention_mask"] = torch.tensor(arguments["attention_mask"])
     if case.get("head"):
-        arguments["acceptance_head"] = models["head" if case["head"] is True else case["head"]]
+        arguments["acceptance_head"] = models[case["head"]]
     if case["draft"]:
         arguments["assistant_model"] = models[case["draft"]]
     streamed = Streamed()
@@ -104,23 +105,19 @@ def main() -> None:
     warnings.simplefilter("error")
     orders = json.loads(Path(sys.argv[1]).read_text())
     models = {name: load(folder) for name, folder in orders["models"].items()}
-    head = AutoModel.from_pretrained(orders["head"], trust_remote_code=True)
-    models["head"] = head
-    for kind, folder in orders.get("heads", {}).items():
-        models[kind] = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    hidden = torch.tensor(orders["hidden"])
+    heads = {
+        name: AutoModel.from_pretrained(folder, trust_remote_code=True)
+        for name, folder in orders["heads"].items()
+    }
     answers = {
         "version": transformers.__version__,
-        "head": type(head).__name__,
-        "training": head.training,
-        "logits": head(hidden).tolist(),
-        "tokens": [decode(orders, models, case) for case in orders["cases"]],
+        "heads": {name: [type(head).__name__, head.training] for name, head in heads.items()},
+        "tokens": [decode(orders, models | heads, case) for case in orders["cases"]],
     }
-    if "judged" in orders:
-        features = orders["judged"]["features"].items()
-        head = models[orders["judged"]["head"]]
-        judged = head(**{name: torch.tensor(values) for name, values in features})
-        answers["judged"] = judged.tolist()
+    if "drawn" in orders:
+        given = {name: torch.tensor(values) for name, values in orders["drawn"].items()}
+        drawn = SimpleNamespace(**given, embed=given["embeddings"].__getitem__)
+        answers["logits"] = {name: head.logit(drawn) for name, head in heads.items()}
     for code in orders.get("examples", ()):
         exec(compile(code, "a card", "exec"), {})
     if "whole" in orders:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specdata.prompts.loading import LoadedPrompts
+from specdata.prompts.prompt import LoadedPrompts
 from tests.chats import chat_tokenizer
 
 PLAIN, CHAT = chat_tokenizer("none"), chat_tokenizer("llama3")

@@ -21,7 +21,7 @@ from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, ROLLOUTS, Label, Rollout
-from specdata.texts import ModelSource
+from specdata.texts import ModelSource, by_length
 from specdata.top_logits import TopLogits
 from tests.chi_square import p_value
 from tests.families import tiny
@@ -121,6 +121,10 @@ def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_tar
         counts = Counter((label["draft_ids"][index],) for label in labels)
         assert counts.keys() <= distribution.keys()
         assert len(distribution) == 1 or p_value(counts, distribution) > 1e-6
+
+
+def test_texts_of_like_length_go_together_longest_first_as_many_as_fit() -> None:
+    assert [*by_length([3, 9, 3, 1, 5, 9, 40], 18)] == [[6], [1, 5], [4, 0, 2], [3]]
 
 
 def test_the_size_of_a_batch_of_a_piece_and_of_a_forward_change_no_label(

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.config import DistilConfig, LoraConfig
-from recipes.sizes import described
+from recipes.models import described
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_configs, load_model, load_tokenizer

@@ -12,6 +12,7 @@ from eval.analysis.round_times import measure_times
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.graphs import EagerWarning
 from eval.runtime.model import CachedModel
+from eval.runtime.sequence import sequence_of
 from specdata.errors import ConfigError
 from specdata.models import positions
 from specdata.probability import SamplingConfig
@@ -105,14 +106,14 @@ def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
     committed = [3, 8, 5, 21]
     tokens, parents = [4, 9, 30, 7, 11, 2], [0, 0, 1, 1, 2, 4]
     paths = [[1], [2], [1, 3], [1, 4], [2, 5], [1, 4, 6]]
-    whole = cached.sequence(0, SamplingConfig())
+    whole = sequence_of(cached, 0, SamplingConfig())
     with torch.inference_mode():
-        cached.run(whole.append(committed[:2], 1))
-        at_once = cached.run(whole.append_tree(tokens, parents, committed[2:]))
-        levels = cached.sequence(0, SamplingConfig())
-        cached.run(levels.append(committed, 1))
+        whole.append(committed[:2], 1).run()
+        at_once = whole.append_tree(tokens, parents, committed[2:]).run()
+        levels = sequence_of(cached, 0, SamplingConfig())
+        levels.append(committed, 1).run()
         by_level = [
-            cached.run(levels.append_tree(tokens[first:last], parents[first:last]))
+            levels.append_tree(tokens[first:last], parents[first:last]).run()
             for first, last in ((0, 2), (2, 5), (5, 6))
         ]
         for node, path in enumerate([[], *paths]):

@@ -9,8 +9,9 @@ import torch
 from transformers import NemotronConfig, NemotronForCausalLM
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.runtime import batches
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import Forward
+from eval.runtime.sequence import Forward, sequence_of
 from specdata.probability import SamplingConfig
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
@@ -70,13 +71,13 @@ def test_sequences_that_need_the_same_model_share_its_forwards(
     target, draft = tiny_llama(2, vocab=40), tiny_llama(2, vocab=40)
     target.config.eos_token_id = target.generation_config.eos_token_id = None
     served: set[tuple[bool, int]] = set()
-    run_all = CachedModel.run_all
+    run_all = batches.run_all
 
-    def counted(model: CachedModel, forwards: list[Forward]) -> list[torch.Tensor]:
-        served.add((model.model is target, len(forwards)))
-        return run_all(model, forwards)
+    def counted(forwards: list[Forward]) -> list[torch.Tensor]:
+        served.add((forwards[0].sequence.model.model is target, len(forwards)))
+        return run_all(forwards)
 
-    monkeypatch.setattr(CachedModel, "run_all", counted)
+    monkeypatch.setattr(batches, "run_all", counted)
     decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(length=3))
     # The draft equals the target, so every round of every sequence has the same length.
     prompts = [torch.tensor([3, 4]), torch.tensor([5])]
@@ -139,10 +140,10 @@ def test_sequences_of_different_lengths_are_run_without_padding(model: Any) -> N
     )
     attention, logits = model.config._attn_implementation, []
     for together in (False, True):
-        cached.reset()
-        sequences = [cached.sequence(slot, SamplingConfig()) for slot in range(4)]
+        cached.kv_cache.free()
+        sequences = [sequence_of(cached, slot, SamplingConfig()) for slot in range(4)]
         for slot, sequence in enumerate(sequences):
-            cached.run(sequence.append([2 + slot] * (3 + 2 * slot), 1))
+            sequence.append([2 + slot] * (3 + 2 * slot), 1).run()
         forwards = [
             sequence.append(list(range(3, 3 + length)), length)
             for sequence, length in zip(sequences, (9, 2, 1), strict=False)
@@ -150,7 +151,7 @@ def test_sequences_of_different_lengths_are_run_without_padding(model: Any) -> N
         forwards.append(sequences[3].append_tree([5, 6, 7, 8], [0, 0, 1, 2], [9]))
         read.clear()
         with torch.inference_mode():
-            logits.append(cached.run_all(forwards) if together else [*map(cached.run, forwards)])
+            logits.append(batches.run_all(forwards) if together else [*map(Forward.run, forwards)])
     hook.remove()
     assert read == [(1, 9 + 2 + 1 + 5)]
     torch.testing.assert_close(logits[1], logits[0])

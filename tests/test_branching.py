@@ -11,8 +11,9 @@ import torch
 from eval.analysis.draft_kinds import KINDS
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.drafters import BranchingDrafter, DraftPath
+from eval.runtime.batches import drive
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import drive
+from eval.runtime.sequence import sequence_of
 from eval.verifiers import VERIFIERS
 from specdata import probability
 from specdata.errors import NotFiniteError
@@ -176,7 +177,7 @@ def test_a_branching_draft_is_what_its_class_promises_and_no_deeper_than_allowed
     committed = [2, 3]
     for room in (1, 2, 5):
         for seed in range(15):
-            path = DraftPath(CachedModel(draft, 6).sequence(0, SamplingConfig()))
+            path = DraftPath(sequence_of(CachedModel(draft, 6), 0, SamplingConfig()))
             drafter = BranchingDrafter([path], widths, how, frozenset([END]), shape=shape)  # type: ignore[arg-type]
             generator = torch.Generator().manual_seed(seed)
             with torch.inference_mode():
@@ -205,32 +206,32 @@ def test_a_branching_draft_is_what_its_class_promises_and_no_deeper_than_allowed
 def test_a_branching_drafter_accepts_only_nodes_of_its_last_draft() -> None:
     """Before a draft nothing; then its nodes that were run, for they had children; then nothing."""
     model = CachedModel(tiny_llama(1, vocab=40), 40)
-    sequence = model.sequence(0, SamplingConfig())
+    sequence = sequence_of(model, 0, SamplingConfig())
     drafter = BranchingDrafter([DraftPath(sequence)], (2, 2, 2), "distinct", frozenset())
     with torch.inference_mode():
-        drafter.accept([1, 3], 3)
+        drafter.accept([1, 3])
         assert sequence.in_use == 0
         generator = torch.Generator().manual_seed(0)
         tree = drive(drafter.propose([2, 3], 3, generator))
         assert (sequence.length, sequence.in_use) == (2, 2 + 6)
         path = tree.path_to(len(tree))
         assert len(path) == 3
-        drafter.accept(path, 5)
+        drafter.accept(path)
         assert (sequence.length, sequence.in_use) == (4, 4)
-        drafter.accept(path, 5)
+        drafter.accept(path)
         assert (sequence.length, sequence.in_use) == (4, 4)
 
 
 def test_only_nodes_in_the_cache_can_be_accepted() -> None:
     model = CachedModel(tiny_llama(1, vocab=40), 40)
-    sequence = model.sequence(0, SamplingConfig())
+    sequence = sequence_of(model, 0, SamplingConfig())
     with torch.inference_mode():
-        model.run(sequence.append_tree([4, 5], [0, 0], [2]))
+        sequence.append_tree([4, 5], [0, 0], [2]).run()
     for bad in ([3], [0]):
         with pytest.raises(ValueError, match="not all among the 2 in the cache"):
-            sequence.accept(bad)
+            sequence.keep(bad)
     with torch.inference_mode():
-        sequence.accept([2])
+        sequence.keep([2])
     assert (sequence.length, sequence.in_use) == (2, 2)
 
 
@@ -239,7 +240,7 @@ def test_candidates_are_fewer_where_the_distribution_has_fewer_tokens() -> None:
     draft = tiny_llama(1, vocab=6)
     sampling = SamplingConfig(top_k=2)
     for how in ("distinct", "greedy"):
-        path = DraftPath(CachedModel(draft, 6).sequence(0, sampling))
+        path = DraftPath(sequence_of(CachedModel(draft, 6), 0, sampling))
         drafter = BranchingDrafter([path], (4,), how, frozenset(), shape="tree")  # type: ignore[arg-type]
         with torch.inference_mode():
             tree = drive(drafter.propose([2], 3, torch.Generator().manual_seed(0))).checked()

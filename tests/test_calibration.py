@@ -15,8 +15,8 @@ from scipy.special import expit, logit
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping.logistic import Calibration, Logit, fit_calibration
 from eval.drafting.stopping.recorded import RecordedTokens
-from recipes import run_eval
 from recipes.config import PipelineConfig, parse
+from recipes.experiment import _fitted
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
@@ -84,7 +84,7 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     settings = {"sampling": asdict(SamplingConfig())}
     fill_dataset(tmp_path / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
     path = tmp_path / "calibration.json"
-    fitted = run_eval._fitted(config, draft, path)
+    fitted = _fitted(config, draft, path)
     dev = datasets.Dataset.from_list(rows[1:])
     traces = acceptance_traces(dev, draft=draft, sampling=config.sampling)
     # Stored labels are float32.
@@ -94,7 +94,7 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     assert fitted["rows"] == 2
     # A resumed evaluation must not fit again: the last bits could differ.
     (tmp_path / "labels" / "shard-00000.parquet").unlink()
-    assert run_eval._fitted(config, draft, path) == json.loads(json.dumps(fitted))
+    assert _fitted(config, draft, path) == json.loads(json.dumps(fitted))
     alone = evaluated(tmp_path, "--head", "null")
-    assert run_eval._fitted(alone, draft, tmp_path / "other.json") == {"rows": 0}
+    assert _fitted(alone, draft, tmp_path / "other.json") == {"rows": 0}
     assert "no labels" in capsys.readouterr().out

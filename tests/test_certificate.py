@@ -31,11 +31,10 @@ from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig
 from eval.verifiers.rule import Candidates, Rng, Verifier, Walk
 from recipes.command import run_tool
-from recipes.config import build
-from recipes.layout import CERTIFICATE
+from recipes.config import CERTIFICATE, build
 from recipes.run_eval import RECIPE
 from specdata.config import PromptSet
-from specdata.prompts.loading import Prompt
+from specdata.prompts.prompt import Prompt
 from specdata.sampling import SamplingConfig
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_branching import CASES

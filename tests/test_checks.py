@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from recipes import pipeline
-from recipes.checks import check_whole_run
 from recipes.command import RECIPES, main
 from recipes.config import parse
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, check_whole_run
 from specdata.storage.files import write_json
 from tests.test_documents import blocks
 

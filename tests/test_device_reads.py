@@ -12,8 +12,9 @@ from torch import Tensor
 from eval.drafting.drafters import ChainDrafter
 from eval.drafting.stopping import STOPPING_RULES
 from eval.drafts import DraftTree
+from eval.runtime.batches import drive
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import drive
+from eval.runtime.sequence import sequence_of
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.inputs import FEATURES
@@ -110,8 +111,10 @@ def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(
         """How many numbers are read, and how many tokens that drafted."""
         size = "length" if name == "fixed" else "limit"
         rule = STOPPING_RULES[name].model_validate({**given, size: length})
-        drafter = ChainDrafter(model.sequence(0, SamplingConfig()), rule.start(asked), frozenset())
-        model.reset()
+        drafter = ChainDrafter(
+            sequence_of(model, 0, SamplingConfig()), rule.start(asked), frozenset()
+        )
+        model.kv_cache.free()
 
         def draft() -> None:
             with torch.inference_mode():

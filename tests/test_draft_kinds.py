@@ -30,7 +30,7 @@ MADE: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 16, "head_dim": 4, "num_hidden_layers": 4}
-    return stored(tmp_path_factory.mktemp("target") / "model", **sizes)
+    return stored(tmp_path_factory.mktemp("target") / "model", tie_word_embeddings=True, **sizes)
 
 
 def test_each_kind_says_what_it_is_and_how_it_learns() -> None:

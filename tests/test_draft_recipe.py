@@ -13,9 +13,8 @@ from distill.adapters import load_student
 from distill.config import LoraConfig
 from recipes import train_draft
 from recipes.config import PipelineConfig, parse
-from recipes.layout import folder
 from recipes.make_rollouts import Rollouts
-from recipes.publish import _texts_of_draft
+from recipes.releases import _texts_of_draft
 from recipes.run import run_stage
 from specdata.errors import ConfigError
 from tests.test_initial import stored
@@ -55,7 +54,7 @@ def test_a_draft_of_other_settings_is_refused_before_anything_is_trained(
     more = ["--draft.finetune.epochs", "1", "--draft.finetune.max_length", "32"]
     assert train_draft.RECIPE.run([*asked, *more]) == 2
     assert "draft.finetune: null ->" in capsys.readouterr().err
-    assert not folder(config, "finetuned").exists()
+    assert not config.folder("finetuned").exists()
 
 
 # --- what a plan refuses, and beside it what it lets pass
@@ -125,7 +124,8 @@ def test_what_cannot_be_made_or_trained_is_refused_before_anything_runs(
     config = parse(arguments(Path("target"), *shlex.split(asked))).config
     outcome = nullcontext() if said is None else pytest.raises(ConfigError, match=said)
     with outcome:
-        train_draft.Draft(config).check()
+        for stage in train_draft.RECIPE.asked(config):
+            stage.check()
 
 
 def test_taps_that_the_target_does_not_have_are_not_stored(models: Path) -> None:

@@ -18,6 +18,8 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.publishing.release import REDUCED, release_draft
 from eval.runtime.graphs import shared_graphs
 from eval.runtime.model import CachedModel
+from eval.runtime.prepack import is_packed
+from eval.runtime.sequence import sequence_of
 from heads.inputs import FEATURES, DraftedTokens
 from specdata.draft_models.draft_vocabulary import (
     draft_vocabulary_ids,
@@ -156,9 +158,9 @@ def test_a_captured_draft_keeps_its_reduced_matrix_packed() -> None:
     assert graphs
     for graph in graphs:
         assert isinstance(graph, torch.fx.GraphModule)
-        packed = torch.ops.draftsmith.prepacked_linear.default
-        assert 2048 in [node.args[2] for node in graph.graph.nodes if node.target is packed]
-        plain = [n for n in graph.graph.nodes if n.target is torch.ops.aten.linear.default]
+        packed = [node.args[1].target for node in graph.graph.nodes if is_packed(node)]
+        assert 2048 in [len(getattr(graph, weight)) for weight in packed]
+        plain = [n for n in graph.graph.nodes if n.target is torch._C._nn.linear]
         assert all(getattr(graph, node.args[1].target).numel() < 2048 * 128 for node in plain)
 
 
@@ -173,8 +175,8 @@ def test_a_reduced_draft_is_drawn_from_as_if_all_tokens_were_warped(
     """The target may have more tokens than the draft, or fewer."""
     draft = reduced()
     for vocabulary in (44, 40, 36):
-        sequence = CachedModel(draft, vocabulary).sequence(0, sampling)
-        logits = sequence.model.run(sequence.append(IDS[0].tolist(), IDS.shape[1]))
+        sequence = sequence_of(CachedModel(draft, vocabulary), 0, sampling)
+        logits = sequence.append(IDS[0].tolist(), IDS.shape[1]).run()
         found = sequence.distribution(logits)
         everywhere = to_vocabulary(draft(input_ids=IDS).logits[0], vocabulary)
         torch.testing.assert_close(found, probabilities(everywhere, sampling))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from distill.kinds import read_published
+from distill.engine_layouts import read_published
 from heads import AcceptanceHead, BaseHead, ConfidenceHead
 from heads.probe import probe_of
 from recipes.command import run_tool

@@ -11,8 +11,9 @@ import torch
 from eval.decoder import DecodeConfig
 from eval.drafting.dynamic_tree import DynamicTreeDrafter
 from eval.drafts import DraftTree
+from eval.runtime.batches import drive
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import drive
+from eval.runtime.sequence import sequence_of
 from specdata.probability import SamplingConfig
 from tests.test_branching import greedy_rounds
 from tests.tiny import END, tiny_llama
@@ -44,7 +45,7 @@ def drafted(committed: list[int], room: int = 9, **settings: float) -> tuple[Dra
     model = CachedModel(tiny_llama(1, vocab=VOCABULARY), VOCABULARY)
     config = {"nodes": 5, "depth": 3, "gain": 0.0} | settings
     drafter = DynamicTreeDrafter(
-        model.sequence(0, SAMPLER),
+        sequence_of(model, 0, SAMPLER),
         int(config["nodes"]),
         int(config["depth"]),
         config["gain"],

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from distill import eagle
-from distill.kinds import along_rounds, read_published
+from distill.engine_layouts import read_published
+from distill.kinds import along_rounds
 from distill.objective import ChunkedLoss, Columns
 from eval.analysis.traces import tree_states
 from recipes.command import RECIPES, run_tool
@@ -486,6 +487,36 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
         torch.testing.assert_close(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
     with pytest.raises(ConfigError, match=r"layout of engines, .*draftsmith import"):
         load_model(str(release))
+
+
+def test_a_block_draft_that_no_layout_can_hold_is_published_as_it_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a target of one layer, where only what enters that can be read; its head, too."""
+    target = stored(tmp_path / "target", num_hidden_layers=1)
+    given = with_train_and_dev(target, tmp_path) | {"output": str(tmp_path / "run")}
+    given["models"] = {"target": str(target)}
+    given["draft"] = {"init": {"kind": "states", "layers": 1, "layout": "dspark"}, "epochs": 1}
+    given["head"] = {"kind": "confidence", "epochs": 1}
+    given["eval"]["max_new_tokens"] = 12
+    given["eval"]["methods"] += [{"name": "K=1", "length": 1}, {"name": "head", "stop": "head"}]
+    (tmp_path / "pair.yaml").write_text(json.dumps(given))
+    config = ["--config", str(tmp_path / "pair.yaml")]
+    assert RECIPES["pipeline"].run(config, "draftsmith pipeline") == 0
+    assert "vllm serve" not in capsys.readouterr().out
+    made, release = tmp_path / "run" / "draft" / "model", tmp_path / "run" / "release"
+    card = ModelCard.load(release / "draft" / "README.md")
+    assert "vllm" not in (card.data.tags or [])
+    assert "draftsmith import" not in card.text + (release / "head" / "README.md").read_text()
+    ids = torch.tensor([[5, 9, 31, 4, 17, 8]])
+    with torch.inference_mode():
+        mine, theirs = (
+            load_model(str(each), target=str(target)) for each in (made, release / "draft")
+        )
+        torch.testing.assert_close(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
+    assert run_tool("export", [str(made), "--out", str(tmp_path / "out")]) == 2
+    assert "engines cannot hold any other" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(

@@ -18,11 +18,12 @@ from benchmarks.papers.replay import (
     dinkelbach,
     expected_counts,
     oracle_counts,
+    recorded_lengths,
     saving,
 )
 from eval.analysis.traces import Traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.stopping import StoppingRule, recorded_lengths
+from eval.drafting.stopping import StoppingRule
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import Lengths, Reals, RecordedHead, RecordedTokens, pad
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed, Head

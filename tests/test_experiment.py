@@ -19,7 +19,7 @@ from eval.reporting.verdict import best_of
 from specdata.config import PromptSet, read_config
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.prompts.loading import Prompt
+from specdata.prompts.prompt import Prompt
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_decoder import head
 from tests.tiny import tiny_llama

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.drive_published_code import drive
 from tests.test_stages import CONFIG
 
 pytestmark = pytest.mark.exhaustive
@@ -119,7 +120,7 @@ def test_the_fast_tier_passes_once_all_edits_are_made(tmp_path: Path) -> None:
 
 
 def test_one_pipeline_uses_all_that_was_added(tmp_path: Path) -> None:
-    """The prompts, the stage, the loss, the feature, the verifier and the rule."""
+    """The prompts, the stage, the loss, the feature, the head, the verifier and the rule."""
     tree, config = copied(tmp_path, *SECTIONS), copy.deepcopy(CONFIG)
     articles = [{"article": f"It rained on day {day}.", "highlights": "Rain."} for day in range(4)]
     (tree / "articles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in articles))
@@ -127,7 +128,7 @@ def test_one_pipeline_uses_all_that_was_added(tmp_path: Path) -> None:
     config["rollouts"]["sets"].append(added)
     config["survey"] = {"long": 4}
     config["draft"]["objective"] = "hellinger"
-    config["head"] |= {"kind": "immediate", "features": ["hidden_before", "is_best"]}
+    config["head"] = {"kind": "weighted", "features": ["log_q", "is_best"], "epochs": 1}
     config["eval"]["methods"] += [
         {
             "name": "hesitant",
@@ -150,8 +151,24 @@ def test_one_pipeline_uses_all_that_was_added(tmp_path: Path) -> None:
     ]
     assert written("survey/survey.json")["rows"] == 28
     assert written("draft/run.json")["settings"]["draft"]["objective"] == "hellinger"
-    assert written("head/model/config.json")["reads"] == ["hidden_before", "is_best"]
+    assert written("head/model/config.json")["reads"] == ["log_q", "is_best"]
     runs = {each["method"]: each for each in written("eval/results.json")["runs"]}
     assert runs["hesitant"]["verifier"] == "hesitant"
     assert runs["patient"]["stop"] == "patience"
     assert all(runs[name]["rounds"] > 0 for name in ("hesitant", "patient", "head"))
+    # The released head in transformers alone.
+    out, prompt = tree / "out", {"target": "target", "draft": "draft", "seed": 0, "prompt": [[5]]}
+    answers = drive(
+        tmp_path,
+        {
+            "folder": str(out / "release/head"),
+            "models": {"target": str(out / "pair/target"), "draft": str(out / "release/draft")},
+            "heads": {"head": str(out / "release/head")},
+            "cases": [
+                {**prompt, "head": head, "arguments": {"max_new_tokens": 12, "do_sample": True}}
+                for head in ("head", None)
+            ],
+        },
+    )
+    assert answers["heads"] == {"head": ["WeightedHead", False]}
+    assert all(isinstance(tokens, list) and tokens for tokens in answers["tokens"])

@@ -28,10 +28,11 @@ from distill.toy import language_model
 from distill.training import save_model
 from recipes import train_draft
 from recipes.config import parse
+from recipes.initial_draft import Finetuned
 from recipes.make_rollouts import Rollouts
 from recipes.run import run_stage
 from recipes.run_eval import Eval
-from recipes.train_draft import Draft, Finetuned
+from recipes.train_draft import Draft
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids, reduce_vocabulary
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.models import load_model, load_tokenizer

@@ -10,6 +10,7 @@ import torch
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
+from eval.runtime.sequence import sequence_of
 from eval.verifiers.rule import Drawn, Verifier
 from specdata.probability import SamplingConfig
 from tests.families import tiny
@@ -78,10 +79,10 @@ def test_distributions_are_the_softmax_in_float32_of_the_logits_as_run(
     """A softmax in half precision keeps eight bits; these agree to float32's."""
     model = tiny("llama", 2, dtype=dtype)
     cached = CachedModel(model, 40, engine=engine)
-    sequence = cached.sequence(0, SamplingConfig(temperature=0.7))
+    sequence = sequence_of(cached, 0, SamplingConfig(temperature=0.7))
     with torch.inference_mode():
-        cached.run(sequence.append([2, 3], 1))
-        logits = cached.run(sequence.append([4, 5, 6], 3))
+        sequence.append([2, 3], 1).run()
+        logits = sequence.append([4, 5, 6], 3).run()
     assert logits.dtype == dtype
     distribution = sequence.distribution(logits)
     exact = (logits.double() / 0.7).softmax(-1)

@@ -14,7 +14,6 @@ from torch import Tensor
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.config import DEFAULT_FEATURES
 from heads.inputs import FEATURES, DraftedTokens, Feature, under_way
-from heads.judge import TorchJudge, judge_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +83,7 @@ def test_only_what_a_head_reads_is_computed() -> None:
     uncaptured = Drawn(1, torch.ones(2) / 2, None)
     assert float(FEATURES["entropy"].compute(under_way(uncaptured))) == pytest.approx(math.log(2))
     for name in ("hidden_before", "embedding"):
-        for ask in (judge_of(make_head(reads=[name])), TorchJudge(make_head(reads=[name]))):
+        for ask in (make_head(reads=[name]).judge(), make_head(reads=[name])):
             with pytest.raises(ValueError, match=r"are needed and .*not captured"):
                 ask.logit(uncaptured)
 
@@ -109,18 +108,24 @@ def make_head(**settings: Any) -> ImmediateHead:
     return head
 
 
-def drafted_tokens(seed: int, count: int = 4, dtype: torch.dtype = torch.float32) -> list[Drawn]:
+def drafted_tokens(
+    seed: int,
+    count: int = 4,
+    dtype: torch.dtype = torch.float32,
+    sizes: tuple[int, int, int] = (IDS, HIDDEN, EMBEDDING),
+) -> list[Drawn]:
     """Tokens of a draft; some of their distributions have ties and zeros."""
+    ids, hidden, embedding = sizes
     generator = torch.Generator().manual_seed(seed)
-    embeddings = torch.randn(IDS, EMBEDDING, generator=torch.Generator().manual_seed(0))
+    embeddings = torch.randn(ids, embedding, generator=torch.Generator().manual_seed(0))
     drawn = []
     for _ in range(count):
-        logits = torch.randn(IDS, generator=generator).mul(2).round(decimals=seed % 2)
+        logits = torch.randn(ids, generator=generator).mul(2).round(decimals=seed % 2)
         if seed % 3 == 0:
             logits[logits < logits.topk(1 + seed % 4).values[-1]] = -torch.inf
         q = logits.to(torch.promote_types(dtype, torch.float32)).softmax(-1)
         token = int(torch.multinomial(q, 1, generator=generator))
-        state = torch.randn(HIDDEN, generator=generator).to(dtype)
+        state = torch.randn(hidden, generator=generator).to(dtype)
         drawn.append(Drawn(token, q, state, embeddings.to(dtype)))
     return drawn
 
@@ -213,7 +218,7 @@ def test_a_saved_head_loads_offline_with_its_weights_and_settings_by_any_class(
         assert all(getattr(loaded, name) == getattr(head, name) for name in given)
     loaded.save_pretrained(tmp_path / "b")
     names = {path.name for path in (tmp_path / "a").iterdir()}
-    assert {"modeling_heads.py", "custom_generate"} < names
+    assert {"model.py", "inputs.py", "custom_generate"} < names
     for name in names - {"custom_generate"}:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert capsys.readouterr() == ("", "")
@@ -230,8 +235,8 @@ def test_a_saved_head_loads_offline_with_its_weights_and_settings_by_any_class(
 def test_a_draft_under_way_is_judged_as_the_head_does(reads: str, dtype: torch.dtype) -> None:
     with torch.inference_mode(False):
         head = make_head(reads=READS[reads], depth=2)
-    fast, plain = judge_of(head), TorchJudge(head)
-    assert type(fast) is not TorchJudge
+    fast, plain = head.judge(), head
+    assert fast is not head
     for seed in range(6):
         for each in drafted_tokens(seed, dtype=dtype):
             expected, found = (judge.logit(each) for judge in (plain, fast))
@@ -244,7 +249,7 @@ def test_a_feature_that_was_added_is_judged_by_its_definition(
     monkeypatch.setitem(FEATURES, "even", Feature(lambda drafted: 1.0 - drafted.tokens % 2))
     head, drawn = make_head(reads=["even", "log_q"]), drafted_tokens(1)
     expected = float(head.logits(under_way(drawn[-1])).detach())
-    assert judge_of(head).logit(drawn[-1]) == pytest.approx(expected, abs=1e-5)
+    assert head.judge().logit(drawn[-1]) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("depth", [0, 2, None])
@@ -256,7 +261,7 @@ def test_heads_of_states_alone_are_judged_as_they_do(depth: int | None) -> None:
         head = AcceptanceHead(hidden_size=HIDDEN, depth=depth)
     drawn = drafted_tokens(3)
     expected = float(head(drawn[1].state).detach())
-    judges = judge_of(head), TorchJudge(head)
-    assert type(judges[0]) is not TorchJudge
+    judges = head.judge(), head
+    assert judges[0] is not head
     for judge in judges:
         assert judge.logit(drawn[1]) == pytest.approx(expected, abs=1e-6)

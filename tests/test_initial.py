@@ -14,11 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distill.config import ARCHITECTURES, InitConfig
-from distill.initial import (
-    coverage,
-    frequent_tokens,
-    make_initial,
-)
+from distill.initial import coverage, frequent_tokens, make_initial
 from distill.plain import cut
 from distill.toy import save_tokenizer, train_tokenizer
 from specdata.cache import cache_argument

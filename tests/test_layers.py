@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from heads.config import KINDS
+from heads.published import write_code
+
 ROOT = Path(__file__).parent.parent
 ALLOWED = {
     "specdata": {"specdata"},
@@ -19,6 +22,8 @@ ALLOWED = {
     "recipes": {"recipes", "eval", "heads", "distill", "specdata"},
 }
 OURS = {*ALLOWED, "tests", "benchmarks", "launch"}
+# transformers needs the last two itself.
+PUBLISHED_WITH = {"torch", "transformers", "huggingface_hub", "safetensors"}
 # The rooms of eval and of specdata, and which rooms of the same package each may import.
 BELOW = {
     "eval": {
@@ -46,7 +51,9 @@ BELOW = {
         "cache": "errors",
         "draft_kinds": "config errors",
         "draft_models": "cache config draft_kinds errors loading",
-        "probability": "errors sampling",
+        # A leaf that published folders carry.
+        "block_verification": "",
+        "probability": "block_verification errors sampling",
         # A leaf: rollouts and labels run any model through it.
         "prepack": "",
         "memory": "",
@@ -60,7 +67,7 @@ BELOW = {
         "threads": "processes storage",
         "target_states": "draft_models errors lm_head storage",
         "expected_tokens": "",
-        "prompts": "config errors sampling sources storage toy",
+        "prompts": "config errors models processes sampling sources storage toy",
         "server": "config errors",
         "top_logits": "errors probability storage",
         "texts": "draft_models lm_head models probability target_states threads top_logits",
@@ -148,7 +155,12 @@ def test_rooms_import_downwards_only(package: str) -> None:
     ids=lambda path: path.name,
 )
 def test_distributions_and_verifiers_need_nothing_but_torch_and_each_other(path: Path) -> None:
-    leaves = ("specdata.errors", "specdata.probability", "specdata.sampling")
+    leaves = (
+        "specdata.block_verification",
+        "specdata.errors",
+        "specdata.probability",
+        "specdata.sampling",
+    )
     ours = ("eval.verifiers", "eval.drafts", *leaves)
     for line, module in imported(path):
         if module.split(".")[0] in OURS:
@@ -182,15 +194,19 @@ def test_the_runtime_of_decoding_imports_only_itself_and_specdata(path: Path) ->
             assert module.startswith("eval.runtime"), f"{path}:{line} imports {module}"
 
 
-@pytest.mark.parametrize("name", ["generate.py", "modeling_heads.py"])
-def test_published_code_needs_torch_and_transformers_only_and_nothing_here_runs_it(
-    name: str,
+@pytest.mark.parametrize("module", ["heads.generate", *(each.module for each in KINDS.values())])
+def test_published_code_is_ours_and_needs_torch_and_what_comes_with_transformers_only(
+    module: str, tmp_path: Path
 ) -> None:
-    modules = {module.split(".")[0] for _, module in imported(ROOT / "heads/remote" / name)}
-    assert modules - sys.stdlib_module_names == {"torch", "transformers"}
-    for path in FILES:
-        for line, module in imported(path):
-            assert module != f"heads.remote.{name.removesuffix('.py')}", f"{path}:{line}"
+    write_code(module, tmp_path)
+    for path in tmp_path.iterdir():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert (tmp_path / f"{node.module}.py").is_file(), node.module
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                name = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                top = str(name).split(".")[0]
+                assert top in sys.stdlib_module_names | PUBLISHED_WITH, f"{path} imports {name}"
 
 
 def test_launch_holds_no_python_and_no_import_hides_a_builtin() -> None:

@@ -18,6 +18,7 @@ from distill.rounds import Place, of_round
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime import model as runtime
 from eval.runtime.model import CachedModel
+from eval.runtime.sequence import sequence_of
 from specdata.draft_models import attention
 from specdata.draft_models.taps import attach
 from specdata.lm_head import find_lm_head
@@ -85,12 +86,12 @@ def test_a_prompt_in_pieces_gives_the_logits_of_one_forward(
 ) -> None:
     monkeypatch.setattr(runtime, "PIECE", 3)
     model, prompt = tiny(family, 2), [(7 * place + 5) % 40 for place in range(17)]
-    sequence = CachedModel(model, 40).sequence(0, SamplingConfig())
+    sequence = sequence_of(CachedModel(model, 40), 0, SamplingConfig())
     with torch.inference_mode():
         if family in RECURRENT:
-            found = sequence.model.run(sequence.append([*prompt, 4], 2, drafted=1))
+            found = sequence.append([*prompt, 4], 2, drafted=1).run()
         else:
-            found = sequence.model.run(sequence.append_tree([4, 9], [0, 0], prompt))
+            found = sequence.append_tree([4, 9], [0, 0], prompt).run()
         for row, text in zip(found, (prompt, [*prompt, 4], [*prompt, 9]), strict=False):
             expected = model(input_ids=torch.tensor([text])).logits[0, -1]
             torch.testing.assert_close(row, expected, rtol=0, atol=5e-6)

@@ -16,7 +16,8 @@ from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import chat_ids
-from specdata.prompts.loading import Prompt, check_sets, dropped, load_prompts
+from specdata.prompts.loading import check_sets, dropped, load_prompts
+from specdata.prompts.prompt import Prompt
 from specdata.prompts.reading import prompt_inputs
 from specdata.prompts.stored import Prompts
 from tests.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts

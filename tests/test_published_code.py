@@ -12,16 +12,15 @@ import torch
 from transformers import PreTrainedModel
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
-from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
+from heads import BaseHead, ImmediateHead
+from heads.config import KINDS
 from heads.inputs import FEATURES
-from heads.remote import write_custom_generate
+from heads.published import write_custom_generate
 from tests.drive_published_code import drive
 from tests.families import FAMILIES, tiny
-from tests.test_head_inputs import batch
+from tests.test_head_inputs import drafted_tokens
 
 VOCABULARY, HIDDEN = 40, 32
-JUDGED = (VOCABULARY, HIDDEN, HIDDEN)
-HEAD_VALUES = torch.randn(5, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
 def noisy(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
@@ -65,44 +64,24 @@ def make_models() -> dict[str, PreTrainedModel]:
     return {name: model.eval() for name, model in models.items()}
 
 
-def make_head() -> AcceptanceHead:
+def make_heads() -> dict[str, BaseHead]:
+    """One of every kind, and one that reads everything."""
     torch.manual_seed(5)
-    head = AcceptanceHead(hidden_size=HIDDEN, depth=2, rejection_weight=3.0, draft="org/draft")
-    # A random head hardly varies; this one ends drafts after one to five tokens.
-    torch.nn.init.normal_(head.output.weight, std=1.0)
-    torch.nn.init.constant_(head.output.bias, 2.0)
-    return head.eval()
-
-
-def make_immediate_head(*reads: str) -> ImmediateHead:
-    """A head of our own kind."""
-    torch.manual_seed(6)
-    head = ImmediateHead(
-        hidden_size=HIDDEN,
-        reads=reads,
-        width=8,
-        depth=1,
-        scales={"log_q": (-1.0, 2.0), "entropy": (3.0, 5.0)},
+    heads = {kind: known.load()(hidden_size=HIDDEN) for kind, known in KINDS.items()}
+    scales = {"log_q": (-1.0, 2.0), "entropy": (3.0, 5.0)}
+    heads["all"] = ImmediateHead(
+        hidden_size=HIDDEN, reads=[*FEATURES], width=8, depth=1, scales=scales
     )
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.7)
-    torch.nn.init.constant_(head.output.bias, 2.0)
-    return head.eval()
+    for head in heads.values():
+        # A random head hardly varies; these end drafts after one to five tokens.
+        torch.nn.init.normal_(head.output.weight, std=1.0)
+        torch.nn.init.constant_(head.output.bias, 2.0)
+        head.eval()
+    return heads
 
 
-def make_confidence_head() -> ConfidenceHead:
-    torch.manual_seed(7)
-    head = ConfidenceHead(hidden_size=HIDDEN, rejection_weight=3.0)
-    torch.nn.init.normal_(head.output.weight, std=1.0)
-    torch.nn.init.constant_(head.output.bias, 2.0)
-    return head.eval()
-
-
-WITHOUT_LAG: dict[str, BaseHead] = {
-    "all": make_immediate_head(*FEATURES),
-    "default": make_immediate_head("hidden_before", "embedding", "log_q"),
-    "confidence": make_confidence_head(),
-}
+HEADS = make_heads()
+DRAWN = drafted_tokens(1, sizes=(VOCABULARY, HIDDEN, HIDDEN))[0]
 
 
 def case(
@@ -129,7 +108,7 @@ def case(
     return {
         "target": target,
         "draft": draft or f"{target}: draft",
-        "head": head or threshold is not None,
+        "head": head or (None if threshold is None else "specdec++"),
         "seed": seed,
         "prompt": [list(prompt)],
         "arguments": arguments,
@@ -159,21 +138,19 @@ SAME = [
     case("opt, projected", longest=4),
     *(
         case(head=name, threshold=threshold, seed=seed, tokens=40)
-        for name in WITHOUT_LAG
+        for name in HEADS
         for seed, threshold in enumerate((0.4, 0.8))
     ),
     case(head="all", threshold=0.7, temperature=0.7, top_k=9, top_p=0.8),
-    case(head="default", threshold=0.6, temperature=0.0),
+    case(head="immediate", threshold=0.6, temperature=0.0),
     case(head="all", threshold=0.6, longest=3),
-    case("llama", "llama: fewer ids", head="default", threshold=0.8),
+    case("llama", "llama: fewer ids", head="immediate", threshold=0.8),
 ]
 # Our decoder has no windows, transformers' greedy decoding has.
 WINDOWED = case("mistral", temperature=0.0, longest=4, tokens=20, prompt=(11, 4, 7))
 
 
-def ours(
-    models: dict[str, PreTrainedModel], head: AcceptanceHead, case: dict[str, Any]
-) -> Generation:
+def ours(models: dict[str, PreTrainedModel], case: dict[str, Any]) -> Generation:
     """Our decoder's output for a case."""
     arguments = case["arguments"]
     rule: dict[str, Any] = {"stop": "fixed", "length": arguments.get("num_assistant_tokens")}
@@ -182,7 +159,7 @@ def ours(
         rule = {"stop": "head", "threshold": arguments["threshold"], "limit": limit}
     config = DecodeConfig(verifier="block", **rule, **case["warps"])
     decoder = SpeculativeDecoder.from_config(
-        models[case["target"]], models[case["draft"]], config, WITHOUT_LAG.get(case["head"], head)
+        models[case["target"]], models[case["draft"]], config, HEADS.get(case["head"])
     )
     return decoder.generate(
         torch.tensor(case["prompt"][0]),
@@ -203,7 +180,7 @@ REFUSED = [
     ({"target": "llama: dynamic", "arguments": {"max_new_tokens": 14}}, "changes after 16 tokens"),
     ({"draft": "mamba"}, "mamba does not keep keys and values of every token"),
     ({"draft": None}, "assistant_model must be the draft model, got None"),
-    ({"head": True, "draft": "opt, projected: draft"}, "hidden states of width 32, got 8"),
+    ({"head": "specdec++", "draft": "opt, projected: draft"}, "hidden states of width 32, got 8"),
     ({"head": "all", "draft": "opt, projected: draft"}, "hidden_before of width 32, got 8"),
 ]
 
@@ -212,35 +189,20 @@ class Folders:
     """Everything saved, used once with transformers alone, in a process of its own."""
 
     def __init__(self, root: Path, python: str | Path = sys.executable) -> None:
-        self.models, self.made = make_models(), make_head()
-        for name, model in self.models.items():
-            model.save_pretrained(root / name)
-        self.head = root / "head"
-        self.made.save_pretrained(self.head)
-        for name, made in WITHOUT_LAG.items():
-            made.save_pretrained(root / name)
+        self.models = make_models()
+        for name, saved in {**self.models, **HEADS}.items():
+            saved.save_pretrained(root / name)
         write_custom_generate(root / "llama: draft")
         refused = [
             {**case(), **change, "arguments": {"max_new_tokens": 4} | change.get("arguments", {})}
             for change, _ in REFUSED
         ]
-        judged = batch(2, *JUDGED)
         orders = {
             "folder": str(root / "llama: draft"),
             "models": {name: str(root / name) for name in self.models},
             "whole": str(root / "llama: draft"),
-            "head": str(self.head),
-            "hidden": HEAD_VALUES.tolist(),
-            "heads": {name: str(root / name) for name in WITHOUT_LAG},
-            "judged": {
-                "head": "all",
-                "features": {
-                    "distribution": judged.q.tolist(),
-                    "hidden_before": judged.before().tolist(),
-                    "token": judged.tokens.tolist(),
-                    "embedding": judged.embeddings().tolist(),
-                },
-            },
+            "heads": {name: str(root / name) for name in HEADS},
+            "drawn": {name: torch.as_tensor(v).tolist() for name, v in vars(DRAWN).items()},
             "cases": [*SAME, WINDOWED, *refused],
         }
         self.answers = drive(root, orders, python)
@@ -254,22 +216,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 @pytest.mark.smoke
 @pytest.mark.slow
 def test_auto_model_gives_the_heads_logits(folders: Folders) -> None:
-    assert folders.answers["head"] == "AcceptanceHeadModel"
-    assert not folders.answers["training"]
-    loaded = AcceptanceHead.from_pretrained(folders.head)
-    logits = loaded(HEAD_VALUES).detach()
-    torch.testing.assert_close(torch.tensor(folders.answers["logits"]), logits)
-    assert float(logits.std()) > 0.1
-    logits = WITHOUT_LAG["all"].logits(batch(2, *JUDGED)).detach()
-    found = torch.tensor(folders.answers["judged"])
-    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
-    assert float(logits.std()) > 0.1
+    for name, head in HEADS.items():
+        assert folders.answers["heads"][name] == [type(head).__name__, False]
+        assert folders.answers["logits"][name] == pytest.approx(head.logit(DRAWN), rel=1e-5)
 
 
 @pytest.mark.smoke
 @pytest.mark.slow
 def test_custom_generate_draws_the_tokens_that_our_decoder_draws(folders: Folders) -> None:
-    made = [ours(folders.models, folders.made, each) for each in SAME]
+    made = [ours(folders.models, each) for each in SAME]
     for each, out, tokens in zip(SAME, made, folders.answers["tokens"], strict=False):
         assert tokens == out.tokens.tolist(), each
     # The cases must reach what they are for.

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.papers.replay import Counts, Times, oracle_counts, replayed
+from benchmarks.papers.replay import Counts, Times, oracle_counts, recorded_lengths, replayed
 from eval.analysis.traces import Traces, acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule, recorded_lengths
+from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from specdata.config import PromptSet, RolloutConfig
 from specdata.probability import SamplingConfig
 from specdata.prompts.chat_templates import chat_ids
-from specdata.prompts.loading import Prompt
+from specdata.prompts.prompt import Prompt
 from specdata.rollouts.backend import Backend, Report, TransformersBackend, sample_batch
 from specdata.rollouts.make import Dialogue, DrawnTokens, make_rollouts, turns_asked
 from specdata.storage.dataset import load_stored, read_manifest

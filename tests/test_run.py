@@ -12,9 +12,8 @@ import torch
 from torch import distributed
 
 from recipes.config import PipelineConfig, parse
-from recipes.layout import portable
 from recipes.recipe import Recipe
-from recipes.run import KEYS, finished, remove_caches, run_stage, wait_for
+from recipes.run import KEYS, finished, portable, remove_caches, run_stage, wait_for
 from recipes.run_eval import Eval
 from recipes.train_head import Labels
 from specdata.errors import ConfigError, ManifestError

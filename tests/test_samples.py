@@ -10,7 +10,7 @@ import pytest
 
 from eval.decode_config import Method
 from eval.measuring.records import record_file
-from eval.measuring.samples import PER_SET, make_samples, read_samples, shown_prompts
+from eval.measuring.samples import PER_SET, read_samples, shown_prompts, write_samples
 from specdata.storage.files import write_json
 from tests.test_experiment import METHODS, PROMPTS, evaluate
 
@@ -45,12 +45,12 @@ def test_the_first_prompts_of_each_set_keep_the_tokens_that_their_records_count(
 def test_batches_and_interruptions_keep_the_same_texts(folder: Path, tmp_path: Path) -> None:
     alone = {
         each.prompt_id + each.dataset: each
-        for each in make_samples(PROMPTS, folder, in_words).samples
+        for each in write_samples(PROMPTS, folder, in_words).samples
     }
     evaluate(tmp_path, METHODS, batch=2)
     record_file(tmp_path / "prompts", PROMPTS[1]).unlink()
     evaluate(tmp_path, METHODS, batch=2)
-    batched = make_samples(PROMPTS, tmp_path, in_words).samples
+    batched = write_samples(PROMPTS, tmp_path, in_words).samples
     assert {(each.dataset, each.prompt_id) for each in batched} == KEPT
     for each in batched:
         first = alone[each.prompt_id + each.dataset]
@@ -61,7 +61,7 @@ def test_batches_and_interruptions_keep_the_same_texts(folder: Path, tmp_path: P
 def test_samples_are_read_as_they_were_written_and_a_lost_or_damaged_file_is_none(
     folder: Path, tmp_path: Path
 ) -> None:
-    samples = make_samples(PROMPTS, folder, in_words)
+    samples = write_samples(PROMPTS, folder, in_words)
     path = tmp_path / "samples.json"
     assert read_samples(path) is None
     write_json(path, samples.model_dump(mode="json"))

@@ -21,7 +21,7 @@ from specdata.labels.make import load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
-from specdata.prompts.loading import Prompt
+from specdata.prompts.prompt import Prompt
 from specdata.rollouts.backend import TransformersBackend, sample_batch
 from specdata.rollouts.make import make_rollouts
 from specdata.saving import copy_tokenizer

@@ -42,12 +42,7 @@ from recipes.command import RECIPES
 from specdata import probability
 from specdata.draft_models.depths import add_masks, depths_of
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.states_draft import (
-    is_in_blocks,
-    states_input,
-    token_embedding,
-    unit,
-)
+from specdata.draft_models.states_draft import is_in_blocks, states_input, token_embedding, unit
 from specdata.draft_models.taps import attach, install, read_taps
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
@@ -179,7 +174,7 @@ def test_no_more_masks_are_read_than_a_path_needs(widths: tuple[int, ...]) -> No
     target, draft = pair(40, "masks")
     decoded_as_defined(target, draft, config, PROMPT)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
-    assert [each.depths for each in decoder._drafts] == [len(widths)]
+    assert [each.traits.depths for each in decoder._drafts] == [len(widths)]
 
 
 DRAFTED = {

@@ -25,7 +25,7 @@ from eval.drafts import DraftTree
 from eval.rounds import Round
 from eval.verifiers import VERIFIERS
 from heads import BaseHead, ImmediateHead
-from heads.model import KINDS
+from heads.config import DEFAULT_FEATURES, KINDS
 
 V, DEEPEST, WIDTH = 3, 3, 8
 Path = tuple[int, ...]
@@ -78,13 +78,15 @@ EMBEDDINGS = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(3))
 def head_of(kind: str) -> BaseHead | None:
     if not kind:
         return None
-    torch.manual_seed({"specdec++": 5, "immediate": 39, "confidence": 2}[kind])
-    settings: dict[str, Any] = {
+    torch.manual_seed({"specdec++": 5, "immediate": 39, "confidence": 2}.get(kind, 0))
+    settings: dict[str, dict[str, Any]] = {
         "specdec++": {"depth": 1, "rejection_weight": 6.0},
         "immediate": {"width": 8, "depth": 1},
         "confidence": {"rejection_weight": 6.0},
     }
-    head: Any = KINDS[kind](**{"hidden_size": WIDTH, **settings[kind]})
+    made = KINDS[kind].load()
+    reads = {"reads": DEFAULT_FEATURES} if "reads" in made.settings() else {}
+    head: Any = made(hidden_size=WIDTH, **reads, **settings.get(kind, {}))
     if isinstance(head, ImmediateHead):
         for layer in head.vectors.values():
             torch.nn.init.normal_(cast(nn.Linear, layer).weight)

@@ -30,7 +30,7 @@ from specdata.labels.make import Labeller
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig
-from specdata.prompts.loading import Prompt
+from specdata.prompts.prompt import Prompt
 from specdata.rollouts.backend import TransformersBackend
 from specdata.rollouts.make import make_rollouts
 from specdata.storage.dataset import load_stored

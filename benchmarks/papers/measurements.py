@@ -27,9 +27,7 @@ from eval.measuring.methods import PLAIN, EvalConfig
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.scores import can_score
 from recipes.config import PipelineConfig, build
-from recipes.layout import draft_in_use, portable, template_setting
-from recipes.layout import folder as stage_folder
-from recipes.run import prepare_libraries, run_stage, say
+from recipes.run import portable, prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig, generator_for
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from eval.analysis.traces import Traces
     from eval.measuring.records import PromptRecord
     from eval.measuring.results import Results
-    from specdata.prompts.loading import Prompt
+    from specdata.prompts.prompt import Prompt
 
 UNDECODED = ("over", "label")
 """Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""
@@ -75,7 +73,7 @@ class ModelPair:
     @property
     def draft_name(self) -> str:
         """Folder or Hub id of the draft that is measured."""
-        return self.measured or draft_in_use(self.config)
+        return self.measured or self.config.draft_in_use
 
     @property
     def target(self) -> PreTrainedModel:
@@ -103,7 +101,7 @@ class ModelPair:
 
     def identity(self) -> dict[str, Any]:
         """What decides every measurement, paths in the run's output relative to it."""
-        names = {"target": self.config.models.target, "draft": draft_in_use(self.config)}
+        names = {"target": self.config.models.target, "draft": self.config.draft_in_use}
         names |= {f"draft-{n}": path for n, path in enumerate(self.further.values())}
         values = {
             "pair": {
@@ -112,7 +110,7 @@ class ModelPair:
             "sampling": asdict(self.config.sampling),
             "seed": self.config.seed,
             "dtype": self.config.models.dtype,
-            **template_setting(self.config),
+            **self.config.template_setting,
             "prompts": self.prompts,
             "sets": [asdict(each) for each in self.config.eval.sets],
             "max_new_tokens": self.config.eval.max_new_tokens,
@@ -371,7 +369,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     from specdata.storage.dataset import load_stored
 
     made = _labelled(pair, spec, folder / "run")
-    labels = stage_folder(made, "labels")
+    labels = made.folder("labels")
     times = Times(spec["draft_seconds"], spec["target_seconds"])
     seconds = partial(Counts.seconds_per_token, times=times)
     of_split = partial(first_rows, load_stored(labels))

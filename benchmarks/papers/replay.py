@@ -3,21 +3,27 @@
 At each position of a rollout the draft's token is accepted with probability a = min(1, p/q). A
 round that drafts K tokens from a position keeps those before the first rejection and emits one
 token more, from the target; the next round starts after it. How far a rule drafts from a position
-depends on what it reads there (`eval.drafting.stopping.recorded`), not on the outcomes, so expected
+depends on what it reads there (`recorded_lengths`), not on the outcomes, so expected
 counts follow from a without drawing anything: the probability that a round starts at a position is
 carried from left to right. With a of 0 and 1 these are the counts of recorded outcomes.
+
+While a round lasts its tokens are taken to be those of the rollout, which is what greedy decoding
+does; with sampling it assumes that the text continues as recorded also after an accepted token that
+differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
 from eval.analysis.traces import Traces
-from eval.drafting.stopping import StoppingRule, recorded_lengths
-from eval.drafting.stopping.recorded import Lengths, Reals
+from eval.drafting.stopping import DraftedToken, StoppingRule
+from eval.drafting.stopping.drafted import Numbers, chance, largest, nats
+from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
 from eval.measuring.intervals import Interval, resamples
 
 
@@ -32,6 +38,64 @@ class Times:
 
     draft_seconds: float
     target_seconds: float
+
+
+class NotRecordedError(Exception):
+    """A rule asks for what was not recorded."""
+
+
+class RecordedToken:
+    """As `DraftedToken`, but of drafts from every position at once: numbers are arrays (R, N).
+
+    `position` is the token's place in these drafts, from 0.
+    """
+
+    numbers = None
+
+    def __init__(self, tokens: RecordedTokens, position: int) -> None:
+        self.tokens = tokens
+        self.position = position
+
+    def at(self, values: Reals) -> Reals:
+        """Those of this token; what stands behind the end of a row means nothing."""
+        return np.roll(values, -self.position, axis=1)
+
+    def read(self, numbers: Numbers) -> tuple[Reals]:
+        """The numbers that a rule reads."""
+        recorded: dict[Numbers, Reals | None]
+        recorded = {chance: self.tokens.q, largest: self.tokens.q_max, nats: self.tokens.entropy}
+        if (values := recorded.get(numbers)) is None:
+            raise NotRecordedError(f"{numbers} of drafted tokens")
+        return (self.at(values),)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotRecordedError(f"{name} of drafted tokens")
+
+
+def recorded_lengths(rule: StoppingRule, tokens: RecordedTokens) -> Lengths | None:
+    """The number of tokens that a rule would draft from each position: (R, N).
+
+    The rule's own object is at work, as in decoding, on the drafts of all positions at once; one
+    that learns while it decodes is asked as it is at first. None if it asks for what was not
+    recorded.
+    """
+    if rule.reads_head and tokens.head is None:
+        return None
+    active = rule.start(cast(Any, tokens.head))
+    most = np.minimum(active.longest, tokens.most())
+    lengths, going = most.copy(), most > 0
+    active.begin()
+    try:
+        for position in range(int(most.max(initial=0))):
+            if not going.any():
+                break
+            drafted = cast(DraftedToken, RecordedToken(tokens, position))
+            ends = going & active.should_stop(drafted)
+            lengths[ends] = position + 1
+            going &= ~ends & (position + 1 < most)
+    except NotRecordedError:
+        return None
+    return lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,9 @@ from benchmarks.papers.measurements import KINDS, ModelPair, evaluated
 from benchmarks.papers.tables import WORDS, page, write_figure
 from eval.measuring.environment import describe_environment
 from eval.reporting.rendering import escape_markdown
-from recipes.checks import check_whole_run
 from recipes.config import PipelineConfig, parse
-from recipes.layout import initial_draft
 from recipes.pipeline import TRAINING
-from recipes.recipe import check_stages
+from recipes.recipe import check_stages, check_whole_run
 from recipes.run import prepare_libraries, run_stage, say
 from specdata.config import nearest
 from specdata.errors import ConfigError
@@ -135,7 +133,7 @@ def reproduce(
     if any(spec.get("further") for spec in specs.values()):
         further = {name: name for name in drafts}
         if config.draft and not drafts:
-            further = {"before training": initial_draft(config)}
+            further = {"before training": config.initial_draft}
     elif drafts:
         raise ConfigError(f"{paper} measures one draft, that of models.draft; got --drafts")
     pair = ModelPair(config, command.given, home / "measured", prompts, further)

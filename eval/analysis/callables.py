@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.analysis.certificate import LEVEL, POWER, judge_greedy, judge_sampled
-from eval.analysis.draws import NotWalkableError, drawing
+from eval.analysis.draws import drawing
 from eval.analysis.ties import greedy_reference
 from eval.measuring.records import Strict
 from eval.verifiers.rule import Rng, outcomes
@@ -306,10 +306,10 @@ def walked(
                     else:
                         of_depth[longer] += weight * chance
             law = dict(of_depth)
-    except NotWalkableError as error:
-        return {}, str(error)
     except TimeoutError:
         return law, "too many outcomes"
+    except Exception as error:  # noqa: BLE001 - if it is the function's own, samples meet it, too
+        return {}, str(error)
     return law, ""
 
 
@@ -372,16 +372,17 @@ def same_check(subject: Subject, asked: Asked) -> Found:
     if not subject.has_models:
         return None, "it takes no models"
     target, kept, subject.rates = asked.models[0], [], []
-    alike = (target, copy.deepcopy(target))
+    draft, is_drafted = copy.deepcopy(target), False
     for number, prompt in enumerate(asked.prompts):
-        with reading(target) as seen:
-            [text] = subject.texts(alike, [prompt], asked.new, number)
+        with reading(target) as seen, reading(draft) as drafting:
+            [text] = subject.texts((target, draft), [prompt], asked.new, number)
+        is_drafted |= bool(drafting)
         whole = [*prompt, *text]
         for place, ids in seen:
             places = range(max(place, len(prompt)), min(place + len(ids), len(whole)))
             kept += [ids[at - place] == whole[at] for at in places]
-    if not kept:
-        return None, "it does not call the target"
+    if not kept or not is_drafted:
+        return None, f"it does not call the {'draft' if kept else 'target'}"
     said = f"of {len(kept)} tokens of texts that the target read, {kept.count(False)} were not kept"
     if rates := subject.rates:
         said += f"; it says an acceptance of {min(rates):.3g} to {max(rates):.3g}"

@@ -1,7 +1,7 @@
 """Every draw of code that is not ours as a branch: its exact distribution, without sampling.
 
-Inside `drawing` torch.rand, torch.multinomial and the like ask an `Rng`, so that the code can be
-run once for every outcome of every draw (`eval.verifiers.rule.outcomes`). A uniform number has no
+Inside `drawing` torch.rand, torch.multinomial and random.random ask an `Rng`: the code can be run
+once for every outcome of every draw (`eval.verifiers.rule.outcomes`). A uniform number has no
 value there: it is known to lie in an interval, and each comparison with a bound is a branch, taken
 with the share of the interval below the bound. What needs the value itself cannot be walked.
 """
@@ -78,9 +78,6 @@ class Uniform:
     def __getitem__(self, key: Any) -> Uniform:
         return Uniform(self.rng, self.intervals, self.index[key])
 
-    def __len__(self) -> int:
-        return len(self.index)
-
     def __float__(self) -> float:
         raise NotWalkableError("the value of a random number is asked for")
 
@@ -117,18 +114,10 @@ def drawing(rng: Rng) -> Iterator[None]:
                     row[drawn[-1]] = 0.0
         return torch.tensor(drawn, device=weights.device).view(*weights.shape[:-1], num_samples)
 
-    def bernoulli(chances: Tensor, **_: Any) -> Tensor:
-        return (Uniform.of(rng, *chances.shape) < chances).to(chances)
-
-    def refused(*_: Any, **__: Any) -> Any:
-        raise NotWalkableError("numbers are drawn in place")
-
-    both: dict[str, Any] = {"multinomial": multinomial, "bernoulli": bernoulli}
-    of_torch = {"rand": rand, "rand_like": lambda like, **_: Uniform.of(rng, *like.shape), **both}
-    in_place = ("uniform_", "exponential_", "bernoulli_", "random_")
     replaced: list[tuple[Any, dict[str, Any]]] = [
-        (torch, of_torch),
-        (torch.Tensor, both | dict.fromkeys(in_place, refused)),
+        (torch, {"rand": rand, "multinomial": multinomial}),
+        (torch, {"rand_like": lambda like, **_: Uniform.of(rng, *like.shape)}),
+        (torch.Tensor, {"multinomial": multinomial}),
         (random, {"random": lambda: Uniform.of(rng)}),
     ]
     with ExitStack() as closing:

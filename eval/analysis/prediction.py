@@ -18,9 +18,13 @@ from eval.measuring.records import Strict
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:  # what is stored is read without torch
+    from collections.abc import Sequence
+    from pathlib import Path
+
     import datasets
     from transformers import PreTrainedModel
 
+    from eval.drafting.stopping.rule import StoppingRule
     from heads import BaseHead
     from specdata.sampling import SamplingConfig
 
@@ -126,6 +130,39 @@ def predictions(
         rollouts={split: len(each) for split, each in rows.items()},
         predictors=predictors,
     )
+
+
+def predictions_on(
+    folder: Path, draft: PreTrainedModel, head: BaseHead, sampling: SamplingConfig
+) -> Predictions:
+    """Judge a head on the labels in a folder, if they are of what this sampler draws."""
+    from specdata.labels.make import are_greedy, load_labels, sampling_of
+
+    if sampling_of(folder) != sampling:
+        return Predictions(reason="labels were made under another sampler than the evaluation's")
+    if are_greedy(folder):
+        return Predictions(reason="labels are of likeliest tokens, and an evaluation draws")
+    return predictions(load_labels(folder, sampling), draft, head, sampling)
+
+
+def fitted_on(
+    folder: Path, rules: Sequence[StoppingRule], draft: PreTrainedModel, sampling: SamplingConfig
+) -> dict[str, Any]:
+    """Parameters of stopping rules that fit the labels in a folder, if these are of drawn tokens.
+
+    Beside them the number of labelled `rows` that were read: of split dev, because the draft was
+    distilled on the others, where it is accepted more often.
+    """
+    from eval.analysis.traces import acceptance_traces
+    from eval.drafting.stopping import fit_rules
+    from specdata.labels.make import are_greedy, load_labels
+    from specdata.storage.dataset import of_split
+
+    if are_greedy(folder):
+        return {"rows": 0}
+    labels = of_split(load_labels(folder, sampling), "dev", folder)
+    traces = acceptance_traces(labels, draft=draft, sampling=sampling)
+    return {**fit_rules(rules, traces.tokens, traces.accept), "rows": len(labels)}
 
 
 def scores(accept: Reals, predicted: Reals, prompt: Ids) -> Scores:

@@ -18,8 +18,9 @@ from eval.drafting.stopping.recorded import Reals, RecordedHead, RecordedTokens,
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.transformers_models import has_rules
 from heads import BaseHead
-from heads.inputs import DraftedTokens, logits_of_states, token_embeddings
+from heads.inputs import DraftedTokens
 from heads.probe import check_head, warn_of_other_sampling
+from heads.rows import logits_of_states, token_embeddings
 from specdata.draft_models.states_draft import states_input
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states

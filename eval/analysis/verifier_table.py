@@ -49,9 +49,10 @@ from eval.analysis.draft_kinds import KINDS, DraftKind
 from eval.analysis.round_times import RoundSeconds
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
+from eval.measuring.experiment import Experiment
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
-from eval.measuring.results import ENOUGH, VerifierRow
+from eval.measuring.results import ENOUGH, Results, VerifierRow
 from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.rule import Drawn, Verifier, Walk
@@ -59,7 +60,8 @@ from eval.verifiers.selection.groups import BUCKETS, group_masses, groups_by_rat
 from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.sampling import SamplingConfig, generator_for, seed_for
-from specdata.storage.files import write_json
+from specdata.storage.files import PROGRESS, write_json
+from specdata.threads import using_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -361,6 +363,46 @@ def verifier_table(
             write_json(path, stored.dump_python(rows, mode="json"))
         table += stored.validate_json(path.read_bytes())
     return sorted(table, key=lambda row: row.dataset != ALL_SETS)
+
+
+def table_of(
+    experiment: Experiment, results: Results, report: Callable[[str], object]
+) -> list[VerifierRow]:
+    """The table of an evaluation's models and prompts, if it asks for one and anything drafts."""
+    config = experiment.config
+    if not config.verifier_seconds or not any(run.method.uses_draft for run in results.runs):
+        return []
+    plain, chains, branching = (
+        [each for run in some for each in run.generations]
+        for some in (
+            [run for run in results.runs if run.method.decoder == "plain"],
+            [run for run in results.runs if run.method.is_chain and run.method.fixed_length],
+            [run for run in results.runs if run.method.branches],
+        )
+    )
+    sets, methods = results.datasets(), config.methods
+    measured = Measured(
+        experiment.models.target,
+        experiment.models.draft,
+        [
+            (each.dataset, torch.tensor(each.ids))
+            for each in experiment.prompts
+            if each.dataset in sets
+        ],
+        experiment.sampling,
+        RoundSeconds.of(plain, chains, branching),
+        {
+            method.name: method.decoding(experiment.sampling)
+            for method in methods
+            if method.decoder == "speculative"
+        },
+        experiment.seed,
+        config.max_new_tokens,
+    )
+    folder = experiment.folder / PROGRESS / "verifiers"
+    with using_threads(int(results.environment.hardware["threads"] or 0)):
+        seconds = config.verifier_seconds
+        return verifier_table(measured, seconds=seconds, folder=folder, report=report)
 
 
 @dataclass(slots=True, eq=False)

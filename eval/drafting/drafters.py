@@ -20,7 +20,8 @@ from eval.drafting.stopping import ActiveRule, DraftedToken
 from eval.drafting.stopping.drafted import Embed, Numbers
 from eval.drafts import DraftTree, How, TreeShape, path_to
 from eval.rounds import Round
-from eval.runtime.sequence import CachedSequence, ForwardCoroutine
+from eval.runtime.batches import ForwardCoroutine
+from eval.runtime.sequence import CachedSequence
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, draw_and_read, draw_one, draw_several
 
@@ -46,12 +47,11 @@ class Drafter(ABC):
         raise ValueError("a branching draft has no distribution after its last token")
 
     @abstractmethod
-    def accept(self, nodes: list[int], length: int) -> None:
+    def accept(self, nodes: list[int]) -> None:
         """Bring the cache in step with the sequence after the verification of a draft.
 
-        `nodes` are those accepted of the last draft, from the root down; the cache then holds at
-        most `length` tokens, the committed ones, these included. Before the first draft there is
-        nothing to accept, and this changes nothing.
+        `nodes` are those accepted of the last draft, from the root down. Before the first draft
+        there is nothing to accept, and this changes nothing.
         """
 
     def observe(self, record: Round) -> None:  # noqa: B027 (most learn nothing)
@@ -122,9 +122,9 @@ class ChainDrafter(Drafter):
             logits = yield self._sequence.append(piece, 1, drafted=drafted)
         return replace(draft, tail=self._sequence.distribution(logits[0]))
 
-    def accept(self, nodes: list[int], length: int) -> None:
+    def accept(self, nodes: list[int]) -> None:
         """Drop what was rejected; the accepted tokens of a chain are where they belong."""
-        self._sequence.crop(length)
+        self._sequence.keep(nodes)
 
     def observe(self, record: Round) -> None:
         """Show the round to the stopping rule."""
@@ -179,7 +179,7 @@ class CachedDraft:
         The tokens of the rest are run with the committed ones when the next draft is made.
         """
         cached = takewhile(self.cached_number.__contains__, nodes)
-        self.sequence.accept([self.cached_number[node] for node in cached])
+        self.sequence.keep([self.cached_number[node] for node in cached])
         self.cached_number = {0: 0}
 
     def reset(self) -> None:
@@ -287,7 +287,7 @@ class BranchingDrafter(Drafter):
                 children += builder.add(node, index, [token])
         return children
 
-    def accept(self, nodes: list[int], length: int) -> None:
+    def accept(self, nodes: list[int]) -> None:
         """Commit the accepted path in every cache and drop the other nodes."""
         for draft in self._drafts:
             draft.accept(nodes)

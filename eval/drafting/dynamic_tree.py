@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from eval.drafting.drafters import CachedDraft, Drafter, drawn_chain
 from eval.drafts import DraftTree
-from eval.runtime.sequence import CachedSequence, ForwardCoroutine
+from eval.runtime.batches import ForwardCoroutine
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import CachedSequence
 from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig, probabilities
-
-if TYPE_CHECKING:
-    from eval.runtime.model import CachedModel
 
 UNWARPED = SamplingConfig()
 """Nodes are ranked by the draft's own distribution. At a low temperature or in a small nucleus it
@@ -71,7 +69,7 @@ class DynamicTreeDrafter(Drafter):
         }
         return seen.draft()
 
-    def accept(self, nodes: list[int], length: int) -> None:
+    def accept(self, nodes: list[int]) -> None:
         """Commit the accepted path, as far as it is in the cache, and drop the other nodes."""
         self._draft.accept(nodes)
 

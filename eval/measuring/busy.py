@@ -12,9 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from eval.measuring.results import Results
+from specdata.processes import IDLE
 
-LEAST_SHARE = 0.9
-"""Share of its time in which a decoding thread has a core on an idle machine."""
 MOST_SPREAD = 0.3
 """Interquartile range over median of plain decoding's seconds a token, over the prompts of a set.
 Evaluations on idle machines had .02 to .18; a busy one, unevenly, .6 and more."""
@@ -31,7 +30,7 @@ def busy(results: Results) -> str:
     shown = []
     if records:
         share = sum(each.cpu_seconds for each in records) / sum(each.seconds for each in records)
-        if share < LEAST_SHARE:
+        if share < IDLE:
             shown.append(f"decoding had a core for {100 * share:.0f} % of its time")
     if len(turns) >= 10:
         low, middle, high = np.percentile(turns, [25, 50, 75])

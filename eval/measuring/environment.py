@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from pydantic import Field
 
 from eval.measuring.records import Strict
-from specdata.processes import rank
+from specdata.processes import local_process_count, local_rank, process_count, rank
 from specdata.storage.files import PROGRESS, write_json
 from specdata.storage.resume import read_record
 
@@ -139,6 +140,18 @@ def who_measures(*, timed: bool, processes: int, local_processes: int, devices: 
         f"times are measured by {timing} of {processes} processes, {own}: others would spoil their "
         "clocks and wait (with eval.batch above 1, counts alone, all of them work)"
     )
+
+
+def joins_measuring(*, timed: bool, say: Callable[[str], object]) -> bool:
+    """True if this process decodes prompts; says who does, if there are several."""
+    import torch
+
+    devices = torch.cuda.device_count()
+    if (processes := process_count()) > 1:
+        local = local_process_count()
+        who = who_measures(timed=timed, processes=processes, local_processes=local, devices=devices)
+        say(f"  {who}")
+    return is_measuring(timed=timed, rank=rank(), local_rank=local_rank(), devices=devices)
 
 
 def sign(folder: Path, device: str) -> None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from eval.decode_config import THEIRS, Method
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
-from eval.measuring.environment import Environment, sign
+from eval.measuring.environment import Environment, measured_on, sign
 from eval.measuring.methods import EvalConfig
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Results, Setup, build_results
@@ -40,14 +40,14 @@ from specdata.config import ServerConfig
 from specdata.draft_models.depths import most_tokens
 from specdata.interruption import stop_if_asked
 from specdata.models import end_ids, positions
-from specdata.prompts.loading import Prompt
+from specdata.prompts.prompt import Prompt
 from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient
 from specdata.storage.files import PROGRESS, locked, share_out
 from specdata.storage.resume import Settings
 from specdata.texts import along_pair
-from specdata.threads import threads_of
+from specdata.threads import threads_of, using_threads
 
 Progress = Callable[[int], object]
 """Called with the number of generations that are done since the last call."""
@@ -107,7 +107,7 @@ class Experiment:
         if len(stored) == len(prompts):
             report(len(prompts) * methods)
             return
-        with ExitStack() as closing:
+        with using_threads(self.config.threads), ExitStack() as closing:
             share = _Share(self, store, report, closing)
             share_out(range(len(share.groups)), share.attempt)
 
@@ -124,13 +124,26 @@ class Experiment:
             for dataset, split in splits.items()
             for method in self.config.methods
         ]
-        return build_results(self.environment, rows)
+        return build_results(self._where(), rows)
+
+    def _where(self) -> Environment:
+        """The environment, with the devices of all processes and the threads that decode."""
+        environment = self.environment
+        threads = self.config.threads or threads_of(DECODING, self.models.target.device).count
+        hardware = {**environment.hardware, "threads": threads}
+        devices = measured_on(self.folder) or [environment.device]
+        return environment.model_copy(update={"devices": devices, "hardware": hardware})
+
+    @property
+    def engine(self) -> str:
+        """The engine that forwards of ours run with on this device."""
+        return engine_on(self.config.engine, self.environment.device)
 
     def _store(self) -> RecordStore:
         """The stored prompts, with where they were decoded: all else the run's record decides."""
         config, environment = self.config, self.environment
         values: dict[str, Any] = {
-            "engine": engine_on(config.engine, environment.device),
+            "engine": self.engine,
             "device": environment.device.partition(":")[0],  # each process has a GPU of its own
         }
         # Times of two machines, or of two versions of the code, must not end up in one table.
@@ -222,7 +235,7 @@ class Experiment:
                 "max_new_tokens": self.config.max_new_tokens,
                 "seed": self.seed,
             },
-            engine="eager" if eager else engine_on(self.config.engine, self.environment.device),
+            engine="eager" if eager else self.engine,
         )
 
 

@@ -29,8 +29,8 @@ class EvalConfig(Config):
     max_new_tokens: Count = Field(default=128, ge=1, description="longest continuation, in tokens")
     engine: Engine = Field(
         default="eager",
-        description="how our forwards run: eager (the model's own code), captured (a graph traced "
-        "once) or compiled (that graph through Inductor: the fastest, after a minute of compiling)",
+        description="how our forwards run: eager (the model's own code) or captured (a graph "
+        "traced once)",
     )
     batch: Count = Field(
         default=1,

@@ -19,7 +19,7 @@ from specdata.storage.resume import Settings, read_record
 
 if TYPE_CHECKING:
     from eval.rounds import Round
-    from specdata.prompts.loading import Prompt
+    from specdata.prompts.prompt import Prompt
 
 
 class Strict(BaseModel):

@@ -14,10 +14,11 @@ from pydantic import ValidationError
 
 from eval.measuring.records import Strict, record_file
 from specdata.errors import ManifestError
+from specdata.storage.files import write_json
 from specdata.storage.resume import read_record
 
 if TYPE_CHECKING:
-    from specdata.prompts.loading import Prompt
+    from specdata.prompts.prompt import Prompt
 
 SAMPLES = "samples.json"
 SCHEMA_VERSION: Literal[1] = 1
@@ -53,10 +54,10 @@ def shown_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompt for some in sets.values() for prompt in some[:PER_SET]]
 
 
-def make_samples(
+def write_samples(
     prompts: Sequence[Prompt], folder: Path, decode: Callable[[Sequence[int]], str]
 ) -> Samples:
-    """Texts of the prompts whose tokens were kept; none of an evaluation that kept none.
+    """Write the texts of prompts whose tokens were kept; none of an evaluation that kept none.
 
     `decode` is the tokenizer's, with special tokens and as it is.
     """
@@ -80,7 +81,9 @@ def make_samples(
                     methods=texts,
                 )
             )
-    return Samples(schema_version=SCHEMA_VERSION, samples=samples)
+    made = Samples(schema_version=SCHEMA_VERSION, samples=samples)
+    write_json(folder / SAMPLES, made.model_dump(mode="json"))
+    return made
 
 
 def read_samples(path: Path) -> Samples | None:

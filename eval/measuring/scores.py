@@ -16,7 +16,7 @@ from specdata.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specdata.prompts.loading import Prompt
+    from specdata.prompts.prompt import Prompt
 
 ScoreName = Literal["rougeL", "bleu", "exact_match"]
 REWARD = "reward"

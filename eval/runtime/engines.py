@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Engine = Literal["eager", "captured", "compiled"]
-"""The engines of short forwards: the model's own code, a traced graph, or that through Inductor."""
+Engine = Literal["eager", "captured"]
+"""The engines of short forwards: the model's own code, or a traced graph."""
 ENGINES: tuple[str, ...] = get_args(Engine)
 
 

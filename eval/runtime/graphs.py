@@ -2,15 +2,14 @@
 
 A draft is so small that what lies between its matrices costs more than its arithmetic, and on a CPU
 the matrix library is slow for the handful of rows that a verification has. `CachedModel` therefore
-runs forwards by one of three engines, with the same results but for rounding:
+runs forwards by one of two engines, with the same results but for rounding:
 
 * "eager": the model's own forward;
-* "captured": the forward is traced once with symbolic lengths (`make_fx`) and run as a graph, its
-  large matrices kept a second time in oneDNN's blocked layout. For CPUs: elsewhere it is "eager";
-* "compiled": the captured graph through `torch.compile` (Inductor), which fuses what lies between
-  the matrices. It needs a C++ compiler and takes seconds to a minute a model.
+* "captured": the forward is traced once with symbolic lengths (`make_fx`) and run as a graph of
+  fewer operators (`eval.runtime.prepack`), its large matrices kept a second time in oneDNN's
+  blocked layout. For CPUs: elsewhere it is "eager".
 
-Batches and long prompts always run eagerly; nothing is compiled for a short prompt.
+Batches and long prompts always run eagerly.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from transformers import Cache, PreTrainedModel
 from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.kv_cache import CacheLayer, LayerKind
 from eval.runtime.masks import Sight, seeing
-from eval.runtime.prepack import Prepacker
+from eval.runtime.prepack import Prepacker, simplify
 from eval.runtime.transformers_models import WeightVersions, cached_layers, weight_versions
 from specdata.cache import cache_argument
 from specdata.draft_models.draft_vocabulary import narrow_logits
@@ -76,13 +75,7 @@ def shared_graphs(
     versions = weight_versions(model)
     if key not in by_key or by_key[key].versions != versions:
         same = (each.prepacker for each in by_key.values() if each.versions == versions)
-        by_key[key] = ForwardGraphs(
-            model,
-            versions,
-            next(same, None) or Prepacker(),
-            compiled=engine == "compiled",
-            taps=taps,
-        )
+        by_key[key] = ForwardGraphs(model, versions, next(same, None) or Prepacker(), taps)
     return by_key[key]
 
 
@@ -105,7 +98,6 @@ class _GraphKind(NamedTuple):
     single: bool
     masks: int
     keep: int
-    compiled: bool
 
 
 class ForwardGraphs:
@@ -122,8 +114,6 @@ class ForwardGraphs:
         model: PreTrainedModel,
         versions: WeightVersions,
         prepacker: Prepacker,
-        *,
-        compiled: bool,
         taps: tuple[int, ...] = (),
     ) -> None:
         if rope := length_dependent_rope(model.config):
@@ -140,7 +130,6 @@ class ForwardGraphs:
         self.versions = versions
         self.fails = False  # the forward cannot be captured
         self._model = weakref.ref(model)
-        self._compiled = compiled
         self._taps = taps
         self._in_blocks = is_in_blocks(model)
         self.prepacker = prepacker
@@ -172,12 +161,10 @@ class ForwardGraphs:
             (1, n, F) if there are any.
         """
         count = ids.shape[1]
-        # Forwards with an empty cache would be compiled for separately.
         kind = _GraphKind(
             single=count == 1,
             masks=0 if mask is None else 2 if isinstance(mask, Sight) else 1,
             keep=logits_to_keep if self._in_blocks or logits_to_keep == 1 < count else 0,
-            compiled=self._compiled and count < cache[0].shape[2],
         )
         graph = self._graphs.get(kind)
         masks = (mask.mask, mask.keys) if isinstance(mask, Sight) else (mask,)
@@ -200,9 +187,9 @@ class ForwardGraphs:
                     traced = make(*_examples(inputs, kind))
                 if multiplies(model.device, model.dtype):
                     self.prepacker.rewrite(traced)
-                graph: Graph = torch.compile(traced, dynamic=True) if kind.compiled else traced
+                simplify(traced)
             # Either may run first: both write the same keys and values to the same positions.
-            expected, actual = forward(*inputs)[0], graph(*inputs)[0]
+            expected, actual = forward(*inputs)[0], traced(*inputs)[0]
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
@@ -211,7 +198,7 @@ class ForwardGraphs:
                 f"the forward of {model.config.model_type} cannot be captured ({error})"
             ) from error
         check_same_logits(model, expected, actual)
-        return graph
+        return traced
 
 
 @contextmanager

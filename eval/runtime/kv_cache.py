@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from eval.runtime.recurrent import StateLayer
 
 # Buffers have a multiple of this many cache positions.
-CAPACITY_STEP = 256
+CAPACITY_STEP = 64
 
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 """A layer that keeps nothing; before transformers 5.23, one of recurrent states, left empty."""
@@ -42,10 +42,16 @@ class KVCache(Cache):  # type: ignore[misc]
         self.stores: list[CacheLayer] = [*attending, *indexers]
         self.recurrent = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
+    def expect(self, slots: int) -> None:
+        """Make the next buffers for so many slots, so that they are not enlarged for each."""
+        for layer in self.stores:
+            layer.expected = slots
+
     def free(self) -> None:
         """Drop the buffers and states; new ones are made when they are needed."""
         for layer in self.stores:
             layer.keys = layer.values = None
+            layer.expected = 1
         for states in self.recurrent:
             states.free()
 
@@ -149,6 +155,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys: Any = None
         self.values: Any = None
         self.is_initialized = True
+        self.expected = 1  # slots
         self.slots = slice(0, 1)
         self.start = 0
         self.end = 0
@@ -188,6 +195,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def reserve(self, slots: int, capacity: int) -> None:
         """Have buffers of at least this size; what is stored stays."""
         assert self.template is not None
+        slots = max(slots, self.expected)
         self.keys = _enlarged(self.keys, self.template[0], slots, capacity)
         self.values = _enlarged(self.values, self.template[1], slots, capacity)
 

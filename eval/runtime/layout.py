@@ -81,7 +81,6 @@ class Packing:
     """The n tokens of several forwards in one row, over the slots 0 to B - 1 of a KV cache.
 
     Args:
-        tokens: (1, n).
         positions: (1, n), in the sequences.
         slots: (1, n), whose sequence each token belongs to.
         cache_positions: (1, n), where its keys and values are written.
@@ -90,7 +89,6 @@ class Packing:
         ends: by slot, where in the row its tokens end.
     """
 
-    tokens: Tensor
     positions: Tensor
     slots: Tensor
     cache_positions: Tensor
@@ -99,28 +97,25 @@ class Packing:
     ends: dict[int, int]
 
 
-def pack(forwards: Mapping[int, tuple[Sequence[int], Layout]]) -> Packing:
-    """Put the tokens of several sequences, given with their layout by slot, into one row."""
-    rows: list[list[int]] = [[], [], [], [], []]
-    starts, ends = [0] * (max(forwards) + 1), {}
-    for slot, (tokens, layout) in forwards.items():
-        count = len(tokens)
-        columns = range(count)
-        cached = range(layout.start, layout.start + count)
-        for row, values in zip(
-            rows, (tokens, layout.positions, [slot] * count, cached, columns), strict=True
-        ):
+def pack(layouts: Mapping[int, Layout]) -> Packing:
+    """Put the tokens of several sequences, given by their layouts by slot, into one row."""
+    rows: list[list[int]] = [[], [], [], []]
+    starts, ends = [0] * (max(layouts) + 1), {}
+    for slot, layout in layouts.items():
+        start, count = layout.start, len(layout.positions)
+        each = (layout.positions, [slot] * count, range(start, start + count), range(count))
+        for row, values in zip(rows, each, strict=True):
             row.extend(values)
-        starts[slot], ends[slot] = layout.start, len(rows[0])
-    tokens, positions, slots, cache_positions, columns = torch.tensor(rows).unsqueeze(1)
-    width, end = int(columns.max()) + 1, int(cache_positions.max()) + 1
+        starts[slot], ends[slot] = start, len(rows[0])
+    positions, slots, cache_positions, columns = torch.tensor(rows).unsqueeze(1)
+    width, end = max(rows[3]) + 1, max(rows[2]) + 1
     last_visible = torch.tensor(starts).unsqueeze(1) + torch.arange(width)
     visible = torch.arange(end) <= last_visible.unsqueeze(-1)
-    for slot, (_, layout) in forwards.items():
+    for slot, layout in layouts.items():
         if layout.visible is not None:
             count, seen = layout.visible.shape
             visible[slot, :count, :seen] = layout.visible
-    return Packing(tokens, positions, slots, cache_positions, columns, visible, ends)
+    return Packing(positions, slots, cache_positions, columns, visible, ends)
 
 
 def places(packing: Packing, layouts: Mapping[int, Layout]) -> tuple[Tensor, Tensor]:

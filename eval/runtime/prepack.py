@@ -1,46 +1,57 @@
-"""Linear layers of a captured graph, joined and in the layout that oneDNN reads fastest.
+"""A captured graph with fewer and faster operators.
 
-Layers that read the same input (queries, keys and values; gate and up) become one product, and
-large matrices are kept in oneDNN's blocked layout, which for the few rows of a verification is
+Between its matrices a short forward takes as long as its operators take to be called. So those that
+do nothing go, the others are called without the dispatcher's generic way from Python, and linear
+layers that read the same input (queries, keys and values; gate and up) become one product.
+
+Large matrices are kept in oneDNN's blocked layout, which for the few rows of a verification is
 about twice as fast as the matrix library's own. Both are copies of the weights, so this is done on
 a CPU only, in float32, and in bfloat16 where the processor multiplies it.
 """
 
 from __future__ import annotations
 
-import weakref
+import operator
+import sys
+import types
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.subgraph_rewriter import replace_pattern
 
-from specdata.prepack import reordered, reordered_linear
+from specdata.prepack import reordered
 
 # With fewer weights than this the layout gains less than calling oneDNN costs.
 SMALLEST_PREPACKED = 1 << 17
+ATEN = torch.ops.aten
+LINEAR = ATEN.linear.default
+SHARED = (
+    ATEN.unsqueeze.default,
+    ATEN.sym_size.int,
+    ATEN.neg.default,
+    ATEN.slice.Tensor,
+    ATEN.cat.default,
+)
 
 LinearWeights = tuple[Tensor, Tensor | None]
 """Weight (out, in) and bias (out,) of a linear layer."""
 
 
 class Prepacker:
-    """Rewrites the linear layers of the graphs of one model, which share the copied weights.
-
-    The copies live as long as this object, which must live as long as the graphs.
-    """
+    """Rewrites the linear layers of the graphs of one model, which share the copied weights."""
 
     def __init__(self) -> None:
         # By the addresses of the weights that were joined.
         self._joined: dict[tuple[int, ...], LinearWeights] = {}
-        self._handles: dict[tuple[int, ...], int] = {}
 
     def rewrite(self, traced: fx.GraphModule) -> None:
         """Rewrite the `aten.linear` nodes of a graph in place."""
         by_input: dict[fx.Node, list[Any]] = {}
         for node in traced.graph.nodes:
-            if node.target is torch.ops.aten.linear.default and node.args[1].op == "get_attr":
+            if node.target is LINEAR and node.args[1].op == "get_attr":
                 by_input.setdefault(node.args[0], []).append(node)
         for nodes in by_input.values():
             layers = [_weights(traced, node) for node in nodes]
@@ -52,33 +63,136 @@ class Prepacker:
                 for node, part in zip(nodes, parts, strict=True):
                     node.replace_all_uses_with(part)
                     traced.graph.erase_node(node)
-        traced.graph.eliminate_dead_code()
-        traced.recompile()
 
     def _insert(
         self, traced: fx.GraphModule, first: Any, layers: Sequence[LinearWeights], *, large: bool
     ) -> fx.Node:
         """Add the node that applies all layers at once to the input of the first."""
         key = tuple(weight.data_ptr() for weight, _ in layers)
-        if large:
-            if key not in self._handles:
-                self._handles[key] = _PREPACKED.add(self, *_join(layers))
-            size = sum(len(weight) for weight, _ in layers)
-            return traced.graph.call_function(
-                torch.ops.draftsmith.prepacked_linear.default,
-                (first.args[0], self._handles[key], size),
-            )
         if key not in self._joined:
-            self._joined[key] = _join(layers)
-        arguments = []
+            weight, bias = _join(layers)
+            self._joined[key] = (reordered(weight) if large else weight), bias
+        arguments = [first.args[0]]
         for kind, value in zip(("weight", "bias"), self._joined[key], strict=True):
-            if value is not None:
-                name = f"joined_{kind}_{first.name}"
-                traced.register_buffer(name, value, persistent=False)
-                arguments.append(traced.graph.get_attr(name))
-        return traced.graph.call_function(
-            torch.ops.aten.linear.default, (first.args[0], *arguments)
-        )
+            name = f"joined_{kind}_{first.name}"
+            traced.register_buffer(name, value, persistent=False)
+            arguments.append(None if value is None else traced.graph.get_attr(name))
+        if not large:
+            return traced.graph.call_function(LINEAR, tuple(arguments))
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        return traced.graph.call_function(linear, (*arguments, "none", [], ""))
+
+
+def is_packed(node: fx.Node) -> bool:
+    """True of a linear layer whose weight, its second argument, is in oneDNN's layout."""
+    return getattr(node.target, "__name__", "") == "mkldnn::_linear_pointwise"
+
+
+def simplify(traced: fx.GraphModule) -> None:
+    """Make the same of fewer operators, and call them directly."""
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and _gives_its_input(node):
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+    for node in traced.graph.nodes:
+        if node.target is ATEN.rsqrt.default:
+            _norm(traced, node)
+    replace_pattern(traced, _rotated, _rolled)
+    _share(traced.graph)
+    traced.graph.eliminate_dead_code()  # which knows of operators only what they change
+    for node in traced.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            node.target = _direct(node.target)
+    vars(traced).update({**traced._parameters, **traced._buffers})  # else found by Python code
+    traced.recompile()
+
+
+def _gives_its_input(node: fx.Node) -> bool:
+    """True of a conversion to the type that a tensor has, a slice of all of it, or an alias."""
+    source, *rest = node.args
+    if node.target in (ATEN.to.dtype, ATEN.to.device):
+        given, made = source.meta["val"], node.meta["val"]
+        return (given.dtype, given.device) == (made.dtype, made.device) and not node.kwargs
+    if node.target is ATEN.slice.Tensor:
+        return rest[1:] == [0, sys.maxsize]
+    return node.target is ATEN.alias.default or (
+        node.target is ATEN.mul.Tensor and rest == [1.0] and source.meta["val"].is_floating_point()
+    )
+
+
+def _norm(traced: fx.GraphModule, rsqrt: fx.Node) -> None:
+    """Divide by the length of a vector instead of by the root of its mean square.
+
+    x / sqrt(mean(x^2) + e) * g  =  x / hypot(|x|, sqrt(H e)) * sqrt(H) g  for x of size H
+    """
+    graph, match = traced.graph, [rsqrt]
+    for target in (ATEN.add.Tensor, ATEN.mean.dim, ATEN.pow.Tensor_Scalar):
+        match.append(match[-1].args[0])
+        if match[-1].target is not target:
+            return
+    (_, add, mean, power), (scaled, *others) = match, rsqrt.users
+    x, size = power.args[0], power.meta["val"].shape[-1]
+    if others or mean.args[1:] != ([-1], True) or power.args[1] != 2:
+        return
+    (weighed, *others) = scaled.users
+    if others or scaled.args != (x, rsqrt) or weighed.target is not ATEN.mul.Tensor:
+        return
+    weight = weighed.args[0]
+    if weight.op != "get_attr" or weighed.args[1] is not scaled:
+        return
+    g = getattr(traced, weight.target)
+    with graph.inserting_before(weighed):
+        constants = g.detach() * size**0.5, g.new_tensor((size * add.args[1]) ** 0.5)
+        for name, value in zip(("scale", "least"), constants, strict=True):
+            traced.register_buffer(f"{name}_{rsqrt.name}", value, persistent=False)
+        scale, least = (graph.get_attr(f"{name}_{rsqrt.name}") for name in ("scale", "least"))
+        length = graph.call_function(torch.linalg.vector_norm, (x, 2, -1, True))
+        length = graph.call_function(torch.hypot, (length, least))
+        unit = graph.call_function(torch.div, (x, length))
+        node = graph.call_function(torch.mul, (unit, scale))
+    weighed.replace_all_uses_with(node)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+    """A rotary embedding as transformers writes it."""
+    ahead = ATEN.neg.default(ATEN.slice.Tensor(x, 3, half, sys.maxsize))
+    turned = ATEN.cat.default([ahead, ATEN.slice.Tensor(x, 3, 0, half)], -1)
+    return ATEN.add.Tensor(ATEN.mul.Tensor(x, cos), ATEN.mul.Tensor(turned, sin))
+
+
+def _rolled(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+    """The same; the sines with their signs are made once for all layers."""
+    ahead = ATEN.neg.default(ATEN.slice.Tensor(sin, -1, 0, half))
+    signed = ATEN.cat.default([ahead, ATEN.slice.Tensor(sin, -1, half, sys.maxsize)], -1)
+    turned = ATEN.roll.default(x, half, -1)
+    return ATEN.addcmul.default(ATEN.mul.Tensor(x, cos), turned, signed)
+
+
+def _share(graph: fx.Graph) -> None:
+    """Make once what is made of the same tensors several times."""
+    made: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target in SHARED:
+            first = made.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+
+
+@cache
+def _direct(target: Any) -> Any:
+    """What calls an operator without Python code of torch's.
+
+    A frame of a graph's many variables may fill what Python has mapped for frames, which then maps
+    memory anew for every Python function that the graph calls.
+    """
+    name = target.overloadpacket.__name__
+    for place in (torch, torch._C._nn, torch.Tensor):
+        function = getattr(place, name, None)
+        if isinstance(function, types.BuiltinFunctionType | types.MethodDescriptorType):
+            return function
+    call: Any = partial(target._op)
+    call.__name__, call.__module__ = target.name(), __name__  # by which a graph's code calls it
+    return call
 
 
 def _weights(traced: fx.GraphModule, node: Any) -> LinearWeights:
@@ -101,40 +215,5 @@ def _split(graph: fx.Graph, joined: fx.Node, sizes: Sequence[int]) -> list[fx.No
     """The nodes that take the output of a joined layer apart."""
     if len(sizes) == 1:
         return [joined]
-    return [
-        graph.call_function(torch.ops.aten.slice.Tensor, (joined, -1, start, end))
-        for start, end in pairwise(accumulate(sizes, initial=0))
-    ]
-
-
-class _PrepackedWeights:
-    """Weights in oneDNN's layout, by handles: numbers that are never used again.
-
-    Inductor cannot hold tensors of that layout in a graph, so graphs hold the handle.
-    """
-
-    def __init__(self) -> None:
-        self._layers: dict[int, LinearWeights] = {}
-        self._next = 0
-
-    def add(self, owner: object, weight: Tensor, bias: Tensor | None) -> int:
-        """Store a layer for as long as `owner` lives; return its handle."""
-        handle, self._next = self._next, self._next + 1
-        self._layers[handle] = reordered(weight), bias
-        weakref.finalize(owner, self._layers.pop, handle)
-        return handle
-
-    def linear(self, x: Tensor, handle: int, _size: int) -> Tensor:
-        """Apply a layer: (..., in) to (..., out)."""
-        return reordered_linear(x, *self._layers[handle])
-
-
-_PREPACKED = _PrepackedWeights()
-_TORCH_LIBRARY: Any = torch.library.Library("draftsmith", "DEF")  # type: ignore[no-untyped-call]
-_TORCH_LIBRARY.define("prepacked_linear(Tensor x, int handle, int size) -> Tensor")
-_TORCH_LIBRARY.impl("prepacked_linear", _PREPACKED.linear, "CPU")
-torch.library.register_fake(
-    "draftsmith::prepacked_linear",
-    lambda x, _handle, size: x.new_empty(*x.shape[:-1], size),
-    lib=_TORCH_LIBRARY,
-)
+    parts = graph.call_function(ATEN.split_with_sizes.default, (joined, sizes, -1))
+    return [graph.call_function(operator.getitem, (parts, index)) for index in range(len(sizes))]

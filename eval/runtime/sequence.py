@@ -1,30 +1,25 @@
-"""The part of a sequence that a model has read, and the forwards by which it reads more.
+"""A text that a model has read, perhaps with a draft after it, and the forwards that read more.
 
-A `CachedSequence` keeps count of one sequence, and perhaps of a draft tree after it. It runs
-nothing itself: it makes a `Forward`, and a `CachedModel` runs one of them, or one of each of many
-sequences together. So decoding is written once, for one sequence and for batches.
+A `CachedSequence` is a slot of a model's KV cache. Drafted tokens are appended behind the committed
+ones; `keep` commits those that were accepted and drops the rest. How a draft reads drafted tokens
+is its kind's: by itself, with states of its target, or not at all.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eval.runtime.layout import Layout, lay_out
+from eval.runtime.model import CachedModel, Outputs, Part
 from specdata.draft_kinds.masks import MASK
 from specdata.draft_models.states_draft import states_input, without_first
-from specdata.probability import SamplingConfig
-
-if TYPE_CHECKING:
-    from eval.runtime.model import CachedModel
-
-T = TypeVar("T")
+from specdata.probability import SamplingConfig, to_vocabulary
 
 NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
 
@@ -49,96 +44,49 @@ class Forward:
     drafted: int = 0
 
     @property
-    def model(self) -> CachedModel:
-        """The model that runs it."""
-        return self.sequence.model
+    def committed(self) -> int:
+        """How many of the tokens are no nodes."""
+        return len(self.tokens) - len(self.parents)
 
-    def layout(self) -> Layout:
-        """Where the tokens go, given what the cache holds now. Changes nothing."""
-        sequence, count = self.sequence, len(self.tokens)
+    def part(self) -> Part:
+        """The tokens laid out, given what the cache holds now. Changes nothing."""
+        sequence, model, count = self.sequence, self.sequence.model, len(self.tokens)
         layout = lay_out(sequence.length, sequence.ancestors, count, self.parents)
-        if sequence.reads_first:
-            return layout
-        visible = layout.visible
-        if visible is None:
-            visible = torch.ones(count, layout.start + count, dtype=torch.bool).tril(layout.start)
-        return replace(layout, visible=without_first(visible))
+        if not sequence.reads_first:
+            visible, start = layout.visible, layout.start
+            if visible is None:
+                visible = torch.ones(count, start + count, dtype=torch.bool).tril(start)
+            layout = replace(layout, visible=without_first(visible))
+        ids = model.known(torch.tensor(self.tokens, device=model.device))
+        inputs = sequence.inputs(self, ids)
+        return Part(sequence.slot, layout, inputs, self.logits_to_keep, self.drafted)
 
-
-ForwardCoroutine = Generator[Forward, Tensor, T]
-"""A generator that yields the forwards it needs, is sent the logits (logits_to_keep, V) of each,
-and returns a T. Whoever drives it decides which forwards run together."""
-
-
-def drive(coroutine: ForwardCoroutine[T]) -> T:
-    """Run a coroutine to its end, each of its forwards by itself."""
-    try:
-        forward = next(coroutine)
-        while True:
-            forward = coroutine.send(forward.model.run(forward))
-    except StopIteration as stopped:
-        result: T = stopped.value
-        return result
-
-
-def run_batch(
-    jobs: Sequence[Callable[[int], ForwardCoroutine[T]]],
-    size: int,
-    *,
-    last: CachedModel,
-    report: Callable[[int], object] = lambda done: None,
-) -> list[T]:
-    """Run coroutines side by side; forwards that wait for the same model run as one.
-
-    Args:
-        jobs: one for each sequence; called with a slot, it returns the coroutine to run.
-        size: jobs that run at a time, in the slots from 0; the next one takes the slot of one that
-            ends.
-        last: the model whose forwards run only when no other model has any to run. With the target
-            here, sequences whose drafts differ in length are still verified together.
-        report: called with 1 when a job ends.
-    """
-    queue = deque(enumerate(jobs))
-    # What can go on: job, slot, coroutine, and the logits that it is sent (none to begin with).
-    ready: deque[tuple[int, int, ForwardCoroutine[T], Tensor | None]] = deque()
-    for slot in range(min(size, len(jobs))):
-        number, job = queue.popleft()
-        ready.append((number, slot, job(slot), None))
-    waiting: dict[int, tuple[int, ForwardCoroutine[T], Forward]] = {}
-    results: dict[int, T] = {}
-    while ready:
-        while ready:
-            number, slot, coroutine, logits = ready.popleft()
-            try:
-                forward = next(coroutine) if logits is None else coroutine.send(logits)
-                waiting[number] = slot, coroutine, forward
-            except StopIteration as stopped:
-                results[number] = stopped.value
-                report(1)
-                if queue:
-                    number, job = queue.popleft()
-                    ready.appendleft((number, slot, job(slot), None))
-        models = [forward.model for _, _, forward in waiting.values()]
-        model = next((model for model in models if model is not last), last)
-        served = {n: entry for n, entry in waiting.items() if entry[2].model is model}
-        answers = model.run_all([forward for _, _, forward in served.values()]) if served else []
-        for (number, (slot, coroutine, _)), logits in zip(served.items(), answers, strict=True):
-            del waiting[number]
-            ready.append((number, slot, coroutine, logits))
-    return [results[number] for number in range(len(jobs))]
+    def run(self) -> Tensor:
+        """Run it by itself: logits (logits_to_keep, N), N = V but for a reduced vocabulary."""
+        forward, sequence, model = self, self.sequence, self.sequence.model
+        asked, tree = max(self.logits_to_keep, self.drafted), bool(self.parents)
+        first = sequence.reads_first
+        while piece := model.piece(
+            len(forward.tokens), asked, sequence.in_use, reads_first=first, tree=tree
+        ):
+            sequence.read(sequence.append(forward.tokens[:piece], 1))
+            forward = replace(forward, tokens=forward.tokens[piece:])
+            model.kv_cache.reserve(sequence.slot + 1, sequence.length + len(forward.tokens))
+        return sequence.read(forward)
 
 
 class CachedSequence:
-    """The content of a model's KV cache for one sequence, and for a draft tree after it.
+    """The content of a model's KV cache for one sequence, and for a draft after it.
 
-    The state changes in three places: `commit` when a forward has run, `accept` (with `crop`) when
-    a draft was verified, and `reset`.
+    The state changes in three places: `commit` when a forward has run, `keep` (by `crop`) when a
+    draft was verified, and `reset`.
 
     Args:
         sampling: how logits become distributions, the same for target and draft.
 
     Attributes:
-        length: committed tokens in the cache.
+        length: tokens in the cache, but for nodes of a tree.
+        drafted: of these, the last so many are of a drafted chain.
         ancestors: (m, m) boolean over the m nodes in the cache; see `Layout.ancestors`.
         states: (n, H) what the lm_head read at the last n tokens that were run, of which logits
             were asked for; None before the first forward, and where the model does not capture
@@ -148,27 +96,36 @@ class CachedSequence:
             where the model does not capture them.
     """
 
+    rereads = False
+    """Whether drafted tokens are read in another way than committed ones, and so are always dropped
+    when a draft was verified, accepted or not; but not while a residual persists, which is of the
+    distributions that its draft was drawn from."""
+
     def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         self.model = model
         self.slot = slot
         self.sampling = sampling
         self.forwards = 0
-        self.length = 0
+        self._target: CachedSequence | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.length = self.drafted = 0
         self.ancestors = NO_NODES
         self.states: Tensor | None = None
         self.taps: Tensor | None = None
-        self._target: CachedSequence | None = None
+        # The first tokens, which need not be read again whatever is dropped behind them: those that
+        # a recurrent state is kept of, and those that were read as committed ones.
+        self._lasting = 0
+        self._is_held = False
+        for states in self.model.kv_cache.recurrent:
+            states.forget(self.slot)
 
     @property
     def reads_first(self) -> bool:
         """Whether later tokens attend to the first one."""
         return True
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self.length = 0
-        self.ancestors = NO_NODES
-        self.states = self.taps = None
 
     @property
     def hidden(self) -> Tensor | None:
@@ -177,7 +134,7 @@ class CachedSequence:
 
     @property
     def in_use(self) -> int:
-        """Cache positions in use, by committed tokens and by nodes."""
+        """Cache positions in use, by tokens and by nodes."""
         return self.length + len(self.ancestors)
 
     def append(self, tokens: list[int], logits_to_keep: int, drafted: int = 0) -> Forward:
@@ -187,24 +144,6 @@ class CachedSequence:
         committed yet.
         """
         return Forward(self, tokens, logits_to_keep, drafted=drafted)
-
-    def pieces(self, tokens: list[int]) -> list[list[int]]:
-        """Tokens to append, in as many forwards as the model needs."""
-        return [tokens]
-
-    def inputs(self, _forward: Forward, ids: Tensor) -> Tensor:
-        """(n,) ids or (n, H) vectors: what the model reads of a forward's tokens, (n,) its ids."""
-        return ids
-
-    def follow(self, target: CachedSequence) -> None:
-        """Read the states of a target's sequence, if the model reads any.
-
-        Without one, as in a warm-up, they count as 0.
-        """
-        self._target = target
-
-    def hold(self, persists: bool) -> None:
-        """Read later tokens as the last draft would have, as long as a residual of it persists."""
 
     def append_tree(
         self,
@@ -227,18 +166,41 @@ class CachedSequence:
         logits_to_keep = len(tokens) + bool(uncached)
         return Forward(self, [*uncached, *tokens], logits_to_keep, parents, unrolled)
 
+    def pieces(self, tokens: list[int]) -> list[list[int]]:
+        """Tokens to append, in as many forwards as the model needs."""
+        return [tokens]
+
+    def inputs(self, _forward: Forward, ids: Tensor) -> Tensor:
+        """(n,) ids or (n, H) vectors: what the model reads of a forward's tokens, (n,) its ids."""
+        return ids
+
+    def follow(self, target: CachedSequence) -> None:
+        """Read the states of a target's sequence, if the model reads any.
+
+        Without one, as in a warm-up, they count as 0.
+        """
+        self._target = target
+
+    def hold(self, persists: bool) -> None:
+        """Read later tokens as the last draft would have, as long as a residual of it persists."""
+        self._is_held = persists
+
     def distribution(self, logits: Tensor, sampling: SamplingConfig | None = None) -> Tensor:
         """Distributions (..., V) of logits (..., N), by default under the sequence's sampling."""
         return self.model.distribution(logits, sampling or self.sampling)
 
-    def commit(
-        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
-    ) -> None:
-        """Take account of a forward of this sequence that has run.
+    def read(self, forward: Forward) -> Tensor:
+        """Run one of its forwards as a whole: logits (logits_to_keep, N)."""
+        part = forward.part()
+        if forward.unrolled:
+            outputs = self.model.read_paths(part, forward.parents)
+        else:
+            outputs = self.model.read(part)
+        return self.commit(forward, part.layout, outputs)
 
-        Of what its layout says it wrote; (n, H) what the lm_head read at the last tokens and (n, F)
-        taps of all its tokens, if they were captured.
-        """
+    def commit(self, forward: Forward, layout: Layout, outputs: Outputs) -> Tensor:
+        """Take account of a forward that has run: its logits (logits_to_keep, N)."""
+        logits, self.states, taps = outputs
         if taps is not None:
             end = layout.start + len(taps)
             if self.taps is None or len(self.taps) < end:
@@ -247,107 +209,64 @@ class CachedSequence:
                     enlarged[: len(self.taps)] = self.taps
                 self.taps = enlarged
             self.taps[layout.start : end] = taps
+        self._lasting = self._lasting_after(forward)
         self.forwards += 1
-        self.length += len(forward.tokens) - len(forward.parents)
+        self.length += forward.committed
+        self.drafted += forward.drafted
         self.ancestors = layout.ancestors
-        self.states = states
+        return to_vocabulary(logits, self.model.traits.own_tokens)
+
+    def _lasting_after(self, forward: Forward) -> int:
+        """The first tokens that need not be read again, once a forward has run."""
+        if forward.drafted == len(forward.tokens):
+            return self._lasting
+        return self.length + forward.committed - forward.drafted
 
     def crop(self, length: int) -> None:
-        """Keep at most the first `length` committed tokens, and no nodes."""
-        self.ancestors = NO_NODES
-        self.length = min(self.length, length)
+        """Keep at most the first `length` tokens, and no nodes.
 
-    def accept(self, nodes: Sequence[int]) -> None:
-        """Commit a path of nodes, given from the root down, and drop the other nodes.
-
-        Raises ValueError if a node is not in the cache.
+        A recurrent state cannot drop a token: it goes back to the last one that was kept, and what
+        was accepted since is read again (`eval.runtime.recurrent`).
         """
-        cached = len(self.ancestors)
-        if any(not 0 < node <= cached for node in nodes):
-            raise ValueError(f"nodes {list(nodes)} are not all among the {cached} in the cache")
-        if list(nodes) != list(range(1, len(nodes) + 1)):
-            source = [self.length + node - 1 for node in nodes]
-            self.model.kv_cache.move(self.slot, source, self.length)
-            if self.taps is not None:
-                self.taps[self.length : self.length + len(source)] = self.taps[source]
-        self.length += len(nodes)
-        self.ancestors = NO_NODES
-
-
-class RecurrentSequence(CachedSequence):
-    """A sequence of a model with recurrent layers, whose states cannot drop a token.
-
-    When a token is dropped, the states go back to those after the last committed token of the last
-    forward that read any, and what was accepted since is read again (`eval.runtime.recurrent`).
-    """
-
-    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
-        super().__init__(model, slot, sampling)
-        self._kept = 0  # tokens whose states are kept
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-        super().reset()
-        self._kept = 0
-        for states in self.model.kv_cache.recurrent:
-            states.forget(self.slot)
-
-    def commit(
-        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
-    ) -> None:
-        """Take account of a forward that has run."""
-        super().commit(forward, layout, states, taps)
-        if forward.drafted < len(forward.tokens):
-            self._kept = self.length - forward.drafted
-
-    def crop(self, length: int) -> None:
-        """Keep at most the first `length` tokens, or those whose states are kept."""
-        if length < self.length:
-            super().crop(min(length, self._kept))
+        self.ancestors, self.drafted = NO_NODES, 0
+        if self.rereads:
+            length = length if self._is_held else min(length, self._lasting)
+        elif length < self.length and self.model.kv_cache.recurrent:
+            length = min(length, self._lasting)
             for states in self.model.kv_cache.recurrent:
                 states.go_back(self.slot)
+        self.length = min(self.length, length)
+        self._lasting = min(self._lasting, self.length)
 
+    def keep(self, nodes: Sequence[int]) -> None:
+        """Commit an accepted path of a draft, given from the root down, and drop the rest of it.
 
-class RereadSequence(CachedSequence):
-    """A sequence of a draft that reads drafted tokens in another way than committed ones.
-
-    Drafted tokens are dropped when a draft was verified, accepted or not, and are read again; but
-    not while a residual persists, which is of the distributions that its draft was drawn from.
-    """
-
-    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
-        super().__init__(model, slot, sampling)
-        self._read = 0  # tokens that were read as committed ones
-        self._is_held = False
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-        super().reset()
-        self._read, self._is_held = 0, False
-
-    def hold(self, persists: bool) -> None:
-        """Read later tokens as the last draft would have, as long as a residual of it persists."""
-        self._is_held = persists
-
-    def crop(self, length: int) -> None:
-        """Keep at most the first `length` tokens, of those that were read as committed ones."""
-        if self._is_held:
-            super().crop(length)
+        Of a chain those may be accepted that are not in the cache. Raises ValueError if a node of a
+        tree is not.
+        """
+        cached = len(self.ancestors)
+        if not cached:
+            self.crop(self.length - self.drafted + len(nodes))
             return
-        super().crop(min(length, self._read))
-        self._read = self.length
-
-    def accept(self, nodes: Sequence[int]) -> None:
-        """Drop all nodes: those that were accepted are read again."""
+        if any(not 0 < node <= cached for node in nodes):
+            raise ValueError(f"nodes {list(nodes)} are not all among the {cached} in the cache")
+        length = self.length
+        if not self.rereads:
+            if list(nodes) != list(range(1, len(nodes) + 1)):
+                source = [length + node - 1 for node in nodes]
+                self.model.kv_cache.move(self.slot, source, length)
+                if self.taps is not None:
+                    self.taps[length : length + len(source)] = self.taps[source]
+            self.length += len(nodes)
         self.crop(self.length)
 
     def _before(self, forward: Forward) -> list[int]:
         """The cache position of the token before each of a forward's; -1 if there is none."""
-        last = self.length + len(forward.tokens) - len(forward.parents) - 1
+        last = self.length + forward.committed - 1
         return [*range(self.length - 1, last), *(last + parent for parent in forward.parents)]
 
 
-class StatesSequence(RereadSequence):
+class StatesSequence(CachedSequence):
     """A sequence of a draft that reads its target's states (`draft_models.states_draft`).
 
     A token is read with the target's states at the token before it, or, where the target has not
@@ -355,12 +274,13 @@ class StatesSequence(RereadSequence):
     0.
     """
 
+    rereads = True
+
     def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
-        super().__init__(model, slot, sampling)
-        self._draft_states: dict[int, Tensor] = {}  # by cache position, of the draft in progress
         embedding = states_input(model.model)
         assert embedding is not None
         self._embedding = embedding
+        super().__init__(model, slot, sampling)
 
     @property
     def reads_first(self) -> bool:
@@ -370,7 +290,7 @@ class StatesSequence(RereadSequence):
     def reset(self) -> None:
         """Forget the sequence."""
         super().reset()
-        self._draft_states = {}
+        self._draft_states: dict[int, Tensor] = {}  # by cache position, of the draft in progress
 
     def pieces(self, tokens: list[int]) -> list[list[int]]:
         """Tokens to append: each after its predecessor's own state in a forward of its own."""
@@ -383,34 +303,36 @@ class StatesSequence(RereadSequence):
         before, read = self._before(forward), self._read_by_target()
         after_target = [place for place in before if place < read]  # they come first
         parts: list[Tensor] = []
-        if after_target:
-            states = embedding.weight.new_zeros(len(after_target), embedding.states.in_features)
-            if self._target is not None and self._target.taps is not None:
-                begin = after_target[0] < 0  # nothing stands before the first token
-                states[begin:] = self._target.taps[after_target[begin:]]
-            parts.append(embedding.after_target(ids[: len(after_target)], states))
-        if len(after_target) < len(before):
-            own_states = [self._draft_states[place] for place in before[len(after_target) :]]
-            parts.append(embedding.after_own(ids[len(after_target) :], torch.stack(own_states)))
+        with self.model.embedding():
+            if after_target:
+                states = embedding.weight.new_zeros(len(after_target), embedding.states.in_features)
+                if self._target is not None and self._target.taps is not None:
+                    begin = after_target[0] < 0  # nothing stands before the first token
+                    states[begin:] = self._target.taps[after_target[begin:]]
+                parts.append(embedding.after_target(ids[: len(after_target)], states))
+            if len(after_target) < len(before):
+                own = torch.stack([self._draft_states[at] for at in before[len(after_target) :]])
+                parts.append(embedding.after_own(ids[len(after_target) :], own))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_by_target(self) -> int:
         """Tokens of the sequence whose target states are known, and may be read."""
         if self._is_held:
-            return self._read - 1
+            return self._lasting - 1
         return sys.maxsize if self._target is None else self._target.length
 
-    def commit(
-        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
-    ) -> None:
+    def commit(self, forward: Forward, layout: Layout, outputs: Outputs) -> Tensor:
         """Take account of a forward that has run, and keep the draft's states."""
-        committed, known = len(forward.tokens) - len(forward.parents), self._read_by_target()
-        if self._read == self.length:  # those that are read with the target's states come first
-            self._read += sum(place < known for place in self._before(forward)[:committed])
-        if states is not None:
+        if (states := outputs.hidden) is not None:
             end = layout.start + len(forward.tokens)
             self._draft_states |= dict(zip(range(end - len(states), end), states, strict=True))
-        super().commit(forward, layout, states, taps)
+        return super().commit(forward, layout, outputs)
+
+    def _lasting_after(self, forward: Forward) -> int:
+        if self._lasting < self.length:
+            return self._lasting
+        known = self._read_by_target()  # those that are read with the target's states come first
+        return self.length + sum(at < known for at in self._before(forward)[: forward.committed])
 
     def crop(self, length: int) -> None:
         """Keep at most the first `length` tokens, of those read with the target's states."""
@@ -419,23 +341,25 @@ class StatesSequence(RereadSequence):
             self._draft_states = {}
 
 
-class MaskedSequence(RereadSequence):
+class MaskedSequence(CachedSequence):
     """A sequence of a draft that proposes several tokens after one forward (`draft_models.depths`).
 
     It reads committed tokens, and masks behind them. Drafted ones are not read, in chains and in
     trees: their cache positions hold nothing. Deeper than the masks, the last one is repeated.
     """
 
+    rereads = True
+
     def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
-        self.masks = model.depths - 1
+        self.masks = model.traits.depths - 1
         # Of each mask: logits, and what the lm_head read if it is captured.
         self._ahead: tuple[Tensor, Tensor | None]
         self._depths: dict[int, int] = {}  # by cache position, of tokens from the last read one on
 
     def _is_drafted(self, forward: Forward) -> bool:
         """Whether a forward's tokens are drafted ones; `crop` and `pieces` keep the kinds apart."""
-        return self._is_held or len(forward.tokens) == len(forward.parents) + forward.drafted
+        return self._is_held or forward.committed == forward.drafted
 
     @property
     def mask(self) -> int:
@@ -443,43 +367,42 @@ class MaskedSequence(RereadSequence):
         mask: int = getattr(self.model.model.config, MASK)
         return mask
 
-    def with_masks(self, forward: Forward) -> Forward | None:
-        """The forward that reads a forward's tokens and the masks; None if it reads no token."""
+    def read(self, forward: Forward) -> Tensor:
+        """Read committed tokens and masks, or give what was read there for drafted tokens."""
+        tokens, keep = forward.tokens, forward.logits_to_keep
         if self._is_drafted(forward):
-            return None
-        assert forward.drafted + len(forward.parents) == 0
-        tokens = forward.tokens + [self.mask] * self.masks
-        return Forward(self, tokens, forward.logits_to_keep + self.masks)
+            layout = lay_out(self.length, self.ancestors, len(tokens), forward.parents)
+            places = range(self.in_use, self.in_use + len(tokens))
+            for place, parent in zip(places, self._before(forward), strict=True):
+                self._depths[place] = self._depths[parent] + 1
+            masks = [min(self._depths[place], self.masks) - 1 for place in places]
+            logits, states = self._ahead
+            logits = torch.stack([logits[mask] for mask in masks])  # faster than logits[masks]
+            states = None if states is None else states[masks]
+            self.forwards -= 1  # it reads no token
+        else:
+            assert forward.drafted + len(forward.parents) == 0
+            part = Forward(self, tokens + [self.mask] * self.masks, keep + self.masks).part()
+            # Masks may stand beyond the last position.
+            at = [min(each, self.model.traits.positions - 1) for each in part.layout.positions]
+            layout = lay_out(self.length, self.ancestors, len(tokens), ())
+            logits, states, _ = self.model.read(
+                replace(part, layout=replace(part.layout, positions=at))
+            )
+            self._depths = {self.length + len(tokens) - 1: 0}
+            self._ahead = logits[keep:], None if states is None else states[keep:]
+            logits, states = logits[:keep], None if states is None else states[:keep]
+        outputs = self.behind(tokens[-len(logits) :], logits, states)
+        return self.commit(forward, layout, outputs)
 
-    def look_ahead(self, logits: Tensor, states: Tensor | None, root: int) -> None:
-        """Draft from what a forward gave at the masks behind the token at `root`: (D - 1, ...)."""
-        self._ahead, self._depths = (logits, states), {root: 0}
-
-    def drafted(self, forward: Forward) -> tuple[Tensor, Tensor | None]:
-        """Logits and states of a forward's tokens, which are not read."""
-        places = range(self.in_use, self.in_use + len(forward.tokens))
-        for place, parent in zip(places, self._before(forward), strict=True):
-            self._depths[place] = self._depths[parent] + 1
-        masks = [min(self._depths[place], self.masks) - 1 for place in places]
-        logits, states = self._ahead
-        logits = torch.stack([logits[mask] for mask in masks])  # faster than logits[masks]
-        return self.behind(forward.tokens, logits, None if states is None else states[masks])
-
-    def behind(
-        self, _tokens: list[int], logits: Tensor, states: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def behind(self, _tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
         """Logits and states behind these tokens, of what was read there."""
-        return logits, states
+        return Outputs(logits, states)
 
-    def commit(
-        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
-    ) -> None:
-        """Take account of a forward that has run; those that read no token are not counted."""
-        is_drafted = self._is_drafted(forward)
-        if not is_drafted and self._read == self.length:
-            self._read += len(forward.tokens)
-        super().commit(forward, layout, states, taps)
-        self.forwards -= is_drafted
+    def _lasting_after(self, forward: Forward) -> int:
+        if self._lasting < self.length or self._is_drafted(forward):
+            return self._lasting
+        return self.length + len(forward.tokens)
 
 
 class BlockSequence(MaskedSequence):
@@ -507,23 +430,60 @@ class BlockSequence(MaskedSequence):
             taps = self._target.taps[self.length : self.length + contexts]
         else:
             taps = self._embedding.scale.new_zeros(contexts, len(self._embedding.scale))
-        x: Tensor = self._embedding.unread(taps, ids[contexts:])
+        with self.model.embedding():
+            x: Tensor = self._embedding.unread(taps, ids[contexts:])
         return x
 
-    def behind(
-        self, tokens: list[int], logits: Tensor, states: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def behind(self, tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
         """Logits and states of slots behind these tokens, of which the bias alone is computed."""
         markov = self._embedding.markov.weight[tokens]
         if states is not None:
             states = torch.cat([states, markov], dim=-1)
-        return logits + self._output.bias_by(markov), states
+        return Outputs(logits + self._output.bias_by(markov), states)
 
-    def commit(
-        self, forward: Forward, layout: Layout, states: Tensor | None, taps: Tensor | None = None
-    ) -> None:
-        """Take account of a forward that has run, whose last token was an anchor."""
-        is_drafted, read = self._is_drafted(forward), self._read
-        super().commit(forward, layout, states, taps)
-        if not is_drafted:
-            self._read = read + len(forward.tokens) - 1
+    def _lasting_after(self, forward: Forward) -> int:
+        return super()._lasting_after(forward) - (not self._is_drafted(forward))  # the anchor
+
+
+def sequence_of(model: CachedModel, slot: int, sampling: SamplingConfig) -> CachedSequence:
+    """An empty sequence in a slot of a model's cache."""
+    traits = model.traits
+    kind = MaskedSequence if traits.depths > 1 else CachedSequence
+    if traits.in_blocks:
+        kind = BlockSequence
+    elif traits.reads_states:
+        kind = StatesSequence
+    return kind(model, slot, sampling)
+
+
+def warm_up(
+    model: CachedModel, appends: Sequence[tuple[int, int]], nodes: Sequence[int] = ()
+) -> None:
+    """Make the graphs that decoding will need, so that none is made while something is timed.
+
+    `appends` are (tokens, logits to keep) of the forwards that follow a prompt, `nodes` numbers of
+    nodes by which a draft tree will be extended.
+    """
+    if model.graphs is None:
+        return
+
+    def different(count: int) -> list[int]:
+        # One token again and again makes states of a size at which half precision rounds several
+        # times as much as on a text, and graphs are compared with the eager forward here.
+        return [(100 + 31 * place) % model.vocabulary for place in range(count)]
+
+    def prompted(logits_to_keep: int) -> CachedSequence:
+        sequence = sequence_of(model, 0, SamplingConfig())
+        sequence.append(different(3), logits_to_keep).run()
+        return sequence
+
+    prompted(1)  # shows the sizes of the cache
+    prompted(max(logits_to_keep for _, logits_to_keep in appends))
+    sequence = prompted(1)
+    for count, logits_to_keep in appends:
+        sequence.append(different(count), logits_to_keep).run()
+    if model.traits.takes_masks and not model.traits.looks_ahead:  # the latter reads no nodes
+        for count in nodes:
+            sequence.append_tree(different(count), [0] * count).run()
+            sequence.keep([])
+    model.kv_cache.free()

@@ -35,9 +35,8 @@ from pydantic import ValidationError
 
 from eval.decode_config import DecodeConfig
 from eval.runtime.engines import ENGINES
-from recipes.config import build, load_yaml
-from recipes.layout import CERTIFICATE, RESULTS, portable
-from recipes.run import prepare_libraries, say, stage_record
+from recipes.config import CERTIFICATE, RESULTS, build, load_yaml
+from recipes.run import portable, prepare_libraries, say, stage_record
 from specdata.config import PromptSet, ServerConfig
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
@@ -48,7 +47,7 @@ from specdata.terminal import positive_number, progress, whole_number
 if TYPE_CHECKING:
     import torch
 
-    from specdata.prompts.loading import Prompt
+    from specdata.prompts.prompt import Prompt
     from specdata.rollouts.backend import Request
 
 MOST_TOKENS = 64
@@ -118,7 +117,7 @@ def main(given: argparse.Namespace) -> int:
     config = build({**tree, "output": str(folder.parent)})
     from eval.analysis.certificate import certify, sentence, ways
     from eval.measuring.environment import describe_environment
-    from recipes.run_eval import load_experiment
+    from recipes.experiment import load_experiment
     from specdata.threads import using_threads
 
     if not ways(config.eval, config.sampling):
@@ -215,7 +214,7 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from eval.analysis.certificate import judge_greedy
     from eval.decoder import SpeculativeDecoder
     from eval.runtime.transformers_models import check_trees
-    from recipes.run_eval import load_head
+    from recipes.models import load_head
     from specdata.draft_models.depths import most_tokens
 
     (target, draft), prompts = _load(given)
@@ -339,8 +338,8 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     if given.draft == given.target:
         drafted, lost, longest = ServedEngine(backend).lost_since(before)
         # At the end of a text a server may leave out what it drafted beyond.
-        is_exact &= lost <= longest * (given.count + given.texts)
-        said += f" Of {drafted:,} tokens that the target drafted for itself {lost:,} were not kept."
+        is_exact &= lost <= longest * (len(prompts) + given.texts)
+        said += f" It counts {drafted:,} tokens drafted by the target itself, {lost:,} lost."
     values = {"sentence": said, **found.model_dump(mode="json")}
     write_json(given.out / CERTIFICATE, values)
     shutil.rmtree(parts)  # the server may be another when it is asked again

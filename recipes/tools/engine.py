@@ -22,8 +22,7 @@ import yaml
 from eval.measuring.methods import SERVED
 from eval.measuring.pooled import PooledRow, medians
 from eval.measuring.results import read_results
-from recipes.config import parse
-from recipes.layout import RESULTS, eval_folder
+from recipes.config import RESULTS, parse
 from recipes.run import say
 from recipes.run_eval import RECIPE
 from specdata.config import ServerConfig
@@ -65,7 +64,7 @@ def main(given: argparse.Namespace) -> int:
         method = {"name": name, "decoder": "server", "url": url, "served_model": given.model}
         further = [*further, "--method", yaml.safe_dump(method, default_flow_style=True, width=999)]
     config = parse(further, "", ("eval",), None).config
-    folder = eval_folder(config)
+    folder = config.eval_folder
     if "--plan" not in further and not folder.exists():  # once begun it is of these servers
         for name, url in servers.items():
             client = ServerClient(ServerConfig(url=url), name)

@@ -13,9 +13,8 @@ import argparse
 from pathlib import Path
 
 from eval.publishing.serving import serving_lines
-from recipes.config import PipelineConfig, build
-from recipes.layout import RESULTS, absolute, draft_in_use
-from recipes.publish import draft_release, for_engines, measurements
+from recipes.config import RESULTS, PipelineConfig, absolute, build
+from recipes.releases import draft_release, for_engines, measurements
 from recipes.run import say, stage_record
 from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.errors import ConfigError
@@ -80,4 +79,4 @@ def _measured_by(run: Path, draft: Path, target: str) -> PipelineConfig | None:
     config = build(stage_record(run / "eval")["config"])
     models = config.models.model_copy(update={"target": target})
     config = config.model_copy(update={"output": str(run), "models": models})
-    return config if config.draft and absolute(draft_in_use(config)) == absolute(draft) else None
+    return config if config.draft and absolute(config.draft_in_use) == absolute(draft) else None

@@ -68,7 +68,7 @@ def _import_head(given: argparse.Namespace) -> None:
 
 
 def _import_draft(given: argparse.Namespace) -> None:
-    from distill.kinds import read_published
+    from distill.engine_layouts import read_published
     from distill.training import save_model
     from specdata.models import ends_first, load_model
     from specdata.saving import copy_tokenizer

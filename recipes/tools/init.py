@@ -17,11 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from eval.decode_config import Method
-from recipes.checks import check_decodable, has_chat_template
 from recipes.config import PipelineConfig, build, load_yaml, parse
+from recipes.models import (
+    block_of,
+    check_decodable,
+    generation_of,
+    has_chat_template,
+    on_this_machine,
+)
 from recipes.pipeline import RECIPE
 from recipes.recipe import check_stages
-from recipes.sizes import block_of, generation_of, on_this_machine
 from specdata.config import PromptSet
 from specdata.draft_kinds import KINDS
 from specdata.errors import CacheNotRewindableError, ConfigError

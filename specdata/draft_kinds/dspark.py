@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -81,3 +81,11 @@ DSPARK = DraftKind(
     ),
     head="confidence",
 )
+UNHELD = replace(
+    DSPARK,
+    is_of=lambda settings: DSPARK.is_of(settings) and 0 in settings[KEY].get("taps", ()),
+    served=Served(method="draftsmith", tags=()),
+    layouts={},
+)
+"""One that reads what enters its target's first layer, as of a target of one layer. Engines, which
+call a tap by the layer before it, cannot be told so."""

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
 from specdata.prompts.chat_templates import (
-    Message,
     TemplateRefusedError,
     chat_text,
     require_template,
     text_ids,
 )
 from specdata.prompts.forms import RawPrompt, Unusable, is_unicode
+from specdata.prompts.prompt import LoadedPrompts, Prompt, kept_report
 from specdata.prompts.reading import (
     check_names,
     check_split,
@@ -33,8 +34,7 @@ from specdata.prompts.reading import (
     short_name,
     source_of,
 )
-from specdata.storage.files import fingerprint, read_object
-from specdata.storage.resume import Settings
+from specdata.storage.files import fingerprint
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,43 +46,9 @@ REASONS = (
 )
 AT_ONCE = 1024
 """Prompts that are tokenized together."""
-RECORD = "prompts.json"
-"""In a folder that keeps prompts: what they were made of, and the report."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt.
-
-    Attributes:
-        example_id: a hash of its text, or of its messages and follow-ups.
-        messages: the conversation that a chat template rendered; empty for plain text.
-        follow_ups: the user's later turns, which depend on the model's answers.
-        reference: the text that an answer is scored against, if its row has one.
-        variables: what else the chat template was given: `tools`, and variables that it reads.
-    """
-
-    example_id: str
-    dataset: str
-    split: str
-    ids: list[int]
-    messages: tuple[Message, ...] = ()
-    follow_ups: tuple[str, ...] = ()
-    reference: str | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPrompts:
-    """Prompts, in the order of the sets, and an account of what was read, kept and dropped.
-
-    The report has for each set JSON values: its name, split, source and licence, and how many
-    prompts were asked for, read, kept and dropped for each of `REASONS`, and of how many kept ones
-    the row had which key that is `unread`.
-    """
-
-    prompts: Sequence[Prompt]
-    report: list[dict[str, Any]]
+_Rendered = tuple[Prompt, str]
 
 
 def load_prompts(
@@ -139,18 +105,6 @@ def load_prompts(
     return kept_prompts(folder, made_of, read)
 
 
-def kept_report(folder: Path, made_of: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The report of prompts that a folder keeps, if that is what they were made of; else None."""
-    try:
-        record = read_object(folder / RECORD)
-    except (OSError, ValueError):
-        return None
-    asked, kept = Settings(made_of).values, record.get("made_of", {})
-    is_same = all(kept.get(name) == value for name, value in asked.items())
-    report: list[dict[str, Any]] = record.get("report", [])
-    return report if is_same else None
-
-
 def _made_of(sets: Sequence[PromptSet], seed: int) -> dict[str, Any]:
     """What decides the rows of prompt sets: their settings, and what their sources hold."""
     sources = {name: fingerprint(each) for name, each in prompt_inputs(sets).items()}
@@ -204,20 +158,6 @@ def check_kept(report: Sequence[Mapping[str, Any]], splits: Sequence[str]) -> No
             )
 
 
-class _Asked(NamedTuple):
-    """A prompt as the target wants it, before it is tokenized."""
-
-    example_id: str
-    raw: RawPrompt
-    variables: Mapping[str, Any]
-    text: str
-
-    def prompt(self, dataset: str, split: str, ids: list[int]) -> Prompt:
-        raw, variables = self.raw, self.variables
-        said = raw.messages, raw.follow_ups, raw.reference, variables
-        return Prompt(self.example_id, dataset, split, ids, *said)
-
-
 @dataclass(slots=True)
 class _Reading:
     """Prompts that sets hold, told apart by their ids; without a tokenizer none are made of them.
@@ -250,28 +190,21 @@ class _Reading:
         }
         may_be_messages = self.has_template and dataset.chat is None
         may_be_messages = may_be_messages and dataset.name not in {*EMBEDDED, *CATALOGUE}
-        name, has_template = short_name(dataset.name), self.has_template is not False
-        asked = (
-            (each, self._asked(each)) for each in raw_prompts(dataset, self.seed, has_template)
-        )
-        while some := list(islice(asked, AT_ONCE)):
-            account["read"] += len(some)
-            tokens = iter(self._ids([each for _, each in some if isinstance(each, _Asked)]))
+        raw_rows = raw_prompts(dataset, self.seed, self.has_template is not False)
+        rendered = ((raw, self._rendered(raw, dataset)) for raw in raw_rows)
+        while some := list(islice(rendered, AT_ONCE)):
             kept = []
-            for raw, each in some:
+            for (raw, _), prompt in zip(some, self._tokenized([it for _, it in some]), strict=True):
                 may_be_messages = may_be_messages and not getattr(raw, "messages", ())
-                if isinstance(each, _Asked):
-                    ids = next(tokens)
-                    if (wrong := self._refused(each, ids)) is None:
-                        self.seen.add(each.example_id)
-                        account["unread"].update(each.raw.unread)
-                        kept.append(each.prompt(name, dataset.split, ids))
-                        continue
-                else:
-                    wrong = each
-                account["dropped"][wrong.reason] += 1
-                if wrong.why:
-                    account.setdefault(f"{wrong.reason}_because", wrong.why)
+                if isinstance(prompt, Prompt):
+                    self.seen.add(prompt.example_id)
+                    account["unread"].update(getattr(raw, "unread", ()))
+                    kept.append(prompt)
+                    continue
+                account["dropped"][prompt.reason] += 1
+                if prompt.why:
+                    account.setdefault(f"{prompt.reason}_because", prompt.why)
+            account["read"] += len(some)
             account["kept"] += len(kept)
             self.write(kept)
         if may_be_messages:
@@ -288,8 +221,8 @@ class _Reading:
             )
         return account
 
-    def _asked(self, raw: RawPrompt | Unusable) -> _Asked | Unusable:
-        """A prompt as the target wants it, or why there is none."""
+    def _rendered(self, raw: RawPrompt | Unusable, dataset: PromptSet) -> _Rendered | Unusable:
+        """A prompt without its tokens and its text as the target wants it, or why there is none."""
         if isinstance(raw, Unusable):
             return raw
         texts = [message["content"] for message in raw.messages] or [raw.text]
@@ -315,18 +248,27 @@ class _Reading:
                 text = chat_text(self.tokenizer, raw.messages, variables)
             except TemplateRefusedError as error:
                 return Unusable("refused", str(error))
-        return _Asked(example_id, raw, variables, text)
+        said = raw.messages, raw.follow_ups, raw.reference, variables
+        return Prompt(example_id, short_name(dataset.name), dataset.split, [], *said), text
 
-    def _ids(self, asked: Sequence[_Asked]) -> list[list[int]]:
-        """The tokens of prompts of one set, which are all texts or all conversations."""
-        if self.tokenizer is None or not asked:
-            return [[0]] * len(asked)
-        is_chat = bool(asked[0].raw.messages)
-        return text_ids(self.tokenizer, [each.text for each in asked], is_chat=is_chat)
+    def _tokenized(self, some: Sequence[_Rendered | Unusable]) -> Iterator[Prompt | Unusable]:
+        """Prompts of one set, all texts or all conversations, or why the model cannot read them."""
+        asked = [each for each in some if not isinstance(each, Unusable)]
+        ids = iter([[0]] * len(asked))
+        if self.tokenizer is not None:
+            is_chat = any(prompt.messages for prompt, _ in asked)
+            ids = iter(text_ids(self.tokenizer, [text for _, text in asked], is_chat=is_chat))
+        for each in some:
+            if isinstance(each, Unusable):
+                yield each
+            else:
+                prompt = dataclasses.replace(each[0], ids=next(ids))
+                yield self._wrong(prompt) or prompt
 
-    def _refused(self, asked: _Asked, ids: list[int]) -> Unusable | None:
-        """Why the model cannot read a prompt of these tokens, or need not."""
-        if asked.example_id in self.seen:  # since it was read
+    def _wrong(self, prompt: Prompt) -> Unusable | None:
+        """Why the model cannot read a prompt, or need not."""
+        ids = prompt.ids
+        if prompt.example_id in self.seen:  # since it was rendered
             return Unusable("duplicate")
         if not ids:
             return Unusable("near_empty")

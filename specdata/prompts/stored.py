@@ -14,7 +14,7 @@ from typing import Any, overload
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from specdata.prompts.loading import RECORD, LoadedPrompts, Prompt, kept_report
+from specdata.prompts.prompt import RECORD, LoadedPrompts, Prompt, kept_report
 from specdata.storage.files import atomic_write, locked, write_json
 from specdata.storage.resume import Settings
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdata.config import RolloutConfig
 from specdata.prompts.chat_templates import Message, TemplateRefusedError, chat_ids
-from specdata.prompts.loading import Prompt
+from specdata.prompts.prompt import Prompt
 from specdata.prompts.stored import Prompts
 from specdata.rollouts.backend import Backend, Completion, Report, Request
 from specdata.storage.dataset import fill_dataset

@@ -11,22 +11,15 @@ entry by the examples of its class.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.drafted import DraftedToken
 from eval.drafting.stopping.logistic import Logit
-from eval.drafting.stopping.recorded import (
-    Lengths,
-    NotRecordedError,
-    Reals,
-    RecordedToken,
-    RecordedTokens,
-)
+from eval.drafting.stopping.recorded import Reals, RecordedTokens
 from eval.drafting.stopping.rule import ActiveRule, StoppingRule
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed, Head
 from specdata.config import nearest
@@ -38,7 +31,6 @@ __all__ = [
     "StoppingRule",
     "fit_rules",
     "read_rule",
-    "recorded_lengths",
 ]
 
 STOPPING_RULES: dict[str, type[StoppingRule]] = {
@@ -94,32 +86,6 @@ def fit_rules(
         if rule.needs_fit and not values.keys() >= set(rule.fitted):
             values |= rule.fit(tokens, accept)
     return values
-
-
-def recorded_lengths(rule: StoppingRule, tokens: RecordedTokens) -> Lengths | None:
-    """The number of tokens that a rule would draft from each position: (R, N).
-
-    The rule's own object is at work, as in decoding, on the drafts of all positions at once; one
-    that learns while it decodes is asked as it is at first. None if it asks for what was not
-    recorded.
-    """
-    if rule.reads_head and tokens.head is None:
-        return None
-    active = rule.start(cast(Any, tokens.head))
-    most = np.minimum(active.longest, tokens.most())
-    lengths, going = most.copy(), most > 0
-    active.begin()
-    try:
-        for position in range(int(most.max(initial=0))):
-            if not going.any():
-                break
-            drafted = cast(DraftedToken, RecordedToken(tokens, position))
-            ends = going & active.should_stop(drafted)
-            lengths[ends] = position + 1
-            going &= ~ends & (position + 1 < most)
-    except NotRecordedError:
-        return None
-    return lengths
 
 
 def _mistakes(messages: Mapping[str, str], values: Mapping[str, Any]) -> ValidationError:

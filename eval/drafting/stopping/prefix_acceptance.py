@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from eval.drafting.stopping.drafted import DraftedToken
 from eval.drafting.stopping.logistic import OnlineLogistic, sigmoid
-from eval.drafting.stopping.recorded import RecordedHead
-from heads.judge import Judge, TorchJudge, judge_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +27,7 @@ class PrefixAcceptance:
     stands in from elsewhere.
 
     Args:
-        head: the acceptance head, or what one says of recorded tokens.
+        head: the acceptance head, or what one says of recorded tokens (`RecordedHead`).
         calibrated: undo the bias of the loss that the head was trained with. SpecDec++'s own
             threshold is compared with the biased output.
         cumulative: whether it is of the whole draft, or of the newest judged token alone.
@@ -42,17 +40,13 @@ class PrefixAcceptance:
 
     def __init__(
         self,
-        head: BaseHead | RecordedHead,
+        head: BaseHead,
         *,
         calibrated: bool = True,
         cumulative: bool = True,
         refit: bool = False,
     ) -> None:
-        if isinstance(head, RecordedHead):
-            self._judge = cast(Judge, head)
-        else:
-            self._judge, self._on_device = judge_of(head), TorchJudge(head)
-        self._lag = head.lag
+        self._head, self._judge, self._lag = head, head.judge(), head.lag
         self._bias = math.log(head.rejection_weight) if calibrated else 0.0
         self._cumulative, self._refit = cumulative, refit
         self.model = OnlineLogistic((0.0, 1.0))
@@ -68,7 +62,7 @@ class PrefixAcceptance:
         """(m,) the logits that `after` asks for, to be read with the token: see `ActiveRule`."""
         if self._drafted < self._lag:
             return drafted.distribution.new_zeros(0)
-        return self._on_device.logit_on_device(drafted).view(1)
+        return self._head.logit_on_device(drafted).view(1)
 
     def after(
         self,

@@ -1,9 +1,7 @@
-"""Drafted tokens of recorded rollouts, of which a rule is asked how far it would draft.
+"""Drafted tokens of recorded rollouts, on which rules are fitted and heads are judged.
 
 A row is one rollout of the target: at each of its n positions, the token that the draft proposes
-there after the rollout's own tokens. Rows are padded on the right to N positions. While a round
-lasts its tokens are taken to be those of the row, which is what greedy decoding does; with sampling
-it assumes that the sequence continues as recorded also after an accepted token that differs.
+there after the rollout's own tokens. Rows are padded on the right to N positions.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from eval.drafting.stopping.drafted import Numbers, chance, largest, nats
 
 Reals = NDArray[np.float64]
 Lengths = NDArray[np.int64]
@@ -32,7 +28,7 @@ def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
 
 @dataclass(frozen=True, slots=True)
 class RecordedHead:
-    """What an acceptance head says of recorded tokens; a judge of them, as in `heads.judge`.
+    """What an acceptance head says of recorded tokens, and a judge of them, as heads have one.
 
     Attributes:
         logits: raw logits (R, N) of the token at each position.
@@ -43,9 +39,13 @@ class RecordedHead:
     lag: int = 0
     rejection_weight: float = 1.0
 
-    def logit(self, drawn: RecordedToken) -> Reals:
+    def logit(self, drawn: Any) -> Reals:
         """(R, N) of the newest token that the head can judge once `drawn` is."""
         return np.roll(self.logits, self.lag - drawn.position, axis=1)
+
+    def judge(self) -> RecordedHead:
+        """Itself."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,35 +74,3 @@ class RecordedTokens:
         """Tokens that may be drafted from a position; a round ends with a token of the target."""
         ahead = self.lengths[:, None] - np.arange(self.q.shape[1]) - 1
         return np.asarray(ahead.clip(min=0))
-
-
-class NotRecordedError(Exception):
-    """A rule asks for what was not recorded."""
-
-
-class RecordedToken:
-    """As `DraftedToken`, but of drafts from every position at once: numbers are arrays (R, N).
-
-    `position` is the token's place in these drafts, from 0.
-    """
-
-    numbers = None
-
-    def __init__(self, tokens: RecordedTokens, position: int) -> None:
-        self.tokens = tokens
-        self.position = position
-
-    def at(self, values: Reals) -> Reals:
-        """Those of this token; what stands behind the end of a row means nothing."""
-        return np.roll(values, -self.position, axis=1)
-
-    def read(self, numbers: Numbers) -> tuple[Reals]:
-        """The numbers that a rule reads."""
-        recorded: dict[Numbers, Reals | None]
-        recorded = {chance: self.tokens.q, largest: self.tokens.q_max, nats: self.tokens.entropy}
-        if (values := recorded.get(numbers)) is None:
-            raise NotRecordedError(f"{numbers} of drafted tokens")
-        return (self.at(values),)
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotRecordedError(f"{name} of drafted tokens")

@@ -6,11 +6,14 @@
         acceptance_head=head, threshold=0.7,  # or without them: a fixed number of tokens a round
     )
 
-FOLDER is the repository of this file or a copy of it. Each round the draft proposes tokens, the
-target scores them in one forward, and block verification decides how many stay. The output has the
-distribution of the target alone under the same temperature, top_k, top_p and min_p. The file needs
-torch and transformers only. p is always the target's distribution, q the draft's; V is the size of
-the target's vocabulary, L the length of a draft.
+FOLDER is a published draft or head, which carries this file. Each round the draft proposes tokens,
+the target scores them in one forward, and block verification decides how many stay. The output has
+the distribution of the target alone under the same temperature, top_k, top_p and min_p. p is always
+the target's distribution, q the draft's; V is the size of the target's vocabulary, L the length of
+a draft.
+
+This project decodes with `eval/decoder.py`. This file is carried by published folders, so it
+imports torch, transformers and what is carried with it only.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +34,8 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from specdata.block_verification import longest_prefix, prefix_ratios, residual
 
 # They change each row of logits by itself, so all rows of a draft can be changed at once.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -48,8 +53,6 @@ PREPARED = {
 }
 # Layers that keep keys and values of every token, or could.
 ATTENTION = {"full_attention", "sliding_attention"}
-# A residual with less mass than this can only be reached through rounding; p itself is used then.
-NEGLIGIBLE_MASS = 1e-15
 BELOW_ONE = 1 - 1e-15
 
 
@@ -96,6 +99,8 @@ def generate(
         longest = asked or 20
     _check_arguments(arguments, threshold, longest)
 
+    head = None if acceptance_head is None else acceptance_head.to(draft.device)
+
     # The usual `generate` prepares everything, then calls this in place of its own loop.
     def loop(
         model: Any,
@@ -110,132 +115,107 @@ def generate(
         max_length, end = generation_config.max_length, generation_config.eos_token_id
         _check_rope(model.config.get_text_config(), max_length)
         vocabulary = model.config.get_text_config().vocab_size
-        decoder = _Decoder(
-            _CachedModel(model, vocabulary),
-            _CachedModel(draft, vocabulary, with_state=acceptance_head is not None),
-            _distributions(logits_processor, generation_config.do_sample),
-            None if acceptance_head is None else _PrefixAcceptance(acceptance_head, draft),
-            threshold,
-            longest,
-            frozenset(end if isinstance(end, list) else [end]),
-            generator,
-        )
-        return _decode(decoder, input_ids, max_length, stopping_criteria, streamer)
+        distributions = _distributions(logits_processor, generation_config.do_sample)
+        large = _CachedModel(model, vocabulary)
+        small = _CachedModel(draft, vocabulary, with_state=head is not None)
+        drafter = _Drafter(small, distributions, head, threshold, end, generator)
+
+        def put(tokens: Tensor) -> None:
+            if streamer is not None:
+                streamer.put(tokens.cpu())
+
+        put(input_ids)
+        ended = False
+        while not ended:
+            committed = input_ids[0].tolist()
+            # The verification adds one token; the draft need not read its own last one.
+            room = min(max_length - 1, small.positions + 1) - len(committed)
+            tokens, q = drafter.draft(committed, min(room, longest))
+            logits = large.read(committed[large.length :] + tokens, len(tokens) + 1)
+            accepted, following = verify(tokens, q, distributions(logits), generator)
+            for model_and_cache in (large, small):
+                model_and_cache.crop(len(committed) + accepted)
+            emitted: list[int] = []
+            # A criterion may end the text within a round.
+            for token in [*tokens[:accepted], following]:
+                emitted.append(token)
+                input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
+                if ended := bool(stopping_criteria(input_ids, None).all()):
+                    break
+            put(torch.tensor(emitted))
+        if streamer is not None:
+            streamer.end()
+        return input_ids
 
     return type(model).generate(model, inputs, custom_generate=loop, **arguments)
 
 
-def _decode(
-    decoder: _Decoder, input_ids: Tensor, max_length: int, stopping_criteria: Any, streamer: Any
-) -> Tensor:
-    """Run rounds until a criterion ends the text, within a round if need be."""
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    ended = False
-    while not ended:
-        emitted: list[int] = []
-        for token in decoder.round(input_ids[0].tolist(), max_length):
-            emitted.append(token)
-            input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
-            ended = bool(stopping_criteria(input_ids, None).all())
-            if ended:
-                break
-        if streamer is not None:
-            streamer.put(torch.tensor(emitted))
-    if streamer is not None:
-        streamer.end()
-    return input_ids
+def verify(
+    tokens: list[int], q: list[Tensor], p: Tensor, generator: torch.Generator | None
+) -> tuple[int, int]:
+    """Block verification: how many of L tokens are accepted, and the token after them.
+
+    Of L distributions q (V,), the one that each token was drawn from, and p (L + 1, V), the
+    target's before each token and after the last.
+    """
+    q = [row.to(p.device) for row in q]
+    ratios = prefix_ratios(
+        [float(row[token]) for row, token in zip(p[:-1], tokens, strict=True)],
+        [float(row[token]) for row, token in zip(q, tokens, strict=True)],
+    )
+    uniforms = _uniforms(generator)
+    accepted = longest_prefix(
+        ratios, p, lambda: torch.stack(q[1:]), lambda chance: next(uniforms) < chance
+    )
+    if accepted == len(tokens):
+        return accepted, draw(p[accepted], generator)
+    return accepted, draw(residual(ratios[accepted] * p[accepted], q[accepted]), generator)
 
 
 @dataclass
-class _Decoder:
-    """A decoder of one sequence.
+class _Drafter:
+    """A draft model, and the acceptance head that `threshold` is of, if there is one."""
 
-    Attributes:
-        distributions: logits (..., V) -> probabilities (..., V), the same for p and q.
-        prefix_acceptance: what an acceptance head says of a draft, if there is one.
-        longest: most tokens of a draft.
-    """
-
-    target: _CachedModel
-    draft: _CachedModel
+    model: _CachedModel
     distributions: Callable[[Tensor], Tensor]
-    prefix_acceptance: _PrefixAcceptance | None
+    head: Any
     threshold: float
-    longest: int
-    ends: frozenset[int]
+    end: int | list[int] | None
     generator: torch.Generator | None
 
-    def round(self, committed: list[int], max_length: int) -> list[int]:
-        """Draft, score and verify: the accepted tokens and one more."""
-        # The verification adds one token; the draft need not read its own last one.
-        room = min(max_length - 1, self.draft.positions + 1) - len(committed)
-        tokens, q = self.propose(committed, min(room, self.longest))
-        logits = self.target.read(committed[self.target.length :] + tokens, len(tokens) + 1)
-        p = self.distributions(logits)
-        accepted, token = verify(tokens, [row.to(p.device) for row in q], p, self.generator)
-        self.target.crop(len(committed) + accepted)
-        self.draft.crop(len(committed) + accepted)
-        return [*tokens[:accepted], token]
-
-    def propose(self, committed: list[int], room: int) -> tuple[list[int], list[Tensor]]:
+    def draft(self, committed: list[int], room: int) -> tuple[list[int], list[Tensor]]:
         """Draft at most `room` tokens: L tokens, and the L distributions (V,) they come from.
 
         With a head the draft ends once the head gives a rejection in it more probability than the
         threshold (SpecDec++, Huang et al., arXiv:2405.19715, section 4.3). A token that was drawn
-        is kept whatever the head says of it, because dropping it would bias the output.
+        is kept whatever the head says of it, because dropping it would bias the output. A token
+        that the head cannot judge yet counts as accepted.
         """
         tokens: list[int] = []
         q: list[Tensor] = []
-        unread, prefix_acceptance = committed[self.draft.length :], self.prefix_acceptance
-        if prefix_acceptance is not None:
-            prefix_acceptance.begin()
+        unread, chance = committed[self.model.length :], 1.0
+        ends = self.end if isinstance(self.end, list) else [self.end]
         while len(tokens) < room:
-            distribution = self.distributions(self.draft.read(unread, 1))[0]
-            q.append(distribution)
-            tokens.append(draw(distribution, self.generator))
-            if tokens[-1] in self.ends:
+            q.append(self.distributions(self.model.read(unread, 1))[0])
+            unread = [draw(q[-1], self.generator)]
+            tokens += unread
+            if tokens[-1] in ends:
                 break
-            if prefix_acceptance is not None:
-                acceptance = prefix_acceptance.after(tokens[-1], distribution, self.draft.state)
-                if 1.0 - acceptance > self.threshold:
+            if self.head is not None and len(tokens) > self.head.lag:
+                drawn = _Drawn(tokens[-1], q[-1], self.model.state, self.model.embed)
+                chance *= float(torch.sigmoid(self.head.logit_on_device(drawn)))
+                if 1.0 - chance > self.threshold:
                     break
-            unread = tokens[-1:]
         return tokens, q
 
 
-class _PrefixAcceptance:
-    """The probability, by a head, that all tokens of the draft under way are accepted.
+class _Drawn(NamedTuple):
+    """A token that was just drawn, as heads are asked about it."""
 
-    SpecDec++'s head, whose `lag` is 1, judges a token from the draft's state after it, which exists
-    once the next token can be drawn; until then the newest token counts as accepted. Heads of other
-    kinds judge a token when it is drawn.
-    """
-
-    def __init__(self, head: Any, draft: Any) -> None:
-        self.head = head.to(draft.device)
-        self.embeddings = draft.get_input_embeddings()
-        self.vocabulary = draft.config.get_text_config().vocab_size
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a draft."""
-        self.drafted = 0
-        self.product = 1.0
-
-    def after(self, token: int, distribution: Tensor, state: Tensor) -> float:
-        """With a token drawn from a distribution (V,), and the state (H,) that gave it."""
-        self.drafted += 1
-        if self.drafted <= self.head.lag:
-            return self.product
-        if self.head.reads_state_alone:
-            logit = self.head(state)
-        else:
-            ids = distribution.new_tensor(token, dtype=torch.long)
-            embedding = self.embeddings(torch.where(ids < self.vocabulary, ids, 0))
-            logit = self.head(distribution, state, ids, embedding)
-        self.product *= float(torch.sigmoid(logit))
-        return self.product
+    token: int
+    distribution: Tensor
+    state: Tensor
+    embed: Callable[[Tensor], Tensor]
 
 
 class _CachedModel:
@@ -282,6 +262,12 @@ class _CachedModel:
             self.cache.crop(length - self.length)
             self.length = length
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """(..., E) the input embeddings of tokens (...)."""
+        known = torch.where(ids < self.own_vocabulary, ids, 0)
+        embeddings: Tensor = self.model.get_input_embeddings()(known)
+        return embeddings
+
     def _keeping_state(self) -> Any:
         """A context in which a forward sets `state`."""
 
@@ -289,44 +275,6 @@ class _CachedModel:
             self.state = inputs[0][0, -1]
 
         return self.model.get_output_embeddings().register_forward_pre_hook(keep)
-
-
-def verify(
-    tokens: list[int], q: list[Tensor], p: Tensor, generator: torch.Generator | None
-) -> tuple[int, int]:
-    """Block verification: Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2.
-
-    With r_0 = 1 and r_i = min(1, r_{i-1} p(x_i)/q(x_i)), the accepted length is the largest i whose
-    test passes. Its probability is h_L = r_L and h_i = m_i / (m_i + 1 - r_i), where m_i is the mass
-    of (r_i p - q)+ after x_i. The next token has the distribution norm((r_i p - q)+), or p after
-    the whole draft.
-
-    Args:
-        tokens: L drafted tokens.
-        q: L distributions (V,), the one that each token was drawn from.
-        p: (L + 1, V), the target's distributions before each token and after the last.
-        generator: source of random numbers.
-
-    Returns:
-        How many tokens are accepted, and the token after them.
-    """
-    ratios = [1.0]
-    for row, token in enumerate(tokens):
-        ratios.append(min(1.0, ratios[-1] * float(p[row, token]) / float(q[row][token])))
-    uniforms, accepted = _uniforms(generator), len(tokens)
-    while accepted > 0 and ratios[accepted] < 1.0:
-        chance = ratios[accepted]
-        if accepted < len(tokens):
-            mass = float((chance * p[accepted] - q[accepted]).clamp(min=0.0).sum())
-            chance = mass / (mass + 1.0 - chance)
-        if ratios[accepted] > 0.0 and next(uniforms) < chance:
-            break
-        accepted -= 1
-    if accepted == len(tokens):
-        return accepted, draw(p[accepted], generator)
-    residual = (ratios[accepted] * p[accepted] - q[accepted]).clamp(min=0.0)
-    mass = float(residual.sum())
-    return accepted, draw(residual / mass if mass > NEGLIGIBLE_MASS else p[accepted], generator)
 
 
 def draw(distribution: Tensor, generator: torch.Generator | None) -> int:

@@ -1,0 +1,58 @@
+"""Drafts as others publish them: what config.json asks, and the draft that a folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from distill import published
+from distill.kinds import LAYOUTS
+from distill.published import config_of
+from specdata.draft_kinds import KINDS
+from specdata.errors import ConfigError
+
+__all__ = ["config_of", "not_computed", "read_published", "with_layout"]
+
+
+def with_layout(settings: Mapping[str, Any]) -> tuple[dict[str, Any], published.Layout]:
+    """The config.json of a published draft, with its method's section beside the rest.
+
+    And the layout that it describes: the first, if it names no architecture.
+    """
+    architectures = str(settings.get("architectures"))
+    names = [name for name in LAYOUTS if KINDS[name].architecture in architectures]
+    layout = LAYOUTS[(names or [*LAYOUTS])[0]]
+    if isinstance(said := settings.get(layout.section), dict):
+        settings = {**said, **settings}
+    return dict(settings), layout
+
+
+def not_computed(settings: Mapping[str, Any]) -> list[str]:
+    """What a config.json asks that is not computed here, is not known, or contradicts itself."""
+    return published.not_computed(*with_layout(settings))
+
+
+def read_published(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
+    """Make a draft, in float32 and eval mode, of a published folder; it reads the given target."""
+    name, (settings, layout) = str(folder), with_layout(config_of(folder))
+    if found := not_computed(settings):
+        raise ConfigError(
+            f"config.json of {name} cannot be followed: {'; '.join(found)}. Give another draft, or "
+            "take out what does not matter to it"
+        )
+    tensors = published.tensors_of(published.stored(folder), name, layout)
+    if (
+        settings.get("tie_word_embeddings")
+        and published.TOKENS in tensors
+        and "lm_head.weight" not in tensors
+    ):
+        raise ConfigError(
+            f"tie_word_embeddings in config.json of {name} ties its own embed_tokens to an lm_head "
+            "that it does not hold, and engines take the target's: store lm_head, or say false"
+        )
+    taps, flags = layout.taps_of(settings, target)
+    ids = published.ids_of(tensors, target, name)
+    return layout.build(published.Published(settings, tensors, ids, target, name), taps, flags)

@@ -1,0 +1,4 @@
+"""The kinds of acceptance heads, one a file: what it reads, its form, and how it is asked fast.
+
+`heads.config.KINDS` names them and says how each is trained. A saved head carries its kind's file.
+"""

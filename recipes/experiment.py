@@ -1,0 +1,102 @@
+"""What an evaluation measures, loaded: prompts, models, and rules' parameters that fit labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.analysis.prediction import fitted_on
+from eval.measuring.methods import needs_fit, path_drafts, with_fit
+from recipes.config import PipelineConfig
+from recipes.models import load_head, load_models, shared_tokenizer
+from recipes.run import say
+from specdata.storage.files import PROGRESS, locked, write_json
+from specdata.storage.resume import read_record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from eval.measuring.experiment import Experiment
+    from specdata.prompts.prompt import LoadedPrompts
+
+
+def load_experiment(
+    config: PipelineConfig,
+) -> tuple[Experiment, LoadedPrompts, dict[str, Any] | None]:
+    """Load what an evaluation measures.
+
+    Returns:
+        The experiment, with fitted parameters of rules where methods give none; its prompts; those
+        parameters, if any were fitted.
+    """
+    from eval.measuring.environment import describe_environment
+    from eval.measuring.experiment import Artefacts, Experiment
+    from specdata.models import prompt_limits
+    from specdata.prompts.loading import load_prompts
+    from specdata.storage.dataset import example_ids
+    from specdata.threads import using_threads
+
+    models, evaluation, output = config.models, config.eval, config.eval_folder
+    names = [config.draft_in_use, *path_drafts(evaluation)]
+    tokenizer = shared_tokenizer(models.target, *names)
+    learns = config.draft or config.head
+    loaded = load_prompts(
+        evaluation.sets,
+        tokenizer,
+        seed=config.seed,
+        template_variables=config.chat_template_kwargs,
+        trained_on=example_ids(config.folder("rollouts"), "train") if learns else (),
+        **prompt_limits(models.target, evaluation.max_new_tokens),
+    )
+    halves, prompts = {(each.dataset, each.split == "dev") for each in loaded.prompts}, []
+    for each in loaded.prompts:
+        is_both = (each.dataset, each.split != "dev") in halves  # a set of two splits is two
+        name = f"{each.dataset}-{each.split}" if is_both else each.dataset
+        prompts.append(replace(each, dataset=name))
+    target, (draft, *others) = load_models(config, *names)
+    head, fitted = None, None
+    if head_name := config.head_asked:
+        remedy = f"remove {config.head_folder} and train it again with recipes/train_head.py"
+        head = load_head(head_name, f"; {remedy}")
+    if needs_fit(evaluation):
+        with locked(output / PROGRESS / "calibration.lock"):  # one fits, all read
+            fitted = _fitted(config, draft, output / "calibration.json")
+        evaluation = with_fit(evaluation, fitted)
+    artefacts = Artefacts(
+        target,
+        draft,
+        head,
+        {"target": models.target, "draft": names[0], "head": head_name},
+        dict(zip(names[1:], others, strict=True)),
+    )
+    with using_threads(evaluation.threads):
+        environment = describe_environment(
+            device=str(target.device),
+            dtype=models.dtype_of("target"),
+            batch_size=evaluation.batch,
+        )
+    sampling, seed = config.sampling, config.seed
+    experiment = Experiment(artefacts, prompts, output, evaluation, sampling, seed, environment)
+    return experiment, loaded, fitted
+
+
+def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[str, Any]:
+    """Parameters of stopping rules that no method gives, kept so that a resume uses the same.
+
+    Besides their values it holds the number of labelled `rows` that they were fitted on.
+    """
+    if path.is_file():
+        return read_record(path, (), f"remove {path} and run the same command again")
+    fitted = {"rows": 0}
+    if config.head:
+        rules = [method.stop for method in config.eval.methods]
+        fitted = fitted_on(config.folder("labels"), rules, draft, config.sampling)
+    if rows := fitted["rows"]:
+        names = ", ".join(name for name in fitted if name != "rows")
+        say(f"  {names} of stopping rules fitted on {rows} labelled rollouts")
+    else:
+        why = "labels of drawn tokens" if config.head else "labels (no head section)"
+        say(f"  this run has no {why}: stopping rules keep their first guesses")
+    write_json(path, fitted)
+    return fitted

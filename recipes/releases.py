@@ -1,0 +1,167 @@
+"""What is assembled of a run's draft and head, and what their cards say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distill.config import DistilConfig
+from eval.analysis.prediction import Predictions
+from eval.measuring.results import Results, check_metrics, read_results
+from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
+from recipes.models import described, load_head, source_model
+from recipes.run import stage_record
+from specdata.config import PromptSet
+from specdata.draft_kinds import kind_of
+from specdata.errors import ConfigError, ManifestError
+from specdata.prompts.reading import source_of
+from specdata.storage.files import fingerprint
+from specdata.storage.resume import read_record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eval.publishing.metadata import About
+    from eval.publishing.release import ForEngines
+
+
+def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> Callable[..., Path]:
+    """What assembles a run's draft, by default in its own layout, with all that its card says."""
+    from eval.publishing.release import release_draft
+
+    assert config.draft is not None
+    trained, draft = stage_record(config.folder("draft"))["results"], Path(config.draft_in_use)
+    what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
+    rates = {
+        f"{what} before distillation": trained["acceptance_before"],
+        f"{what} after distillation": trained["acceptance_after"],
+    }
+    if trained["steps"] == 0:
+        rates = {what: trained["acceptance_after"]}
+    about = replace(
+        _about(config),
+        base_model=None if config.draft.init.kind == "fresh" else source_model(config),
+        datasets=_texts_of_draft(config, config.draft),
+        measures=rates,
+    )
+    kind = kind_of(described(str(draft)))
+    if engines is None and kind.layouts:
+        head = config.head_in_use if kind.asks_head else None
+        asked = head if head and load_head(head).for_engines() else None
+        engines = for_engines(draft, config.models.target, next(iter(kind.layouts)), asked)
+    return partial(release_draft, draft, about=about, engines=engines)
+
+
+def head_release(config: PipelineConfig) -> Callable[..., Path]:
+    """What assembles a run's head, with all that its card says."""
+    from eval.publishing.release import release_head
+    from eval.reporting.rendering import public_name
+
+    made, draws = stage_record(config.head_folder), config.labels.draws
+    trained, tokens = made["results"], f"{draws} drafted token{'' if draws == 1 else 's'}"
+    tokens += " a position"
+    if made["config"]["labels"].get("greedy"):  # as it was when the head was trained
+        tokens = "the draft's likeliest token, which is kept with p"
+    sets = _training_sets(config)
+    predicted = stage_record(config.eval_folder)["results"].get("predictions")
+    return partial(
+        release_head,
+        Path(str(config.head_in_use)),
+        about=replace(
+            _about(config),
+            base_model=config.publish.draft_id or config.draft_in_use,
+            datasets=sets,
+            measures=trained["after"],
+        ),
+        trained=f"{trained['train_rows']} rollouts of {', '.join(map(public_name, sets))} with "
+        f"{tokens}",
+        predictions=predicted and Predictions.model_validate(predicted, strict=False),
+    )
+
+
+def for_engines(
+    draft: Path, target: str, layout: str, head: str | Path | None = None
+) -> ForEngines:
+    """A draft of `draft.init.layout`, or an imported one, in a layout that engines hold."""
+    from distill.kinds import LAYOUTS
+    from distill.published import write
+    from eval.publishing.release import ForEngines
+
+    confidence = _confidence(draft, target, head) if head else None
+    of_kind = LAYOUTS[kind_of(described(str(draft))).name]
+    writes = partial(write, of_kind, draft, name=layout, target=target, confidence=confidence)
+    return ForEngines(layout, writes, is_asked=confidence is not None)
+
+
+def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:
+    """The weight (1, H + r) and bias (1,) of a head, whose sigmoid is the probability."""
+    from heads.probe import check_head
+    from specdata.models import load_model
+
+    head = load_head(folder)
+    if (asked := head.for_engines()) is None:
+        raise ConfigError(
+            f"{folder} must be a head of kind confidence, the one form that engines ask, and "
+            f"is of kind {head.kind}: train one with head.kind: confidence"
+        )
+    check_head(load_model(str(draft), target=target), head)
+    return asked
+
+
+def measurements(config: PipelineConfig) -> Results:
+    """The measurements, with models named as this run names them now."""
+    evaluation = config.eval_folder
+    results = read_results(evaluation / RESULTS)
+    check_metrics(results, evaluation / RESULTS)
+    measured = stage_record(evaluation)["inputs"]
+    names = {"target": config.models.target, "draft": config.draft_in_use}
+    if head := config.head_in_use:
+        names["head"] = head
+    for role, name in names.items():
+        if measured.get(role) != fingerprint(name):
+            raise ManifestError(
+                f"the {role} {name} is not the one that {evaluation} measured (its contents "
+                f"differ): restore it, or remove {evaluation} and run the evaluation again"
+            )
+    runs = [
+        run.model_copy(update={role: name for role, name in names.items() if getattr(run, role)})
+        for run in results.runs
+    ]
+    return results.model_copy(update={"runs": runs})
+
+
+def _about(config: PipelineConfig) -> About:
+    """What every card of a run says."""
+    from eval.publishing.metadata import About
+
+    certificate, sentence = config.eval_folder / CERTIFICATE, None
+    if certificate.exists():
+        remedy = "remove it, and certify again"
+        sentence = read_record(certificate, ["sentence"], remedy)["sentence"]
+    return About(
+        license=config.publish.license,
+        language=config.publish.language,
+        certificate=sentence,
+        chat=config.chat_template_kwargs,
+    )
+
+
+def _training_sets(config: PipelineConfig) -> list[str]:
+    """The sources of the prompt sets that were trained on."""
+    return [
+        source_of(prompts) or prompts.name
+        for prompts in config.rollouts.sets
+        if prompts.split == "train"
+    ]
+
+
+def _texts_of_draft(config: PipelineConfig, draft: DistilConfig) -> list[str]:
+    """The sources of what the draft was trained on: conversations, and prompt sets of rollouts."""
+    talks = draft.finetune.conversations if draft.finetune else []
+    sources = [source_of(PromptSet(name, "train", 0)) or name for name in talks]
+    if draft.epochs or (draft.finetune and not talks):
+        sources += _training_sets(config)
+    return sources
