@@ -61,8 +61,7 @@ class Pair(Stage):
                     f"with a toy section, models.{name} must be {place}, got {path or 'none'}: "
                     "change it, or set toy to null and use your own pair"
                 )
-        if process_count() > 1 and not finished(self.folder):
-            # Its Trainer would wait for the others, which have nothing to train.
+        if process_count() > 1 and not finished(self.folder):  # its Trainer would wait for others
             raise ConfigError(
                 "the embedded pair is trained by one process: run python recipes/make_rollouts.py "
                 f"once before starting {process_count()} processes"
@@ -122,8 +121,7 @@ class Rollouts(Stage):
                 "rollouts.sets must name at least one prompt set, such as "
                 "{name: instruct, split: train, count: 512}; got []"
             )
-        layers = sizes_of(config, config.models.target).get("num_hidden_layers")
-        if layers is not None:
+        if layers := sizes_of(config, config.models.target).get("num_hidden_layers"):
             with named("rollouts.store_taps"):
                 check_taps(rollouts.store_taps or [], layers)
         if rollouts.samples > 1 and config.sampling.temperature == 0:
@@ -196,9 +194,9 @@ class Rollouts(Stage):
 
     def show(self, results: dict[str, Any]) -> None:
         """Print how many there are."""
-        totals = f"{results['rows']} completions, {results['tokens']} tokens"
-        say(f"  {totals}; ended by {results['finish']}")
-        if (left := results["asked"] - results["rows"]) > 0:
+        rows, tokens, ends = (results[name] for name in ("rows", "tokens", "finish"))
+        say(f"  {rows} completions, {tokens} tokens; ended by {ends}")
+        if (left := results["asked"] - rows) > 0:
             say(
                 f"  {left} later turns left out: their conversations had grown longer than the "
                 "context, had tokens that the target has no row for, or the template refused them"
