@@ -121,7 +121,7 @@ def pair(draft: str) -> tuple[Any, Any]:
     import torch
 
     from distill.config import InitConfig
-    from distill.memory import new_draft
+    from distill.initial import new_draft
     from specdata.draft_models.depths import add_masks
     from specdata.draft_models.taps import attach
 
@@ -240,24 +240,19 @@ def training(size: int, draft: str) -> Any:
 
     from distill.batches import collate
     from distill.config import DistilConfig
-    from distill.teacher import Teacher
-    from distill.trainer import summed_loss
-    from specdata.draft_models.states_draft import states_input
-    from specdata.lm_head import find_lm_head
+    from distill.teacher import TargetTeacher
+    from distill.trainer import Distillation
 
     target, made = pair(draft)
-    reads, teacher, config = states_input(made), Teacher(target, None), DistilConfig()
+    objective = Distillation(made, TargetTeacher(target), DistilConfig())
 
     def step(number: int, length: int) -> None:
         ids = (torch.arange(length) * 7919 % 512).tolist()
         row = {"prompt_ids": ids[: length // 4], "completion_ids": ids[length // 4 :]}
-        batch = collate(0)([row])
-        taps = None if reads is None else reads.read_target(batch["input_ids"])
-        taught, head = teacher.columns(batch), find_lm_head(made)
-        summed_loss(head, teacher, config, batch, taught, taps, number).backward()
+        objective(collate(0)([row]), number)[0].backward()
         made.zero_grad()
 
-    made.train()
+    objective.train()
     step(0, 32)
     return lambda: [step(number, size) for number in range(2)]
 
