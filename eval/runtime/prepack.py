@@ -148,7 +148,7 @@ def _norm(traced: fx.GraphModule, rsqrt: Any) -> None:
         if match[-1].target is not target:
             return
     (_, add, mean, power), (scaled, *others) = match, rsqrt.users
-    x, size = power.args[0], power.meta["val"].shape[-1]
+    x = power.args[0]
     if others or mean.args[1:] != ([-1], True) or power.args[1] != 2:
         return
     (weighed, *others) = scaled.users
@@ -158,6 +158,7 @@ def _norm(traced: fx.GraphModule, rsqrt: Any) -> None:
     if weight.op != "get_attr" or weighed.args[1] is not scaled:
         return
     g = getattr(traced, weight.target)
+    size = g.shape[-1]  # a number, where that of x may be a symbol
     with graph.inserting_before(weighed):
         constants = g.detach() * size**0.5, g.new_tensor((size * add.args[1]) ** 0.5)
         for name, value in zip(("scale", "least"), constants, strict=True):
