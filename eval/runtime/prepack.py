@@ -26,7 +26,7 @@ from specdata.prepack import reordered
 
 # With fewer weights than this the layout gains less than calling oneDNN costs.
 SMALLEST_PREPACKED = 1 << 17
-ATEN = torch.ops.aten
+ATEN: Any = torch.ops.aten
 LINEAR = ATEN.linear.default
 SHARED = (
     ATEN.unsqueeze.default,
@@ -123,20 +123,21 @@ def simplify(traced: fx.GraphModule) -> None:
     traced.recompile()
 
 
-def _gives_its_input(node: fx.Node) -> bool:
+def _gives_its_input(node: Any) -> bool:
     """True of a conversion to the type that a tensor has, a slice of all of it, or an alias."""
     source, *rest = node.args
     if node.target in (ATEN.to.dtype, ATEN.to.device):
         given, made = source.meta["val"], node.meta["val"]
-        return (given.dtype, given.device) == (made.dtype, made.device) and not node.kwargs
+        same = (given.dtype, given.device) == (made.dtype, made.device)
+        return same and not node.kwargs
     if node.target is ATEN.slice.Tensor:
-        return rest[1:] == [0, sys.maxsize]
-    return node.target is ATEN.alias.default or (
-        node.target is ATEN.mul.Tensor and rest == [1.0] and source.meta["val"].is_floating_point()
-    )
+        return bool(rest[1:] == [0, sys.maxsize])
+    if node.target is ATEN.mul.Tensor:
+        return rest == [1.0] and bool(source.meta["val"].is_floating_point())
+    return bool(node.target is ATEN.alias.default)
 
 
-def _norm(traced: fx.GraphModule, rsqrt: fx.Node) -> None:
+def _norm(traced: fx.GraphModule, rsqrt: Any) -> None:
     """Divide by the length of a vector instead of by the root of its mean square.
 
     x / sqrt(mean(x^2) + e) * g  =  x / hypot(|x|, sqrt(H e)) * sqrt(H) g  for x of size H
@@ -149,6 +150,8 @@ def _norm(traced: fx.GraphModule, rsqrt: fx.Node) -> None:
     (_, add, mean, power), (scaled, *others) = match, rsqrt.users
     x, size = power.args[0], power.meta["val"].shape[-1]
     if others or mean.args[1:] != ([-1], True) or power.args[1] != 2:
+        return
+    if not isinstance(add.args[1], float) or scaled.target is not ATEN.mul.Tensor:
         return
     (weighed, *others) = scaled.users
     if others or scaled.args != (x, rsqrt) or weighed.target is not ATEN.mul.Tensor:
@@ -169,7 +172,7 @@ def _norm(traced: fx.GraphModule, rsqrt: fx.Node) -> None:
     weighed.replace_all_uses_with(node)
 
 
-def _group(graph: fx.Graph, attention: fx.Node) -> None:
+def _group(graph: fx.Graph, attention: Any) -> None:
     """Attend with the query heads that share a key head as so many more tokens of one head."""
     q, k, v, *mask = attention.args
     if not mask or not attention.kwargs.get("enable_gqa") or mask[0].meta["val"].dim() != 4:
@@ -188,14 +191,14 @@ def _group(graph: fx.Graph, attention: fx.Node) -> None:
     graph.erase_node(attention)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Any:
     """A rotary embedding as transformers writes it."""
     ahead = ATEN.neg.default(ATEN.slice.Tensor(x, 3, half, sys.maxsize))
     turned = ATEN.cat.default([ahead, ATEN.slice.Tensor(x, 3, 0, half)], -1)
     return ATEN.add.Tensor(ATEN.mul.Tensor(x, cos), ATEN.mul.Tensor(turned, sin))
 
 
-def _rolled(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
+def _rolled(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Any:
     """The same; the sines with their signs are made once for all layers."""
     ahead = ATEN.neg.default(ATEN.slice.Tensor(sin, -1, 0, half))
     signed = ATEN.cat.default([ahead, ATEN.slice.Tensor(sin, -1, half, sys.maxsize)], -1)
