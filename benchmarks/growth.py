@@ -6,7 +6,8 @@ Each work runs in a process of its own, on one thread, with models of one layer 
 It gives CPU seconds and the peak of the process's memory above what it held when the work began.
 Works of prompts and rollouts are stages, from their begin to the first batch or step, begun and
 begun again; the processes of one size and build share a folder, in which each finds what the works
-before it have made.
+before it have made. Batches are of the demo's pair (`make demo`), and those of economize 0.3.2, if
+it can be imported.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from benchmarks.busy import earlier
 Work = Callable[[int], Callable[[], object]]
 """Of a size, what is set up, unmeasured -> what is measured."""
 WIDTH = 32
+DEMO, NEW, DRAFTED = Path(__file__).absolute().parents[1] / "runs/toy", 64, 4
+PEERS = os.environ.get("PYTHONPATH", "")
 
 
 def main() -> None:
@@ -50,11 +53,12 @@ def main() -> None:
         return
     rows = []
     with earlier(given.base) as base, tempfile.TemporaryDirectory() as temporary:
-        for name, (_, sizes) in WORKS.items():
+        for name, (work, sizes) in WORKS.items():
             is_asked = re.search(given.works, name)
             for size in [each for each in sizes if is_asked and each <= given.most]:
                 row: dict[str, Any] = {"work": name, "size": size}
-                for build, tree in {"base": base, "now": Path.cwd()}.items():
+                builds = {"base": base, "now": Path.cwd()}
+                for build, tree in list(builds.items())[work is economize :]:
                     folder = Path(temporary, f"{build}-{size}")
                     folder.mkdir(exist_ok=True)
                     row[build] = measured(tree, name, size, folder)
@@ -70,7 +74,11 @@ def main() -> None:
 
 def measured(tree: Path, name: str, size: int, folder: Path) -> dict[str, float] | None:
     """What a work takes by the code of a tree; None if it ends by an error, such as no memory."""
-    given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{tree}:{Path.cwd()}"}
+    given = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": f"{tree}:{Path.cwd()}:{PEERS}",
+    }
     command = [sys.executable, "-W", "ignore", str(Path(__file__).absolute())]
     done = subprocess.run(
         [*command, "--work", name, str(size)],
@@ -83,12 +91,13 @@ def measured(tree: Path, name: str, size: int, folder: Path) -> dict[str, float]
 
 
 def spent(work: Callable[[], object]) -> dict[str, float]:
-    """CPU seconds of a work, and megabytes by which the process grew."""
+    """CPU seconds of a work, megabytes by which the process grew, and tokens if it counts any."""
     held, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    work()
+    made = work()
     seconds = time.process_time() - begun
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"cpu_seconds": round(seconds, 3), "megabytes": round((most - held) / 1024, 1)}
+    found = {"cpu_seconds": round(seconds, 3), "megabytes": round((most - held) / 1024, 1)}
+    return found | ({"tokens": made} if isinstance(made, int) else {})
 
 
 def model(kind: str = "llama", layers: int = 1) -> Any:
@@ -112,7 +121,7 @@ def pair(draft: str) -> tuple[Any, Any]:
     import torch
 
     from distill.config import InitConfig
-    from distill.memory import new_draft
+    from distill.initial import new_draft
     from specdata.draft_models.depths import add_masks
     from specdata.draft_models.taps import attach
 
@@ -168,30 +177,82 @@ def generating(size: int, target: str) -> Any:
     return partial(generate, torch.arange(size)[None] * 7919 % 512)
 
 
+def demo_prompts(size: int) -> list[Any]:
+    """Prompts of the demo's rollouts."""
+    import torch
+    from pyarrow import parquet
+
+    files = sorted((DEMO / "rollouts").glob("*.parquet"))
+    rows = parquet.read_table(files, columns=["prompt_ids"])["prompt_ids"].to_pylist()
+    return [torch.tensor(rows[number % len(rows)]) for number in range(size)]
+
+
+def loaded(folder: str) -> Any:
+    """A model of the demo."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(DEMO / folder, trust_remote_code=False).eval()
+
+
+def batch(size: int) -> Callable[[], int]:
+    """Sequences side by side."""
+    import torch
+
+    from eval.decoder import DecodeConfig, SpeculativeDecoder
+
+    decoder = SpeculativeDecoder.from_config(
+        loaded("pair/target"), loaded("draft/model"), DecodeConfig(length=DRAFTED)
+    )
+
+    def decode(new: int) -> int:
+        draws = [torch.Generator().manual_seed(seed) for seed in range(size)]
+        prompts = demo_prompts(size)
+        outs = decoder.generate_batch(prompts, max_new_tokens=new, generators=draws, size=size)
+        return sum(len(out.tokens) for out in outs)
+
+    decode(4)
+    return partial(decode, NEW)
+
+
+def economize(size: int) -> Callable[[], int]:
+    """The same by economize, whose draws are other ones of the same distribution."""
+    from economize import DecodeConfig, TopPSampler, apply
+    from economize.techniques.draft_model import DraftModelConfig
+
+    target = loaded("pair/target")
+    model = apply(target, DraftModelConfig(model=str(DEMO / "draft/model")))
+    config = DecodeConfig(cycle_length=DRAFTED + 1, verifier="rejection")
+    ends = (target.generation_config.eos_token_id,)
+
+    def decode(new: int) -> int:
+        sampler = TopPSampler(temperature=1.0, seed=0)
+        prompts = demo_prompts(size)
+        outs = model.decode_batch(prompts, new, decoding=config, selector=sampler, stop=ends)
+        return sum(len(out.tokens) for out in outs)
+
+    decode(4)
+    return partial(decode, NEW)
+
+
 def training(size: int, draft: str) -> Any:
     """Forward and backward of two steps, by one text whose last three quarters are learnt."""
     import torch
 
     from distill.batches import collate
     from distill.config import DistilConfig
-    from distill.teacher import Teacher
-    from distill.trainer import summed_loss
-    from specdata.draft_models.states_draft import states_input
-    from specdata.lm_head import find_lm_head
+    from distill.teacher import TargetTeacher
+    from distill.trainer import Distillation
 
     target, made = pair(draft)
-    reads, teacher, config = states_input(made), Teacher(target, None), DistilConfig()
+    objective = Distillation(made, TargetTeacher(target), DistilConfig())
 
     def step(number: int, length: int) -> None:
         ids = (torch.arange(length) * 7919 % 512).tolist()
         row = {"prompt_ids": ids[: length // 4], "completion_ids": ids[length // 4 :]}
-        batch = collate(0)([row])
-        taps = None if reads is None else reads.read_target(batch["input_ids"])
-        taught, head = teacher.columns(batch), find_lm_head(made)
-        summed_loss(head, teacher, config, batch, taught, taps, number).backward()
+        objective(collate(0)([row]), number)[0].backward()
         made.zero_grad()
 
-    made.train()
+    objective.train()
     step(0, 32)
     return lambda: [step(number, size) for number in range(2)]
 
@@ -319,6 +380,8 @@ WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
     "decode windows": (partial(decoding, target="gemma3_text"), LENGTHS),
     "generate": (partial(generating, target="llama"), LENGTHS),
     "generate windows": (partial(generating, target="gemma3_text"), LENGTHS[:3]),
+    "batch": (batch, (16, 64)),
+    "batch, economize": (economize, (16, 64, 256)),
     **{
         f"train {kind}": (partial(training, draft=kind), (2_048, 8_192))
         for kind in ("plain", "eagle3", "states", "dspark", "pard")

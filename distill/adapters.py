@@ -13,7 +13,7 @@ from pathlib import Path
 
 import peft
 import torch
-from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
@@ -21,7 +21,6 @@ from distill.config import LoraConfig
 from specdata.errors import NotFiniteError
 from specdata.models import load_model
 from specdata.sampling import seed_for
-from specdata.sources import base_of_adapters, hub_source
 
 ADAPTER = ".lora_"
 """In the names of an adapter's weights, and of no others."""
@@ -38,10 +37,7 @@ def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrained
         if not all(bool(each.isfinite().all()) for each in model.parameters()):
             raise NotFiniteError(name)  # which a training would take for too high a learning rate
         return model
-    adapted = with_adapters(model, lora, seed=seed)
-    # PEFT looks at the base's config.json in every save, on the Hub unless this is a folder.
-    adapted.peft_config["default"].base_model_name_or_path = _local_folder(name)
-    return adapted
+    return with_adapters(model, lora, seed=seed)
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -54,15 +50,22 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """The weights that a trainer trains: all, or those of adapters alone.
+    """The weights of a draft that a trainer trains: all, or those of adapters alone.
 
     All processes must call this together; under ZeRO-3 the main process alone gets them.
     """
     # DeepSpeed gathers what is in parts in the main process, and gives the others nothing.
-    weights: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
-    if not isinstance(trainer.accelerator.unwrap_model(trainer.model), peft.PeftModel):
+    stored: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    weights = {name.removeprefix("draft."): weight for name, weight in stored.items()}
+    if not isinstance(trainer.model.draft, peft.PeftModel):
         return weights
     return {name: weight for name, weight in weights.items() if ADAPTER in name}
+
+
+def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights, tied ones apart: they share memory, which the format refuses."""
+    apart = {name: value.detach().cpu().clone() for name, value in weights.items()}
+    save_file(apart, path)
 
 
 def set_weights(plain: PreTrainedModel, trained: Mapping[str, Tensor]) -> None:
@@ -109,15 +112,3 @@ def _without_adapters(model: nn.Module) -> list[str]:
         if isinstance(module, nn.Linear) and ".models." in type(module).__module__:
             names.append(name)
     return names
-
-
-def _local_folder(name: str) -> str | None:
-    """The folder of a model that has been loaded: its own, or its snapshot in the Hub's cache.
-
-    None for a folder of adapters, whose merged model lies nowhere.
-    """
-    source, revision = hub_source(name)
-    if Path(source).is_dir():
-        return None if base_of_adapters(source) else source
-    cached = try_to_load_from_cache(source, "config.json", revision=revision or "main")
-    return str(Path(cached).parent) if isinstance(cached, str) else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
@@ -27,7 +27,7 @@ from transformers.integrations import (
     get_reporting_integration_callbacks,
 )
 
-from distill.adapters import base_of, set_weights, trained_weights
+from distill.adapters import base_of, set_weights, trained_weights, write_weights
 from distill.config import DistilConfig, Reporter
 from distill.watch import SCORE, HeldOut, Measurement, score
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
@@ -134,9 +134,7 @@ def _scalars(measured: Measurement) -> dict[str, float]:
 def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> None:
     """Keep weights whole or not at all, and drop those of other steps that are not needed."""
     with atomic_folder(work / f"best-{step}", replace=True) as folder:
-        # Tied matrices share memory, which the format refuses.
-        apart = {name: value.detach().cpu().clone() for name, value in weights.items()}
-        save_file(apart, folder / WEIGHTS)
+        write_weights(weights, folder / WEIGHTS)
     for former in work.glob("best-*"):
         if int(former.name.partition("-")[2]) not in needed:
             shutil.rmtree(former)

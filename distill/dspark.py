@@ -500,7 +500,7 @@ def _traps(
         yield Finding("warning", "confidence head", text)
 
 
-LAYOUT = published.Layout(
+LAYOUT: published.Layout = published.Layout(
     {
         "layers.": "model.layers.",
         "fc.": "model.embed_tokens.states.",

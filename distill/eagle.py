@@ -239,7 +239,7 @@ def _written(
     }
 
 
-LAYOUT = published.Layout(
+LAYOUT: published.Layout = published.Layout(
     {
         "layers.0.": LAYER,
         "midlayer.": LAYER,

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import pack_dataset
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
-from distill.chunked import chunked_loss
 from distill.config import FinetuneConfig, LoraConfig
+from distill.objective import ChunkedLoss, Columns, Objective
 from distill.training import (
     HISTORY_FILE,
     RESULT_FILE,
@@ -262,23 +262,25 @@ def finetune(
     return result
 
 
-class FinetuneTrainer(DraftTrainer):
-    """A draft predicts the next token of texts."""
+class NextToken(Objective):
+    """-log q(token) in nats, of the tokens of texts that are learnt."""
 
-    def summed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
-        """Of -log q(token) in nats."""
-        learnt = inputs["labels"][:, 1:] != IGNORED
-        labels = inputs["labels"][:, 1:][learnt]
+    def __init__(self, draft: PreTrainedModel) -> None:
+        super().__init__(draft)
+        self.chunked = ChunkedLoss(self.head, negative_log, entry_bytes=32)
 
-        def negative_log(logits: Tensor, chunk: slice | Tensor) -> Tensor:
-            return nn.functional.cross_entropy(logits, labels[chunk], reduction="sum")
+    def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
+        """See `Objective`; of batches of `collate_texts`."""
+        tokens, places = batch["labels"][:, 1:], batch.get("position_ids")
+        is_learnt = tokens != IGNORED
+        states = self.head.states(batch["input_ids"], position_ids=places, trained=True)
+        columns = {"tokens": tokens[is_learnt]}
+        return self.chunked(states[:, :-1][is_learnt], columns), is_learnt.sum()
 
-        def forward() -> Tensor:
-            head, places = self.student_head, inputs.get("position_ids")
-            states = head.states(inputs["input_ids"], position_ids=places, trained=True)
-            return chunked_loss(states[:, :-1][learnt], head, negative_log)
 
-        return forward
+def negative_log(logits: Tensor, columns: Columns) -> Tensor:
+    """The sum over n positions, of logits (n, V)."""
+    return nn.functional.cross_entropy(logits, columns["tokens"], reduction="sum")
 
 
 def finetune_trainer(
@@ -289,13 +291,13 @@ def finetune_trainer(
     config: FinetuneConfig,
     seed: int,
     save_steps: int,
-) -> FinetuneTrainer:
+) -> DraftTrainer:
     """The trainer of a draft on texts: `config.batch_size` rows a batch, checkpoints in `work`."""
     state = join_processes()
     schedule = Schedule.of(config, len(rows.dataset), save_steps)
-    return FinetuneTrainer(
+    return DraftTrainer(
+        objective=NextToken(student),
         batch_size=config.batch_size,
-        model=student,
         args=training_arguments(work, schedule, seed=seed),
         train_dataset=rows.dataset,
         data_collator=collate_texts(

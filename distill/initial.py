@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from distill import plain
 from distill.batches import check_context
-from distill.config import InitConfig
+from distill.config import ARCHITECTURES, InitConfig
 from distill.kinds import KINDS
+from distill.plain import Source
 from distill.training import RESULT_FILE, ModelFolder, save_model
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.states_draft import states_input
@@ -145,3 +148,17 @@ def coverage(rollouts: Dataset, vocabulary_ids: Iterable[int]) -> float:
     """The share of the completions' tokens that are among some."""
     counts, kept_ids = value_counts(rollouts, "completion_ids"), {*vocabulary_ids}
     return sum(count for token, count in counts.items() if token in kept_ids) / counts.total()
+
+
+def new_draft(target: PreTrainedModel, init: InitConfig) -> PreTrainedModel:
+    """The draft that `make_initial` makes, of a target on no device, there, too.
+
+    A vocabulary is left as it is.
+    """
+    text: Any = target.config.get_text_config()
+    if init.kind == "fresh":
+        sizes = asdict(ARCHITECTURES[init.architecture])
+        ties = init.architecture == "toy"
+        config = LlamaConfig(**sizes, vocab_size=text.vocab_size, tie_word_embeddings=ties)
+        return LlamaForCausalLM(config)
+    return KINDS[init.form.name].of_shapes(target, Source.of(target, init))

@@ -135,23 +135,25 @@ def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tens
     rejection probability itself; w is taken position by position. Samarin et al. 2026
     (arXiv:2602.23881). Arguments and result as in `forward_kl`.
     """
-    known = draft_logits.detach()
-    values, gradient = _lk_hybrid(*_log_distributions(known, target_logits), known > -torch.inf)
+    values, gradient = _lk_hybrid(draft_logits.detach(), target_logits)
     loss = _Differentiated.apply(values, draft_logits, gradient)  # type: ignore[no-untyped-call]
     return _masked_mean(loss, mask)
 
 
 @torch.no_grad()
-def _lk_hybrid(log_p: Tensor, log_q: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+def _lk_hybrid(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
     """(..., V) -> (...) the values, and (..., V) their gradients by the draft's logits.
 
-    Written out: half of a draft's training was autograd's way through these distributions.
+    Written out, and in place: half of a draft's training was autograd's way through these
+    distributions.
     """
+    log_p, log_q = _log_distributions(draft_logits, target_logits)
     p, q = log_p.exp(), log_q.exp()
     weight = torch.exp(-HYBRID_ETA * torch.minimum(p, q).sum(dim=-1, keepdim=True))
-    taught = p.masked_fill(~where, 0.0)
-    kl = (taught * (log_p - log_q)).sum(dim=-1, keepdim=True)
-    difference = q - p
+    taught = p.masked_fill(draft_logits == -torch.inf, 0.0)
+    kl = log_p.sub_(log_q).mul_(taught).sum(dim=-1, keepdim=True)
+    del log_p, log_q
+    difference = torch.sub(q, p, out=p)
     tv = 0.5 * difference.abs().sum(dim=-1, keepdim=True)
     # Of KL: q sum(p) - p over the tokens that can be drafted; of TV: q (s - sum(q s)) / 2.
     sign = difference.sign_()
@@ -211,13 +213,15 @@ LOSSES: Mapping[Objective, Loss] = {
     "neg_log_overlap": neg_log_overlap,
     "lk_hybrid": lk_hybrid,
 }
+LESS_BYTES: Mapping[Objective, int] = {"lk_hybrid": 68, "neg_log_overlap": 68}
+"""Of losses that take less than others (`distill.objective.ENTRY_BYTES`)."""
 
 
 def _log_distributions(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Log p and log q, (..., V), float32 or wider, no gradient for p."""
     wide = torch.promote_types(draft_logits.dtype, torch.float32)
     log_q = draft_logits.to(wide).log_softmax(dim=-1).clamp(min=_LOG_FLOOR)
-    log_p = target_logits.detach().to(wide).log_softmax(dim=-1).clamp(min=_LOG_FLOOR)
+    log_p = target_logits.detach().to(wide).log_softmax(dim=-1).clamp_(min=_LOG_FLOOR)
     return log_p, log_q
 
 

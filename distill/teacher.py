@@ -10,8 +10,10 @@ training, so nothing is to be stored for a killed run to go on. Rollouts that ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,17 +22,44 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from distill.adapters import base_of
 from distill.batches import text_batch
-from distill.chunked import chunks, positions_at_once
+from distill.config import DistilConfig
 from distill.losses import bucketed
+from distill.objective import Columns, chunks, positions_at_once
+from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.draft_models.state_store import StateStore
+from specdata.draft_models.states_draft import TargetStates, reads_states
 from specdata.lm_head import find_lm_head
 from specdata.probability import probabilities, to_vocabulary
+from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.storage.columns import list_lengths
-from specdata.target_states import has_states, stored_states
+from specdata.target_states import TAPS, has_states, has_taps, stored_states, target_taps
 from specdata.texts import TextBatch, TopLogitSource, by_length, tokens_at_once
 from specdata.top_logits import TopLogitDistributions, logits_of
+
+logger = logging.getLogger(__name__)
+
+
+class Teacher(Protocol):
+    """What a draft learns from: `TargetTeacher` or `TopLogitsTeacher`."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if the draft's logits are of the tokens alone that it can propose."""
+
+    def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is known of the N labelled positions of a batch, row after row: (N, ...) each."""
+
+    def taps(self, draft: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """(B, T, F) the target's states inside along a batch; None if the draft reads none."""
+
+    def compared(self, q_logits: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """What the loss compares at n positions: logits of draft and target, and which count.
+
+        Of (n, V') logits of the draft and the columns there.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +83,7 @@ def _rows_of(output: nn.Linear, vocabulary_ids: Tensor) -> tuple[Tensor, Tensor 
         return output.weight[there].to(vocabulary_ids.device), bias
 
 
-class Teacher:
+class TargetTeacher:
     """A frozen target beside the draft that learns from it."""
 
     def __init__(
@@ -64,6 +93,7 @@ class Teacher:
         part: Part | None = None,
         store: StateStore | None = None,
         *,
+        tapped: Dataset | None = None,
         warp: SamplingConfig | None = None,
     ) -> None:
         """Choose what is kept.
@@ -74,9 +104,10 @@ class Teacher:
             part: what the draft can learn of it, if that is less than all; left aside where the
                 output embedding is not a linear layer, of which rows can be taken.
             store: has room for what is kept.
+            tapped: what the draft trains on, if it is stored with the target's states inside.
             warp: of serving, if the draft is compared after it; else models are at temperature 1.
         """
-        self.warp = warp
+        self.warp, self._tapped = warp, tapped
         self.model = model.eval().requires_grad_(False)
         self.head = find_lm_head(self.model)
         self.part: Part | None = None
@@ -93,8 +124,13 @@ class Teacher:
         if rollouts is not None:
             self._store = self._plan(rollouts, store or StateStore())
 
+    @property
+    def is_narrow(self) -> bool:
+        """See `Teacher`."""
+        return self.part is not None
+
     def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is known of the labelled positions of a batch, row after row.
+        """See `Teacher`.
 
         A row with an index in `examples` is that rollout; one with -1 is other text, and is read.
 
@@ -121,28 +157,33 @@ class Teacher:
             columns["rest"] = torch.cat(rests)
         return columns
 
-    def compared(self, q_logits: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """What the loss compares at n positions: logits of draft and target, and which count.
+    def taps(self, draft: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """See `Teacher`; stored with the rollouts, or read."""
+        examples, rows = batch["examples"].tolist(), []
+        if self._tapped is not None and min(examples) >= 0:
+            rows = [self._tapped[example] for example in examples]
+        return target_taps(draft, rows, batch["input_ids"])
 
-        Of (n, V') logits of the draft and the columns there.
-        """
+    def compared(self, q_logits: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Teacher`."""
         if self.part is not None:  # (n, N) tokens that the draft can propose, and the rest
             assert self._rows is not None
             temperature = self.part.temperature
             with torch.no_grad():
-                logits = nn.functional.linear(at["states"], *self._rows)
+                logits = nn.functional.linear(columns["states"], *self._rows)
                 logits = self.head.logit_transform(logits).float() / temperature
-                p_logits = torch.cat([logits, at["rest"][:, None]], dim=-1)
+                p_logits = torch.cat([logits, columns["rest"][:, None]], dim=-1)
             q_logits = nn.functional.pad(q_logits / temperature, (0, 1), value=-torch.inf)
         else:
             with torch.no_grad():
-                p_logits = self.head.logits(at["states"])  # (n, V)
+                p_logits = self.head.logits(columns["states"])  # (n, V)
+                if self.warp is not None:
+                    p_logits = probabilities(p_logits, self.warp).log_()
             q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
             if self.warp is not None:
                 # Truncation applies to p alone: a token cut from q would get no gradient to come
                 # back.
                 q_logits = q_logits / (self.warp.temperature or 1.0)
-                p_logits = probabilities(p_logits, self.warp).log()
         return q_logits, p_logits, torch.ones(len(p_logits), device=p_logits.device)
 
     @torch.inference_mode()
@@ -153,7 +194,7 @@ class Teacher:
             return self._rests[example].to(states.device)
         rests = []
         # Without gradients, so in larger chunks; in place, because each copy takes long.
-        for chunk in chunks(states, 4 * positions_at_once(self.head.vocabulary)):
+        for chunk in chunks(states, positions_at_once(self.head.vocabulary, entry_bytes=16)):
             logits = self.head.logits(states[chunk]).float().div_(self.part.temperature)
             logits.index_fill_(-1, self.part.vocabulary_ids, -torch.inf)
             rests.append(logits.logsumexp(dim=-1))
@@ -212,6 +253,8 @@ class TopLogitsTeacher:
     top logits do not decide p add nothing.
     """
 
+    is_narrow = False
+
     def __init__(self, rollouts: Dataset, distributions: TopLogitDistributions) -> None:
         """Read from rollouts with columns of `TOP_LOGITS`, at the warp at which p is compared."""
         self.distributions = distributions
@@ -226,10 +269,11 @@ class TopLogitsTeacher:
         columns = self._source.columns(text_batch(batch), self._rows)
         return {name: values.to(batch["labels"].device) for name, values in columns.items()}
 
-    def compared(
-        self, q_logits: Tensor, top: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Teacher.compared`: (n, V') logits and the top logits there."""
+    def taps(self, draft: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+        """None: a draft that reads the target's states needs the target."""
+
+    def compared(self, q_logits: Tensor, top: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Teacher`."""
         q_logits = to_vocabulary(q_logits, self.distributions.vocabulary)
         q_logits = q_logits / (self.distributions.sampling.temperature or 1.0)
         if self.distributions.is_exact:
@@ -238,3 +282,53 @@ class TopLogitsTeacher:
         else:
             q_logits, p_logits = bucketed(q_logits, top)
         return q_logits, p_logits, self.distributions.decided(top).float()
+
+
+def learnt_part(student: nn.Module, config: DistilConfig, sampling: SamplingConfig) -> Part | None:
+    """The part of the target's distributions that is enough for the draft; None for all of it.
+
+    Truncation (top_k, top_p, min_p) of p depends on all tokens, and greedy p on the largest of all.
+    """
+    vocabulary_ids = draft_vocabulary_ids(base_of(student))
+    sampled = config.warp == "sampler"
+    truncated = sampling.truncates or sampling.temperature == 0.0
+    if vocabulary_ids is None or (sampled and truncated):
+        return None
+    return Part(vocabulary_ids, sampling.temperature if sampled else 1.0)
+
+
+def teacher_of(
+    student: Any,
+    target: PreTrainedModel | TopLogitDistributions,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    train: Dataset,
+    store: StateStore | None = None,
+) -> Teacher:
+    """The teacher of a draft on its rollouts.
+
+    That is the target, whose states a store has room for, or what is made of the logits that the
+    rollouts keep of it.
+    """
+    if isinstance(target, TopLogitDistributions):
+        return TopLogitsTeacher(train, target)
+    if reads_states(student.config) and has_taps(train):
+        read, stored = TargetStates.of(student.config).taps, train[0][TAPS]
+        if not {*read} <= {*stored}:
+            logger.warning(
+                "the rollouts keep the taps %s, and the draft reads %s: the target reads the "
+                "rollouts again in every pass. Give rollouts.store_taps all that draft.init.taps "
+                "has",
+                stored,
+                read,
+            )
+    # Each process keeps all rows; reading them once is worth it if it would read more else.
+    stores_states = config.epochs > join_processes().num_processes or has_states(train)
+    return TargetTeacher(
+        target,
+        train if stores_states else None,
+        learnt_part(student, config, sampling),
+        store,
+        tapped=train if has_taps(train) else None,
+        warp=sampling if config.warp == "sampler" else None,
+    )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,50 +16,89 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
 from distill.batches import Numbered, collate
-from distill.chunked import chunked_loss
 from distill.config import DistilConfig
 from distill.kinds import along_rounds
-from distill.losses import LOSSES
+from distill.losses import LESS_BYTES, LOSSES
+from distill.objective import ENTRY_BYTES, ChunkedLoss, Columns, Objective
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
 from distill.rounds import of_round, weights_of
-from distill.teacher import Part, Teacher, TopLogitsTeacher
+from distill.teacher import Teacher, teacher_of
 from distill.training import DraftTrainer, Schedule, training_arguments
 from specdata.draft_models.depths import depths_of
-from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.states_draft import TargetStates, reads_states, states_input
+from specdata.draft_models.states_draft import states_input
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError
-from specdata.lm_head import LMHead
 from specdata.models import end_ids, positions
 from specdata.prepack import multiplies
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
-from specdata.target_states import TAPS, has_states, has_taps, target_taps
 from specdata.texts import IGNORED
 from specdata.top_logits import TopLogitDistributions
 
-logger = logging.getLogger(__name__)
+
+class Distillation(Objective):
+    """The divergence of a draft from its teacher at completion tokens, at each place of a round.
+
+    Of batches of `distill.batches.collate`. The teacher is no part of the module: no engine divides
+    it. The `step` decides which rounds lose their masks.
+    """
+
+    def __init__(self, draft: PreTrainedModel, teacher: Teacher, config: DistilConfig) -> None:
+        super().__init__(draft)
+        self.teacher, self.settings = teacher, config
+        self.chunked = ChunkedLoss(
+            self.head,
+            self.divergence,
+            entry_bytes=LESS_BYTES.get(config.objective, ENTRY_BYTES),
+            is_narrow=teacher.is_narrow,
+        )
+        places = depths_of(self.head.model)
+        is_read_again = states_input(self.head.model) is not None and places == 1
+        self.weights = weights_of(config.readings if is_read_again else places)
+
+    def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
+        """See `Objective`."""
+        ids, is_learnt = batch["input_ids"], batch["labels"][:, 1:] != IGNORED  # (B, T - 1)
+        taught = self.teacher.columns(batch)  # of the N positions that are learnt
+        taps = self.teacher.taps(self.head.model, batch)  # (B, T, F)
+        total = torch.zeros((), device=ids.device)
+        is_half = self.settings.precision == "bfloat16"
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_half):
+            along = along_rounds(
+                self.head,
+                ids,
+                len(self.weights),
+                attention=batch["attention_mask"],
+                taps=taps,
+                begins=nn.functional.pad(is_learnt, (0, 1)),
+                dropping=step,
+            )
+            for number, (weight, place) in enumerate(zip(self.weights, along, strict=True)):
+                # Learnt positions whose round began at one that is learnt.
+                is_read = of_round(is_learnt, number) & place.kept[:, :-1]
+                of_place = taught
+                if number or place.share < 1:
+                    of_place = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
+                states = place.states[:, :-1][is_read]  # (n, H)
+                total = total + weight / place.share * self.chunked(states, of_place)
+        return total, is_learnt.sum()
+
+    def divergence(self, q_logits: Tensor, columns: Columns) -> Tensor:
+        """The sum over n positions, of the draft's logits (n, V') and the teacher's columns."""
+        # The target is as in serving, whatever the precision that the draft trains in.
+        with torch.autocast(q_logits.device.type, enabled=False):
+            q_logits, p_logits, counted = self.teacher.compared(q_logits, columns)
+            return LOSSES[self.settings.objective](q_logits, p_logits, counted) * counted.sum()
 
 
 class DistilTrainer(DraftTrainer):
     """A draft is compared with its teacher, and rows may carry text that it has just written."""
 
-    def __init__(
-        self,
-        *,
-        teacher: Teacher | TopLogitsTeacher,
-        config: DistilConfig,
-        texts: DraftTexts | None = None,
-        tapped: Dataset | None = None,
-        **rest: Any,
-    ) -> None:
-        super().__init__(batch_size=config.batch_size, **rest)
-        self.teacher = teacher
-        self.settings = config
+    def __init__(self, *, texts: DraftTexts | None = None, **rest: Any) -> None:
+        super().__init__(**rest)
         self.texts = texts
-        self.tapped = tapped
-        self.duplicate = texts and copy_to_write(rest["model"], self.accelerator)
+        self.duplicate = texts and copy_to_write(self.objective.draft, self.accelerator)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
@@ -70,99 +107,9 @@ class DistilTrainer(DraftTrainer):
         if self.texts is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = list(islice(epoch_iterator, num_batches))
-        draft = whole_draft(self.accelerator.unwrap_model(self.model_wrapped), self.duplicate)
+        draft = whole_draft(self.objective.draft, self.duplicate)
         batches = self.texts.into(batches, base_of(draft), self.state.global_step)
         return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
-
-    def summed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
-        """Of the divergence over the completion positions.
-
-        Positions do not depend on each other, so it is computed in chunks (`distill.chunked`).
-        """
-        taught, taps = self.teacher.columns(inputs), self._taps(inputs)
-
-        def forward() -> Tensor:  # of the engine's module: it prepares for it
-            step = self.state.global_step
-            return summed_loss(
-                self.student_head, self.teacher, self.settings, inputs, taught, taps, step
-            )
-
-        return forward
-
-    def _taps(self, inputs: Mapping[str, Tensor]) -> Tensor | None:
-        """(B, T, F) the target's states inside, stored or read; None if the draft reads none."""
-        examples, rows = inputs["examples"].tolist(), []
-        if self.tapped is not None and min(examples) >= 0:
-            rows = [self.tapped[example] for example in examples]
-        return target_taps(base_of(self.student), rows, inputs["input_ids"])
-
-
-def summed_loss(
-    draft: LMHead,
-    teacher: Teacher | TopLogitsTeacher,
-    config: DistilConfig,
-    inputs: Mapping[str, Tensor],
-    taught: Mapping[str, Tensor],
-    taps: Tensor | None,
-    step: int,
-) -> Tensor:
-    """The sum of the loss over a batch's N completion positions, at each place of a round.
-
-    Of `inputs` of `distill.batches.collate`, the columns that the teacher says there, (N, ...), and
-    the target's states (B, T, F), if the draft reads any; the `step` decides which rounds lose
-    their masks. A gradient reaches the draft.
-    """
-    ids, total = inputs["input_ids"], torch.zeros((), device=inputs["input_ids"].device)
-    is_learnt = inputs["labels"][:, 1:] != IGNORED  # (B, T - 1): N of them
-    places = depths_of(draft.model)
-    if taps is not None and places == 1:
-        places = config.readings
-
-    def divergence(of_place: Mapping[str, Tensor], q_logits: Tensor, chunk: slice | Tensor) -> Any:
-        # The target is as in serving, whatever the precision that the draft trains in.
-        with torch.autocast(q_logits.device.type, enabled=False):
-            at = {name: rows[chunk] for name, rows in of_place.items()}
-            q_logits, p_logits, counted = teacher.compared(q_logits, at)
-            return LOSSES[config.objective](q_logits, p_logits, counted) * counted.sum()
-
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-        along = along_rounds(
-            draft,
-            ids,
-            places,
-            attention=inputs["attention_mask"],
-            taps=taps,
-            begins=nn.functional.pad(is_learnt, (0, 1)),
-            dropping=step,
-        )
-        for number, (weight, place) in enumerate(zip(weights_of(places), along, strict=True)):
-            # Learnt positions whose round began at one that is learnt.
-            is_read = of_round(is_learnt, number) & place.kept[:, :-1]
-            of_place = taught
-            if number or place.share < 1:
-                of_place = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
-            total = total + weight / place.share * chunked_loss(
-                place.states[:, :-1][is_read],
-                draft,
-                partial(divergence, of_place),
-                is_narrow="rest" in taught,
-            )
-    return total
-
-
-def learnt_part(
-    student: torch.nn.Module, config: DistilConfig, sampling: SamplingConfig
-) -> Part | None:
-    """The part of the target's distributions that is enough for the draft; None for all of it.
-
-    Truncation (top_k, top_p, min_p) of p depends on all tokens, and greedy p on the largest of all.
-    """
-    vocabulary_ids = draft_vocabulary_ids(base_of(student))
-    sampled = config.warp == "sampler"
-    truncated = sampling.truncates or sampling.temperature == 0.0
-    if vocabulary_ids is None or (sampled and truncated):
-        return None
-    return Part(vocabulary_ids, sampling.temperature if sampled else 1.0)
 
 
 def draft_trainer(
@@ -183,30 +130,13 @@ def draft_trainer(
     state = join_processes()
     schedule = Schedule.of(config, len(train), config.save_steps)
     freeze(student, config)
-    record = TargetStates.of(student.config) if reads_states(student.config) else None
-    if record and has_taps(train) and not {*record.taps} <= {*train[0][TAPS]}:
-        logger.warning(
-            "the rollouts keep the taps %s, and the draft reads %s: the target reads the rollouts "
-            "again in every pass. Give rollouts.store_taps all that draft.init.taps has",
-            train[0][TAPS],
-            record.taps,
-        )
+    objective = Distillation(
+        student, teacher_of(student, teacher, config, sampling, train, store), config
+    )
     pad_id, texts = 0, None
-    taught: Teacher | TopLogitsTeacher
-    if isinstance(teacher, TopLogitDistributions):
-        taught = TopLogitsTeacher(train, teacher)
-    else:
+    if isinstance(teacher, PreTrainedModel):
         # Padding is masked everywhere, so any id will do where a model names none.
         pad_id = teacher.generation_config.pad_token_id or 0
-        # Each process keeps all rows; reading them once is worth it if it would read more else.
-        stores_states = config.epochs > state.num_processes or has_states(train)
-        taught = Teacher(
-            teacher,
-            train if stores_states else None,
-            learnt_part(student, config, sampling),
-            store,
-            warp=sampling if config.warp == "sampler" else None,
-        )
         if config.on_policy > 0:
             room = positions(teacher.config), positions(student.config)
             texts = DraftTexts(
@@ -220,11 +150,9 @@ def draft_trainer(
                 pad_id=pad_id,
             )
     return DistilTrainer(
-        teacher=taught,
-        config=config,
+        objective=objective,
+        batch_size=config.batch_size,
         texts=texts,
-        tapped=train if has_taps(train) else None,
-        model=student,
         args=(arguments := training_arguments(work, schedule, seed=seed)),
         optimizers=(_optimizer(student, config, arguments), None),
         train_dataset=Numbered(train),

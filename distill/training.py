@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
@@ -38,14 +39,14 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import unset_hf_deepspeed_config
+from transformers.utils import SAFE_WEIGHTS_NAME
 
-from distill.adapters import base_of
-from distill.chunked import inside_forward
+from distill.adapters import set_weights, trained_weights, write_weights
 from distill.config import DistilConfig, FinetuneConfig
+from distill.objective import Objective
 from specdata.errors import TrainingDivergedError
 from specdata.generation import special_ids
 from specdata.interruption import Interrupted, stop_signal_of_any, until_checkpoint
-from specdata.lm_head import find_lm_head
 from specdata.models import device
 from specdata.processes import begin_training, broadcast_by_main, join_processes
 from specdata.saving import add_former_names, copy_tokenizer
@@ -58,7 +59,6 @@ from specdata.storage.checkpoints import (
 from specdata.storage.files import atomic_folder, write_json
 from specdata.storage.resume import read_record
 from specdata.terminal import progress
-from specdata.texts import IGNORED
 from specdata.threads import threads_of
 
 TRIMMED_STEPS = 4
@@ -208,23 +208,24 @@ def whole_batches(trainer: Trainer, batch_size: int) -> DataLoader[dict[str, Ten
 
 
 class DraftTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer of a draft; a batch is one over all processes.
+    """The Trainer of an objective; a batch is one over all processes.
 
     The loss is the mean over the learnt tokens of the whole (accumulated, global) batch, so how it
-    is split makes no difference. Whoever inherits this computes their sum, of the draft's logits
-    alone: the losses by which mixtures of experts balance their routers are left out.
+    is split makes no difference. It is of the draft's logits alone: the losses by which mixtures of
+    experts balance their routers are left out.
     """
 
-    def __init__(self, *, batch_size: int, **rest: Any) -> None:
-        super().__init__(**rest)
+    def __init__(self, *, objective: Objective, batch_size: int, **rest: Any) -> None:
+        super().__init__(model=objective, **rest)
+        self.objective = objective  # `model_wrapped` is what an engine makes of it
         self.batch_size = batch_size
-        self.student: PreTrainedModel = rest["model"]  # `model` may be wrapped by an engine
-        self.student_head = find_lm_head(base_of(self.student.eval()))
         self.model_accepts_loss_kwargs = True  # whatever the model: it is our loss that counts
+        output = objective.head.embedding
+        if self.is_deepspeed_enabled and output is not None:
+            import deepspeed
 
-    def summed(self, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
-        """What gives the sum over the learnt tokens, called in the forward of the engine."""
-        raise NotImplementedError
+            for weight in output.parameters():
+                deepspeed.zero.register_external_parameter(objective.chunked, weight)
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Whole batches, the same on every process; the collator takes this process's rows."""
@@ -238,13 +239,25 @@ class DraftTrainer(Trainer):  # type: ignore[misc]
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """The mean; positions are weighted alike in whichever process and forward they are."""
-        value = inside_forward(model, self.student, self.summed(inputs))
-        counted = num_items_in_batch
-        if counted is None:
-            counted = (inputs["labels"][:, 1:] != IGNORED).sum()
+        value, counted = model(inputs, self.state.global_step)
+        if num_items_in_batch is not None:
+            counted = num_items_in_batch
         # Gradients are averaged over processes, positions are counted over all of them.
         value = value * self.accelerator.num_processes / torch.as_tensor(counted).clamp(min=1)
         return (value, {}) if return_outputs else value
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights that are trained; all processes together."""
+        weights = trained_weights(self)
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_weights(weights, folder / SAFE_WEIGHTS_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        set_weights(
+            self.objective.draft, load_file(Path(resume_from_checkpoint, SAFE_WEIGHTS_NAME))
+        )
 
 
 def train_resumably(trainer: Trainer, work: Path, *, label: str) -> None:

@@ -142,7 +142,7 @@ class HeldOut:
                 rows += [self._rows[each] for each in members]
                 columns += along(
                     self._rows,
-                    lambda batch: self._look(batch, head),
+                    lambda batch: self.look(batch, head),
                     vocabulary=self._source.vocabulary,
                     tokens_at_once=self._at_once,
                     device=device(),
@@ -172,7 +172,7 @@ class HeldOut:
         assert measured is not None
         return measured
 
-    def _look(self, batch: TextBatch, draft: LMHead) -> Callable[[slice], dict[str, Tensor]]:
+    def look(self, batch: TextBatch, draft: LMHead) -> Callable[[slice], dict[str, Tensor]]:
         """Sum min(p, q), KL(p || q), if p is decided, and log q/p of the text's tokens.
 
         The last at each of S places in a round, all else at the first.

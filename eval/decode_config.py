@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from eval.drafting.stopping import STOPPING_RULES, StoppingRule, read_rule
+from eval.drafting.stopping import StoppingRule, read_rule
 from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.verifiers import VERIFIERS
 from specdata.config import Config, Count, Few, ServerConfig, mistakes, nearest
@@ -311,68 +311,6 @@ class Method(Config):
                 f"tokens are asked for: lower length, depth or the number of widths to {size}, or "
                 "train it with a larger draft.init.block"
             )
-
-    def columns(self) -> dict[str, Any]:
-        """The method as a row of results keeps it; `of_columns` reads it.
-
-        `length` is that of `deepest`, and `parameters` holds every setting of what it drafts and
-        of its stopping rule that has no column. Columns that a way of decoding has not are None.
-        """
-        drafters = {"plain": None, "speculative": self.drafter, "server": "server"}
-        rule = self.stop.reported() if self.uses_draft else {}
-        settings = {
-            name: value
-            for name in (*ONLY_READ_BY, "verifier_args")
-            if self.drafter in ONLY_READ_BY.get(name, (self.drafter,))
-            and (value := getattr(self, name)) != type(self).model_fields[name].default
-        }
-        parameters: dict[str, Any] = dict(settings.pop("verifier_args", {}))
-        parameters |= {n: v for n in (*SERVED_BY, "lookup") if (v := getattr(self, n))}
-        if self.drafter == "paths":
-            settings["paths"] = self.paths
-        if self.drafter == "tree":
-            settings["siblings"] = self.how
-        parameters |= {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
-        shown = ("length", "limit", "threshold")
-        return {
-            "method": self.name,
-            "drafter": drafters.get(self.decoder, "transformers"),
-            "verifier": self.verifier if self.decoder == "speculative" else None,
-            "stop": self.stop.name if self.uses_draft else None,
-            "length": self.deepest if self.uses_draft else None,
-            "threshold": rule.get("threshold"),
-            "parameters": parameters | {n: v for n, v in rule.items() if n not in shown},
-            "lossless": self.lossless,
-        }
-
-    @classmethod
-    def of_columns(cls, columns: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
-        """The method of a row of results, whose columns are as `columns` gives them.
-
-        `draft` and `head` say whether the row names one. Raises ValueError if there is no such
-        method.
-        """
-        drafter, parameters = columns["drafter"], columns["parameters"]
-        is_assisted = draft or "lookup" in parameters
-        decoders = {None: "plain", "transformers": "assisted" if is_assisted else "generate"}
-        decoders["server"] = "server"
-        given = {"name": columns["method"], "decoder": decoders.get(drafter, "speculative")}
-        if not draft:
-            return cls(**given, **parameters)
-        if (kind := STOPPING_RULES.get(columns["stop"])) is None:
-            raise ValueError(f"unknown stopping rule {columns['stop']!r}")
-        rule = {"threshold": columns["threshold"], "head": head, **parameters}
-        if drafter not in ("tree", "dynamic_tree"):  # their length is in their own settings
-            rule |= dict.fromkeys(("length", "limit"), columns["length"])
-        settings = {name: rule[name] for name in kind.model_fields if rule.get(name) is not None}
-        given["stop"] = kind.model_validate(settings)
-        if drafter != "transformers":
-            verifier = columns["verifier"]
-            named = VERIFIERS[verifier].parameters if verifier in VERIFIERS else ()
-            given |= {"drafter": drafter, "verifier": verifier}
-            given |= {name: parameters[name] for name in ONLY_READ_BY if name in parameters}
-            given["verifier_args"] = {n: parameters[n] for n in named if n in parameters}
-        return cls(**given)
 
     def _unread(self) -> tuple[str, list[str]]:
         """What does not read some settings that were given, and these."""

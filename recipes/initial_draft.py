@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from distill.config import DistilConfig, FinetuneConfig, check_layout
 from recipes.config import named
 from recipes.make_logits import check_stored_states
-from recipes.models import has_chat_template, positions_of, sizes_of, source_model
+from recipes.models import has_chat_template, kind_in, positions_of, sizes_of, source_model
 from recipes.run import Stage, say
 from recipes.sizes import draft_size
 from specdata.config import PromptSet
@@ -35,6 +35,12 @@ class OfDraft(Stage):
     def size(self) -> str:
         """The draft."""
         return draft_size(self.config)
+
+    def check_states(self) -> None:
+        """Refuse trainings that a draft on its target's states cannot have. Raises ConfigError."""
+        if kind_in(self.config).reads_states:
+            with named("draft"):
+                self.draft.check_states("models.draft, which reads its target's states")
 
     def rollouts(self, split: str) -> Dataset:
         """The rollouts of a split that the draft is trained or measured on."""
@@ -163,6 +169,7 @@ class Finetuned(OfDraft):
 
         Of conversations on the Hub only the names are checked.
         """
+        self.check_states()
         config, talks = self.config, self.tuning.conversations
         with named("draft.finetune.conversations"):
             check_conversations(talks, config.seed, here_alone=True)

@@ -11,30 +11,42 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel
 
 from distill.adapters import base_of, with_adapters
+from distill.batches import collate
+from distill.config import DistilConfig
+from distill.finetune import NextToken
+from distill.initial import new_draft
 from distill.least_squares import PART, ridge
-from distill.memory import measuring, new_draft, prepare, trained_weights, training
+from distill.objective import Objective
+from distill.teacher import TargetTeacher, learnt_part
+from distill.trainer import Distillation, freeze, muon_optimizer
+from distill.watch import HeldOut
 from recipes.config import PipelineConfig
 from recipes.models import described
 from recipes.run import Stage, say
+from specdata.draft_models.depths import add_masks
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
-from specdata.draft_models.states_draft import states_input
+from specdata.draft_models.state_store import StateStore
+from specdata.draft_models.states_draft import TargetStates, states_input
+from specdata.draft_models.taps import read_taps
 from specdata.lm_head import find_lm_head
 from specdata.memory import Memory, of_shapes, peak, shape_of, size_of
 from specdata.models import DTYPES, positions, without_weights
 from specdata.prepack import copies
 from specdata.processes import TRUE, process_count
 from specdata.rollouts.backend import PROMPT_TOKENS, completing
-from specdata.texts import POSITIONS, TOKENS_AT_ONCE
+from specdata.sampling import SamplingConfig
+from specdata.texts import POSITIONS, TOKENS_AT_ONCE, TextBatch
 
 PROMPT = 512
 """Tokens that a prompt is taken to have."""
@@ -46,8 +58,8 @@ REMEDIES = {
     "activations": "lower draft.batch_size (raise draft.accumulation) or draft.max_length",
     "cache": "lower rollouts.batch_size (or eval.batch)",
 }
-BUCKET, LIVE = 500_000_000, 1_000_000_000
-"""Numbers in DeepSpeed's buffer of gradients, and in whole weights under ZeRO-3, by default."""
+BUCKET, LIVE = 4 * 500_000_000, 4 * 1_000_000_000
+"""Bytes of DeepSpeed's buffer of gradients, and of whole weights under ZeRO-3, by default."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +68,11 @@ class Engine:
 
     Attributes:
         zero: DeepSpeed's stage; None without it.
-        bucket: bytes of its buffer of gradients.
-        live: bytes of whole weights, most, under ZeRO-3.
         offloads: what lies in the memory of the CPU: "param", "optimizer".
     """
 
     processes: int
     zero: int | None = None
-    bucket: int = 0
-    live: int = 0
     offloads: frozenset[str] = frozenset()
 
     @classmethod
@@ -73,22 +81,14 @@ class Engine:
         if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
             return cls(process_count())
         file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
-        said = json.loads(file.read_text()) if file.is_file() else {}
-        zero = said.get("zero_optimization", {})
+        zero = json.loads(file.read_text()).get("zero_optimization", {}) if file.is_file() else {}
         stage = zero.get("stage", os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
-
-        def size(key: str, most: int) -> int:
-            value = zero.get(key)
-            return 4 * (value if isinstance(value, int) else most)
-
-        bucket = size("reduce_bucket_size", BUCKET) * (1 + bool(zero.get("overlap_comm")))
-        offloads = frozenset(
-            each
+        devices = {
+            each: (zero.get(f"offload_{each}") or {}).get("device", "none")
             for each in ("param", "optimizer")
-            if (zero.get(f"offload_{each}") or {}).get("device", "none") != "none"
-        )
-        live = size("stage3_max_live_parameters", LIVE)
-        return cls(process_count(), int(stage), bucket, live, offloads)
+        }
+        offloads = frozenset(each for each, where in devices.items() if where != "none")
+        return cls(process_count(), int(stage), offloads)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -105,21 +105,19 @@ class Engine:
         """Of a training whose weights, updates and all, are float32.
 
         Bytes of all weights, of those that are trained and of their moments, and what a step makes
-        beyond weights, gradients included.
+        beyond weights, gradients included. DeepSpeed's own estimates are of weights in 16 bits.
         """
         parts = self.processes
-        if self.zero is None:  # DDP sends gradients in buffers of their size
-            copies_of = 1 + (parts > 1)
-            return Memory(held, copies_of * trained, moments, max(0, made - trained))
-        moments = 0 if "optimizer" in self.offloads else moments // parts
-        updated = 0 if "optimizer" in self.offloads else trained // parts  # DeepSpeed's own copy
-        if self.zero < 2:
+        if self.keeps_gradients:
             made = max(0, made - trained)
-            return Memory(held + updated, trained + self.bucket, moments, made)
-        gradients = updated + self.bucket
+        if self.zero is None:  # DDP sends gradients in buffers of their size
+            return Memory(held, (1 + (parts > 1)) * trained, moments, made)
+        is_offloaded = "optimizer" in self.offloads
+        moments, updated = (0 if is_offloaded else each // parts for each in (moments, trained))
         if self.zero == 3:
-            whole, held = min(held, self.live), held // parts
-            held = whole + (0 if "param" in self.offloads else held)
+            held = min(held, LIVE) + (0 if "param" in self.offloads else held // parts)
+        # `updated` is DeepSpeed's own copy of the weights, and from ZeRO-2 on of the gradients.
+        gradients = BUCKET + (trained if self.keeps_gradients else updated)
         return Memory(held + updated, gradients, moments, made)
 
 
@@ -139,11 +137,6 @@ class Planned:
         most = min(longest or PROMPT + new, positions(self.target.config))
         new = min(new, most - 1)
         return most - new, new
-
-    @property
-    def at_once(self) -> tuple[int, int]:
-        """Tokens that are read at a time, and positions whose distributions are held."""
-        return TOKENS_AT_ONCE[self.device], POSITIONS[self.device]
 
     @cached_property
     def target(self) -> PreTrainedModel:
@@ -170,6 +163,17 @@ class Planned:
         if config.draft:
             prepare(model, config.draft, self.target)
         return model
+
+    def batch(self, count: int) -> Dataset:
+        """So many of these texts."""
+        prompt, completion = self.texts
+        row = {"prompt_ids": [0] * prompt, "completion_ids": [0] * completion}
+        return Dataset.from_list([row] * count)
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """Without top_p: how many tokens that leaves depends on numbers."""
+        return replace(self.config.sampling, top_p=1.0)
 
     def of(self, stage: str) -> Memory | None:
         """What a stage holds; None: nothing to speak of."""
@@ -216,7 +220,15 @@ class Planned:
 
     def _reading(self, target: Any, draft: Any) -> Memory:
         """Of models that read rollouts, and whose distributions are compared."""
-        most = measuring(target, draft, self.config.sampling, self.texts, self.at_once)
+        rows = self.batch(max(1, TOKENS_AT_ONCE[self.device] // sum(self.texts)))
+        texts = TextBatch.of(rows.to_list(), range(len(rows)))
+        held_out = HeldOut(target, rows, self.sampling, store=StateStore(0))
+
+        @torch.inference_mode()
+        def work() -> None:
+            held_out.look(texts, find_lm_head(draft))(slice(POSITIONS[self.device]))
+
+        most = peak(work, target, draft)
         return Memory(self._held(target, draft), activations=most - size_of(target, draft))
 
     def _beginning(self) -> Memory:
@@ -233,34 +245,83 @@ class Planned:
 
     def _training(self, stage: str) -> Memory:
         """Of a draft's training: it, a copy that is measured and saved, and its target."""
-        config, sampling = self.config.draft, self.config.sampling
+        config, parts = self.config.draft, self.engine.processes
         assert config is not None
+        keeps = {"keeps_gradients": self.engine.keeps_gradients}
         student = self.draft("float32", trained=True)
         held, (trained, moments) = size_of(student), trained_weights(student, config)
         if stage == "finetuned":
             assert config.finetune is not None
-            rows = math.ceil(config.finetune.batch_size / self.engine.processes)
+            rows = math.ceil(config.finetune.batch_size / parts)
             ids = torch.zeros(rows, config.finetune.max_length, dtype=torch.long)
-            head = find_lm_head(base_of(student.train()))
-
-            def work() -> None:  # the loss holds few logits beside what is kept of the layers
-                torch.autograd.backward(head.states(ids, trained=True).sum())
-
-            made = peak(work, student) - held
+            batch = {"input_ids": ids, "labels": ids}
+            made = step_bytes(lambda: NextToken(student), batch, student, **keeps) - held
             step = self.engine.memory(held, trained, 2 * trained, made)
             return replace(step, weights=step.weights + held)
-        rows = math.ceil(config.batch_size / self.engine.processes)
-        lengths, both = self.texts, held + size_of(self.target)
-        keeps = self.engine.keeps_gradients
-        given = (config, sampling, rows, lengths)
-        made = training(self.target, student, *given, keeps_gradients=keeps) - both
+        batch = collate(0)(self.batch(math.ceil(config.batch_size / parts)).to_list())
+        warp = self.sampling if config.warp == "sampler" else None
+
+        def objective() -> Distillation:
+            part = learnt_part(student, config, self.sampling)
+            return Distillation(student, TargetTeacher(self.target, None, part, warp=warp), config)
+
+        both = held + size_of(self.target)
+        made = step_bytes(objective, batch, student, self.target, **keeps) - both
         step = self.engine.memory(held, trained, moments, made)
-        measured = measuring(self.target, base_of(student), sampling, lengths, self.at_once) - both
+        measured = self._reading(self.target, base_of(student)).activations
         return replace(
             step,
             weights=step.weights + held + (0 if config.logits else self._held(self.target)),
             activations=max(step.activations, measured - step.gradients),  # which are gone then
         )
+
+
+def step_bytes(
+    objective: Callable[[], Objective],
+    batch: Any,
+    student: Any,
+    *others: PreTrainedModel,
+    keeps_gradients: bool,
+) -> int:
+    """The most bytes that a forward and backward of models of shapes take, weights included.
+
+    Under ZeRO-2 and 3 gradients are not kept: each is gone as soon as it is there.
+    """
+
+    def drop(weight: torch.Tensor) -> None:
+        weight.grad = None
+
+    for weight in [] if keeps_gradients else student.parameters():
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(drop)
+
+    def work() -> None:
+        torch.autograd.backward(objective().train()(batch)[0])
+
+    most = peak(work, student, *others)
+    student.zero_grad()
+    return most
+
+
+def prepare(student: Any, config: DistilConfig, target: PreTrainedModel) -> None:
+    """Freeze what is not trained of a draft of shapes, and have it read its target's states."""
+    freeze(student, config)
+    draft = base_of(student)
+    if config.depths > 1:
+        add_masks(draft, config.depths, [0])
+    if (reads := states_input(draft)) is not None:
+        taps = TargetStates.of(draft.config).taps
+        reads.read_target = lambda ids: read_taps(target, taps, ids)
+
+
+def trained_weights(student: Any, config: DistilConfig) -> tuple[int, int]:
+    """Bytes of a frozen draft's trained weights, and of its optimizer's moments."""
+    weights = sum(each.nbytes for each in student.parameters() if each.requires_grad)
+    if config.optimizer == "adamw":
+        return weights, 2 * weights
+    matrices, _ = muon_optimizer(student, lr=1.0, betas=(0.9, 0.9)).parts
+    of_muon = sum(each.nbytes for group in matrices.param_groups for each in group["params"])
+    return weights, 2 * weights - of_muon
 
 
 def show_memory(stages: Sequence[Stage], size: int | None) -> None:

@@ -11,10 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recipes.config import named
 from recipes.initial_draft import Finetuned, Initial, OfDraft
 from recipes.make_logits import check_logits, made_of, rows_with_logits
-from recipes.models import check_depths_of, check_loading, draft_width, kind_in, positions_of
+from recipes.models import check_depths_of, check_loading, draft_width, positions_of
 from recipes.recipe import Recipe
 from recipes.run import say
 from specdata.errors import ConfigError
@@ -52,9 +51,7 @@ class Draft(OfDraft):
             "every layer needs them in step: leave it out, spread the target with device_map: "
             "auto, or distil on top logits (draft.logits)",
         )
-        if kind_in(config).reads_states:
-            with named("draft"):
-                draft.check_states("models.draft, which reads its target's states")
+        self.check_states()
         if draft.lora and draft.init.kind == "fresh":
             raise ConfigError(
                 "draft.lora trains adapters beside frozen weights, and those of draft.init.kind "

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from specdata.draft_kinds import KINDS, is_for_engines, kind_of
+from specdata.draft_kinds import is_for_engines, kind_of
 from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.draft_models.dspark import dspark_class
@@ -248,7 +248,7 @@ def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
     if network is not None:
         kind = network(kind)
     # The output of drafts that have layouts is as engines have it.
-    if is_reduced(config) and not KINDS[kind_of(config).name].layouts:
+    if is_reduced(config) and not kind_of(config).layouts:
         kind = reduced_class(kind, getattr(config, SIZE))
     # By these transformers looks up under which names an architecture stores its weights.
     kind.__name__, kind.__module__ = architecture.__name__, architecture.__module__

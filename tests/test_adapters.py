@@ -83,7 +83,7 @@ def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trai
     rows = texts_of(pair, 16, seed=1)
     trainer = trainer_of(pair / "target", student, rows, tmp_path / "work", QUICK)
     trainer.train()
-    student = trainer.model.eval()
+    student = trainer.model.draft.eval()
     assert find_lm_head(base_of(student)).embedding is not None
     trained = trained_weights(trainer)
     assert all(".lora_" in name for name in trained)
@@ -117,10 +117,10 @@ def test_checkpoints_hold_adapters_alone(pair: Path, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             distilled(pair, tmp_path / "draft", QUICK, rows=16)
     checkpoint = tmp_path / "draft.training" / "checkpoint-4"
-    names = {path.name for path in checkpoint.iterdir()}
-    assert names >= {"adapter_model.safetensors", "adapter_config.json", "complete.json"}
-    assert "model.safetensors" not in names
-    stored = load_file(checkpoint / "adapter_model.safetensors")
+    assert (checkpoint / "complete.json").is_file()
+    (weights,) = checkpoint.glob("*.safetensors")
+    stored = load_file(weights)
+    assert stored
     assert all(".lora_" in name for name in stored)
 
 

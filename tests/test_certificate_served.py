@@ -163,9 +163,19 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_pair / "target"))
     model, fault = bigrams(0, len(tokenizer)), Fault()
-    numbers, killed = count(1), 50
+    numbers, killed, share = count(1), 50, 1
 
     class Engine(Handler):
+        def do_GET(self) -> None:  # noqa: N802
+            if self.path != "/metrics":
+                super().do_GET()
+                return
+            asked, name = len(self.server.bodies), "vllm:spec_decode_num"
+            kept = [f'{name}_accepted_tokens_per_pos{{position="0"}} {asked * share}']
+            self.server.raw = "\n".join([f"{name}_draft_tokens {2 * asked}", *kept]).encode()
+            self.answer(200, {})
+            self.server.raw = None
+
         def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.server.bodies.append(body)
@@ -191,6 +201,12 @@ def test_the_command_asks_a_server_and_goes_on_where_it_ended(
         assert run_tool("certify", [*given, *kept]) == 0
         assert len(server.bodies) - asked <= 96, "the four greedy texts were kept"
         assert "Lossless" in capsys.readouterr().out
+        alike = [*given, "--draft", str(tmp_path / "target"), "--out", str(tmp_path / "alike")]
+        assert run_tool("certify", alike) == 0
+        assert "196 tokens drafted by the target itself, 98 lost" in capsys.readouterr().out
+        share = 0
+        assert run_tool("certify", alike) == 1, "more than the last draft of each text"
+        assert "by the target itself, 196 lost" in capsys.readouterr().out
         fault = Fault(kept=0.5)  # the same command, once it has finished, asks again
         assert run_tool("certify", [*given, *kept]) == 1
         assert "NOT LOSSLESS" in capsys.readouterr().out

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from distill.chunked import CHUNK_BYTES, ENTRY_BYTES, chunked_loss, positions_at_once
 from distill.config import DistilConfig
-from distill.losses import LOSSES, Loss
-from distill.trainer import DistilTrainer, draft_trainer
+from distill.losses import LESS_BYTES, LOSSES, Loss
+from distill.objective import CHUNK_BYTES, ENTRY_BYTES, ChunkedLoss, Columns, positions_at_once
+from distill.teacher import TargetTeacher
+from distill.trainer import Distillation, DistilTrainer, draft_trainer
 from specdata.draft_models.dspark import MarkovOutput
 from specdata.lm_head import LMHead
 from specdata.probability import probabilities
@@ -79,22 +84,24 @@ def test_chunks_give_the_value_and_the_gradients_of_all_positions_at_once(
     states = (2 * torch.randn(POSITIONS, width, dtype=dtype)).requires_grad_()
     target = 2 * torch.randn(POSITIONS, V, dtype=dtype)
 
-    def loss(logits: Tensor, chunk: slice) -> Tensor:
+    def loss(logits: Tensor, columns: Columns) -> Tensor:
         ones = torch.ones(len(logits))
         logits = logits if output != "none" else transform(logits)
-        return LOSSES[name](logits, target[chunk], ones) * len(logits)
+        return LOSSES[name](logits, columns["target"], ones) * len(logits)
 
-    value = loss(head.logits(states), slice(0, POSITIONS))
+    columns = {"target": target}
+    value = loss(head.logits(states), columns)
     expected = gradients(value, states, head)
     # float32 rounds each of the few terms of a sum by 6e-8 of it.
     exact = {"rtol": 0.0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
     for at_once in (1, 4, None):
-        chunked = chunked_loss(states, head, loss, at_once=at_once)
+        summed = ChunkedLoss(head, loss, at_once=at_once)
+        chunked = summed(states, columns)
         torch.testing.assert_close(chunked, value, **exact)
         for ours, theirs in zip(gradients(chunked, states, head), expected, strict=True):
             torch.testing.assert_close(ours, theirs, **exact)
         with torch.no_grad():
-            unlearnt = chunked_loss(states, head, loss, at_once=at_once)
+            unlearnt = summed(states, columns)
         torch.testing.assert_close(unlearnt, value, **exact)
 
 
@@ -104,14 +111,52 @@ def test_no_logits_of_all_positions_are_made() -> None:
     head = LMHead(tiny_llama(0), nn.Linear(H, V), lambda logits: logits, V)
     states = torch.randn(POSITIONS, H, requires_grad=True)
 
-    def loss(logits: Tensor, chunk: slice) -> Tensor:
+    def loss(logits: Tensor, columns: Columns) -> Tensor:
         seen.append(len(logits))
         return logits.square().sum()
 
-    chunked_loss(states, head, loss, at_once=4).backward()  # type: ignore[no-untyped-call]
+    ChunkedLoss(head, loss, at_once=4)(states, {}).backward()  # type: ignore[no-untyped-call]
     assert seen == [4, 4, 4, 1]
     assert positions_at_once(152_000) * 152_000 * ENTRY_BYTES <= CHUNK_BYTES
     assert positions_at_once(10**12) == 1
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations have made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given, new = (
+            {each.untyped_storage()._cdata: each for each in leaves if isinstance(each, Tensor)}
+            for leaves in (tree_leaves((args, kwargs)), tree_leaves(made))
+        )
+        for key in new.keys() - given.keys() - self.sizes.keys():
+            self.sizes[key] = new[key].untyped_storage().nbytes()
+            weakref.finalize(new[key].untyped_storage(), self.sizes.pop, key)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_of_a_chunks_bytes_have_room_for_all_that_is_alive(name: str) -> None:
+    """The other half is for gaps; where top_p sorts, that takes a part of it."""
+    vocabulary, count = 4096, 32
+    entry = LESS_BYTES.get(name, ENTRY_BYTES)
+    target, draft = (tiny_llama(seed, vocab=vocabulary).float() for seed in (0, 1))
+    teacher = TargetTeacher(target, warp=SamplingConfig(0.6))
+    chunked = Distillation(draft, teacher, DistilConfig(objective=name)).chunked
+    assert chunked.at_once == CHUNK_BYTES // (entry * vocabulary)
+    chunked.at_once = count
+    states = torch.randn(count, 16, requires_grad=True)
+    with LiveBytes() as live:
+        chunked(states, {"states": torch.randn(count, 16)})
+    made = live.most - draft.lm_head.weight.nbytes  # whose gradient is there, too
+    assert 0.25 * entry < made / (count * vocabulary) < 0.5 * entry
 
 
 def test_no_position_gives_zero_and_gradients_of_zero() -> None:
@@ -123,10 +168,10 @@ def test_no_position_gives_zero_and_gradients_of_zero() -> None:
         states = torch.randn(0, H, requires_grad=True)
         for objective in LOSSES.values():
 
-            def loss(logits: Tensor, chunk: slice, objective: Loss = objective) -> Tensor:
-                return objective(logits, target[chunk], torch.ones(len(logits)))
+            def loss(logits: Tensor, columns: Columns, objective: Loss = objective) -> Tensor:
+                return objective(logits, columns["target"], torch.ones(len(logits)))
 
-            value = chunked_loss(states, head, loss)
+            value = ChunkedLoss(head, loss)(states, {"target": target})
             assert value.item() == 0.0
             embedding.zero_grad()
             value.backward()  # type: ignore[no-untyped-call]
@@ -191,13 +236,12 @@ def by_autograd(
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
         begin, end = len(row["prompt_ids"]) - 1, ids.shape[1] - 1
         with torch.no_grad():
-            p = trainer.teacher.model(ids).logits[0, begin:end]
+            p = trainer.objective.teacher.model(ids).logits[0, begin:end]
         q = nn.functional.pad(student(ids).logits[0, begin:end], (0, 2), value=-torch.inf)
         if warped is not None:
             p, q = probabilities(p, warped).log(), q / (warped.temperature or 1.0)
-        total = total + LOSSES[trainer.settings.objective](q, p, torch.ones(end - begin)) * (
-            end - begin
-        )
+        loss = LOSSES[trainer.objective.settings.objective]
+        total = total + loss(q, p, torch.ones(end - begin)) * (end - begin)
         count += end - begin
     return total / count
 
@@ -210,9 +254,9 @@ def test_the_trainers_loss_is_that_of_the_models_own_logits(name: str, tmp_path:
     student = MODELS[name]().double().eval()
     for which, (warp, sampling) in CASES.items():
         trainer = trainer_of(student, tmp_path / which, sampling, warp=warp, objective="js")
-        assert (trainer.student_head.embedding is None) == (name == "unknown way")
+        assert (trainer.objective.head.embedding is None) == (name == "unknown way")
         batch = next(iter(trainer.get_train_dataloader()))
-        found = trainer.compute_loss(student, batch, num_items_in_batch=torch.tensor(9))
+        found = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9))
         expected = by_autograd(trainer, student, sampling if warp == "sampler" else None)
         # Some families normalise in float32, whatever the weights are.
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-8)

@@ -136,7 +136,7 @@ def test_weights_that_are_not_finite_are_not_stored_and_the_last_good_checkpoint
             self, _: object, state: TrainerState, *__: object, model: PreTrainedModel, **___: object
         ) -> None:
             if state.global_step + 1 == 8:
-                model.get_output_embeddings().weight.data[0, 0] = math.inf
+                model.draft.get_output_embeddings().weight.data[0, 0] = math.inf
 
     rows, work = texts_of(pair, 8, seed=1), tmp_path / "out.training"
     trainer = trainer_of(pair / "target", pair / "draft", rows, work, changed(QUICK, epochs=8))

@@ -13,11 +13,10 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from distill import trainer as trainers
+from distill import teacher as teachers
 from distill.batches import Numbered, check_context, collate, fitted
 from distill.losses import LOSSES
-from distill.teacher import Part, Teacher
-from distill.trainer import learnt_part
+from distill.teacher import Part, TargetTeacher, learnt_part
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.state_store import StateStore
 from specdata.errors import ConfigError
@@ -50,9 +49,9 @@ def test_a_reduced_draft_learns_the_same_from_the_tokens_that_it_can_propose(
         rows = texts_of(pair, 8, seed=1)
         with monkeypatch.context() as patched:
             if whole:
-                patched.setattr(trainers, "learnt_part", lambda *_: None)
+                patched.setattr(teachers, "learnt_part", lambda *_: None)
             trainer = trainer_of(pair / "target", draft, rows, tmp_path, config, sampling)
-        assert (trainer.teacher.part is None) == whole
+        assert (trainer.objective.teacher.part is None) == whole
         return batch_gradients(trainer, 1)
 
     (value, found), (expected, of_whole) = learnt(whole=False), learnt(whole=True)
@@ -79,7 +78,7 @@ def test_truncation_takes_the_whole_distribution_of_the_target(pair: Path) -> No
 
 def test_a_row_without_labels_has_no_rest(pair: Path) -> None:
     target = load_model(str(pair / "target"))
-    teacher = Teacher(target, part=Part(torch.arange(3, 40, 2), 1.0))
+    teacher = TargetTeacher(target, part=Part(torch.arange(3, 40, 2), 1.0))
     batch = collate(0)([rows()[0]])
     assert [len(each) for each in teacher.columns(batch).values()] == [4, 4]
     batch["labels"].fill_(-100)
@@ -110,7 +109,7 @@ def batches(size: int) -> Iterator[dict[str, Tensor]]:
 
 def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once() -> None:
     model, read = tiny_llama(0, vocab=23), []
-    kept, live = Teacher(model, rows()), Teacher(model)
+    kept, live = TargetTeacher(model, rows()), TargetTeacher(model)
     model.register_forward_pre_hook(lambda *_: read.append(1))
     model.model.register_forward_pre_hook(lambda *_: read.append(1))
     for _ in range(3):
@@ -118,7 +117,7 @@ def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once() -> None:
             torch.testing.assert_close(kept.columns(batch)["states"], live.columns(batch)["states"])
     assert len(read) == 1 + 9  # all six rows in one batch, and every batch at every pass
     # No more is kept than fits: three rows have 4 + 9 + 2 positions of 16 doubles.
-    part = Teacher(model, rows(), store=StateStore(15 * 16 * 8))
+    part = TargetTeacher(model, rows(), store=StateStore(15 * 16 * 8))
     read.clear()
     for _ in range(2):
         for batch in batches(2):
@@ -129,7 +128,7 @@ def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once() -> None:
 def test_what_is_kept_has_the_same_bits_whatever_the_order_of_training() -> None:
     """So a killed run, which reads the rollouts in the order of what is left, goes on exactly."""
     model = tiny_llama(0, vocab=23).float()
-    one, other = Teacher(model, rows()), Teacher(model, rows())
+    one, other = TargetTeacher(model, rows()), TargetTeacher(model, rows())
     forwards = [one.columns(batch)["states"] for batch in batches(2)]
     backwards = [other.columns(batch)["states"] for batch in reversed(list(batches(2)))]
     for ours, theirs in zip(forwards, reversed(backwards), strict=True):
@@ -143,9 +142,9 @@ def test_other_text_than_the_rollouts_is_read(pair: Path, tmp_path: Path) -> Non
         iter(trainer.get_train_dataloader()), 1, torch.device("cpu")
     )
     assert sorted((batch[0]["examples"] < 0).tolist()) == 4 * [False] + 4 * [True]
-    live = Teacher(trainer.teacher.model)
+    live = TargetTeacher(trainer.objective.teacher.model)
     torch.testing.assert_close(
-        trainer.teacher.columns(batch[0]), live.columns(batch[0]), rtol=1e-4, atol=1e-5
+        trainer.objective.teacher.columns(batch[0]), live.columns(batch[0]), rtol=1e-4, atol=1e-5
     )
 
 
@@ -223,15 +222,15 @@ def test_bfloat16_is_of_the_forward_and_the_weights_that_move_are_float32(
     texts = texts_of(pair, 8, seed=1)
     trainer = trainer_of(pair / "target", pair / "draft", texts, tmp_path, config)
     seen: set[torch.dtype] = set()
-    for module in trainer.student.model.modules():  # the output embedding's forward is the loss
+    for module in trainer.objective.draft.model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
-    before = {name: each.clone() for name, each in trainer.student.named_parameters()}
+    before = {name: each.clone() for name, each in trainer.objective.draft.named_parameters()}
     trainer.train()
     assert seen == {torch.bfloat16}
     norms = [name for name in before if "norm" in name]
     assert len(norms) == 3
-    for name, parameter in trainer.student.named_parameters():
+    for name, parameter in trainer.objective.draft.named_parameters():
         assert parameter.dtype == torch.float32
         moved = parameter - before[name]
         assert moved.abs().max() > 0, name

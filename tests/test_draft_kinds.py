@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from distill.config import InitConfig, LayoutName
+from distill.initial import new_draft
 from distill.kinds import KINDS, along_rounds
-from distill.memory import new_draft
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from specdata import draft_kinds
 from specdata.draft_kinds import kind_of

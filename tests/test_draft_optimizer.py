@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel
 
-from distill import initial
+from distill import plain
 from distill.config import DistilConfig
 from distill.plain import align_output, cut
 from distill.trainer import Float32Muon, MuonWithAdamW, muon_optimizer
@@ -53,7 +53,7 @@ def states_of(model: PreTrainedModel) -> torch.Tensor:
 def test_an_aligned_output_is_the_targets_after_the_least_squares_map_of_the_states(
     family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(initial, "RIDGE", 0.0)
+    monkeypatch.setattr(plain, "RIDGE", 0.0)
     target = tiny(family, 0, vocab=40, tie_word_embeddings=tied, dtype=torch.float64)
     embedding = target.get_input_embeddings().weight.detach().clone()
     draft = cut(target, [0])

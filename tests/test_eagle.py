@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from distill import eagle
-from distill.chunked import chunked_loss
 from distill.engine_layouts import read_published
 from distill.kinds import along_rounds
+from distill.objective import ChunkedLoss, Columns
 from eval.analysis.traces import tree_states
 from recipes.command import RECIPES, run_tool
 from specdata.draft_models.taps import read_taps
@@ -301,15 +301,16 @@ def test_gradients_of_few_logits_are_those_of_all(
     found = []
     for is_narrow in (True, False):
 
-        def loss(logits: Tensor, chunk: slice | Tensor, is_narrow: bool = is_narrow) -> Tensor:
+        def loss(logits: Tensor, columns: Columns, is_narrow: bool = is_narrow) -> Tensor:
             narrow = logits if is_narrow else logits[:, output.vocabulary_ids]
-            return (narrow.log_softmax(-1) * wanted[chunk]).sum()
+            return (narrow.log_softmax(-1) * columns["wanted"]).sum()
 
         given = states.clone().requires_grad_()
-        total = chunked_loss(given, head, loss, at_once=4, is_narrow=is_narrow)
+        chunked = ChunkedLoss(head, loss, at_once=4, is_narrow=is_narrow)
+        total = chunked(given, {"wanted": wanted})
         of = torch.autograd.grad(total, [given, output.weight, more])
         with torch.no_grad():
-            alone = chunked_loss(states, head, loss, at_once=4, is_narrow=is_narrow)
+            alone = chunked(states, {"wanted": wanted})
         found.append([total.detach(), alone, *of])
     for narrow, whole in zip(*found, strict=True):
         torch.testing.assert_close(narrow, whole)

@@ -29,7 +29,7 @@ from heads.inputs import FEATURES, DraftedTokens
 from heads.loss import soft_auroc
 from heads.probe import probe_of
 from heads.rows import HeadRow, TrainingInputs, labels_of, logits_of_states
-from heads.train import HeadResult, learning_rate, train_head
+from heads.train import HeadResult, Training, learning_rate, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.lm_head import hidden_states
@@ -367,6 +367,28 @@ def test_what_is_kept_of_the_draft_changes_nothing_but_how_often_it_runs(
     assert runs["all"] == 50 + dev < runs["some"] < runs["none"]
 
 
+def test_before_the_first_step_no_more_is_read_of_the_draft_than_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads.rows, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(heads.rows, "SCALED_ROWS", 2)
+    learnt: list[int] = []
+    read = TrainingInputs.read
+
+    def counted(inputs: TrainingInputs, rows: Sequence[HeadRow]) -> object:
+        learnt.extend(1 for row in rows if len(row.draws) == 2)
+        return read(inputs, rows)
+
+    def begin(*_: object) -> float:
+        raise InterruptedError
+
+    monkeypatch.setattr(TrainingInputs, "read", counted)
+    monkeypatch.setattr(Training, "step", begin)
+    with pytest.raises(InterruptedError):
+        drive(tmp_path, IMMEDIATE, draws=2)
+    assert 0 < len(learnt) <= 4 + IMMEDIATE.batch_size + 2 * 4 < 50
+
+
 # --- resuming
 
 
@@ -483,7 +505,7 @@ def test_a_context_that_cuts_labels_says_how_many(
         ({"kind": "immediate", "features": ["log_q", "log_q"]}, "features must name each once"),
         ({"kind": "immediate", "features": ["log_p"]}, "head.features"),
         ({"kind": "confidence", "depth": 1}, r"kind confidence does not read depth \(got 1\)"),
-        ({"kind": "linear"}, "head.kind: must be 'specdec\\+\\+', 'immediate' or 'confidence'"),
+        ({"kind": "linear"}, r"head.kind: must be 'specdec\+\+', 'immediate'"),
     ],
 )
 def test_settings_that_a_kind_does_not_read_are_refused(

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distill.config import InitConfig
+from distill.initial import new_draft
 from distill.kinds import along_rounds
-from distill.memory import new_draft
 from distill.rounds import Place, of_round
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime import model as runtime

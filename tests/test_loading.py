@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from distill.teacher import Part, Teacher
+from distill.teacher import Part, TargetTeacher
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from recipes import make_rollouts, train_head
@@ -104,7 +104,7 @@ def test_a_model_partly_on_disk_gives_logits_texts_states_and_rows_of_the_whole_
     with torch.inference_mode():
         assert torch.equal(*(head.logits(states[0]) for head in heads))
     part = Part(torch.tensor([3, 7, 11]), 1.0)
-    teachers = [Teacher(model, part=part) for model in (parted, whole)]
+    teachers = [TargetTeacher(model, part=part) for model in (parted, whole)]
     at = {"states": states[0][0], "rest": torch.zeros(len(IDS))}
     p_logits = [teacher.compared(torch.zeros(len(IDS), 3), at)[1] for teacher in teachers]
     assert torch.equal(*p_logits)

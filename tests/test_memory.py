@@ -42,9 +42,9 @@ def distil(folder: Path) -> float:
 
     def step(rows: list[dict[str, object]]) -> None:
         batch = trainer.data_collator([dict(each) for each in rows])
-        trainer.student.train()
+        trainer.model.train()
         count = (batch["labels"] != -100).sum()
-        trainer.compute_loss(trainer.student, batch, num_items_in_batch=count).backward()
+        trainer.compute_loss(trainer.model, batch, num_items_in_batch=count).backward()
 
     step(short)
     return peak(lambda: step(long))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.memory import compare
+from distill.batches import collate
 from distill.config import DistilConfig
-from distill.memory import new_draft, prepare, trained_weights, training
+from distill.initial import new_draft
+from distill.teacher import TargetTeacher
+from distill.trainer import Distillation
 from recipes.command import RECIPES, environment, launch_command
-from recipes.memory import Engine
+from recipes.memory import BUCKET, LIVE, Engine, prepare, step_bytes, trained_weights
 from specdata.memory import of_shapes
 from specdata.sampling import SamplingConfig
 from tests.families import small
@@ -43,10 +47,13 @@ def test_a_step_of_shapes_takes_the_bytes_of_the_same_step_of_tensors(layout: st
         draft = copy.deepcopy(new_draft(target, config.init))
         for weight in draft.parameters():  # some were never drawn, and no number may be a NaN
             torch.nn.init.normal_(weight, std=0.1)
-        models = [of_shapes(each, torch.float32) if shapes else each for each in (draft, target)]
-        prepare(models[0], config, models[1])
-        sampling, lengths = SamplingConfig(), (16, 48)
-        return training(models[1], models[0], config, sampling, 4, lengths, keeps_gradients=True)
+        for each in (draft, target) if shapes else ():
+            of_shapes(each, torch.float32)
+        prepare(draft, config, target)
+        teacher = TargetTeacher(target, warp=SamplingConfig())
+        batch = collate(0)([{"prompt_ids": [0] * 16, "completion_ids": [0] * 48}] * 4)
+        objective = partial(Distillation, draft, teacher, config)
+        return step_bytes(objective, batch, draft, target, keeps_gradients=True)
 
     assert bytes_of(shapes=True) == pytest.approx(bytes_of(shapes=False), rel=0.02)
 
@@ -61,21 +68,22 @@ def test_planned_bytes_are_within_15_percent_of_resident_ones(tmp_path: Path) ->
 def test_zero_divides_what_deepspeed_says_it_does(processes: int) -> None:
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-    count, bucket = 1_600_000, 1000
+    count = 1_600_000
     size = 4 * count
-    two = Engine(processes, 2, bucket).memory(size, size, 2 * size, 0)
+    two = Engine(processes, 2).memory(size, size, 2 * size, 0)
     _, theirs = stage_1_and_2.estimate_zero2_model_states_mem_needs(
         count, processes, cpu_offload=False
     )
     # Theirs has weights and gradients of 16 bits beside those of 32; ours are all of 32.
-    assert two.total - bucket - 4 * count == theirs - 2 * count - 2 * count // processes
-    three = Engine(processes, 3, bucket, live=4000).memory(size, size, 2 * size, 0)
+    assert two.total - BUCKET - 4 * count == theirs - 2 * count - 2 * count // processes
+    three = Engine(processes, 3).memory(size, size, 2 * size, 0)
     _, theirs, _ = stage3.estimate_zero3_model_states_mem_needs(
         count, 1000, processes, cpu_offload=False, cpu_offload_params=False
     )
-    assert three.total - bucket - 4000 == theirs - 4000 + 2 * count // processes
-    offloaded = Engine(processes, 3, bucket, 4000, frozenset(("param", "optimizer")))
-    assert offloaded.memory(size, size, 2 * size, 0).total == 4000 + bucket
+    assert three.total - BUCKET - size == theirs - 4000 + 2 * count // processes
+    offloaded = Engine(processes, 3, frozenset(("param", "optimizer")))
+    assert offloaded.memory(size, size, 2 * size, 0).total == size + BUCKET
+    assert offloaded.memory(2 * LIVE, size, 2 * size, 0).total == LIVE + BUCKET
     assert Engine(1).memory(size, size, 2 * size, 0).total == 16 * count
     assert Engine(2).memory(size, size, 2 * size, 0).total == 20 * count  # DDP's buckets
 

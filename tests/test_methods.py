@@ -11,6 +11,7 @@ from eval.decode_config import Method
 from eval.drafting.stopping.logistic import CalibratedRule, Calibration
 from eval.drafting.stopping.thresholds import Entropy
 from eval.measuring.methods import EvalConfig, check_methods, needs_fit, path_drafts, with_fit
+from eval.measuring.results import columns, method_of
 from recipes import run_eval
 from recipes.config import parse
 from recipes.publish import Release
@@ -127,7 +128,7 @@ def test_drafts_of_paths_are_each_loaded_once_and_the_runs_own_first() -> None:
     config = evaluation(first, second)
     check_methods(config, SamplingConfig(), head=False)
     assert path_drafts(config) == ["x", "y"]
-    assert first.columns()["parameters"] == {"paths": 3, "path_drafts": ["x", "", "x"]}
+    assert columns(first)["parameters"] == {"paths": 3, "path_drafts": ["x", "", "x"]}
 
 
 def evaluation(*methods: Method) -> EvalConfig:
@@ -156,7 +157,7 @@ def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
         "mine": Calibration(9.0, 9.0),
         "cost": Calibration(1.5, 0.5),
     }
-    assert fitted.methods[2].columns()["parameters"] == {"calibration": [1.5, 0.5]}
+    assert columns(fitted.methods[2])["parameters"] == {"calibration": [1.5, 0.5]}
     check_methods(fitted, sampling, head=False)
 
 
@@ -205,6 +206,6 @@ def test_a_method_is_read_back_as_it_is_written_in_settings_and_in_a_row_of_resu
     assert not any(isinstance(v, dict) for key, v in written.items() if key != "verifier_args")
     assert read_config(Method, written) == method
     assert method.replace(name="b").stop == method.stop
-    columns = json.loads(json.dumps(method.columns()))
+    row = json.loads(json.dumps(columns(method)))
     head = method.stop.reads_head
-    assert Method.of_columns(columns, draft=method.uses_draft, head=head) == method
+    assert method_of(row, draft=method.uses_draft, head=head) == method

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.table import RECIPE, STAGES
-from eval.measuring.results import read_results
+from eval.measuring.results import columns, read_results
 from recipes.config import parse
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ def test_what_was_measured_is_what_the_configuration_says(name: str) -> None:
     measured = {run.name: run.method for run in runs}
     asked = {method.name: method for method in config.eval.methods}
     for each in {**measured, **asked}:
-        rows = [of[each].columns() for of in (measured, asked) if each in of]
+        rows = [columns(of[each]) for of in (measured, asked) if each in of]
         for row in rows:
             row["parameters"].pop("calibration", None)  # of the cost rule, fitted on rollouts
         if len(rows) < 2 or rows[0] != rows[1]:

@@ -418,7 +418,7 @@ def test_the_loss_weighs_each_reading_and_each_is_of_the_tokens_that_rounds_draf
                     divergence = (p[at - 1].exp() * (p[at - 1] - q)).sum()
                     total += weight / sum(weights) * float(divergence)
     batch = next(iter(trainer.get_train_dataloader()))
-    loss = trainer.compute_loss(draft, batch, num_items_in_batch=torch.tensor(7))
+    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(7))
     assert loss.item() == pytest.approx(total / 7, rel=1e-6)
     every = torch.ones(1, 3, dtype=torch.bool)
     assert not of_round(every, 20).any()  # more readings than the text has tokens

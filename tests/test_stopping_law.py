@@ -25,7 +25,7 @@ from eval.drafts import DraftTree
 from eval.rounds import Round
 from eval.verifiers import VERIFIERS
 from heads import BaseHead, ImmediateHead
-from heads.config import KINDS
+from heads.config import DEFAULT_FEATURES, KINDS
 
 V, DEEPEST, WIDTH = 3, 3, 8
 Path = tuple[int, ...]
@@ -84,7 +84,9 @@ def head_of(kind: str) -> BaseHead | None:
         "immediate": {"width": 8, "depth": 1},
         "confidence": {"rejection_weight": 6.0},
     }
-    head: Any = KINDS[kind].load()(hidden_size=WIDTH, **settings.get(kind, {}))
+    made = KINDS[kind].load()
+    reads = {"reads": DEFAULT_FEATURES} if "reads" in made.settings() else {}
+    head: Any = made(hidden_size=WIDTH, **reads, **settings.get(kind, {}))
     if isinstance(head, ImmediateHead):
         for layer in head.vectors.values():
             torch.nn.init.normal_(cast(nn.Linear, layer).weight)

@@ -207,14 +207,14 @@ def test_an_undecided_position_adds_nothing_to_the_loss(pair: Path, tmp_path: Pa
     config = changed(QUICK, batch_size=len(tied))
     trainer = trainer_of(known, student, tied, tmp_path, config, TIED)
     batch = next(iter(trainer.get_train_dataloader()))
-    columns = trainer.teacher.columns(batch)
+    columns = trainer.objective.teacher.columns(batch)
     decided = known.decided(columns)
     assert 0 < int((~decided).sum()) < len(decided)
     q = torch.randn(len(decided), ALL, generator=torch.Generator().manual_seed(0))
 
     def divergence(some: Tensor) -> Tensor:
         rows = {name: values[some] for name, values in columns.items()}
-        q_logits, p_logits, counted = trainer.teacher.compared(q[some], rows)
+        q_logits, p_logits, counted = trainer.objective.teacher.compared(q[some], rows)
         return LOSSES["forward_kl"](q_logits, p_logits, counted) * counted.sum()
 
     torch.testing.assert_close(divergence(decided | ~decided), divergence(decided))

@@ -114,8 +114,8 @@ def step_gradients(trainer: Any) -> dict[str, Tensor]:
 def batch_gradients(trainer: DistilTrainer, count: int = 50) -> tuple[Tensor, list[Tensor]]:
     """The loss of a trainer's first batch, over `count` labels, and its gradients."""
     batch = next(iter(trainer.get_train_dataloader()))
-    loss = trainer.compute_loss(trainer.student, batch, num_items_in_batch=torch.tensor(count))
-    trained = [each for each in trainer.student.parameters() if each.requires_grad]
+    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(count))
+    trained = [each for each in trainer.model.parameters() if each.requires_grad]
     return loss.detach(), list(torch.autograd.grad(loss, trained))
 
 

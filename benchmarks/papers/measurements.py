@@ -250,6 +250,7 @@ def _records(
 ) -> Iterator[Record]:
     """A record for each set and method, then for all sets; times are those of each set."""
     from eval.measuring.pooled import pool
+    from eval.measuring.results import columns
 
     sets = pooled.datasets()
     several = {ALL_SETS: sets} if len(sets) > 1 else {}
@@ -259,8 +260,9 @@ def _records(
         for method, row in rows.items():
             given = methods[method]
             record: Record = {"set": name, "method": method}
-            columns = ("verifier", "drafter", "stop", "length", "threshold", "lossless")
-            record |= {key: row.method.columns()[key] for key in columns}
+            of_method = columns(row.method)
+            shown = ("verifier", "drafter", "stop", "length", "threshold", "lossless")
+            record |= {key: of_method[key] for key in shown}
             record |= given.get("verifier_args", {}) | given.get("label", {})
             named = ("name", "verifier_args", *UNDECODED)
             record |= {key: shape(value) for key, value in given.items() if key not in named}

@@ -21,12 +21,14 @@ from pydantic import (
     model_validator,
 )
 
-from eval.decode_config import Method
+from eval.decode_config import ONLY_READ_BY, SERVED_BY, Method
+from eval.drafting.stopping import STOPPING_RULES
 from eval.measuring.environment import Environment
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN, baseline
 from eval.measuring.metrics import Metrics, compute_metrics
 from eval.measuring.records import PromptRecord, Strict
+from eval.verifiers import VERIFIERS
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import write_json
 
@@ -35,12 +37,75 @@ SCHEMA_VERSION: Literal[1] = 1
 REMEDY = "restore it, or remove its folder and measure again"
 
 
+def columns(method: Method) -> dict[str, Any]:
+    """A method as a row of results keeps it; `method_of` reads it.
+
+    `length` is that of `Method.deepest`, and `parameters` holds every setting of what it drafts and
+    of its stopping rule that has no column. Columns that a way of decoding has not are None.
+    """
+    drafters = {"plain": None, "speculative": method.drafter, "server": "server"}
+    rule = method.stop.reported() if method.uses_draft else {}
+    settings = {
+        name: value
+        for name in (*ONLY_READ_BY, "verifier_args")
+        if method.drafter in ONLY_READ_BY.get(name, (method.drafter,))
+        and (value := getattr(method, name)) != Method.model_fields[name].default
+    }
+    parameters: dict[str, Any] = dict(settings.pop("verifier_args", {}))
+    parameters |= {n: v for n in (*SERVED_BY, "lookup") if (v := getattr(method, n))}
+    if method.drafter == "paths":
+        settings["paths"] = method.paths
+    if method.drafter == "tree":
+        settings["siblings"] = method.how
+    parameters |= {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
+    shown = ("length", "limit", "threshold")
+    return {
+        "method": method.name,
+        "drafter": drafters.get(method.decoder, "transformers"),
+        "verifier": method.verifier if method.decoder == "speculative" else None,
+        "stop": method.stop.name if method.uses_draft else None,
+        "length": method.deepest if method.uses_draft else None,
+        "threshold": rule.get("threshold"),
+        "parameters": parameters | {n: v for n, v in rule.items() if n not in shown},
+        "lossless": method.lossless,
+    }
+
+
+def method_of(row: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
+    """The method of a row of results, whose columns are as `columns` gives them.
+
+    `draft` and `head` say whether the row names one. Raises ValueError if there is no such
+    method.
+    """
+    drafter, parameters = row["drafter"], row["parameters"]
+    is_assisted = draft or "lookup" in parameters
+    decoders = {None: "plain", "transformers": "assisted" if is_assisted else "generate"}
+    decoders["server"] = "server"
+    given = {"name": row["method"], "decoder": decoders.get(drafter, "speculative")}
+    if not draft:
+        return Method(**given, **parameters)
+    if (kind := STOPPING_RULES.get(row["stop"])) is None:
+        raise ValueError(f"unknown stopping rule {row['stop']!r}")
+    rule = {"threshold": row["threshold"], "head": head, **parameters}
+    if drafter not in ("tree", "dynamic_tree"):  # their length is in their own settings
+        rule |= dict.fromkeys(("length", "limit"), row["length"])
+    settings = {name: rule[name] for name in kind.model_fields if rule.get(name) is not None}
+    given["stop"] = kind.model_validate(settings)
+    if drafter != "transformers":
+        verifier = row["verifier"]
+        named = VERIFIERS[verifier].parameters if verifier in VERIFIERS else ()
+        given |= {"drafter": drafter, "verifier": verifier}
+        given |= {name: parameters[name] for name in ONLY_READ_BY if name in parameters}
+        given["verifier_args"] = {n: parameters[n] for n in named if n in parameters}
+    return Method(**given)
+
+
 class Setup(Strict):
     """What is behind a row of a report: a method on a dataset.
 
     Attributes:
         method: how it was decoded; its name is unique within the dataset, and `PLAIN` for the
-            target alone. Written out it is flat (`Method.columns`).
+            target alone. Written out it is flat (`columns`).
         draft: folder or Hub id of the draft, None for plain decoding.
         head: folder or Hub id of the acceptance head, if the stopping rule reads one.
         split: of the dataset: where others are measured, too, methods are chosen on `dev`.
@@ -73,24 +138,24 @@ class Setup(Strict):
         rest = {name: value for name, value in stored.items() if name not in _COLUMNS}
         # What a validator has seen is no longer known to be JSON, which has arrays alone.
         rest["intervals"] = {k: tuple(ends) for k, ends in stored["intervals"].items()}
-        columns = {name: stored.get(name) for name in _COLUMNS}
+        row = {name: stored.get(name) for name in _COLUMNS}
         parameters = dict(stored.get("parameters", {}))
         engine = parameters.pop("engine", "eager")
         draft, head = (stored.get(role) is not None for role in ("draft", "head"))
-        method = Method.of_columns(columns | {"parameters": parameters}, draft=draft, head=head)
+        method = method_of(row | {"parameters": parameters}, draft=draft, head=head)
         return {**rest, "method": method, "engine": engine}
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Written out, the method beside the rest."""
         row: dict[str, Any] = handler(self)
-        columns, engine = self.method.columns(), row.pop("engine")
+        method, engine = columns(self.method), row.pop("engine")
         if engine != "eager":
-            columns["parameters"] = {**columns["parameters"], "engine": engine}
-        return {**row, **columns}
+            method["parameters"] = {**method["parameters"], "engine": engine}
+        return {**row, **method}
 
 
-_COLUMNS = tuple(Method(name=PLAIN).columns())
+_COLUMNS = tuple(columns(Method(name=PLAIN)))
 
 
 class Run(Metrics, Setup):

@@ -13,6 +13,9 @@ from eval.runtime.sequence import Forward
 
 T = TypeVar("T")
 
+# Tokens of prompts that are read together: after each of them, logits are made.
+PROMPTS = 256
+
 ForwardCoroutine = Generator[Forward, Tensor, T]
 """A generator that yields the forwards it needs, is sent the logits (logits_to_keep, V) of each,
 and returns a T. Whoever drives it decides which forwards run together."""
@@ -81,19 +84,25 @@ def run_batch(
 def run_all(forwards: Sequence[Forward]) -> list[Tensor]:
     """Run one forward of each of several sequences of a model, together where that pays.
 
-    (logits_to_keep, N) logits of each.
+    (logits_to_keep, N) logits of each. Short prompts are read together, too, but apart from
+    sequences in progress, beside which they would be padded.
     """
-    together = [
-        forward
-        for forward in forwards
-        if forward.sequence.model.traits.packs and forward.sequence.in_use and not forward.unrolled
-    ]
-    if len(together) < 2:
-        return [forward.run() for forward in forwards]
-    parts = [forward.part() for forward in together]
-    outputs = together[0].sequence.model.read_packed(parts)
-    logits = {
-        id(forward): forward.sequence.commit(forward, part.layout, read)
-        for forward, part, read in zip(together, parts, outputs, strict=True)
-    }
+    groups: list[list[Forward]] = [[], []]  # those in progress, and prompts
+    for forward in forwards:
+        sequence, count = forward.sequence, len(forward.tokens)
+        if not sequence.model.traits.packs or forward.unrolled:
+            continue
+        if sequence.in_use:
+            groups[0].append(forward)
+        elif 2 * count <= PROMPTS:
+            if count + sum(len(each.tokens) for each in groups[-1]) > PROMPTS:
+                groups.append([])
+            groups[-1].append(forward)
+    logits: dict[int, Tensor] = {}
+    for group in groups:
+        if len(group) > 1:
+            parts = [forward.part() for forward in group]
+            outputs = group[0].sequence.model.read_packed(parts)
+            for forward, part, read in zip(group, parts, outputs, strict=True):
+                logits[id(forward)] = forward.sequence.commit(forward, part.layout, read)
     return [logits[id(each)] if id(each) in logits else each.run() for each in forwards]

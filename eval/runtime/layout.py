@@ -78,17 +78,19 @@ def lay_out(length: int, ancestors: Tensor, count: int, parents: Sequence[int]) 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The n tokens of several forwards in one row, over the slots 0 to B - 1 of a KV cache.
+    """The n tokens of several forwards in one row, over B slots of a KV cache from the first on.
 
     Args:
+        first: the first slot.
         positions: (1, n), in the sequences.
-        slots: (1, n), whose sequence each token belongs to.
+        slots: (1, n), whose sequence each token belongs to, counted from the first.
         cache_positions: (1, n), where its keys and values are written.
         columns: (1, n), its number among the tokens of its sequence; the longest has m tokens.
         visible: (B, m, end) boolean, the cache positions that each token attends to.
         ends: by slot, where in the row its tokens end.
     """
 
+    first: int
     positions: Tensor
     slots: Tensor
     cache_positions: Tensor
@@ -100,13 +102,14 @@ class Packing:
 def pack(layouts: Mapping[int, Layout]) -> Packing:
     """Put the tokens of several sequences, given by their layouts by slot, into one row."""
     rows: list[list[int]] = [[], [], [], []]
-    starts, ends = [0] * (max(layouts) + 1), {}
+    first = min(layouts)
+    starts, ends = [0] * (max(layouts) + 1 - first), {}
     for slot, layout in layouts.items():
         start, count = layout.start, len(layout.positions)
-        each = (layout.positions, [slot] * count, range(start, start + count), range(count))
+        each = (layout.positions, [slot - first] * count, range(start, start + count), range(count))
         for row, values in zip(rows, each, strict=True):
             row.extend(values)
-        starts[slot], ends[slot] = start, len(rows[0])
+        starts[slot - first], ends[slot] = start, len(rows[0])
     positions, slots, cache_positions, columns = torch.tensor(rows).unsqueeze(1)
     width, end = max(rows[3]) + 1, max(rows[2]) + 1
     last_visible = torch.tensor(starts).unsqueeze(1) + torch.arange(width)
@@ -114,8 +117,8 @@ def pack(layouts: Mapping[int, Layout]) -> Packing:
     for slot, layout in layouts.items():
         if layout.visible is not None:
             count, seen = layout.visible.shape
-            visible[slot, :count, :seen] = layout.visible
-    return Packing(positions, slots, cache_positions, columns, visible, ends)
+            visible[slot - first, :count, :seen] = layout.visible
+    return Packing(first, positions, slots, cache_positions, columns, visible, ends)
 
 
 def places(packing: Packing, layouts: Mapping[int, Layout]) -> tuple[Tensor, Tensor]:
@@ -126,7 +129,7 @@ def places(packing: Packing, layouts: Mapping[int, Layout]) -> tuple[Tensor, Ten
     slots, width, end = packing.visible.shape
     queries, keys = torch.zeros(slots, width, dtype=torch.long), torch.arange(end).repeat(slots, 1)
     for slot, layout in layouts.items():
-        queries[slot, : len(layout.positions)] = torch.tensor(layout.positions)
+        queries[slot - packing.first, : len(layout.positions)] = torch.tensor(layout.positions)
         known = layout.key_positions
-        keys[slot, : len(known)] = known
+        keys[slot - packing.first, : len(known)] = known
     return queries, keys

@@ -191,7 +191,7 @@ class CachedModel:
         packing = pack({part.slot: part.layout for part in parts})
         slots = packing.slots.to(self.device)
         self.kv_cache.place(
-            slice(0, len(packing.visible)),
+            slice(packing.first, packing.first + len(packing.visible)),
             max(part.layout.start for part in parts),
             packing.visible.shape[-1],
             packing.cache_positions.to(self.device),

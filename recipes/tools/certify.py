@@ -338,8 +338,8 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
     if given.draft == given.target:
         drafted, lost, longest = ServedEngine(backend).lost_since(before)
         # At the end of a text a server may leave out what it drafted beyond.
-        is_exact &= lost <= longest * (given.count + given.texts)
-        said += f" Of {drafted:,} tokens that the target drafted for itself {lost:,} were not kept."
+        is_exact &= lost <= longest * (len(prompts) + given.texts)
+        said += f" It counts {drafted:,} tokens drafted by the target itself, {lost:,} lost."
     values = {"sentence": said, **found.model_dump(mode="json")}
     write_json(given.out / CERTIFICATE, values)
     shutil.rmtree(parts)  # the server may be another when it is asked again

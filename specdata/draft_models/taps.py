@@ -211,7 +211,7 @@ class _Reader:
 
 def _probe_of(target: PreTrainedModel, taps: Sequence[int]) -> tuple[list[float], int]:
     """Some values of a target's taps, rounded to five digits, and the width of all taps."""
-    if target.device.type == "meta":  # of a plan (`distill.memory`): there are no values
+    if target.device.type == "meta":  # of a plan (`recipes.memory`): there are no values
         return [0.0], len(taps) * target.config.get_text_config().hidden_size
     state = read_taps(target, taps, probe_ids(target))[0, -1]
     return probe_values(state[None], VALUES), len(state)

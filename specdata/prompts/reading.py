@@ -12,7 +12,6 @@ import dataclasses
 import gzip
 import hashlib
 import json
-import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -139,57 +138,44 @@ def raw_prompts(
     dataset: PromptSet, seed: int, has_template: bool
 ) -> Iterator[RawPrompt | Unusable]:
     """The first `count` prompts of a set, or what is wrong with them, before tokenizing."""
-    form, left = None, dataset.count or math.inf
-    # Each row makes one prompt at least.
-    for number, row in islice(_rows(dataset, seed), dataset.count or None):
-        prompts: Iterable[RawPrompt | Unusable]
-        unread: Sequence[str] = ()
+    return islice(_every_prompt(dataset, seed, has_template), dataset.count or None)
+
+
+def _every_prompt(
+    dataset: PromptSet, seed: int, has_template: bool
+) -> Iterator[RawPrompt | Unusable]:
+    """The prompts of a set's rows, each of which makes one at least."""
+    form = None
+    for number, row in read_rows(dataset, seed):
         if isinstance(row, str):
-            prompts = [Unusable("undecodable", row)]
-        else:
-            form = form or form_of(dataset, row)
-            require_columns(columns_of(form), row, f"prompt set {dataset.name!r}, row {number},")
-            chat = uses_chat(dataset, form, has_template)
-            prompts = prompts_in(row, form, chat=chat, turns=dataset.turns)
-            if dataset.template is None and (name := media_in(row, form.messages or "prompt")):
-                prompts = [Unusable("media", f"`{name}` stands for more than text")]
-            elif dataset.template is None and dataset.name not in {*EMBEDDED, *CATALOGUE}:
-                unread = unread_in(row, form)
+            yield Unusable("undecodable", row)
+            continue
+        form = form or form_of(dataset, row)
+        require_columns(columns_of(form), row, f"prompt set {dataset.name!r}, row {number},")
+        chat = uses_chat(dataset, form, has_template)
+        prompts: Iterable[RawPrompt | Unusable]
+        prompts = prompts_in(row, form, chat=chat, turns=dataset.turns)
+        unread: Sequence[str] = ()
+        if dataset.template is None and (name := media_in(row, form.messages or "prompt")):
+            prompts = [Unusable("media", f"`{name}` stands for more than text")]
+        elif dataset.template is None and dataset.name not in {*EMBEDDED, *CATALOGUE}:
+            unread = unread_in(row, form)
         for prompt in prompts:
-            if left == 0:
-                return
-            left -= 1
-            if isinstance(prompt, Unusable) and prompt.why != row:
-                prompt = prompt._replace(why=f"row {number}: {prompt.why}")
-            elif unread and isinstance(prompt, RawPrompt):
-                prompt = dataclasses.replace(prompt, unread=tuple(unread))
-            yield prompt
-
-
-def _rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
-    """The rows of a set, each with its number, from 1; of an embedded one as many as `count`."""
-    if dataset.name not in EMBEDDED:
-        return read_rows(dataset, seed)
-    if not dataset.count:
-        raise ConfigError(f"{dataset.name!r} is written from a seed without end: give a `count`")
-    write = natural_prompts if dataset.name in (*NATURAL, LONG) else embedded_prompts
-    try:
-        texts = write(dataset.name, dataset.split, dataset.count, seed=seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    rows: Iterator[PromptRow] = ({"prompt": text} for text in texts)
-    if isinstance(texts, dict):
-        rows = ({"prompt": text, "reference": texts[text]} for text in texts)
-    return enumerate(rows, start=1)
+            if isinstance(prompt, Unusable):
+                yield prompt._replace(why=f"row {number}: {prompt.why}")
+            else:
+                yield dataclasses.replace(prompt, unread=tuple(unread)) if unread else prompt
 
 
 def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
-    """The rows of a set that is not embedded, each with its number in the source, from 1.
+    """The rows of a set, each with its number in the source, from 1.
 
-    A catalogued set comes in an order shuffled by the seed (a larger count only appends), any
-    other in its own order.
+    Of an embedded set as many as `count`. A catalogued one comes in an order shuffled by the seed
+    (a larger count only appends), any other in its own order.
     """
     check_split(dataset)
+    if dataset.name in EMBEDDED:
+        return enumerate(_embedded(dataset, seed), start=1)
     if catalogued := CATALOGUE.get(dataset.name):
         return _catalogued(dataset, catalogued, seed)
     path = Path(dataset.name)
@@ -199,6 +185,19 @@ def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
     split = dataset.source_split or dataset.split
     data = load_rows(dataset.name, dataset.name, split, subset=dataset.subset)
     return _at(data, range(len(data)))
+
+
+def _embedded(dataset: PromptSet, seed: int) -> list[PromptRow]:
+    if not dataset.count:
+        raise ConfigError(f"{dataset.name!r} is written from a seed without end: give a `count`")
+    write = natural_prompts if dataset.name in (*NATURAL, LONG) else embedded_prompts
+    try:
+        texts = write(dataset.name, dataset.split, dataset.count, seed=seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if isinstance(texts, dict):
+        return [{"prompt": text, "reference": reference} for text, reference in texts.items()]
+    return [{"prompt": text} for text in texts]
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, PromptRow]]:
