@@ -26,7 +26,7 @@ from specdata.prepack import reordered
 
 # With fewer weights than this the layout gains less than calling oneDNN costs.
 SMALLEST_PREPACKED = 1 << 17
-ATEN = torch.ops.aten
+ATEN: Any = torch.ops.aten
 LINEAR = ATEN.linear.default
 SHARED = (
     ATEN.unsqueeze.default,
@@ -128,13 +128,13 @@ def _gives_its_input(node: Any) -> bool:
     source, *rest = node.args
     if node.target in (ATEN.to.dtype, ATEN.to.device):
         given, made = source.meta["val"], node.meta["val"]
-        is_same = (given.dtype, given.device) == (made.dtype, made.device)
-        return is_same and not node.kwargs
+        same = (given.dtype, given.device) == (made.dtype, made.device)
+        return same and not node.kwargs
     if node.target is ATEN.slice.Tensor:
         return bool(rest[1:] == [0, sys.maxsize])
-    return node.target is ATEN.alias.default or (
-        node.target is ATEN.mul.Tensor and rest == [1.0] and source.meta["val"].is_floating_point()
-    )
+    if node.target is ATEN.mul.Tensor:
+        return rest == [1.0] and bool(source.meta["val"].is_floating_point())
+    return bool(node.target is ATEN.alias.default)
 
 
 def _norm(traced: fx.GraphModule, rsqrt: Any) -> None:
@@ -150,6 +150,8 @@ def _norm(traced: fx.GraphModule, rsqrt: Any) -> None:
     (_, add, mean, power), (scaled, *others) = match, rsqrt.users
     x = power.args[0]
     if others or mean.args[1:] != ([-1], True) or power.args[1] != 2:
+        return
+    if not isinstance(add.args[1], float) or scaled.target is not ATEN.mul.Tensor:
         return
     (weighed, *others) = scaled.users
     if others or scaled.args != (x, rsqrt) or weighed.target is not ATEN.mul.Tensor:
