@@ -59,7 +59,7 @@ def main() -> None:
                 row: dict[str, Any] = {"work": name, "size": size}
                 builds = {"base": base, "now": Path.cwd()}
                 for build, tree in list(builds.items())[work is economize :]:
-                    folder = Path(temporary, f"{build}-{size}")
+                    folder = Path(temporary, f"{build}-{name.split()[0]}-{size}")
                     folder.mkdir(exist_ok=True)
                     row[build] = measured(tree, name, size, folder)
                     print(f"{name:<28} {size:>9,} {build:<4} {row[build]}", flush=True)
