@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from specdata.draft_kinds import is_for_engines, kind_of
+from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.draft_models.dspark import dspark_class
@@ -239,7 +239,8 @@ def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
 
     `kind` is the one that loads a model of transformers as it is.
     """
-    network = NETWORKS.get(kind_of(config).name)
+    kind_name = kind_of(config).name
+    network = NETWORKS.get(kind_name)
     if not is_reduced(config) and network is None:
         return kind, None
     with torch.device("meta"):
@@ -247,8 +248,8 @@ def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
     architecture = kind
     if network is not None:
         kind = network(kind)
-    # The output of drafts that have layouts is as engines have it.
-    if is_reduced(config) and not kind_of(config).layouts:
+    # The output of kinds that have layouts is as engines have it, whatever they hold of this one.
+    if is_reduced(config) and not KINDS[kind_name].layouts:
         kind = reduced_class(kind, getattr(config, SIZE))
     # By these transformers looks up under which names an architecture stores its weights.
     kind.__name__, kind.__module__ = architecture.__name__, architecture.__module__

@@ -205,7 +205,7 @@ def test_the_loss_is_taken_and_counted_where_the_targets_top_tokens_and_the_draf
     assert sum(new[index] != old[index] for index in old) == 4
     assert drafting.texts is not None
     ordered = [old[index] for index in range(8)]
-    written = drafting.texts.write(drafting.model, ordered, range(8), step=0)
+    written = drafting.texts.write(drafting.objective.draft, ordered, range(8), step=0)
     assert [new[index] for index in range(8)] == written
     # The labels are the completions of these rows.
     for ids, labels, row in zip(after["input_ids"], after["labels"], rows_of(after), strict=True):
@@ -262,17 +262,18 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
 ) -> None:
     settings = config(on_policy=1.0)
     one = trainer(tmp_path, settings, rollouts(8))
-    getattr(one.model, f"{CHECKPOINTING}_enable")()
+    draft = one.objective.draft
+    getattr(draft, f"{CHECKPOINTING}_enable")()
     loader = iter(one.get_train_dataloader())
     for training in (True, False):
-        one.model.train(training)
+        draft.train(training)
         batches = [next(loader)] if training else [collate(0)(rollouts(8))]
         state = torch.get_rng_state()
         (batch,), _ = one.get_batch_samples(iter(batches), 1, torch.device("cpu"))
         assert torch.equal(torch.get_rng_state(), state)
-        assert one.model.training == training
-        assert getattr(one.model, f"is_{CHECKPOINTING}")
-        assert all(parameter.grad is None for parameter in one.model.parameters())
+        assert draft.training == training
+        assert getattr(draft, f"is_{CHECKPOINTING}")
+        assert all(parameter.grad is None for parameter in draft.parameters())
         assert not any(value.is_inference() for value in batch.values())
     with_dropout = tiny("gpt2", 0, vocab=V, n_positions=64, resid_pdrop=0.1)
     assert with_dropout.config.resid_pdrop > 0

@@ -245,7 +245,7 @@ def figures(draft: PreTrainedModel, rows: datasets.Dataset, work: Path) -> list[
     config = changed(QUICK, epochs=1, batch_size=4)
     trainer = trainer_of(TARGET, draft, rows, work, config, SAMPLING)
     batch = collate(0)([Numbered(rows)[index] for index in range(4)])
-    loss = trainer.compute_loss(draft, batch).detach()
+    loss = trainer.compute_loss(trainer.model, batch).detach()
     return [measured, sum(labelled) / len(labelled), float(loss)]
 
 

@@ -302,10 +302,10 @@ def test_a_passing_trouble_is_tried_again_and_a_refusal_is_not() -> None:
 
 @pytest.mark.parametrize("trouble", ["refusal", "Ctrl-C"])
 def test_the_first_trouble_ends_all_requests_at_once(
-    trouble: str, monkeypatch: pytest.MonkeyPatch
+    trouble: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """One stays without an answer, and one would be sent again after a while."""
-    monkeypatch.setattr("specdata.server.client.PAUSE", 60.0)
+    monkeypatch.setattr("specdata.server.client.PAUSE", 2.0)
     answered, resting = threading.Event(), threading.Event()
 
     class Silent(Handler):
@@ -326,6 +326,8 @@ def test_the_first_trouble_ends_all_requests_at_once(
             self.answer(400, {})
 
     kind = ConfigError if trouble == "refusal" else KeyboardInterrupt
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells' jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, former))
     others = threading.enumerate()  # requests of other tests, too
     with serving(handler=Silent) as server, client(server) as backend:
         with pytest.raises(kind):

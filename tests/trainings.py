@@ -96,8 +96,8 @@ class GradientRecorder(TrainerCallback):
     def __init__(self) -> None:
         self.gradients: dict[str, Tensor] = {}
 
-    def on_pre_optimizer_step(self, *_: object, model: PreTrainedModel, **__: object) -> None:
-        for name, parameter in model.named_parameters():
+    def on_pre_optimizer_step(self, *_: object, model: torch.nn.Module, **__: object) -> None:
+        for name, parameter in getattr(model, "draft", model).named_parameters():
             assert parameter.grad is not None
             self.gradients.setdefault(name, parameter.grad.clone())
 
