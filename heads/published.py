@@ -1,8 +1,8 @@
 """Saved heads, and the code that they and released drafts carry for users of transformers alone.
 
 The code is the project's own: a file is copied with those of ours that it imports, whose imports
-become relative. `tests/test_layers.py` holds that they need torch, transformers and what comes with
-them only.
+become relative. `tests/documents/test_layers.py` holds that they need torch, transformers and what
+comes with them only.
 """
 
 from __future__ import annotations

@@ -61,12 +61,12 @@ def trained_pair() -> Path:
     """A toy pair trained in seconds, `target` and `draft`; kept between sessions, only to be read.
 
     What else several files want (rollouts, labels, a head of it) can be kept in the same way: a
-    fixture here, by `tests.made_once.made_once`.
+    fixture here, by `tests.support.made_once.made_once`.
     """
 
     from distill.config import ToyPairConfig
     from distill.toy import train_toy_pair
-    from tests.made_once import made_once
+    from tests.support.made_once import made_once
 
     config = ToyPairConfig(**TRAINED_PAIR)
     sources = "tests/conftest.py distill/toy.py distill/training.py specdata/toy/*.py"
@@ -75,27 +75,27 @@ def trained_pair() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_pair() -> Path:
-    """Tiny random models with one tokenizer (`tests.random_pair`), kept likewise."""
-    from tests.made_once import made_once
-    from tests.random_pair import random_pair
+    """Tiny random models with one tokenizer (`tests.support.random_pair`), kept likewise."""
+    from tests.support.made_once import made_once
+    from tests.support.random_pair import random_pair
 
-    sources = "tests/random_pair.py distill/toy.py distill/training.py specdata/toy/*.py"
+    sources = "tests/support/random_pair.py distill/toy.py distill/training.py specdata/toy/*.py"
     return made_once("random", sources, random_pair)
 
 
 @pytest.fixture(scope="session")
 def word_pair() -> Path:
-    """Tiny random models whose tokens are words (`tests.word_pair`), kept likewise."""
-    from tests.made_once import made_once
-    from tests.word_pair import word_pair
+    """Tiny random models whose tokens are words (`tests.support.word_pair`), kept likewise."""
+    from tests.support.made_once import made_once
+    from tests.support.word_pair import word_pair
 
-    return made_once("words", "tests/word_pair.py tests/tiny.py", word_pair)
+    return made_once("words", "tests/support/word_pair.py tests/support/tiny.py", word_pair)
 
 
 @pytest.fixture(scope="session")
 def results() -> Any:
-    """Every family of methods on two prompt sets (`tests.synthetic_results`), only to be read."""
-    from tests.synthetic_results import synthetic_results
+    """Every family of methods on two prompt sets (`tests.support.synthetic_results`), only read."""
+    from tests.support.synthetic_results import synthetic_results
 
     return synthetic_results("alpaca", "gsm8k")
 
@@ -110,8 +110,8 @@ def pair(tiny_pair: Path) -> Path:
 def server() -> ForkServerContext:
     """Starts processes (`server.Process(target=, args=)`) with what they import already there.
 
-    Each is a process of its own, which can be killed; `tests.two_processes` starts a group of two.
-    What they run must be a function at the top of a module.
+    Each is a process of its own, which can be killed; `tests.support.two_processes` starts a group
+    of two. What they run must be a function at the top of a module.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distill.distillation", "distill.finetune", "heads.train"])

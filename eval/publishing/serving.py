@@ -2,7 +2,7 @@
 
 Options are those of vLLM 0.28 to main of September 2026 (`vllm/config/speculative.py`), SGLang main
 of the same time (`srt/arg_groups`) and llama.cpp b11434 (`common/arg.cpp`);
-`tests/test_serving.py` lists them.
+`tests/eval/test_serving.py` lists them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every verifier by name: one declaration says what it takes and promises, and how it is tried.
 
 To add one, write its rule in a file of this folder (a `NodeRule` for one position, or a `Rule` for
-the whole draft), and declare it in `VERIFIERS`. `tests/test_verifiers.py` tests every entry.
+the whole draft), and declare it in `VERIFIERS`. `tests/eval/test_verifiers.py` tests every entry.
 
 This file is imported without torch, so that a configuration is checked, and help and plans are
 shown, at once; `VerifierSpec.make` imports the rule.

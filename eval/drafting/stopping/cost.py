@@ -115,9 +115,9 @@ def gain(
 
     One more token saves lambda, the time of an emitted token (`token_seconds`), if it and all
     before it are accepted, and costs t_d (`draft_seconds`). With lambda the least reachable time
-    per token this is the optimal rule for independent acceptances (`tests/optimal_stopping.py`);
-    taking lambda from what the rule itself achieves is Dinkelbach's iteration, which converges to
-    it.
+    per token this is the optimal rule for independent acceptances
+    (`tests/support/optimal_stopping.py`); taking lambda from what the rule itself achieves is
+    Dinkelbach's iteration, which converges to it.
     """
     return token_seconds * prefix_acceptance * mean_acceptance - draft_seconds
 

@@ -1,0 +1,343 @@
+"""What is said of a published draft: each planted fault by its name, and nothing of a sound one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from distill.config import InitConfig
+from distill.doctor import written_texts
+from distill.initial import make_initial
+from eval.measuring.results import read_results
+from recipes.command import main, run_tool
+from specdata.models import load_model, load_tokenizer
+from specdata.sampling import SamplingConfig
+from tests.support.dspark_layout import H, published
+from tests.support.initial import stored
+from tests.support.random_pair import measured_only
+
+KEPT = 300
+Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
+
+
+def least_squares(pair: Path, folder: Path, **init: Any) -> None:
+    """Write a draft that is not trained, and as `folder/out` what engines load."""
+    target = str(pair / "target")
+    models = load_model(target), load_tokenizer(target)
+    make_initial(
+        target=target,
+        draft=None,
+        rollouts=written_texts(*models, "instruct", 64, 48, SamplingConfig()),
+        out=folder / "draft",
+        config=InitConfig(kind="states", layers=1, **init),
+        seed=0,
+    )
+    assert run_tool("export", [str(folder / "draft"), "--out", str(folder / "out")]) == 0
+
+
+@pytest.fixture(scope="module")
+def released(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of least squares alone, in EAGLE's layout: only its own taps and flags fit it."""
+    folder = tmp_path_factory.mktemp("doctor")
+    least_squares(trained_pair, folder, layout="eagle3", vocabulary=KEPT)
+    draws = torch.Generator().manual_seed(0)
+
+    def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
+        for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+            tensors[name] = 1e-3 * torch.rand(tensors[name].shape, generator=draws)
+        # Read by the flag alone that the draft has not.
+        norm = tensors["midlayer.hidden_norm.weight"]
+        tensors["midlayer.hidden_norm.weight"] = torch.randn(norm.shape, generator=draws)
+
+    return changed(folder / "out", folder / "released", train)
+
+
+def changed(source: Path, out: Path, change: Change) -> Path:
+    shutil.copytree(source, out)
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def test_what_cannot_be_asked_is_refused(
+    released: Path, trained_pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [str(released), "--target", str(trained_pair / "target")]
+    for more, message in (
+        (["--max-new-tokens", "0"], "must be at least 1, got 16 and 0"),
+        (["--temperature", "-1"], "temperature must be 0 or larger, got -1.0"),
+    ):
+        assert run_tool("doctor", [*asked, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def said_of(folder: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    capsys.readouterr()
+    asked = ["--target", str(pair / "target"), "--prompts", "instruct", "--count", "8"]
+    status = run_tool("doctor", [str(folder), *asked, "--max-new-tokens", "32"])
+    return status, capsys.readouterr().out
+
+
+def test_nothing_is_wrong_with_a_sound_draft(
+    released: Path, trained_pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = said_of(released, trained_pair, capsys)
+    assert (status, "problem" in said, "warning" in said) == (0, False, False), said
+    assert "taps [0, 1], no norm flags: no other is better" in said
+    status, said = said_of(trained_pair / "draft", trained_pair, capsys)
+    assert status == 0, said
+    assert "an ordinary draft" in said
+
+
+def shift(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    for part in (config, config["eagle_config"]):
+        part["eagle_aux_hidden_state_layer_ids"] = [1, 2]
+
+
+def random_head(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
+    draws = torch.Generator().manual_seed(1)
+    shape = tensors["lm_head.weight"].shape
+    tensors["lm_head.weight"] = 0.02 * torch.randn(shape, generator=draws)
+
+
+FAULTS: dict[str, tuple[Change, str]] = {
+    "taps off by one": (shift, r"with taps \[0, 1\] the draft is accepted more"),
+    "norm flag": (
+        lambda _, config: config.update(norm_before_residual=True),
+        "with norm_before_residual False the draft is accepted more",
+    ),
+    "flags not said": (lambda _, config: config.pop("norm_output"), "does not say norm_output"),
+    "missing": (lambda tensors, _: tensors.pop("midlayer.mlp.up_proj.weight"), "are missing"),
+    "not finite": (
+        lambda tensors, _: tensors["fc.weight"].fill_(torch.nan),
+        r"^problem +tensors: fc\.weight holds NaN",
+    ),
+    "random": (random_head, "lm_head.weight are as random weights are"),
+    "no map": (lambda tensors, _: tensors.pop("d2t"), "has no d2t"),
+    "ids for differences": (
+        lambda tensors, _: tensors["d2t"].add_(torch.arange(KEPT)),
+        "d2t holds ids",
+    ),
+    "a key": (lambda _, config: config.update(clip_qkv=8), r"config.json: clip_qkv \(8\) is not"),
+    "maps of two drafts": (
+        lambda tensors, _: tensors["t2d"].copy_(~tensors["t2d"]),
+        "t2d marks other tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named(
+    fault: str,
+    released: Path,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, expected = FAULTS[fault]
+    status, said = said_of(changed(released, tmp_path / "ill", change), trained_pair, capsys)
+    line = [each for each in said.splitlines() if each.startswith(("problem", "warning"))]
+    assert any(re.search(expected, each) for each in line), said
+    assert status == any(each.startswith("problem") for each in line)
+
+
+def test_all_say_that_a_draft_ends_before_its_target_does(
+    released: Path,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ends(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["max_position_embeddings"] = 20
+
+    few, target = changed(released, tmp_path / "few", ends), str(trained_pair / "target")
+    draft, out = str(tmp_path / "draft"), tmp_path / "run"
+    texts = ["--prompts", "instruct", "--count", "3", "--max-new-tokens", "16"]
+    sets = "--eval.sets=[{name: instruct, split: test, count: 2}]"
+    methods = '--eval.methods=[{name: plain, decoder: plain}, {name: "K=3", length: 3}]'
+    evaluation = [*measured_only(trained_pair, out), "--models.draft", draft, sets, methods]
+    evaluation += ["--config", "recipes/configs/toy.yaml", "--eval.max_new_tokens", "16"]
+    for command, given in (
+        ("import", [few, "--target", target, "--out", draft]),
+        ("doctor", [few, "--target", target, *texts]),
+        ("doctor", [draft, "--target", target, *texts]),
+        ("verifiers", [target, draft, *texts, "--seconds", "1"]),
+        ("run-eval", [*evaluation, "--plan"]),
+    ):
+        assert main([command, *map(str, given)]) == (command == "doctor")
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert "has positions for 20 tokens, prompt included, and the target" in said, command
+    # The last of them measures what is left.
+    assert main(["run-eval", *evaluation]) == 0
+    (run,) = (each for each in read_results(out / "eval/results.json").runs if each.name == "K=3")
+    beyond, rounds = (
+        sum(getattr(g, name) for g in run.generations) for name in ("beyond", "rounds")
+    )
+    assert 0 < beyond <= rounds
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"K=3 drafted nothing in {beyond} of {rounds} rounds: {draft} has no positions" in said
+
+
+@pytest.fixture(scope="module")
+def in_blocks(trained_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of least squares alone, in DSpark's layout."""
+    folder = tmp_path_factory.mktemp("blocks")
+    least_squares(trained_pair, folder, layout="dspark", block=4)
+    draws = torch.Generator().manual_seed(0)
+
+    def train(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
+        for name, each in tensors.items():
+            if not each.any():
+                tensors[name] = 1e-3 * torch.rand(each.shape, generator=draws)
+
+    return changed(folder / "out", folder / "released", train)
+
+
+def ids_of_the_last_layer(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    for part in (config, config["dflash_config"]):
+        part["target_layer_ids"] = [config["num_target_layers"] - 1]
+
+
+def with_head(**said: bool) -> Change:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors["confidence_head.proj.weight"] = torch.ones(1, 8)
+        config.update({"enable_confidence_head": True, **said})
+
+    return change
+
+
+TRAPS: dict[str, tuple[Change, str]] = {
+    "anchor not said": (
+        lambda _, config: config.pop("sample_from_anchor"),
+        "sample_from_anchor: is not said: vLLM",
+    ),
+    "anchor says nothing": (
+        lambda _, config: config.update(sample_from_anchor=False),
+        "sample_from_anchor: is False",
+    ),
+    "last layer": (ids_of_the_last_layer, "llama.cpp hands out nothing of the last one"),
+    "embedding": (
+        lambda tensors, _: tensors.update({"embed_tokens.weight": torch.ones(8, 8)}),
+        "embed_tokens: is in the folder: llama.cpp would take it as output matrix",
+    ),
+    "few tokens": (
+        lambda _, config: config.update(draft_vocab_size=KEPT),
+        "lm_head: is missing, and vLLM refuses",
+    ),
+    "all wrong": (  # the least likely tokens are proposed
+        lambda tensors, _: [
+            tensors[name].mul_(-50) for name in ("norm.weight", "markov_head.markov_w2.weight")
+        ],
+        "nearly always the wrong target, a flag or taps: too little",
+    ),
+    "head off": (with_head(enable_confidence_head=False), "enable_confidence_head must be true"),
+    "head of states alone": (
+        with_head(confidence_head_with_markov=False),
+        "confidence_head_with_markov must be true",
+    ),
+    "no head": (
+        lambda _, config: config.update(enable_confidence_head=True),
+        "enable_confidence_head is true and no tensor is there",
+    ),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_each_trap_of_dsparks_layout_is_named(
+    trap: str,
+    in_blocks: Path,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, expected = TRAPS[trap]
+    folder = changed(in_blocks, tmp_path / "ill", change)
+    assert expected in said_of(folder, trained_pair, capsys)[1]
+
+
+def test_a_sound_draft_in_dsparks_layout_is_told_from_one_whose_anchor_proposes_nothing(
+    in_blocks: Path, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = said_of(in_blocks, trained_pair, capsys)
+    assert (status, "problem" in said, "warning" in said) == (0, False, False), said
+    assert "taps [1], sample_from_anchor: no other is better" in said
+    target = load_model(str(trained_pair / "target"))
+    with torch.inference_mode():
+        after = target(input_ids=torch.arange(target.config.vocab_size)[:, None]).logits[:, 0]
+    left, values, right = torch.linalg.svd(after.log_softmax(-1), full_matrices=False)
+
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        """What follows a token is in the bias alone, which the anchor's own state drowns."""
+        rank, mask = config["markov_rank"], config["mask_token_id"]
+        tensors["markov_head.markov_w1.weight"] = (left * values)[:, :rank].contiguous()
+        tensors["markov_head.markov_w2.weight"] = right[:rank].T.contiguous()
+        for name in (
+            "layers.0.self_attn.o_proj.weight",
+            "layers.0.mlp.down_proj.weight",
+            "norm.weight",
+        ):
+            tensors[name].fill_(1e-9)
+        tensors["norm.weight"][target.get_input_embeddings().weight[mask].abs().argmin()] = 30.0
+
+    status, said = said_of(changed(in_blocks, tmp_path / "ill", change), trained_pair, capsys)
+    assert "with sample_from_anchor False the draft is accepted more" in said
+
+
+@pytest.mark.parametrize("draft", ["released", "in_blocks"])
+def test_a_wrong_target_is_named_and_neither_flags_nor_taps(
+    draft: str,
+    request: pytest.FixtureRequest,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(trained_pair / "target", tmp_path / "target")
+    target = load_model(str(tmp_path / "target"))
+    with torch.no_grad():
+        target.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight.roll(7, 0))
+        target.model.norm.weight.mul_(30)  # sure of itself: flat distributions are all alike
+    target.save_pretrained(tmp_path / "target")
+    verifier = {"verifier": {"name_or_path": "their/own-7b"}}
+    folder = changed(
+        request.getfixturevalue(draft),
+        tmp_path / "draft",
+        lambda _, config: config.update(speculators_config=verifier),
+    )
+    status, said = said_of(folder, tmp_path, capsys)
+    blamed = [each for each in said.splitlines() if each.startswith(("problem", "warning"))]
+    assert "may be the wrong one: config.json names their/own-7b" in blamed[0]
+    assert "may be the wrong one, or the draft untrained" in said
+    assert (status, " settings:" in said) == (1, False), said
+
+
+def test_a_target_that_llama_cpp_hands_out_nothing_of_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    stored(tmp_path / "target", "qwen2", hidden_size=H, **layers)
+    published(tmp_path / "draft", 298)
+    said = said_of(tmp_path / "draft", tmp_path, capsys)[1]
+    assert "warning  target: llama.cpp lets no draft look inside of qwen2" in said
+
+
+def test_another_chat_template_is_named(
+    released: Path, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(released, tmp_path / "ill", lambda *_: None)
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    _, said = said_of(folder, trained_pair, capsys)
+    assert "warning  chat template: another than the target's" in said

@@ -1,0 +1,346 @@
+"""The watch on a draft while it trains: figures, best weights, history, reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedModel, TrainerCallback
+
+from distill import callbacks
+from distill.callbacks import best_step, store_best
+from distill.config import DistilConfig
+from distill.distillation import DistilResult
+from distill.watch import Figures, HeldOut, Measurement
+from specdata import texts
+from specdata.config import read_config
+from specdata.draft_models.state_store import StateStore
+from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
+from specdata.expected_tokens import expected_tokens, log_ratios
+from specdata.lm_head import find_lm_head
+from specdata.logits.make import ModelLogits
+from specdata.models import load_model
+from specdata.probability import overlap, probabilities
+from specdata.sampling import SamplingConfig
+from specdata.top_logits import TopLogits
+from tests.support.distill import pair
+from tests.support.random_pair import texts_of
+from tests.support.trainings import assert_same_weights, changed, distilled
+
+__all__ = ["pair"]  # a fixture
+
+WATCHED = DistilConfig(epochs=2, learning_rate=5e-3, save_steps=4, eval_steps=5, report_to=[])
+"""12 steps: checkpoints after 4, 8, 12; measured after 0, 5, 10, 12; losses of 4, 8, 10, 12."""
+TOO_FAST = changed(WATCHED, learning_rate=3.0, epochs=1)
+"""The draft gets worse."""
+
+
+@pytest.fixture(scope="module")
+def models(pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return load_model(str(pair / "target")), load_model(str(pair / "draft"))
+
+
+@pytest.fixture(scope="module")
+def dev(pair: Path) -> Dataset:
+    """Nine rollouts of two prompt sets, unequally many."""
+    sets = {"maths": texts_of(pair, 6, seed=2), "sums": texts_of(pair, 3, seed=3)}
+    named = [rows.add_column("dataset", [name] * len(rows)) for name, rows in sets.items()]
+    return concatenate_datasets(named)
+
+
+@pytest.fixture(scope="module")
+def whole(
+    pair: Path, dev: Dataset, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, DistilResult, Reporter]:
+    """An uninterrupted training: its folder, its result, and what it reported."""
+    out, reporter = tmp_path_factory.mktemp("whole") / "out", Reporter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distill.distillation.reporters", lambda *_: [reporter])
+        return out, trained(pair, dev, out), reporter
+
+
+class Reporter(TrainerCallback):
+    """Keeps the steps at which each name was reported."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {}
+
+    def on_log(
+        self, _: object, state: Any, __: object, logs: dict[str, float], **___: object
+    ) -> None:
+        for name, value in logs.items():
+            assert isinstance(value, (int, float)), name  # what reporters take
+            self.seen.setdefault(name, []).append(state.global_step)
+
+
+def by_hand(
+    models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset, sampling: SamplingConfig
+) -> list[dict[str, Any]]:
+    """The figures of every position, row by row, with all of p and q in memory."""
+    found = []
+    for row in dev:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        here = slice(len(row["prompt_ids"]) - 1, ids.shape[1] - 1)
+        with torch.no_grad():
+            p_logits, q_logits = (model(ids).logits[0, here] for model in models)
+        p, q = probabilities(p_logits, sampling), probabilities(q_logits, sampling)
+        text = torch.tensor(row["completion_ids"]).unsqueeze(-1)
+        ratios = log_ratios(p.gather(-1, text), q.gather(-1, text)).T
+        rounds = {
+            f"{how}_{k}": expected_tokens(ratios, torch.tensor([len(text)]), k, how)[0].tolist()
+            for how in ("token", "block")
+            for k in (4, 8)
+        }
+        log_q = (q_logits / (sampling.temperature or 1.0)).log_softmax(-1)  # not truncated
+        kl = (torch.xlogy(p, p) - p * log_q).sum(-1).tolist()
+        for place, acceptance in enumerate(overlap(p, q).tolist()):
+            tokens = {name: values[place] for name, values in rounds.items()}
+            figures = {"acceptance": acceptance, "kl": kl[place], "tokens": tokens}
+            found.append({"set": row["dataset"], **figures})
+    return found
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def assert_figures(figures: Figures, expected: list[dict[str, Any]]) -> None:
+    assert figures.positions == len(expected)
+    for name in ("acceptance", "kl"):
+        value = mean([each[name] for each in expected])
+        assert getattr(figures, name) == pytest.approx(value, rel=1e-4), name
+    assert figures.expected_tokens.keys() == expected[0]["tokens"].keys()
+    for name, value in figures.expected_tokens.items():
+        assert value == pytest.approx(mean([each["tokens"][name] for each in expected]), abs=1e-4)
+
+
+# --- figures
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingConfig(temperature=0.7, top_p=0.9), SamplingConfig(temperature=0.0)],
+    ids=["truncated", "greedy"],
+)
+def test_figures_are_those_of_whole_distributions_row_by_row(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    dev: Dataset,
+    sampling: SamplingConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(texts, "VALUES_AT_ONCE", 7 * 400)  # pieces of 7 positions
+    monkeypatch.setattr(texts, "POSITIONS", {"cpu": 1})
+    expected = by_hand(models, dev, sampling)
+    measured = HeldOut(models[0], dev, sampling).measure(models[1], step=5)
+    assert (measured.step, measured.rollouts) == (5, 9)
+    assert_figures(measured.overall, expected)
+    assert list(measured.sets) == ["maths", "sums"]
+    for name, figures in measured.sets.items():
+        assert_figures(figures, [each for each in expected if each["set"] == name])
+
+
+def test_the_target_is_run_once_and_its_distributions_are_never_whole(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    dev: Dataset,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = models
+    monkeypatch.setattr(texts, "VALUES_AT_ONCE", 32 * 400)
+    held_out = HeldOut(target, dev, SamplingConfig())
+    again = HeldOut(target, dev, SamplingConfig(), store=StateStore(0))
+    bodies, widest = [], [0]
+    handles = [
+        target.base_model.register_forward_hook(lambda *_: bodies.append(1)),
+        target.get_output_embeddings().register_forward_hook(
+            lambda _module, _inputs, logits: widest.append(logits.numel())
+        ),
+    ]
+    first = held_out.measure(draft)
+    runs = len(bodies)
+    assert held_out.measure(draft) == first
+    assert len(bodies) == runs > 0
+    assert max(widest) == 32 * 400
+    assert again.measure(draft) == again.measure(draft) == first
+    assert len(bodies) == 3 * runs
+    for handle in handles:
+        handle.remove()
+
+
+def test_rounds_that_reach_an_undecided_position_are_left_out(
+    models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset
+) -> None:
+    """An equal logit outside the top 8 is planted at one position of the first rollout."""
+    sampling, count, tied = SamplingConfig(top_k=8), 8, 9
+    rows = ModelLogits(find_lm_head(models[0]), count)(dev.to_list())  # type: ignore[arg-type]
+    rows[0]["next_logit"][tied] = rows[0]["top_logits"][(tied + 1) * count - 1]
+    expected = by_hand(models, dev, sampling)  # rollout by rollout
+    assert len(dev[0]["completion_ids"]) > tied + 1
+    source = TopLogits(count, 400).distributions(sampling)
+    figures = HeldOut(source, Dataset.from_list(rows), sampling).measure(models[1]).overall
+    assert figures.positions == len(expected) - 1
+    for name, value in figures.expected_tokens.items():
+        drafted = int(name.rpartition("_")[2])
+        left = [*expected[: tied - drafted + 1], *expected[tied + 1 :]]
+        assert value == pytest.approx(mean([each["tokens"][name] for each in left]), abs=1e-4)
+
+
+# --- what is kept
+
+
+def test_the_earliest_of_equally_good_weights_are_the_best() -> None:
+    others = {"token_8": 1.0, "block_4": 1.0, "block_8": 9.0}
+    measured = [
+        Measurement(10 * step, 1, Figures(1, 0.5, 0.1, {"token_4": tokens, **others}), {})
+        for step, tokens in enumerate([2.0, 3.5, 3.0, 3.5])
+    ]
+    assert best_step(measured) == 10
+
+
+def test_weights_that_got_worse_are_not_kept(pair: Path, tmp_path: Path) -> None:
+    best = distilled(pair, tmp_path / "best", TOO_FAST)
+    last = distilled(pair, tmp_path / "last", changed(TOO_FAST, keep="last"))
+    assert (best.steps, last.steps, last.best_step) == (6, 6, 6)
+    assert best.best_step == 0
+    assert last.acceptance_after < last.acceptance_before == best.acceptance_after
+    assert_same_weights(tmp_path / "best", pair / "draft")
+    history = kept(tmp_path / "best")
+    assert history["best_step"] == 0
+    assert steps_of(history["measurements"]) == [0, 5, 6]
+
+
+def test_a_draft_gets_better_and_its_result_tells_of_every_prompt_set_and_is_stored(
+    pair: Path, dev: Dataset, whole: tuple[Path, DistilResult, Reporter]
+) -> None:
+    out, result, _ = whole
+    before, after = result.before, result.after
+    assert before is not None
+    assert after is not None
+    assert result.best_step == after.step == kept(out)["best_step"] > 0
+    assert result.acceptance_before == before.overall.acceptance
+    assert result.acceptance_after > result.acceptance_before + 0.02
+    assert result.positions == sum(map(len, dev["completion_ids"]))
+    assert set(after.sets) == {"maths", "sums"}
+    assert after.rollouts == 9
+    target, draft = load_model(str(pair / "target")), load_model(str(out))
+    stored = HeldOut(target, dev, SamplingConfig()).measure(draft).overall.acceptance
+    assert stored == pytest.approx(result.acceptance_after, abs=1e-6)
+    assert draft.config.use_cache
+    for path in (pair / "target").glob("tokenizer*"):
+        assert (out / path.name).read_bytes() == path.read_bytes()
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    # A finished one is read, not made again.
+    written = (out / "model.safetensors").stat()
+    assert trained(pair, dev, out) == result
+    assert (out / "model.safetensors").stat() == written
+
+
+def test_no_epochs_keep_the_draft_as_it_starts_and_measure_it(pair: Path, tmp_path: Path) -> None:
+    result = distilled(pair, tmp_path / "out", changed(WATCHED, epochs=0))
+    assert (result.steps, result.best_step) == (0, 0)
+    assert result.acceptance_before == result.acceptance_after > 0
+    assert result.before == result.after
+    assert_same_weights(tmp_path / "out", pair / "draft")
+    assert kept(tmp_path / "out")["steps"] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# --- history and resume
+
+
+def trained(pair: Path, dev: Dataset, out: Path, config: DistilConfig = WATCHED) -> DistilResult:
+    train = texts_of(pair, 48, seed=1)
+    return distilled(pair, out, changed(config, eval_rollouts=4), train=train, dev=dev)
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """The history in a model's folder."""
+    history: dict[str, Any] = json.loads((folder / "history.json").read_text())
+    return history
+
+
+def steps_of(measured: list[dict[str, Any]]) -> list[int]:
+    return [each["step"] for each in measured]
+
+
+def test_history_and_reports_have_every_step_that_was_logged_and_every_measurement(
+    whole: tuple[Path, DistilResult, Reporter],
+) -> None:
+    history = kept(whole[0])
+    assert steps_of(history["steps"]) == [4, 8, 10, 12]
+    assert all(step["loss"] > 0 and step["grad_norm"] > 0 for step in history["steps"])
+    rates = [step["learning_rate"] for step in history["steps"]]
+    assert rates == sorted(rates, reverse=True)  # of a cosine, after its warm-up
+    assert steps_of(history["measurements"]) == [0, 5, 10, 12]
+    assert {each["rollouts"] for each in history["measurements"]} == {4}
+    assert all({*each["sets"]} == {"maths", "sums"} for each in history["measurements"])
+    assert history["before"]["rollouts"] == 9
+    reported = whole[2].seen
+    assert reported["loss"] == [4, 8, 10, 12]
+    for name in ("acceptance", "kl", "expected_tokens_block_8", "acceptance_sums"):
+        assert reported[f"eval_{name}"] == [0, 5, 10, 12]
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+@pytest.mark.slow
+def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
+    pair: Path,
+    dev: Dataset,
+    whole: tuple[Path, DistilResult, Reporter],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights of a step beyond the last checkpoint lie there then, and those before it as well.
+
+    Those that the checkpoint goes on with: without them the training is refused.
+    """
+    times = []
+
+    def store_and_die(*given: Any) -> None:
+        store_best(*given)
+        times.append(given[1])
+        if len(times) == 2:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks, "store_best", store_and_die)
+        with pytest.raises(Killed):
+            trained(pair, dev, tmp_path / "out")
+    assert times == [0, 5]  # it gets better all the time
+    best = tmp_path / "out.training" / "best-0"
+    best.rename(tmp_path / "elsewhere")
+    with pytest.raises(ManifestError, match=r"best-0/weights.safetensors, the best weights so far"):
+        trained(pair, dev, tmp_path / "out")
+    (tmp_path / "elsewhere").rename(best)
+    assert trained(pair, dev, tmp_path / "out") == whole[1]
+    assert_same_weights(tmp_path / "out", whole[0])
+    assert kept(tmp_path / "out") == kept(whole[0])
+    assert not (tmp_path / "out.training").exists()
+
+
+def test_figures_that_are_not_finite_end_a_training(pair: Path, tmp_path: Path) -> None:
+    config = changed(WATCHED, epochs=1, learning_rate=1e6, save_steps=100, eval_steps=2)
+    with pytest.raises(TrainingDivergedError, match="acceptance on held-out rollouts is nan after"):
+        distilled(pair, tmp_path / "out", config)
+    assert not (tmp_path / "out").exists()
+
+
+# --- reports
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_reports_go_to_names_that_exist_and_are_installed(
+    name: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.callbacks.get_available_reporting_integrations", list)
+    with pytest.raises(ConfigError, match=r"report_to\.0: .*'tensorboard'.* \(got 'tensorbord'\)"):
+        read_config(DistilConfig, {"report_to": ["tensorbord"]})
+    with pytest.raises(ConfigError, match=f"'{name}', which is not installed here: install it"):
+        distilled(pair, tmp_path / "out", changed(WATCHED, report_to=[name]))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,102 @@
+"""The declared versions: what they leave room for, and what the lists of exact versions hold."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+DEPENDENCIES = [Requirement(line) for line in PROJECT["dependencies"]]
+EXTRAS = PROJECT["optional-dependencies"]
+DEVELOPMENT = [Requirement(line) for line in EXTRAS["dev"]]
+PACKAGES = ("specdata", "distill", "heads", "eval", "recipes")
+MODULES = {"pyyaml": "yaml"}
+PARTS = {"pydantic_core", "markupsafe"}  # of pydantic and of jinja2, which pin them
+
+# What engines ask for (their packages' metadata), and a version that a resolver chose for both.
+ENGINES = {
+    "vllm 0.33.0": {
+        "torch": ("==2.14.0", "2.14.0"),
+        "transformers": (">=5.16.1,<5.21.0", "5.20.2"),
+        "huggingface_hub": (">=1.31.0", "2.4.0"),
+        "tokenizers": (">=0.23.2", "0.23.3"),
+        "safetensors": (">=0.6.2", "0.8.0"),
+        "pydantic": (">=2.12.0", "2.14.3"),
+        "filelock": (">=3.20.3", "4.2.11"),
+        "numpy": ("", "2.3.5"),  # numba 0.65.0
+    },
+    "sglang 0.5.23": {
+        "torch": ("==2.14.1", "2.14.1"),
+        "transformers": ("==5.19.0", "5.19.0"),
+        "tokenizers": ("==0.23.2", "0.23.2"),
+        "huggingface_hub": ("<2.0", "1.33.0"),  # tokenizers 0.23.2
+        "numpy": ("", "2.3.5"),  # numba 0.65.1
+    },
+    "speculators 0.9.0": {
+        "torch": (">=2.9.0,<=2.14.1", "2.14.1"),
+        "transformers": (">=5.0.0,<=5.19.0", "5.19.0"),
+        "datasets": (">=4.0.0,<=5.1.0", "5.1.0"),
+        "numpy": (">=2.0.0,<=2.5.4", "2.4.6"),
+        "tqdm": (">=4.66.3,<=4.70.1", "4.70.1"),
+    },
+}
+
+
+def pins(name: str) -> dict[str, Version]:
+    """Exact versions of a constraints file, by canonical name."""
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(package): Version(version) for package, version in pairs}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_declared_ranges_leave_room_for_an_engine(engine: str) -> None:
+    ours = {canonicalize_name(wanted.name): wanted.specifier for wanted in DEPENDENCIES}
+    for name, (theirs, version) in ENGINES[engine].items():
+        assert version in SpecifierSet(theirs), f"{engine} does not take {name} {version}"
+        assert version in ours[canonicalize_name(name)], f"{name} {version} of {engine}"
+
+
+def test_the_tested_set_is_within_the_declared_ranges() -> None:
+    tested = pins("constraints.txt")
+    for wanted in DEPENDENCIES + DEVELOPMENT:
+        version = tested.get(canonicalize_name(wanted.name))
+        # Environments come with a setuptools of their own.
+        assert wanted.name == "setuptools" or (version and version in wanted.specifier), wanted
+
+
+def test_the_oldest_set_is_the_lower_end_of_every_declared_range() -> None:
+    oldest = pins("constraints-oldest.txt")
+    for wanted in DEPENDENCIES + DEVELOPMENT:
+        (floor,) = (
+            Version(bound.version) for bound in wanted.specifier if bound.operator in (">=", "==")
+        )
+        version = oldest[canonicalize_name(wanted.name)]
+        assert version in wanted.specifier
+        # The first release that is called so: 2.0.0 for 2.0.
+        assert version.release[: len(floor.release)] == floor.release, wanted
+
+
+def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None:
+    imported: set[str] = set()
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add((node.module or "").partition(".")[0])
+    declared = {MODULES.get(wanted.name, wanted.name) for wanted in DEPENDENCIES}
+    optional = {
+        Requirement(line).name for name, lines in EXTRAS.items() if name != "dev" for line in lines
+    }
+    found = imported - {*sys.stdlib_module_names, *PACKAGES, *PARTS}
+    assert found - optional == declared

@@ -1,0 +1,217 @@
+"""Who may import whom, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from heads.config import KINDS
+from heads.published import write_code
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = {
+    "specdata": {"specdata"},
+    "heads": {"heads", "specdata"},
+    "distill": {"distill", "specdata"},
+    "eval": {"eval", "heads", "specdata"},
+    "recipes": {"recipes", "eval", "heads", "distill", "specdata"},
+}
+OURS = {*ALLOWED, "tests", "benchmarks", "launch"}
+# transformers needs the last two itself.
+PUBLISHED_WITH = {"torch", "transformers", "huggingface_hub", "safetensors"}
+# The rooms of eval and of specdata, and which rooms of the same package each may import.
+BELOW = {
+    "eval": {
+        "drafts": "",
+        "rounds": "",
+        "runtime": "",
+        "verifiers": "drafts",
+        "drafting": "drafts rounds runtime",
+        "decode_config": "drafting drafts verifiers",
+        "decoder": "decode_config drafting drafts rounds runtime verifiers",
+        "measuring": "decode_config decoder drafting drafts rounds runtime verifiers",
+        "reporting": "analysis measuring",
+        "publishing": "analysis measuring reporting",
+        "analysis": "decode_config decoder drafting drafts measuring runtime verifiers",
+    },
+    "specdata": {
+        "errors": "",
+        "sampling": "errors",
+        "generation": "sampling",
+        "terminal": "errors",
+        "processes": "errors",
+        "interruption": "processes",
+        "toy": "",
+        "config": "errors sampling",
+        "cache": "errors",
+        "draft_kinds": "config errors",
+        "draft_models": "cache config draft_kinds errors loading",
+        # A leaf that published folders carry.
+        "block_verification": "",
+        "probability": "block_verification errors sampling",
+        # A leaf: rollouts and labels run any model through it.
+        "prepack": "",
+        "memory": "",
+        "sources": "errors storage",
+        "probe": "",
+        "loading": "config errors processes sources",
+        "models": "draft_kinds draft_models errors loading processes sources storage",
+        "saving": "draft_kinds draft_models errors models sources storage",
+        "lm_head": "cache errors memory models",
+        "storage": "config errors interruption processes sampling",
+        "threads": "processes storage",
+        "target_states": "draft_models errors lm_head storage",
+        "expected_tokens": "",
+        "prompts": "config errors models processes sampling sources storage toy",
+        "server": "config errors",
+        "top_logits": "errors probability storage",
+        "texts": "draft_models lm_head models probability target_states threads top_logits",
+        "rollouts": "cache config draft_models errors lm_head memory models prepack probability "
+        "prompts sampling server storage target_states threads",
+        "labels": "config errors lm_head prepack probability sampling storage texts top_logits",
+        "logits": "config errors lm_head probability server storage texts top_logits",
+    },
+}
+FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in FILES
+}
+
+
+@cache
+def imported(path: Path, *, at_work: bool = False) -> list[tuple[int, str]]:
+    """Line and module of every import of a file; `at_work` leaves out those for types alone."""
+    modules = []
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    for node in nodes:  # which grows
+        if at_work and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            modules += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules += [(node.lineno, n if n in MODULES else f"{node.module}") for n in names]
+    return modules
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """At the module's level and inside functions, within and across packages."""
+    below = {
+        path: {MODULES[name] for _, name in imported(path, at_work=True) if name in MODULES}
+        for path in FILES
+    }
+    while ready := [path for path, files in below.items() if not files & below.keys()]:
+        below = {path: files for path, files in below.items() if path not in ready}
+    # What is left is in a circle or above one: files that nothing left imports are above.
+    while above := below.keys() - set().union(*below.values()):
+        below = {path: files for path, files in below.items() if path not in above}
+    circle = {path.relative_to(ROOT).as_posix() for path in below}
+    assert not circle, f"a circle among {sorted(circle)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down_the_layers_only(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    for line, module in imported(path):
+        top = module.split(".")[0]
+        assert top not in OURS - ALLOWED[package], f"{path}:{line} may not import {module}"
+
+
+@pytest.mark.parametrize("package", BELOW)
+def test_rooms_import_downwards_only(package: str) -> None:
+    rooms = {room: set(below.split()) for room, below in BELOW[package].items()}
+    order: list[str] = []
+    while len(order) < len(rooms):
+        ready = [name for name in rooms if name not in order and rooms[name] <= {*order}]
+        assert ready, f"a circle among {sorted({*rooms} - {*order})}"
+        order += ready
+    for path in FILES:
+        owner, *inside = path.relative_to(ROOT).with_suffix("").parts
+        if owner != package or inside == ["__init__"]:
+            continue
+        for line, module in imported(path):
+            top, *below = module.split(".")
+            if top == package and below and below[0] != inside[0]:
+                assert below[0] in rooms[inside[0]], f"{path}:{line} may not import {module}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ROOT / "specdata/probability.py",
+        ROOT / "specdata/sampling.py",
+        *sorted((ROOT / "eval/verifiers").glob("*.py")),
+    ],
+    ids=lambda path: path.name,
+)
+def test_distributions_and_verifiers_need_nothing_but_torch_and_each_other(path: Path) -> None:
+    leaves = (
+        "specdata.block_verification",
+        "specdata.errors",
+        "specdata.probability",
+        "specdata.sampling",
+    )
+    ours = ("eval.verifiers", "eval.drafts", *leaves)
+    for line, module in imported(path):
+        if module.split(".")[0] in OURS:
+            assert module.startswith(ours), f"{path}:{line} imports {module}"
+        else:
+            assert module.split(".")[0] not in {"transformers", "datasets"}, f"{path}:{line}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "specdata.prompts.reading",
+        "specdata.config",
+        "specdata.sampling",
+        "specdata.storage.resume",
+    ],
+)
+def test_configuration_is_imported_without_heavy_libraries(module: str) -> None:
+    heavy = ("torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy")
+    command = f"import sys, {module}; print([x for x in {heavy} if x in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "eval/runtime").glob("*.py")), ids=lambda path: path.name
+)
+def test_the_runtime_of_decoding_imports_only_itself_and_specdata(path: Path) -> None:
+    for line, module in imported(path):
+        if module.split(".")[0] in OURS - {"specdata"}:
+            assert module.startswith("eval.runtime"), f"{path}:{line} imports {module}"
+
+
+@pytest.mark.parametrize("module", ["heads.generate", *(each.module for each in KINDS.values())])
+def test_published_code_is_ours_and_needs_torch_and_what_comes_with_transformers_only(
+    module: str, tmp_path: Path
+) -> None:
+    write_code(module, tmp_path)
+    for path in tmp_path.iterdir():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert (tmp_path / f"{node.module}.py").is_file(), node.module
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                name = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                top = str(name).split(".")[0]
+                assert top in sys.stdlib_module_names | PUBLISHED_WITH, f"{path} imports {name}"
+
+
+def test_launch_holds_no_python_and_no_import_hides_a_builtin() -> None:
+    assert not list((ROOT / "launch").rglob("*.py"))
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert "eval" not in names, path

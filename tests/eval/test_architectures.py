@@ -1,0 +1,216 @@
+"""Every family decodes as `generate` does, whatever its layers keep of the tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.analysis.round_times import measure_times
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.runtime.graphs import EagerWarning
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import sequence_of
+from specdata.errors import ConfigError
+from specdata.models import positions
+from specdata.probability import SamplingConfig
+from tests.support.architectures import nearby
+from tests.support.families import BUDGET, FAMILIES, RECURRENT, WINDOWED, greedy, tiny
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]
+CASES = {
+    "chain": DecodeConfig(temperature=0.0, length=4),
+    "tree": DecodeConfig(temperature=0.0, verifier="rrs_wor", drafter="tree", widths=(3, 2, 1)),
+    "tree as a batch": DecodeConfig(
+        temperature=0.0,
+        verifier="rrs_wor",
+        drafter="tree",
+        widths=(3, 2, 1),
+        tree_attention=False,
+    ),
+    "paths": DecodeConfig(
+        temperature=0.0,
+        verifier="rrs",
+        drafter="paths",
+        paths=2,
+        length=3,
+    ),
+}
+
+
+# With "eager" attention a model makes a mask for one token, too: the same way in all families.
+FIRST = ("llama, grouped queries", "sdpa")
+# The other families attend to every token as these do: exhaustive.
+OFTEN = [(FIRST[0], "eager"), ("opt", "sdpa"), ("gpt2", "eager")]
+OFTEN += [(name, "sdpa") for name in WINDOWED]
+TIERS: dict[Any, Any] = {FIRST: (), **dict.fromkeys(OFTEN, pytest.mark.slow)}
+FAMILIES_AND_ATTENTION = [
+    pytest.param(name, attention, marks=TIERS.get((name, attention), pytest.mark.exhaustive))
+    for name in FAMILIES | WINDOWED
+    for attention in (("sdpa", "eager") if name in (FIRST[0], "opt", "gpt2") else ("sdpa",))
+]
+
+
+def outputs(target: Any, draft: Any, config: DecodeConfig, engine: Any = "eager") -> list[Any]:
+    decoder = SpeculativeDecoder.from_config(target, draft, config, engine=engine)
+    return [
+        decoder.generate(prompt, max_new_tokens=BUDGET, generator=torch.Generator())
+        for prompt in PROMPTS
+    ]
+
+
+def check_both_outcomes(outs: list[Any]) -> None:
+    rounds = [record for out in outs for record in out.rounds]
+    assert any(record.accepted for record in rounds), "nothing was accepted"
+    assert any(record.accepted < record.depth for record in rounds), "nothing was rejected"
+
+
+@pytest.mark.parametrize(("family", "attention"), FAMILIES_AND_ATTENTION)
+def test_greedy_output_of_every_drafter_is_that_of_generate(family: str, attention: str) -> None:
+    target = tiny(family, 2, attention=attention)
+    draft = nearby(family, attention=attention)
+    plain = [greedy(target, prompt) for prompt in PROMPTS]
+    assert len({token for tokens in plain for token in tokens}) > 3, "too few tokens differ"
+    for name, config in CASES.items():
+        outs = outputs(target, draft, config)
+        assert [out.tokens.tolist() for out in outs] == plain, name
+        check_both_outcomes(outs)
+        decoder = SpeculativeDecoder.from_config(target, draft, config)
+        seeds = [torch.Generator() for _ in PROMPTS]
+        batch = decoder.generate_batch(PROMPTS, max_new_tokens=BUDGET, generators=seeds, size=2)
+        assert [out.tokens.tolist() for out in batch] == plain, f"{name}, in a batch"
+
+
+@pytest.mark.parametrize(("family", "attention"), FAMILIES_AND_ATTENTION)
+def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
+    family: str, attention: str
+) -> None:
+    """Appended level by level and at once, against a forward over the path without a cache."""
+    model = tiny(family, 2, attention=attention)
+    # transformers' eager attention has its softmax in float32, in which vector widths round
+    # sums of other lengths differently; GPT-Neo has no other, and Llama 4's norms are in float32.
+    wide = attention == "sdpa" and family not in ("gpt_neo", "deepseek_v32", "llama4_text")
+    close = {"rtol": 0, "atol": 1e-9 if wide else 5e-6}
+    cached = CachedModel(model, 40)
+    committed = [3, 8, 5, 21]
+    tokens, parents = [4, 9, 30, 7, 11, 2], [0, 0, 1, 1, 2, 4]
+    paths = [[1], [2], [1, 3], [1, 4], [2, 5], [1, 4, 6]]
+    whole = sequence_of(cached, 0, SamplingConfig())
+    with torch.inference_mode():
+        whole.append(committed[:2], 1).run()
+        at_once = whole.append_tree(tokens, parents, committed[2:]).run()
+        levels = sequence_of(cached, 0, SamplingConfig())
+        levels.append(committed, 1).run()
+        by_level = [
+            levels.append_tree(tokens[first:last], parents[first:last]).run()
+            for first, last in ((0, 2), (2, 5), (5, 6))
+        ]
+        for node, path in enumerate([[], *paths]):
+            ids = committed + [tokens[step - 1] for step in path]
+            alone = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            torch.testing.assert_close(at_once[node], alone, **close)
+            if node:
+                torch.testing.assert_close(torch.cat(by_level)[node - 1], alone, **close)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_models_read_chains_alone_and_run_eagerly(family: str) -> None:
+    target, draft = tiny(family, 2), nearby(family)
+    with pytest.raises(ConfigError, match=f"^{family} has recurrent layers.*draft chains"):
+        SpeculativeDecoder.from_config(target, draft, CASES["paths"])
+    with pytest.warns(EagerWarning, match=f"^{family} runs eagerly"):
+        SpeculativeDecoder.from_config(target, draft, CASES["chain"], engine="captured")
+
+
+def test_rounds_of_a_pair_that_drafts_chains_alone_are_timed() -> None:
+    pair, prompts = (tiny("qwen3_next", 2), nearby("qwen3_next")), [torch.tensor([5, 6, 7])]
+    assert measure_times(*pair, prompts, SamplingConfig(), engine="eager", seed=0)
+
+
+def test_a_round_reads_accepted_tokens_of_a_recurrent_target_once_more_at_most() -> None:
+    """One forward of the target a round, and what is read again was dropped by a rejection."""
+    target, draft = tiny("qwen3_next", 2), nearby("qwen3_next")
+    seen: list[int] = []
+    hook = target.model.embed_tokens.register_forward_hook(
+        lambda _module, inputs, _output: seen.append(inputs[0].shape[1])
+    )
+    (out, *_) = outputs(target, draft, CASES["chain"])
+    hook.remove()
+    rounds = out.rounds
+    assert len(seen[: len(rounds)]) == len(rounds)
+    for before, record, count in zip(rounds, rounds[1:], seen[1:], strict=False):
+        again = before.accepted if before.accepted < before.drafted else 0
+        assert count == 1 + again + record.drafted
+
+
+def test_attention_that_takes_no_mask_reads_chains_only() -> None:
+    """Flash attention needs a GPU; what is read of it is its name."""
+    target, draft = tiny("llama", 2), tiny("llama", 3)
+    target.config._attn_implementation = "flash_attention_2"
+    SpeculativeDecoder.from_config(target, draft, CASES["chain"])
+    with pytest.raises(ConfigError, match="flash_attention_2 takes no tree mask"):
+        SpeculativeDecoder.from_config(target, draft, CASES["tree"])
+    # Only the target scores paths one by one: the draft extends its tree in one row.
+    SpeculativeDecoder.from_config(target, draft, CASES["tree as a batch"])
+    with pytest.raises(ConfigError, match="flash_attention_2 takes no tree mask"):
+        SpeculativeDecoder.from_config(draft, target, CASES["tree as a batch"])
+
+
+def test_private_names_of_transformers_are_in_one_file_and_still_mean_what_they_did() -> None:
+    files = [ROOT / "eval/decoder.py", *(ROOT / "eval/runtime").glob("*.py")]
+    files += [ROOT / "eval/measuring/assisted.py"]
+    names = ("_is_stateful", "_attn_implementation", "_supports_attention_backend")
+    readers = {path.name for path in files for name in names if name in path.read_text()}
+    assert readers == {"transformers_models.py"}
+    model = tiny("llama", 0, attention="sdpa")
+    assert (model._is_stateful, model._supports_attention_backend) == (False, True)
+    assert model.config._attn_implementation == "sdpa"
+    # What tells graphs that weights have changed.
+    weight = next(model.parameters())
+    before = weight._version
+    with torch.no_grad():
+        weight.add_(1.0)
+    assert weight._version > before
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0] * 3 + [3.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def roped(rope: str) -> tuple[Any, Any]:
+    changes: dict[str, Any] = {"rope_parameters": ROPES[rope] | {"rope_theta": 1e4}}
+    if rope == "dynamic":
+        changes["max_position_embeddings"] = 16
+    target = tiny("llama", 2, **changes)
+    return target, nearby("llama", **changes)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_length_dependent_ropes_decode_within_the_length_and_are_refused_beyond(rope: str) -> None:
+    """Beyond it a key depends on the forward that wrote it: drafting would change distributions."""
+    target, draft = roped(rope)
+    with pytest.raises(ConfigError, match="use engine 'eager'"):
+        SpeculativeDecoder.from_config(target, draft, CASES["chain"], engine="captured")
+    prompt, seed = PROMPTS[0], torch.Generator()
+    for name in ("chain", "tree"):
+        decoder = SpeculativeDecoder.from_config(target, draft, CASES[name])
+        out = decoder.generate(prompt, max_new_tokens=13, generator=seed)
+        assert out.tokens.tolist() == greedy(target, prompt, 13)
+        with pytest.raises(ConfigError, match="change after 16 tokens"):
+            decoder.generate(prompt, max_new_tokens=14, generator=seed)
+    plain = SpeculativeDecoder.from_config(target, None, CASES["chain"])
+    with pytest.raises(ConfigError, match="change after 16 tokens"):
+        plain.generate_batch([prompt], max_new_tokens=40, generators=[seed])
+    # Nor do the stages before go beyond: labels and states would be of other frequencies.
+    assert positions(target.config) == positions(draft.config) == 16

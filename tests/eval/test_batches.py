@@ -1,0 +1,179 @@
+"""A batch decodes each sequence as if it were alone, and keeps its slots busy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import NemotronConfig, NemotronForCausalLM
+
+from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.runtime import batches, kv_cache
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import Forward, sequence_of
+from specdata.probability import SamplingConfig
+from tests.support.decoder import head
+from tests.support.tiny import tiny_llama
+
+PROMPTS = [torch.tensor(ids) for ids in ([2], [3, 4, 5], [7, 8, 9, 10, 11, 12, 13], [5, 6], [1, 1])]
+CASES = {
+    "chain": DecodeConfig(length=4),
+    "greedy": DecodeConfig(length=4, temperature=0.0),
+    "greedy_block": DecodeConfig(verifier="greedy_block", length=4),
+    "confidence": DecodeConfig(stop="confidence", threshold=0.3),
+    "head": DecodeConfig(stop="head", threshold=0.5),
+    "cost": DecodeConfig(stop="cost", draft_seconds=0.1, token_seconds=1.0),
+    "tree": DecodeConfig(verifier="rrs", drafter="tree", widths=(3, 2)),
+    "tree, without tree attention": DecodeConfig(
+        verifier="traversal", drafter="tree", widths=(2, 2, 1), tree_attention=False
+    ),
+    "dynamic tree": DecodeConfig(
+        verifier="naive", drafter="dynamic_tree", nodes=5, depth=3, gain=0.1
+    ),
+    "paths": DecodeConfig(verifier="kseq", drafter="paths", paths=3, length=3),
+    "plain": DecodeConfig(),
+}
+
+
+def generators() -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
+
+
+def counts(out: Generation) -> list[tuple[int, ...]]:
+    return [(r.drafted, r.depth, r.accepted, r.emitted, r.draft_forwards) for r in out.rounds]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_sequence_of_a_batch_is_what_decoding_it_alone_gives(name: str) -> None:
+    """In float64, so that rounding cannot decide a draw."""
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
+    decoder = SpeculativeDecoder.from_config(
+        target, None if name == "plain" else draft, CASES[name], head().double()
+    )
+    alone = [
+        decoder.generate(prompt, max_new_tokens=20, generator=generator)
+        for prompt, generator in zip(PROMPTS, generators(), strict=True)
+    ]
+    done: list[int] = []
+    batch = decoder.generate_batch(
+        PROMPTS, max_new_tokens=20, generators=generators(), size=3, report=done.append
+    )
+    assert [out.tokens.tolist() for out in batch] == [out.tokens.tolist() for out in alone]
+    assert [out.finish for out in batch] == [out.finish for out in alone]
+    assert [counts(out) for out in batch] == [counts(out) for out in alone]
+    assert done == [1] * len(PROMPTS)
+
+
+def test_sequences_that_need_the_same_model_share_its_forwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = tiny_llama(2, vocab=40), tiny_llama(2, vocab=40)
+    target.config.eos_token_id = target.generation_config.eos_token_id = None
+    served: set[tuple[bool, int]] = set()
+    run_all = batches.run_all
+
+    def counted(forwards: list[Forward]) -> list[torch.Tensor]:
+        served.add((forwards[0].sequence.model.model is target, len(forwards)))
+        return run_all(forwards)
+
+    monkeypatch.setattr(batches, "run_all", counted)
+    decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(length=3))
+    # The draft equals the target, so every round of every sequence has the same length.
+    prompts = [torch.tensor([3, 4]), torch.tensor([5])]
+    decoder.generate_batch(prompts, max_new_tokens=16, generators=generators()[:2], size=2)
+    assert served == {(True, 2), (False, 2)}
+
+
+def test_short_prompts_are_read_together_into_a_cache_that_is_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, enlarged = tiny_llama(2, vocab=40), kv_cache._enlarged
+    made, read = list[bool](), list[tuple[int, ...]]()
+
+    def counted(buffer: torch.Tensor | None, *sizes: Any) -> torch.Tensor:
+        larger = enlarged(buffer, *sizes)
+        made.append(larger is not buffer)
+        return larger
+
+    monkeypatch.setattr(kv_cache, "_enlarged", counted)
+    target.get_input_embeddings().register_forward_hook(
+        lambda _, args, __: read.append(tuple(args[0].shape))
+    )
+    decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig())
+    decoder.generate_batch(PROMPTS, max_new_tokens=4, generators=generators(), size=5)
+    assert read[0] == (1, sum(map(len, PROMPTS)))
+    assert sum(made) == 2 * target.config.num_hidden_layers
+
+
+def test_no_sequence_and_an_error_in_one_leave_the_decoder_usable() -> None:
+    decoder = SpeculativeDecoder.from_config(
+        tiny_llama(0, vocab=40), tiny_llama(1, vocab=40), DecodeConfig(length=3)
+    )
+    assert decoder.generate_batch([], max_new_tokens=4, generators=[]) == []
+    good, bad = torch.tensor([2, 3]), torch.tensor([], dtype=torch.long)
+    seeds = [torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)]
+    with pytest.raises(ValueError, match="T >= 1"):
+        decoder.generate_batch([good, bad], max_new_tokens=9, generators=seeds)
+    first = decoder.generate(good, max_new_tokens=9, generator=torch.Generator().manual_seed(0))
+    (again,) = decoder.generate_batch(
+        [good], max_new_tokens=9, generators=[torch.Generator().manual_seed(0)]
+    )
+    assert first.tokens.tolist() == again.tokens.tolist()
+
+
+@pytest.mark.parametrize("name", ["tree", "paths"])
+def test_scoring_without_tree_attention_gives_the_same_tokens_for_the_same_draws(name: str) -> None:
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
+    with_mask = SpeculativeDecoder.from_config(target, draft, CASES[name])
+    as_batch = SpeculativeDecoder.from_config(
+        target, draft, CASES[name].replace(tree_attention=False)
+    )
+    accepted = 0
+    for seed in range(6):
+        prompt = PROMPTS[seed % len(PROMPTS)]
+        masked, unrolled = (
+            decoder.generate(
+                prompt, max_new_tokens=25, generator=torch.Generator().manual_seed(seed)
+            )
+            for decoder in (with_mask, as_batch)
+        )
+        assert masked.tokens.tolist() == unrolled.tokens.tolist()
+        assert counts(masked) == counts(unrolled)
+        accepted += sum(r.accepted for r in masked.rounds)
+    assert accepted > 10, "only accepted nodes move in the cache"
+
+
+def nemotron() -> NemotronForCausalLM:
+    """Keeps arguments from its attention."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    return NemotronForCausalLM(NemotronConfig(**sizes, **heads)).eval()
+
+
+@pytest.mark.parametrize("model", [tiny_llama(2, vocab=40, layers=2), nemotron()], ids=type)
+def test_sequences_of_different_lengths_are_run_without_padding(model: Any) -> None:
+    """Also beside a tree, in the slot between them."""
+    cached, read = CachedModel(model, 40), list[tuple[int, ...]]()
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda _, args, __: read.append(tuple(args[0].shape))
+    )
+    attention, logits = model.config._attn_implementation, []
+    for together in (False, True):
+        cached.kv_cache.free()
+        sequences = [sequence_of(cached, slot, SamplingConfig()) for slot in range(4)]
+        for slot, sequence in enumerate(sequences):
+            sequence.append([2 + slot] * (3 + 2 * slot), 1).run()
+        forwards = [
+            sequence.append(list(range(3, 3 + length)), length)
+            for sequence, length in zip(sequences, (9, 2, 1), strict=False)
+        ]
+        forwards.append(sequences[3].append_tree([5, 6, 7, 8], [0, 0, 1, 2], [9]))
+        read.clear()
+        with torch.inference_mode():
+            logits.append(batches.run_all(forwards) if together else [*map(Forward.run, forwards)])
+    hook.remove()
+    assert read == [(1, 9 + 2 + 1 + 5)]
+    torch.testing.assert_close(logits[1], logits[0])
+    assert model.config._attn_implementation == attention

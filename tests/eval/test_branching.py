@@ -1,0 +1,226 @@
+"""Paths and trees: tree attention is exact, and every verifier keeps the distribution."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from eval.analysis.draft_kinds import KINDS
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.drafters import BranchingDrafter, DraftPath
+from eval.runtime.batches import drive
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import sequence_of
+from eval.verifiers import VERIFIERS
+from specdata import probability
+from specdata.errors import NotFiniteError
+from specdata.probability import SamplingConfig
+from tests.support.branching import SAMPLED, greedy_rounds
+from tests.support.chi_square import LEVEL, p_value, power
+from tests.support.decoder import PROMPT, head
+from tests.support.families import tiny
+from tests.support.tiny import END, joint_distribution, tiny_llama
+
+DRAWS = 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str) -> None:
+    """Of caches and rows: the laws are enumerated. Fails by chance once in a million."""
+    config = SAMPLED[name]
+    target, draft = tiny_llama(0), tiny_llama(1)
+    distribution = joint_distribution(target, PROMPT, 4, config.sampling)
+    drafts = None if name == "plain" else draft
+    decoder = SpeculativeDecoder.from_config(target, drafts, config, head())
+    generator = torch.Generator().manual_seed(17)
+    prompt = torch.tensor(PROMPT)
+    outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
+    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > LEVEL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(family, "tree 2x2x1") for family in ("gemma3_text", "llama4_text", "gpt_neo", "deepseek_v32")]
+    + [(family, "chain of 4") for family in ("gemma3_text", "mamba")]
+    + [
+        pytest.param(family, "chain of 4", marks=pytest.mark.exhaustive)
+        for family in ("qwen3_next", "falcon_h1")
+    ],
+)
+def test_the_joint_distribution_is_that_of_plain_sampling_for_every_kind_of_cache(
+    family: str, kind: str
+) -> None:
+    """Windows, chunks, indexers, recurrent states. Fails by chance once in a million."""
+    target, draft = tiny(family, 2, vocab=4), tiny(family, 3, vocab=4)
+    prompt = [2, 3, 0, 2, 3, 3, 2, 0]
+    distribution = joint_distribution(target, prompt, 4, SamplingConfig())
+    config = KINDS[kind].config(SamplingConfig())
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    generator = torch.Generator().manual_seed(17)
+    outs = [
+        decoder.generate(torch.tensor(prompt), max_new_tokens=4, generator=generator)
+        for _ in range(DRAWS)
+    ]
+    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > LEVEL
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["cpu", "as a GPU"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_logits_that_are_not_finite_are_refused_with_the_models_name(
+    name: str, value: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for temperature, bad in itertools.product((SAMPLED[name].temperature, 0.0), (0, 1)):
+        config = SAMPLED[name].model_copy(update={"temperature": temperature})
+        models = [tiny_llama(0), tiny_llama(1)][: 1 if name == "plain" else 2]
+        if bad >= len(models):
+            continue
+        for model, called in zip(models, ("large", "small"), strict=False):
+            model.config.name_or_path = called
+        decoder = SpeculativeDecoder.from_config(
+            models[0], models[1] if len(models) > 1 else None, config, head()
+        )
+        torch.nn.init.constant_(models[bad].lm_head.weight[2:], value)
+        with monkeypatch.context() as changed:
+            changed.setattr(probability, "read_waits", lambda _: waits)
+            with pytest.raises(NotFiniteError, match=("large", "small")[bad]):
+                decoder.generate(
+                    torch.tensor(PROMPT), max_new_tokens=4, generator=torch.Generator()
+                )
+
+
+def test_so_many_draws_would_show_the_drafts_distribution() -> None:
+    sampling = SamplingConfig()
+    target, draft = (joint_distribution(tiny_llama(n), PROMPT, 4, sampling) for n in (0, 1))
+    mixed = {s: 0.4 * target.get(s, 0.0) + 0.6 * draft.get(s, 0.0) for s in target | draft}
+    assert power(target, mixed, DRAWS) > 0.99
+
+
+TREE_VERIFIERS = [
+    name for name, spec in VERIFIERS.items() if any(k.startswith("tree") for k in spec.takes)
+]
+
+
+@pytest.mark.parametrize("name", TREE_VERIFIERS)
+@pytest.mark.parametrize("attention", [True, False])
+def test_a_greedy_tree_is_the_whole_k_configuration_and_exact(name: str, attention: bool) -> None:
+    """Of the draft's likeliest tokens, whatever the verifier; more are accepted than of a chain."""
+    widths = (3, 2, 1)
+    tree = DecodeConfig(
+        name, drafter="tree", widths=widths, temperature=0.0, tree_attention=attention
+    )
+    chain = greedy_rounds(DecodeConfig(length=len(widths), temperature=0.0))
+    assert greedy_rounds(tree) < chain
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(2, vocab=40, layers=1)
+    decoder = SpeculativeDecoder.from_config(target, draft, tree)
+    out = decoder.generate(torch.tensor([2, 5]), max_new_tokens=24, generator=torch.Generator())
+    assert max(record.drafted for record in out.rounds) == 3 + 6 + 6
+
+
+@pytest.mark.parametrize(
+    ("widths", "how", "shape"),
+    [((3, 2), "iid", "tree"), ((3, 2), "distinct", "tree"), ((3, 2), "greedy", "tree"),
+     ((3, 1, 1), "iid", "paths")],
+)  # fmt: skip
+def test_a_branching_draft_is_what_its_class_promises_and_no_deeper_than_allowed(
+    widths: tuple[int, ...], how: str, shape: str
+) -> None:
+    draft = tiny_llama(1, vocab=6)
+    committed = [2, 3]
+    for room in (1, 2, 5):
+        for seed in range(15):
+            path = DraftPath(sequence_of(CachedModel(draft, 6), 0, SamplingConfig()))
+            drafter = BranchingDrafter([path], widths, how, frozenset([END]), shape=shape)  # type: ignore[arg-type]
+            generator = torch.Generator().manual_seed(seed)
+            with torch.inference_mode():
+                tree = drive(drafter.propose(committed, room, generator)).checked()
+            assert tree.kind == f"{shape}, {how}"
+            depth = {0: 0}
+            for node, parent in enumerate(tree.parents.tolist(), start=1):
+                depth[node] = depth[parent] + 1
+                tokens = [tree.token_list[node - 1]]
+                while parent:
+                    assert tree.token_list[parent - 1] != END, "nothing follows an end token"
+                    tokens.append(tree.token_list[parent - 1])
+                    parent = int(tree.parents[parent - 1])
+                context = torch.tensor([committed + tokens[:0:-1]])
+                with torch.inference_mode():
+                    distribution = draft(input_ids=context).logits[0, -1].float().softmax(-1)
+                torch.testing.assert_close(
+                    tree.distribution_of(node),
+                    distribution.to(tree.distributions),
+                    atol=1e-6,
+                    rtol=0,
+                )
+            assert max(depth.values()) <= min(room, len(widths))
+
+
+def test_a_branching_drafter_accepts_only_nodes_of_its_last_draft() -> None:
+    """Before a draft nothing; then its nodes that were run, for they had children; then nothing."""
+    model = CachedModel(tiny_llama(1, vocab=40), 40)
+    sequence = sequence_of(model, 0, SamplingConfig())
+    drafter = BranchingDrafter([DraftPath(sequence)], (2, 2, 2), "distinct", frozenset())
+    with torch.inference_mode():
+        drafter.accept([1, 3])
+        assert sequence.in_use == 0
+        generator = torch.Generator().manual_seed(0)
+        tree = drive(drafter.propose([2, 3], 3, generator))
+        assert (sequence.length, sequence.in_use) == (2, 2 + 6)
+        path = tree.path_to(len(tree))
+        assert len(path) == 3
+        drafter.accept(path)
+        assert (sequence.length, sequence.in_use) == (4, 4)
+        drafter.accept(path)
+        assert (sequence.length, sequence.in_use) == (4, 4)
+
+
+def test_only_nodes_in_the_cache_can_be_accepted() -> None:
+    model = CachedModel(tiny_llama(1, vocab=40), 40)
+    sequence = sequence_of(model, 0, SamplingConfig())
+    with torch.inference_mode():
+        sequence.append_tree([4, 5], [0, 0], [2]).run()
+    for bad in ([3], [0]):
+        with pytest.raises(ValueError, match="not all among the 2 in the cache"):
+            sequence.keep(bad)
+    with torch.inference_mode():
+        sequence.keep([2])
+    assert (sequence.length, sequence.in_use) == (2, 2)
+
+
+def test_candidates_are_fewer_where_the_distribution_has_fewer_tokens() -> None:
+    """Top-k 2 leaves two tokens: distinct and greedy siblings never include a third."""
+    draft = tiny_llama(1, vocab=6)
+    sampling = SamplingConfig(top_k=2)
+    for how in ("distinct", "greedy"):
+        path = DraftPath(sequence_of(CachedModel(draft, 6), 0, sampling))
+        drafter = BranchingDrafter([path], (4,), how, frozenset(), shape="tree")  # type: ignore[arg-type]
+        with torch.inference_mode():
+            tree = drive(drafter.propose([2], 3, torch.Generator().manual_seed(0))).checked()
+        assert len(tree) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"verifier": "block", "drafter": "tree", "widths": (2,)}, "has a proof for chain"),
+        ({"verifier": "kseq", "drafter": "tree"}, "needs widths"),
+        ({"verifier": "kseq", "widths": (2,)}, "needs widths"),
+        ({"verifier": "kseq", "drafter": "paths", "stop": "confidence"}, "stop='fixed'"),
+        ({"verifier": "greedy_block", "stop": "confidence"}, "is biased"),
+        ({"verifier": "importance", "verifier_args": {"solver": "magic"}}, "solver"),
+        ({"verifier": "token", "verifier_args": {"epsilon": 1}}, "it has no epsilon"),
+        (
+            {"verifier": "kseq", "drafter": "paths", "paths": 2, "path_temperatures": (1.0, 2.0)},
+            "paths, independent",
+        ),
+        ({"verifier": "rrs", "drafter": "paths", "paths": 2, "path_temperatures": (1.0,)}, "each"),
+    ],
+)
+def test_impossible_combinations_are_refused(bad: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecodeConfig(**bad)  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""The certificate of a function: each check finds its planted fault, and passes what is right."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.analysis.callables import CHECKS, Asked, Subject, certify_callable, made_pair
+from eval.analysis.draws import NotWalkableError, Uniform, drawing
+from eval.verifiers.rule import ScriptedRng, outcomes
+from recipes.command import run_tool
+from specdata.errors import ConfigError
+
+LENGTH = 2
+ASKED = Asked(texts=24, new=12, seconds=math.inf)
+accepted_of_all_calls = [0, 0]
+
+
+def laws(model: Any, ids: list[int]) -> Tensor:
+    """(T, V) distributions after each token."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0].softmax(-1)
+
+
+def accepts(chance: Tensor) -> bool:
+    return bool(torch.rand(()) < chance)
+
+
+def draw(law: Tensor) -> int:
+    return int(torch.multinomial(law, 1))
+
+
+def one_round(
+    draft: Any,
+    target: Any,
+    ids: list[int],
+    fault: str = "",
+    *,
+    length: int = LENGTH,
+    accept: Any = accepts,
+    draw: Any = draw,
+) -> list[int]:
+    """Token verification of a chain; with a planted fault if one is named."""
+    read, text, q = ids[-1:] if fault == "last token alone" else ids, [], []
+    forgets = fault == "draft forgets a token" and len(ids) > 6
+    for _ in range(length):
+        q.append(laws(draft, [*(ids[:-1] if forgets else read), *text])[-1])
+        text.append(draw(q[-1]))
+    p = laws(target, [*read, *text])[len(read) - 1 :]
+    for place, token in enumerate(text):
+        chance = p[place, token] / q[place][token]
+        if fault == "accepts too much":
+            chance = 1.5 * chance
+        if fault == "second token unverified" and place:
+            chance = torch.tensor(1.0)
+        if not accept(chance):
+            rest = (p[place] - q[place]).clamp(min=0)
+            return [*text[:place], draw(p[place] if fault == "draws from p again" else rest)]
+    return [*text, draw(p[-1])]
+
+
+def step(draft: Any, target: Any, ids: Tensor, fault: str = "") -> Tensor:
+    return torch.cat([ids[0], torch.tensor(one_round(draft, target, ids[0].tolist(), fault))])
+
+
+def generate(
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    seeds: list[int],
+    target: Any,
+    draft: Any,
+    fault: str = "",
+    how: str = "torch",
+) -> Any:
+    end, texts, rounds = target.generation_config.eos_token_id, [], 0
+    for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        torch.manual_seed(seed)
+        source = random.Random(seed)
+        ways: dict[str, dict[str, Any]] = {
+            "torch": {},
+            "in place": {
+                "draw": lambda law: int((law / torch.empty_like(law).exponential_()).argmax())
+            },
+            "its own": {"accept": lambda chance, source=source: source.random() < float(chance)},
+        }
+        text: list[int] = []
+        while len(text) < max_new_tokens and end not in text:
+            ids = (
+                [*prompt[1:], *text] if fault == "other rows shifted" and row else [*prompt, *text]
+            )
+            left = max_new_tokens - len(text) - 1
+            length = LENGTH if fault == "past the budget" else min(LENGTH, left)
+            text += one_round(draft, target, ids, fault, length=length, **ways[how])
+            rounds += 1
+        if end in text and fault != "past the end":
+            text = text[: text.index(end) + 1]
+        texts.append(torch.tensor(text))
+    if fault == "sums acceptance over calls":
+        accepted_of_all_calls[0] += sum(map(len, texts)) - rounds
+        accepted_of_all_calls[1] += 1
+        return texts, float(accepted_of_all_calls[0])
+    return texts
+
+
+FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "accepts too much": (generate, "law"),
+    "draws from p again": (step, "law"),
+    "second token unverified": (step, "law"),
+    "other rows shifted": (generate, "rows"),
+    "draft forgets a token": (generate, "same"),
+    "last token alone": (generate, "greedy"),
+    "past the budget": (generate, "ends"),
+    "past the end": (generate, "ends"),
+    "sums acceptance over calls": (generate, "ends"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_check_finds_its_fault_and_passes_what_is_right(fault: str) -> None:
+    function, check = FAULTS[fault]
+    for planted in ("", fault):
+        subject = Subject(partial(function, fault=planted), planted)
+        holds, said = CHECKS[check](subject, ASKED)
+        assert holds is (not planted), said
+        if check == "law":
+            assert "next 3 tokens" in said
+
+
+@pytest.mark.parametrize("how", ["in place", "its own"])
+@pytest.mark.parametrize("fault", ["", "accepts too much"])
+def test_draws_that_cannot_be_walked_are_judged_by_samples(how: str, fault: str) -> None:
+    subject = Subject(partial(generate, fault=fault, how=how), how)
+    holds, said = CHECKS["law"](subject, Asked(texts=90, new=20, seconds=math.inf))
+    assert holds is (not fault), said
+    assert "not walked: it draws by other means" in said
+
+
+def test_what_cannot_be_seen_is_said_and_what_raises_is_a_fault() -> None:
+    def mute(prompts: Any, max_new_tokens: int, seeds: Any) -> list[list[int]]:
+        raise ZeroDivisionError("by nought")
+
+    found = certify_callable(mute, "mute", Asked(pair=made_pair(16), texts=3, new=4))
+    assert [each.holds for each in found] == [False, False, None, None, False]
+    assert "ZeroDivisionError: by nought" in str(found[0])
+    assert "not seen" in str(found[2])
+    with pytest.raises(ConfigError, match="takes no models"):
+        certify_callable(mute, "mute", ASKED)
+    with pytest.raises(ConfigError, match=r"must take \(prompts, max_new_tokens, seeds\)"):
+        certify_callable(lambda x: x, "other", ASKED)
+    with pytest.raises(ConfigError, match="at least one after them"):
+        CHECKS["law"](Subject(lambda draft, target, ids: ids, "still"), ASKED)
+
+
+def test_uniform_numbers_give_each_outcome_its_probability() -> None:
+    bounds = torch.tensor([0.25, 0.5])
+
+    def compared(rng: Any) -> tuple[bool, ...]:
+        with drawing(rng):
+            u = torch.rand(1, 2).squeeze(0)
+            below = (bounds > u).tolist()
+            again = bool(u[1:].view(()) <= 0.75)  # at least 1/2 or less is known by now
+            return (*below, again, bool(random.random() < 0.5))
+
+    law: dict[tuple[bool, ...], float] = {}
+    for weight, outcome in outcomes(compared):
+        law[outcome] = law.get(outcome, 0.0) + weight
+    assert law[False, False, True, True] == pytest.approx(0.75 * 0.25 * 0.5)
+    assert law[True, True, True, False] == pytest.approx(0.25 * 0.5 * 0.5)
+    assert not any(below and not again for _, below, again, _ in law)
+    assert sum(law.values()) == pytest.approx(1.0)
+    assert torch.rand(1).item() >= 0.0, "given back"
+    for value in (float, torch.log, lambda u: u.log(), lambda u: u < u):
+        with pytest.raises(NotWalkableError):
+            value(Uniform.of(ScriptedRng([]), 1))
+
+
+def test_the_command_prints_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--texts", "6", "--seconds", "1"]
+    assert run_tool("certify", ["--callable", "tests.eval.test_callables:step", *few]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(CHECKS)
+    assert "holds" in lines[0]
+    assert run_tool("certify", ["--callable", "tests.none:step"]) == 2
+    assert "MODULE:FUNCTION" in capsys.readouterr().err

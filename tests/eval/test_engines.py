@@ -1,0 +1,185 @@
+"""Captured forwards give what the eager model gives."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.runtime.graphs import shared_graphs
+from eval.runtime.prepack import SMALLEST_PREPACKED, is_packed
+from specdata.errors import ConfigError
+from specdata.prepack import multiplies
+from tests.eval import test_batches
+from tests.support.decoder import head
+from tests.support.families import tiny
+from tests.support.tiny import tiny_llama
+
+FORMS = ("plain", "chain", "head", "greedy_block", "tree", "dynamic tree", "paths")
+CASES = {name: test_batches.CASES[name] for name in FORMS}
+CASES["one node"] = DecodeConfig(verifier="rrs", drafter="tree", widths=(1,))
+
+
+def medium_llama(seed: int) -> Any:
+    """In float32 and just large enough that its matrices are prepacked."""
+    sizes = {"hidden_size": 128, "intermediate_size": 1024, "max_position_embeddings": 2048}
+    biases = {"attention_bias": True, "mlp_bias": True, "initializer_range": 0.1}
+    assert sizes["hidden_size"] * sizes["intermediate_size"] >= SMALLEST_PREPACKED
+    family = "llama, grouped queries"
+    return tiny(family, seed, vocab=512, dtype=torch.float32, **sizes, **biases)
+
+
+def tokens(decoder: SpeculativeDecoder, seed: int, budget: int = 20) -> list[int]:
+    out = decoder.generate(
+        torch.tensor([2, 3 + seed]),
+        max_new_tokens=budget,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return [int(token) for token in out.tokens]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "chain" else pytest.mark.slow) for n in CASES],
+)
+def test_the_captured_engine_gives_the_eager_ones_tokens(name: str) -> None:
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
+    drafts = None if name == "plain" else draft
+    eager, graph = (
+        SpeculativeDecoder.from_config(target, drafts, CASES[name], head().double(), engine=engine)
+        for engine in ("eager", "captured")
+    )
+    for seed in range(3):
+        assert tokens(eager, seed) == tokens(graph, seed)
+
+
+@pytest.mark.slow
+def test_prepacked_matrices_with_biases_give_the_eager_logits() -> None:
+    """Greedy, over lengths that outgrow the first buffers: a wrong logit would show in a token."""
+    target, draft = medium_llama(0), medium_llama(1)
+    config = DecodeConfig(temperature=0.0, length=3)
+    eager, graph = (
+        SpeculativeDecoder.from_config(target, draft, config, engine=engine)
+        for engine in ("eager", "captured")
+    )
+    assert tokens(eager, 0, 270) == tokens(graph, 0, 270)
+
+
+@pytest.mark.slow
+def test_bfloat16_matrices_are_prepacked_where_the_processor_multiplies_them() -> None:
+    model = medium_llama(0).to(torch.bfloat16)
+    supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    assert multiplies(model.device, model.dtype) == supported
+    assert not multiplies(model.device, torch.float16)
+    # A graph whose logits differ from the eager ones by more than rounding is refused.
+    config = DecodeConfig(temperature=0.0, length=3)
+    decoder = SpeculativeDecoder.from_config(
+        model, medium_llama(1).to(torch.bfloat16), config, engine="captured"
+    )
+    assert len(tokens(decoder, 0, 40)) == 40
+    graphs = shared_graphs(model, "captured")._graphs
+    assert graphs
+    for graph in graphs.values():
+        assert any(map(is_packed, graph.graph.nodes)) == supported  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["llama, grouped queries", "gpt2"])
+def test_a_graph_calls_no_python_code(family: str) -> None:
+    """Behind a frame of so many variables each call of it may map memory for its own frame."""
+    model = tiny(family, 0, dtype=torch.float32)
+    tokens(SpeculativeDecoder.from_config(model, None, DecodeConfig(), engine="captured"), 0)
+    (graph, *_) = shared_graphs(model, "captured")._graphs.values()
+    assert isinstance(graph, torch.fx.GraphModule)
+    called: list[str] = []
+
+    class Inputs(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if n.op == "call_function":
+                sys.setprofile(
+                    lambda f, event, _: called.append(str(n)) if event == "call" else None
+                )
+                try:
+                    return n.target(*args, **kwargs)  # type: ignore[operator]
+                finally:
+                    sys.setprofile(None)
+            if n.op == "get_attr":
+                assert n.target in vars(graph)
+            return super().run_node(n)
+
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    sizes = [[int(size) for size in value.shape] for value in inputs]
+    given = [torch.zeros(size, dtype=v.dtype) for size, v in zip(sizes, inputs, strict=True)]
+    with torch.inference_mode():
+        Inputs(graph).run(*given)
+    assert not called
+
+
+def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
+    model = tiny_llama(0, vocab=40)
+    first = shared_graphs(model, "captured")
+    assert shared_graphs(model, "captured") is first
+    assert shared_graphs(model, "captured", (1,)).prepacker is first.prepacker
+    config = DecodeConfig(temperature=0.0)
+    before = tokens(SpeculativeDecoder.from_config(model, None, config, engine="captured"), 0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.3)
+    after = tokens(SpeculativeDecoder.from_config(model, None, config, engine="captured"), 0)
+    assert after == tokens(SpeculativeDecoder.from_config(model, None, config), 0)
+    assert before != after
+    assert shared_graphs(model, "captured") is not first
+    assert shared_graphs(model, "captured", (1,)).prepacker is not first.prepacker
+
+
+@pytest.mark.slow
+def test_one_decoder_follows_weights_that_change_between_its_generations() -> None:
+    """Prepacked matrices are copies, which an operation on the weights does not change."""
+    target = medium_llama(0)
+    config = DecodeConfig(temperature=0.0)
+    decoder = SpeculativeDecoder.from_config(target, medium_llama(1), config, engine="captured")
+    before = tokens(decoder, 0)
+    target.load_state_dict(medium_llama(2).state_dict())
+    plain = tokens(SpeculativeDecoder.from_config(target, None, config), 0)
+    assert before != plain
+    assert tokens(decoder, 0) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["head", "dynamic tree"])
+def test_after_the_warm_up_no_graph_is_made(name: str) -> None:
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
+    decoder = SpeculativeDecoder.from_config(
+        target, draft, CASES[name], head().double(), engine="captured"
+    )
+    decoder.warm_up()
+    graphs = [shared_graphs(model, "captured")._graphs for model in (target, draft)]
+    before = [set(kinds) for kinds in graphs]
+    for seed in range(4):
+        tokens(decoder, seed)
+    assert [set(kinds) for kinds in graphs] == before
+
+
+@pytest.mark.slow
+def test_graphs_do_not_keep_a_model_alive() -> None:
+    model = medium_llama(0)
+    tokens(SpeculativeDecoder.from_config(model, None, DecodeConfig(), engine="captured"), 0)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_models_that_cannot_be_captured_are_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="unknown engine 'fast'"):
+        SpeculativeDecoder.from_config(tiny_llama(0), None, DecodeConfig(), engine="fast")  # type: ignore[arg-type]
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny("llama", 0, dtype=torch.float32, rope_parameters=rope)
+    with pytest.raises(ConfigError, match="engine 'eager'"):
+        SpeculativeDecoder.from_config(model, None, DecodeConfig(), engine="captured")

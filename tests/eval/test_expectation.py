@@ -1,0 +1,244 @@
+"""Expected counts of recorded rollouts under a rule, and the oracle of SpecDec++ Theorem 4.1."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.papers.replay import (
+    Counts,
+    Times,
+    dinkelbach,
+    expected_counts,
+    oracle_counts,
+    recorded_lengths,
+    saving,
+)
+from eval.analysis.traces import Traces
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.stopping import StoppingRule
+from eval.drafting.stopping.cost import Cost
+from eval.drafting.stopping.recorded import Lengths, Reals, RecordedHead, RecordedTokens, pad
+from eval.drafting.stopping.thresholds import Confidence, Cumulative, Fixed, Head
+from tests.support.tiny import tiny_llama
+
+OUTCOMES = [bits for n in range(1, 7) for bits in itertools.product([False, True], repeat=n)]
+Plain = tuple[int, int, int, int]  # tokens, n_target, n_draft, n_discarded
+TIMES = Times(draft_seconds=0.2, target_seconds=1.0)
+
+
+def traces(accept: Sequence[Sequence[float]]) -> Traces:
+    """Rollouts of which nothing but the acceptance is known."""
+    padded = pad(accept)
+    lengths = np.array([len(row) for row in accept], dtype=np.int64)
+    return Traces(RecordedTokens(lengths=lengths, q=padded, q_max=padded), padded)
+
+
+def drafted(recorded: Traces, rule: StoppingRule) -> Lengths:
+    lengths = recorded_lengths(rule, recorded.tokens)
+    assert lengths is not None
+    return lengths
+
+
+def counts_of(counts: Counts, row: int = 0) -> tuple[float, ...]:
+    return tuple(
+        float(values[row])
+        for values in (counts.tokens, counts.n_target, counts.n_draft, counts.n_discarded)
+    )
+
+
+def decoded(accepted: Sequence[bool], lengths: Sequence[int]) -> Plain:
+    """Round after round, with these outcomes: what the expectation is an expectation of."""
+    position = n_target = n_draft = n_discarded = 0
+    while position < len(accepted):
+        drafted = lengths[position]
+        kept = 0
+        while kept < drafted and accepted[position + kept]:
+            kept += 1
+        n_target, n_draft = n_target + 1, n_draft + drafted
+        n_discarded += drafted - kept
+        position += kept + 1
+    return position, n_target, n_draft, n_discarded
+
+
+def every_rule(n: int) -> Iterator[list[int]]:
+    """Every choice of lengths at n positions; a round leaves the last token to the target."""
+    for lengths in itertools.product(*(range(n - position) for position in range(n))):
+        yield list(lengths)
+
+
+def mean_of(
+    accept: Sequence[float], counted: Callable[[tuple[bool, ...]], tuple[float, ...]]
+) -> tuple[float, ...]:
+    """The mean of what is counted, over all outcomes."""
+    mean = np.zeros(4)
+    for outcome in itertools.product([False, True], repeat=len(accept)):
+        weight = math.prod(a if yes else 1.0 - a for a, yes in zip(accept, outcome, strict=True))
+        mean += weight * np.array(counted(outcome))
+    return tuple(mean)
+
+
+def test_expected_counts_and_the_oracles_are_the_mean_over_all_outcomes() -> None:
+    chance = random.Random(0)
+    rows = [[chance.random() for _ in range(n)] for n in (1, 3, 6, 5)]
+    recorded = traces(rows)
+    estimates = np.array([[chance.random() for _ in range(6)] for _ in rows])
+    head = RecordedHead(np.log(estimates / (1.0 - estimates)), lag=1)
+    tokens = replace(recorded.tokens, q=estimates, q_max=estimates, head=head)
+    read = Traces(tokens, recorded.accept)
+    rules = [
+        np.zeros_like(tokens.most()),
+        drafted(read, Fixed(length=2)),
+        drafted(read, Confidence(threshold=0.5, limit=3)),
+        drafted(read, Cumulative(threshold=0.3, limit=4)),
+        drafted(read, Head(threshold=0.7, limit=4)),
+        drafted(read, Cost(draft_seconds=0.2, token_seconds=1.0, mean_acceptance=1.0, limit=5)),
+    ]
+    assert len({rule.tobytes() for rule in rules}) == len(rules)
+    for lengths in rules:
+        counts = expected_counts(recorded, lengths)
+        for row, accept in enumerate(rows):
+            mean = mean_of(accept, lambda outcome: decoded(outcome, lengths[row].tolist()))  # noqa: B023
+            assert counts_of(counts, row) == pytest.approx(mean, abs=1e-12)
+    oracle = oracle_counts(recorded)
+    for row, accept in enumerate(rows):
+        mean = mean_of(accept, lambda outcome: counts_of(oracle_counts(traces([outcome]))))
+        assert counts_of(oracle, row) == pytest.approx(mean, abs=1e-12)
+
+
+def test_the_oracle_takes_the_least_time_of_all_rules_on_every_short_trace() -> None:
+    for accepted in OUTCOMES:
+        best = counts_of(oracle_counts(traces([[float(yes) for yes in accepted]])))
+        rules = {decoded(accepted, lengths) for lengths in every_rule(len(accepted))}
+        assert best in rules
+        assert best[1] == min(rule[1] for rule in rules)
+        # The last token comes from the target anyway, so a rejection there costs nothing more.
+        assert (best[3], best[1]) == (0, accepted[:-1].count(False) + 1)
+        for draft in (0.01, 0.3, 1.0):
+            least = min(draft * rule[2] + rule[1] for rule in rules)
+            assert draft * best[2] + best[1] == pytest.approx(least, abs=1e-12)
+
+
+def test_counts_keep_their_identity_and_time_splits_as_in_the_paper() -> None:
+    chance = random.Random(0)
+    rows = [[chance.random() for _ in range(chance.randint(1, 40))] for _ in range(60)]
+    recorded = traces(rows)
+    for counts in (
+        oracle_counts(recorded),
+        expected_counts(recorded, drafted(recorded, Fixed(length=4))),
+        expected_counts(recorded, drafted(recorded, Cumulative(threshold=0.3, limit=6))),
+        expected_counts(recorded, drafted(recorded, Confidence(threshold=0.4))),
+    ):
+        assert counts.tokens.tolist() == [len(row) for row in rows]
+        drawn = counts.n_draft + counts.n_target
+        np.testing.assert_allclose(drawn, counts.tokens + counts.n_discarded, atol=1e-9)
+        # SpecDec++: T = t_d N + t_d N_discarded + (t_t - t_d) N_target.
+        split = 0.2 * (counts.tokens + counts.n_discarded) + 0.8 * counts.n_target
+        np.testing.assert_allclose(counts.seconds(TIMES), split, atol=1e-9)
+        per_token = split.sum() / counts.tokens.sum()
+        assert counts.seconds_per_token(TIMES) == pytest.approx(per_token)
+
+
+def test_the_counts_of_greedy_decoding_are_what_the_decoder_counts() -> None:
+    target, draft = tiny_llama(2, vocab=6, layers=2), tiny_llama(3, vocab=6)
+    target.generation_config.eos_token_id = None
+    target.config.eos_token_id = None
+    compared = 0
+    for start in range(2, 6):
+        prompt = torch.tensor([start, 3])
+        plain = SpeculativeDecoder.from_config(target, None, DecodeConfig(temperature=0.0))
+        text = plain.generate(prompt, max_new_tokens=20, generator=torch.Generator()).tokens
+        ids = torch.cat([prompt, text])
+        with torch.no_grad():
+            proposed = draft(input_ids=ids[None, :-1]).logits[0, 1:].argmax(dim=-1)
+        recorded = traces([(proposed == text).double().tolist()])
+        for length in (1, 3, 5):
+            decoder = SpeculativeDecoder.from_config(
+                target, draft, DecodeConfig(length=length, temperature=0.0)
+            )
+            out = decoder.generate(prompt, max_new_tokens=20, generator=torch.Generator())
+            drawn = sum(record.drafted for record in out.rounds)
+            kept = sum(record.accepted for record in out.rounds)
+            counts = expected_counts(recorded, drafted(recorded, Fixed(length=length)))
+            assert counts_of(counts) == (20, len(out.rounds), drawn, drawn - kept)
+            compared += drawn - kept > 0 < kept
+    assert compared > 0
+
+
+def test_dinkelbachs_loop_ends_with_the_time_per_token_of_its_own_counts() -> None:
+    chance = random.Random(1)
+    recorded = traces([[chance.choice([0.95, 0.4]) for _ in range(60)] for _ in range(50)])
+    times = Times(draft_seconds=0.1, target_seconds=1.0)
+
+    def lengths(seconds: float) -> Lengths:
+        least = 0.1 / (seconds * recorded.mean_accept())
+        return drafted(recorded, Cumulative(threshold=least, limit=25))
+
+    counts, seconds = dinkelbach(recorded, lengths, times)
+    assert seconds == counts.seconds_per_token(times)
+    fixed = [
+        expected_counts(recorded, drafted(recorded, Fixed(length=k))).seconds_per_token(times)
+        for k in range(1, 12)
+    ]
+    assert oracle_counts(recorded).seconds_per_token(times) < seconds < min(fixed)
+
+
+# --- time saved by one rule against another ---
+
+
+def counts(n_target: Reals, n_draft: Reals) -> Counts:
+    tokens = np.full(len(n_target), 40.0)
+    return Counts(tokens, n_target, n_draft, n_draft + n_target - tokens)
+
+
+def random_counts(seed: int, rollouts: int = 60) -> Counts:
+    generator = np.random.default_rng(seed)
+    return counts(generator.uniform(10, 20, rollouts), generator.uniform(40, 60, rollouts))
+
+
+def test_a_saving_is_the_share_of_the_rivals_time_and_its_interval_is_the_bootstraps() -> None:
+    rule, rival = random_counts(0), random_counts(1)
+    found = saving(rule, rival, TIMES)
+    expected = 1 - rule.seconds_per_token(TIMES) / rival.seconds_per_token(TIMES)
+    assert found.value == pytest.approx(expected)
+    # Resamples drawn by hand, another way and with other random numbers.
+    generator = np.random.default_rng(5)
+    values = []
+    for _ in range(4000):
+        drawn = generator.integers(0, 60, 60)
+        seconds = [each.seconds(TIMES)[drawn].sum() for each in (rule, rival)]
+        values.append(1 - seconds[0] / seconds[1])
+    low, high = np.quantile(values, (0.025, 0.975))
+    width = high - low
+    assert found.low == pytest.approx(low, abs=0.06 * width)
+    assert found.high == pytest.approx(high, abs=0.06 * width)
+
+
+def test_rollouts_of_one_prompt_are_resampled_together() -> None:
+    """Copies of a rollout tell nothing new, so they must not make the interval narrower."""
+    rule, rival = random_counts(0, 20), random_counts(1, 20)
+    once = saving(rule, rival, TIMES)
+
+    def copied(original: Counts) -> Counts:
+        return counts(np.repeat(original.n_target, 8), np.repeat(original.n_draft, 8))
+
+    names = [f"prompt {number:02d}" for number in range(20) for _ in range(8)]
+    grouped = saving(copied(rule), copied(rival), TIMES, names)
+    for name in ("value", "low", "high"):
+        assert getattr(grouped, name) == pytest.approx(getattr(once, name))
+    apart = saving(copied(rule), copied(rival), TIMES)
+    assert apart.high - apart.low < 0.6 * (once.high - once.low)
+
+
+def test_other_rollouts_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="the same rollouts"):
+        saving(random_counts(0), random_counts(0, 50), TIMES)
+    with pytest.raises(ValueError, match="3 prompts were named for 60 rollouts"):
+        saving(random_counts(0), random_counts(1), TIMES, ["a", "b", "c"])

@@ -1,0 +1,155 @@
+"""Evaluations of tiny models: engines, batches, several drafts, interruptions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.decode_config import Method
+from eval.measuring.pooled import pool
+from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
+from eval.reporting.report import environment_rows, exactness
+from eval.reporting.verdict import best_of
+from specdata.config import read_config
+from specdata.errors import ConfigError
+from tests.support.experiment import METHODS, PATHS, PLAIN, PROMPTS, evaluate
+from tests.support.synthetic_results import ENVIRONMENT
+
+COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_forwards")
+
+
+def counts(run: Run) -> list[tuple[object, ...]]:
+    return [tuple(getattr(generation, name) for name in COUNTS) for generation in run.generations]
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return evaluate(tmp_path_factory.mktemp("timed"), METHODS)
+
+
+@pytest.fixture(scope="module")
+def untimed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("untimed")
+    # The first group holds 8 prompts of both sets, the second the last two.
+    write_results(folder / "results.json", evaluate(folder, METHODS, batch=2))
+    return folder
+
+
+def test_a_batched_evaluation_counts_what_decoding_one_by_one_counts(
+    timed: Results, untimed: Path
+) -> None:
+    results = read_results(untimed / "results.json")
+    assert [run.name for run in results.runs] == [run.name for run in timed.runs]
+    for batched, alone in zip(results.runs, timed.runs, strict=True):
+        assert counts(batched) == counts(alone), batched.method
+        assert batched.block_efficiency == alone.block_efficiency
+
+
+def test_an_interrupted_batched_evaluation_ends_as_it_would_have(untimed: Path) -> None:
+    files = {path: path.read_bytes() for path in (untimed / "prompts").glob("*.json")}
+    times = {path: path.stat().st_mtime_ns for path in files}
+    assert len(files) == len(PROMPTS)
+    lost = untimed / "prompts" / "code-p4.json"
+    lost.unlink()
+    evaluate(untimed, METHODS, batch=2)
+    assert {path: path.read_bytes() for path in files} == files
+    # The first group was whole, so it was not decoded again.
+    assert sum(path.stat().st_mtime_ns != before for path, before in times.items()) == 2
+
+
+def test_measurements_of_another_engine_are_not_mixed(tmp_path: Path) -> None:
+    evaluate(tmp_path, [PLAIN])
+    with pytest.raises(ConfigError, match="engine: 'eager' -> 'captured'") as error:
+        evaluate(tmp_path, [PLAIN], engine="captured")
+    assert "--eval.folder NAME" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ({"hardware": {**ENVIRONMENT.hardware, "cpu": "other"}}, r"hardware\.cpu: .* -> 'other'"),
+        ({"software": {**ENVIRONMENT.software, "torch": "9"}}, r"software\.torch: .* -> '9'"),
+        ({"git_commit": "another"}, "git_commit: .* -> 'another'"),
+    ],
+)
+def test_times_of_another_machine_or_version_are_not_mixed_and_its_counts_go_on(
+    where: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    for batch in (1, 2):
+        evaluate(tmp_path / f"{batch}", [PLAIN], batch=batch)
+        (tmp_path / f"{batch}" / "prompts" / "code-p4.json").unlink()
+    with pytest.raises(ConfigError, match=named):
+        evaluate(tmp_path / "1", [PLAIN], where=where)
+    evaluate(tmp_path / "2", [PLAIN], where=where, batch=2)
+
+
+def test_another_method_goes_first_with_each_prompt(tmp_path: Path) -> None:
+    log: list[str] = []
+    evaluate(tmp_path, METHODS[:2], log=log)
+    # Which generations drafted; the first is behind what warmed up both methods.
+    drafted = ["draft" in part for part in " ".join(log).split("done")[1:-1]]
+    assert drafted == [*[False, True, True, False] * 5][1:]
+
+
+def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path: Path) -> None:
+    (several,) = (run for run in timed.of("maths") if run.name == "paths")
+    assert several.method == PATHS.replace(path_drafts=("", "other"))
+    results = evaluate(
+        tmp_path, [PLAIN, PATHS, PATHS.replace(name="other", path_drafts=("other", "other"))]
+    )
+    first, second = results.of("maths")[1:]
+    assert len({str(counts(run)) for run in (several, first, second)}) == 3
+
+
+@pytest.mark.slow
+def test_the_engine_reaches_every_method_of_ours_and_is_shown(
+    timed: Results, tmp_path: Path
+) -> None:
+    theirs = read_config(Method, {"name": "1", "decoder": "assisted", "threshold": 1})
+    methods = [PLAIN, METHODS[1], Method(name="theirs", decoder="assisted", length=3), theirs]
+    methods.append(Method(name="generate", decoder="generate"))
+    results = evaluate(tmp_path, methods, engine="captured")
+    assert {run.name: run.engine for run in results.runs} == {
+        "plain": "captured",
+        "K=3": "captured",
+        "theirs": "eager",
+        "1": "eager",
+        "generate": "eager",
+    }
+    for run in results.runs:  # one token ends a draft of transformers with a threshold of 1
+        assert run.name != "1" or len(run.acceptance_by_position) == 1
+        assert run.name != "generate" or (run.block_efficiency, run.draft) == (1.0, None)
+    best = best_of(pool(results))
+    assert best is not None
+    assert best.method.uses_draft  # whatever is fastest
+    for run, eager in zip(results.of("maths"), timed.of("maths")[:2], strict=False):
+        assert counts(run) == counts(eager)
+    assert ("engine", "captured") in environment_rows(results)
+    assert ("engine", "eager") in environment_rows(timed)
+    stored = json.loads((tmp_path / "prompts" / "maths-p0.json").read_text())
+    assert stored["settings"]["engine"] == "captured"
+
+
+def test_the_bias_of_a_biased_verifier_is_measured_stored_and_shown(tmp_path: Path) -> None:
+    biased = Method(name="biased", verifier="biased_uno", verifier_args={"epsilon": 0.2}, length=3)
+    fair = Method(name="fair", length=3)
+    write_results(tmp_path / "results.json", evaluate(tmp_path, [PLAIN, fair, biased]))
+    results = read_results(tmp_path / "results.json")
+    check_metrics(results)
+    for dataset in results.datasets():
+        plain, lossless, run = results.of(dataset)
+        assert (plain.total_variation, lossless.total_variation) == (None, None)
+        assert run.total_variation is not None
+        assert 0.0 < run.total_variation < 1.0
+        tokens = sum(generation.variation_tokens for generation in run.generations)
+        total = sum(generation.variation for generation in run.generations)
+        assert run.total_variation == pytest.approx(total / tokens)
+    (bias,) = (row.value("total_variation") for row in pool(results) if row.name == "biased")
+    assert f"(total variation {bias:.3f}" in exactness(results)
+    # Counted in batches, the same sequences have the same bias.
+    batched = evaluate(tmp_path / "batched", [PLAIN, fair, biased], batch=2)
+    for run, alone in zip(batched.runs, results.runs, strict=True):
+        assert run.total_variation == pytest.approx(alone.total_variation)

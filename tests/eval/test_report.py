@@ -1,0 +1,328 @@
+"""The report of an evaluation: one page, the table in a terminal, and the pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from eval.measuring.methods import PLAIN
+from eval.measuring.pooled import PooledRow, fastest, pool
+from eval.measuring.results import Results, Run, build_results, check_metrics
+from eval.measuring.samples import Samples
+from eval.reporting.charts import COLOURS, draw_bars, write_bars
+from eval.reporting.report import (
+    COLUMNS,
+    Context,
+    methods_table,
+    picture,
+    positions_of,
+    render_page,
+    sections,
+    terminal,
+    write_report,
+)
+from eval.reporting.verdict import verdict
+from specdata.sampling import unapplied_words
+from tests.support.synthetic_results import (
+    ENVIRONMENT,
+    only,
+    rebuilt,
+    setup,
+    slower,
+    synthetic_predictions,
+    synthetic_results,
+)
+
+EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp; {{ 7 * 7 }}"
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text, and asserts that every tag is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def renamed(results: Results, name: str) -> Results:
+    """The first dataset alone, it and one of its methods called `name`."""
+    runs = [run.model_copy(update={"dataset": name}) for run in results.of(results.datasets()[0])]
+    method = runs[2].method.replace(name=name)
+    runs[2] = runs[2].model_copy(update={"method": method, "draft": name})
+    return results.model_copy(update={"runs": runs})
+
+
+def fastest_of(results: Results, dataset: str) -> tuple[PooledRow, list[PooledRow]]:
+    found = fastest(pool(results, [dataset]))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
+    best, _ = fastest_of(results, "gsm8k")
+    sample = {"dataset": "gsm8k", "prompt_id": "p", "prompt": f"Prompt {EVIL}"}
+    sample |= {"methods": {best.name: EVIL}}
+    context = Context(
+        command="run_eval.py --config 'my pair.yaml'",
+        unapplied=unapplied_words({"repetition_penalty": 1.1}),
+        samples=Samples.model_validate({"schema_version": 1, "samples": [sample]}),
+    )
+    return write_report(results, tmp_path_factory.mktemp("r"), context).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
+
+
+def printed(results: Results, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(terminal(results))
+    return console.export_text()
+
+
+# --- the page ---
+
+
+def test_the_page_refers_to_nothing_outside_itself(html: str, page: Page) -> None:
+    assert "http:" not in html
+    assert "https:" not in html
+    assert "@import" not in html
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "img", "iframe", "object"})
+    for _, attributes in page.tags:
+        for name in ("href", "src", "srcset", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith("#")
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
+
+
+def test_what_the_target_asks_and_no_method_applies_is_named_once(html: str) -> None:
+    assert html.count("asks for repetition_penalty 1.1, which nothing here applies") == 1
+
+
+def test_every_id_is_unique_and_every_reference_has_one(page: Page) -> None:
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for _, attributes in page.tags:
+        assert not attributes.get("href") or attributes["href"][1:] in ids  # type: ignore[index]
+
+
+def test_tables_have_captions_and_pictures_have_names(page: Page) -> None:
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("table") == tags.count("caption") >= 4
+    assert all(a.get("aria-hidden") == "true" for tag, a in page.tags if tag == "svg")
+    groups = [a for _, a in page.tags if a.get("class") == "groups"]
+    assert groups
+    assert all(a["role"] == "group" and a["aria-label"] for a in groups)
+    assert page.open == []
+    assert "lang" in dict(page.tags[0][1])
+
+
+def test_the_page_shows_every_method_with_its_figures(page: Page, results: Results) -> None:
+    text = " ".join(" ".join(page.text).split())
+    for run in results.runs:
+        assert run.name in text
+        assert f"{run.speedup:.2f}x" in text
+    assert "decoder=" not in text, "a method is called by its name"
+    for row in pool(results):
+        assert f"{row.value('verification_rate'):.3f}" in text
+        assert f"{row.value('block_efficiency'):.2f}" in text
+    for name, meaning in COLUMNS:
+        assert name in text
+        assert meaning in text
+    assert ENVIRONMENT.git_commit in text
+    assert "Simulated CPU" in text
+    assert "run_eval.py --config 'my pair.yaml'" in text
+
+
+def test_the_page_says_first_what_is_fastest_then_over_all_sets_then_over_each(
+    html: str, results: Results
+) -> None:
+    marks = [f'class="{name}"' for name in ("finding", "bars")]
+    marks += ["<details", "<h2>Every method, all prompt sets", "<h2>Each prompt set", 'id="texts"']
+    places = [html.index(mark, html.index("<body>")) for mark in marks]
+    assert places == sorted(places)
+    assert html.count('<rect y="22%"') > 5
+
+
+def test_the_title_names_the_models_and_not_their_folders(html: str, results: Results) -> None:
+    def moved(run: Run) -> Run:
+        return run.model_copy(update={"target": "/models/my-7b", "draft": "/r/draft/model"})
+
+    assert "<title>acme/target-7b with acme/draft-160m</title>" in html
+    page = render_page(rebuilt(only(results, PLAIN, "fixed-4"), moved), Context())
+    assert "<title>my-7b with draft</title>" in page
+
+
+def test_green_is_only_what_is_lossless_and_surely_faster(results: Results) -> None:
+    assert methods_table(results).wins == ["tree-4x2x1 ★"]
+    for factor, wins in ((1.0, True), (3.0, False)):
+        few = only(only(results, "alpaca"), PLAIN, "fixed-4")
+        again = rebuilt(few, lambda run, by=factor: run if run.name == PLAIN else slower(run, by))  # type: ignore[misc]
+        assert bool(methods_table(again).wins) == wins
+        assert [bar.look for bar in picture(again)] == ["best" if wins else "first"]
+
+
+def test_names_and_samples_of_the_best_method_are_text_and_never_markup(
+    page: Page, results: Results
+) -> None:
+    without_samples = Page(render_page(renamed(results, EVIL), Context()))
+    assert "Samples" not in "".join(without_samples.text)
+    for each in (page, without_samples):
+        assert "script" not in {tag for tag, _ in each.tags}
+        assert EVIL in "".join(each.text)
+    _, shown = "".join(page.text).split("Samples")
+    assert f"Prompt {EVIL}" in shown
+    assert fastest_of(results, "gsm8k")[0].name in shown
+    assert ("details", {"class": "fold", "id": "texts"}) in page.tags
+
+
+# --- the sections ---
+
+
+def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> None:
+    for dataset in results.datasets():
+        best, ties = fastest_of(results, dataset)
+        lossless = [row for row in pool(results, [dataset]) if row.method.lossless]
+        assert best.name == max(lossless, key=PooledRow.speed).name
+        assert all(row.method.lossless and row is not best for row in ties)
+    marked = [name for name, _ in methods_table(results, ["alpaca"]).rows]
+    assert sum(name.endswith(" ★") for name in marked) == 1
+    run = results.of("alpaca")[3]
+    again = run.model_copy(update={"method": run.method.replace(name="again")})
+    best, ties = fastest_of(results.model_copy(update={"runs": [run, again]}), "alpaca")
+    assert (best.name, [tie.name for tie in ties]) == (run.name, ["again"])
+
+
+def test_a_biased_method_is_marked_and_its_measured_bias_said_once(results: Results) -> None:
+    table = methods_table(results, ["alpaca"])
+    assert [name for name, _ in table.rows if "†" in name] == ["biased-0.05 †"]
+    assert "† biased" in table.note
+    html = render_page(results, Context())
+    assert html.count("(total variation 0.041 [0.041, 0.041] a token)") == 1
+
+    def unmeasured(run: Run) -> Run:
+        unread = [dataclasses.replace(g, variation_tokens=0) for g in run.generations]
+        return run.model_copy(update={"generations": unread})
+
+    assert "total variation" not in render_page(rebuilt(results, unmeasured), Context())
+
+
+def test_how_well_acceptance_is_predicted_is_a_section(results: Results) -> None:
+    context = Context(predictions=synthetic_predictions())
+    (shown,) = [each for each in sections(results, context) if "predicted" in each.title]
+    assert shown.table.rows[0] == (
+        "head (as soon as the token is drawn)",
+        ("0.800 [0.790, 0.810]", "0.100 [0.090, 0.110]", "0.020 [0.010, 0.030]", "0.710 / 0.700"),
+    )
+    assert len(shown.table.rows) == 4
+    assert "on 32 test rollouts" in shown.sentence
+    assert "fitted on 24 dev rollouts." in shown.sentence
+
+
+def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:
+    only = setup("alpaca", name="only")
+    alone = build_results(ENVIRONMENT, [(only, results.runs[2].generations)])
+    assert methods_table(alone).rows[0][1][0] == "\N{EN DASH}"
+    (bar,) = picture(alone)
+    assert bar.text.endswith(" tokens/s")
+    assert render_page(alone, Context())
+
+
+def test_without_times_tables_say_so_and_pictures_need_none(tmp_path: Path) -> None:
+    untimed = synthetic_results("alpaca", timed=False)
+    check_metrics(untimed)
+    assert fastest(pool(untimed)) is None
+    table, said = methods_table(untimed), verdict(untimed)
+    assert all(figures[:2] == ["\N{EN DASH}"] * 2 for _, figures in table.rows)
+    assert not table.wins
+    assert said.startswith("Speeds were not measured (4 prompts were decoded together)")
+    lossless = [run for run in untimed.runs if run.method.lossless]
+    best = max(lossless, key=lambda run: run.block_efficiency)
+    assert f"{best.name}, {best.block_efficiency:.2f}" in said
+    assert "★ fastest" not in table.note
+    write_report(untimed, tmp_path)
+    assert "Speeds were not measured" in printed(untimed)
+
+
+# --- the terminal ---
+
+
+def test_the_terminal_has_the_answer_and_one_table_that_cuts_nothing(results: Results) -> None:
+    text = printed(results)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    page, said = render_page(results, Context()), verdict(results)
+    assert " ".join(text.split()).startswith(said)
+    assert f'id="verdict">{said}</p>' in page
+    assert len(text.splitlines()) <= 18, "a run's end has 25 lines, its own seven among them"
+    for name in (PLAIN, "fixed-4", "tree-4x2x1", "biased-0.05 †", "† biased"):
+        assert name in text
+    assert "[bold red]x[/]" in printed(renamed(results, "[bold red]x[/]"), 200)
+
+
+# --- pictures and positions ---
+
+
+def test_the_picture_keeps_its_words_inside_and_depends_on_the_results_alone(
+    results: Results, tmp_path: Path
+) -> None:
+    bars = [
+        dataclasses.replace(bar, group=name)
+        for name in results.datasets()
+        for bar in picture(results, (), [name])
+    ]
+    assert {bar.look for bar in bars} == {"", "best", "biased"}
+    figure = draw_bars(bars, "speed-up over the target alone")
+    figure.draw_without_rendering()
+    bounds, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert min(bounds.x0, bounds.y0) >= -0.02
+    assert bounds.x1 <= width + 0.02
+    assert bounds.y1 <= height + 0.02
+    (axes,) = figure.axes
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    assert left <= axes.dataLim.x0 <= axes.dataLim.x1 <= right, "what is drawn is in the picture"
+    assert top <= axes.dataLim.y0 <= axes.dataLim.y1 <= bottom
+    files = [tmp_path / name for name in ("once.png", "again.png")]
+    for file in files:
+        write_bars(file, bars, "speed-up over the target alone")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with Image.open(files[0]) as image:
+        assert (image.format, image.width) == ("PNG", 8 * 150)
+        colours = image.convert("RGB").getcolors(1 << 24)
+    assert colours is not None
+    drawn = {"#{:02X}{:02X}{:02X}".format(*colour) for _, colour in colours}  # type: ignore[misc]
+    assert drawn >= {COLOURS[bar.look] for bar in bars}
+
+
+def test_the_figures_of_a_position_are_those_of_the_generations(results: Results) -> None:
+    for run in results.of("alpaca")[1:]:
+        for place, found in enumerate(positions_of(run)):
+            assert found.value == pytest.approx(run.acceptance_by_position[place])
+            assert found.low <= found.value <= found.high

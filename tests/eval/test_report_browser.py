@@ -1,0 +1,125 @@
+"""The report as people see it: on a screen, a phone, in the dark and on paper.
+
+In a real browser, if this machine has one (Debian: apt-get install chromium).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eval.analysis.draft_kinds import KINDS
+from eval.measuring.intervals import Interval
+from eval.reporting.report import Context, write_report
+from tests.support.browser import CHROMIUM, Browser
+from tests.support.synthetic_results import synthetic_predictions, synthetic_results, verifier_row
+
+PAPER = 703
+"""CSS pixels between the margins of A4: 186 mm."""
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with names that cannot be broken."""
+    context = Context(
+        predictions=synthetic_predictions(),
+        command="recipes/pipeline.py --config recipes/configs/" + 40 * "long-" + ".yaml",
+    )
+    more = {"gain": Interval(0.03, 0.01, 0.05), "ceiling": 4.2}
+    more |= {"share_of_ceiling": 0.93, "share_interval": Interval(0.93, 0.91, 0.95)}
+    more |= {"speedup": 2.1, "decoded": "fixed-4"}
+    verifiers = [
+        verifier_row(kind.name, name, parameters=parameters, **more)
+        for kind in KINDS.values()
+        for name, parameters in kind.rows()
+    ]
+    every = synthetic_results("alpaca", "gsm8k", "code")
+    results = every.model_copy(update={"verifiers": verifiers})
+    return write_report(results, tmp_path_factory.mktemp("layout"), context)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened
+
+
+OPEN = 'document.querySelectorAll("details").forEach(each => each.open = true)'
+# What is wider than the window, or than the box that it can be scrolled in.
+WIDE = """[...document.querySelectorAll("body *")]
+  .filter(e => e.getClientRects().length && (!e.closest("svg") || e.tagName === "svg"))
+  .filter(e => !e.parentElement.closest(BOXES))
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
+  .map(e => e.tagName + " " + e.className + " " + e.textContent.trim().slice(0, 30))"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_wider_than_the_window_but_inside_its_own_scrolling_box(
+    width: int, browser: Browser, page: Path
+) -> None:
+    browser.open(page, width=width)
+    assert browser.ask("innerWidth") == width
+    for opened in ("", OPEN):
+        browser.ask(opened)
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+        assert browser.ask(WIDE.replace("BOXES", '".scroll"')) == []
+    assert browser.ask('document.querySelectorAll("table").length') >= 5
+    deciding = '[...document.querySelectorAll("tbody th + td")]'
+    right = f"{deciding}.map(e => e.getBoundingClientRect().right)"
+    assert browser.ask(f"Math.max(...{right})") <= width, "the deciding column is on the screen"
+
+
+def test_the_answer_fits_one_screen_and_all_of_it_ten(browser: Browser, page: Path) -> None:
+    browser.open(page, width=1280)
+    first = 'document.querySelector(".answer").getBoundingClientRect()'
+    assert browser.ask(f"{first}.bottom") <= 800
+    browser.ask(OPEN)
+    assert browser.ask("document.documentElement.scrollHeight") <= 10 * 800
+
+
+def test_on_paper_no_column_is_cut_and_no_table_needs_scrolling(
+    browser: Browser, page: Path
+) -> None:
+    browser.open(page, width=PAPER, media="print")
+    assert browser.ask(WIDE.replace("BOXES", '".nowhere"')) == []
+    boxes = '[...document.querySelectorAll(".scroll, td, th")]'
+    assert browser.ask(f"{boxes}.filter(e => e.scrollWidth > e.clientWidth + 1).length") == 0
+    assert browser.ask('getComputedStyle(document.querySelector("tr")).breakInside') == "avoid"
+    assert browser.ask('getComputedStyle(document.querySelector("h2")).breakAfter') == "avoid"
+    printed = browser.pdf()
+    assert printed.startswith(b"%PDF")
+    assert printed.count(b"/Type /Page\n") > 3, "folds are open on paper"
+
+
+CONTRAST = """(() => {
+  const numbers = c => c.match(/[\\d.]+/g).map(Number);
+  const light = c => numbers(c).slice(0, 3).map(v => v / 255)
+    .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const below = e => { const c = getComputedStyle(e).backgroundColor;
+    return !e.parentElement || (numbers(c)[3] ?? 1) === 1 ? c : below(e.parentElement); };
+  const words = [...document.querySelectorAll("body *")].filter(e => !e.closest("svg")
+    && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
+  return words.map(e => { const [a, b] = [light(getComputedStyle(e).color), light(below(e))];
+    return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.tagName + " " + e.textContent]; })
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_stand_out_from_what_is_behind_them(dark: bool, browser: Browser, page: Path) -> None:
+    browser.open(page, width=1280, dark=dark)
+    paper = browser.ask("getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+    browser.ask(OPEN)
+    found = browser.ask(CONTRAST)
+    assert len(found) > 300
+    assert [words[:40] for contrast, words in found if contrast < 4.5] == []
+    whiskers = '[...document.querySelectorAll(".bars .within")]'
+    inks = f"[...new Set({whiskers}.map(e => getComputedStyle(e).stroke))]"
+    assert browser.ask(inks) == [browser.ask("getComputedStyle(document.body).color")]

@@ -1,0 +1,154 @@
+"""Scores of texts against references and by a reward model, kept with each prompt's record."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from eval.measuring.metrics import compute_metrics
+from eval.measuring.results import check_metrics, read_results
+from eval.measuring.scores import PACKAGES, check_scores, text_score
+from eval.reporting.report import Context, render_page
+from recipes.config import build
+from recipes.run_eval import RECIPE
+from specdata.config import PromptSet
+from specdata.errors import ConfigError
+from specdata.models import load_tokenizer
+from specdata.prompts.forms import form_of, prompts_in
+from tests.support.scores import evaluation_of
+from tests.support.synthetic_results import synthetic_results
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reference", "score"),
+    [
+        ("rougeL", "the cat sat", "the cat sat on the mat", 2 / 3),
+        ("rougeL", "a dog", "the cat", 0.0),
+        ("bleu", "the cat sat on the mat", "the cat sat on the mat", 1.0),
+        ("exact_match", "So she has 18 eggs, 1,080.0 in all.", "2 * 540 = 1080\n#### 1,080", 1.0),
+        ("exact_match", "#### 7 (not 8)\n#### 9", "#### 9", 1.0),
+        ("exact_match", "#### 7 and 12", "#### 7", 0.0),
+        ("exact_match", "no idea", "#### 7", 0.0),
+        ("exact_match", " Paris", "Paris", 1.0),
+    ],
+)
+def test_a_text_has_the_score_of_its_reference(
+    name: str, text: str, reference: str, score: float
+) -> None:
+    assert text_score(name, text, reference) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "row", "reference"),
+    [
+        (PromptSet("gsm8k"), {"question": "1+1?", "answer": "1+1=2\n#### 2"}, "1+1=2\n#### 2"),
+        (PromptSet("xsum"), {"document": "Long.", "summary": "Short."}, "Short."),
+        (PromptSet("wmt-en-de"), {"translation": {"en": "Yes.", "de": "Ja."}}, "Ja."),
+        (PromptSet("mine.jsonl"), {"prompt": "Yes?", "reference": "No."}, "No."),
+        (PromptSet("mine.jsonl", reference="{gold}"), {"prompt": "Yes?", "gold": "No."}, "No."),
+        (PromptSet("mine.jsonl"), {"prompt": "Yes?", "gold": "No."}, None),
+    ],
+)
+def test_the_reference_of_a_row_is_catalogued_or_named(
+    wanted: PromptSet, row: dict[str, Any], reference: str | None
+) -> None:
+    for chat in (False, True):
+        (prompt,) = prompts_in(row, form_of(wanted, row), chat=chat, turns="all")
+        assert not isinstance(prompt, str)
+        assert prompt.reference == reference
+
+
+def test_the_win_rate_is_that_against_plain_of_the_same_prompts() -> None:
+    run = synthetic_results("alpaca").runs[1]
+    first, *_ = run.generations
+    ours, plain = (
+        [
+            replace(first, prompt_id=str(n), seconds=0.0, scores={"reward": reward})
+            for n, reward in enumerate(rewards)
+        ]
+        for rewards in ([3.0, 1.0, 2.0, 2.0] * 3, [1.0, 2.0, 2.0, 0.0] * 3)
+    )
+    found = compute_metrics(ours, plain)
+    assert found.scores == {"reward": 2.0, "win_rate": (1 + 0 + 0.5 + 1) / 4}
+    low, high = found.intervals["win_rate"]
+    assert 0.0 <= low < found.scores["win_rate"] < high <= 1.0
+    assert compute_metrics(plain, plain).scores["win_rate"] == 0.5
+
+
+def test_what_is_not_installed_is_refused_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_scores(["rougeL", "bleu", "exact_match"])
+    monkeypatch.setitem(PACKAGES, "bleu", "no_such_package")
+    with pytest.raises(ConfigError, match=r"pip install '\.\[scores\]'"):
+        check_scores(["bleu"])
+
+
+@pytest.mark.slow
+def test_an_evaluation_scores_what_has_a_reference_and_goes_on_where_it_stopped(
+    trained_pair: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    judge = tmp_path / "judge"
+    tokenizer = load_tokenizer(str(trained_pair / "target"))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(judge)
+    tokenizer.save_pretrained(judge)
+    rows = [
+        {"prompt": "Name a colour.", "reference": "red"},
+        {"prompt": "Name a town.", "reference": "the town"},
+        {"prompt": "Name a tree."},
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = evaluation_of(
+        trained_pair,
+        tmp_path / "run",
+        scores=["rougeL", "bleu", "exact_match"],
+        reward_model=str(judge),
+        sets=[{"name": str(tmp_path / "mine.jsonl"), "count": 3}],
+        methods=[
+            {"name": "plain", "decoder": "plain"},
+            {"name": "uno", "verifier": "biased_uno", "verifier_args": {"epsilon": 0.5}},
+        ],
+    )
+    RECIPE.main(build(asked))
+    folder = tmp_path / "run" / "eval"
+    results = read_results(folder / "results.json")
+    check_metrics(results)
+    plain, uno = results.runs
+    assert set(plain.scores) == set(uno.scores) == {
+        "rougeL", "bleu", "exact_match", "reward", "win_rate"
+    }  # fmt: skip
+    assert plain.scores["win_rate"] == 0.5
+    assert [set(record.scores) for record in uno.generations] == [
+        {"rougeL", "bleu", "exact_match", "reward"},
+        {"rougeL", "bleu", "exact_match", "reward"},
+        {"reward"},
+    ]
+    page = render_page(results, Context())
+    assert "Scores of the texts" in page
+    assert f"{uno.dataset}, uno<" in page
+    assert f"{uno.scores['win_rate']:.3f}" in page
+
+    # As if it had been killed after two prompts.
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"finished": False, "results": None}))
+    (folder / "results.json").unlink()
+    sorted((folder / "prompts").glob("*.json"))[0].unlink()
+    RECIPE.main(build(asked))
+    again = read_results(folder / "results.json")
+    assert [run.scores for run in again.runs] == [run.scores for run in results.runs]
+
+    asked["eval"]["sets"] = [{"name": "chat-letters", "count": 2}]
+    asked["eval"]["folder"] = "eval-other"
+    with pytest.raises(ConfigError, match="no prompt of chat-letters has one: give rows a column"):
+        RECIPE.main(build(asked))

@@ -1,0 +1,52 @@
+"""A draft's states after drafted tokens, all in one forward, are those of separate forwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.analysis.traces import check_tree_states, tree_states
+from specdata.errors import ConfigError
+from specdata.lm_head import hidden_states
+from tests.support.drive_head import tiny_draft
+from tests.support.families import FAMILIES, WINDOWED, tiny
+
+TEXTS = [[3, 14, 15, 9, 26, 5], [35, 8, 9]]
+# Two tokens at each position but the first, which has nothing before it.
+POSITIONS = [[1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6], [1, 1, 2, 2, 3, 3, 1, 1, 1, 1, 1, 1]]
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    longest = max(map(len, TEXTS))
+    ids = torch.tensor([text + [0] * (longest - len(text)) for text in TEXTS])
+    positions = torch.tensor(POSITIONS)
+    tokens = torch.randint(1, 20, positions.shape, generator=torch.Generator().manual_seed(0))
+    return ids, tokens, positions
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", "eager"), *((f, "sdpa") for f in (*FAMILIES, *WINDOWED))]
+)
+def test_states_of_one_forward_are_those_of_separate_forwards(family: str, attention: str) -> None:
+    draft = tiny(family, 0, attention=attention).eval()
+    most = 1e-5 if family == "gpt_neo" else 1e-6  # whose attention is in float32
+    check_tree_states(draft, 12)
+    ids, tokens, positions = batch()
+    texts, after = tree_states(draft, ids, tokens, positions)
+    for row, text in enumerate(TEXTS):
+        alone = hidden_states(draft, torch.tensor([text]))[0]
+        torch.testing.assert_close(texts[row, : len(text)], alone, rtol=0.0, atol=most)
+        for index, position in enumerate(POSITIONS[row]):
+            known = [*text[:position], int(tokens[row, index])]
+            expected = hidden_states(draft, torch.tensor([known]))[0, -1]
+            torch.testing.assert_close(after[row, index], expected, rtol=0.0, atol=most)
+
+
+def test_a_draft_of_recurrent_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot read drafted tokens beside a text"):
+        check_tree_states(tiny("mamba", 0).eval(), 24)
+
+
+def test_half_precision_passes_as_rounding() -> None:
+    check_tree_states(tiny_draft().bfloat16().eval(), 100)

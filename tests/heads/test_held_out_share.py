@@ -1,0 +1,85 @@
+"""Rollouts that are held out from a draft: its head learns from these alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+
+from recipes import make_rollouts, train_draft, train_head
+from recipes.config import parse
+from specdata.errors import ConfigError
+from specdata.storage.dataset import is_held_out, load_stored, of_split
+from tests.support.word_pair import with_train_and_dev
+
+SHARE = 0.4
+
+
+def test_a_share_of_prompts_is_about_that_share_and_grows_with_it() -> None:
+    names = [f"prompt {number}" for number in range(4000)]
+    some = {name for name in names if is_held_out(name, 0.2)}
+    more = {name for name in names if is_held_out(name, 0.5)}
+    assert some < more
+    assert len(some) == pytest.approx(800, abs=4 * (4000 * 0.2 * 0.8) ** 0.5)
+    assert not any(is_held_out(name, 0.0) for name in names)
+
+
+def test_a_share_and_the_rest_of_a_split_are_all_of_it_and_have_nothing_in_common() -> None:
+    rows = Dataset.from_list(
+        [
+            {"example_id": f"prompt {number}", "split": ("train", "dev")[number % 2], "dataset": ""}
+            for number in range(40)
+        ]
+    )
+    everything = of_split(rows, "train", Path("r"))["example_id"]
+    rest, held_out = (
+        of_split(rows, "train", Path("r"), held_out_share=SHARE, wants_held_out=wanted)[
+            "example_id"
+        ]
+        for wanted in (False, True)
+    )
+    assert sorted([*rest, *held_out]) == sorted(everything)
+    assert all(is_held_out(name, SHARE) for name in held_out)
+    assert not any(is_held_out(name, SHARE) for name in rest)
+    assert of_split(rows, "train", Path("r"), wants_held_out=True)["example_id"] == everything
+    with pytest.raises(
+        ConfigError, match="are among the share 1e-09 that is held out from the draft"
+    ):
+        of_split(rows, "train", Path("r"), held_out_share=1e-9, wants_held_out=True)
+
+
+@pytest.mark.slow
+def test_draft_and_head_learn_from_different_rollouts(word_pair: Path, tmp_path: Path) -> None:
+    tree = with_train_and_dev(word_pair, tmp_path)
+    tree["rollouts"]["store_states"] = True
+    tree["output"] = str(tmp_path / "out")
+    # The draft is made of the target in float32, the target's states are kept in bfloat16.
+    tree["models"] = {"target": tree["models"]["target"], "dtype": "bfloat16"}
+    init = {"kind": "target", "layers": 1, "align": True}
+    tree["draft"] = {"init": init, "epochs": 1, "held_out_share": SHARE, "report_to": []}
+    tree["head"] = {"depth": 1, "epochs": 1}
+    (tmp_path / "pair.yaml").write_text(yaml.safe_dump(tree))
+    asked = ["--config", str(tmp_path / "pair.yaml")]
+    for recipe in (make_rollouts, train_draft, train_head):
+        assert recipe.RECIPE.run(asked) == 0
+    rollouts = load_stored(tmp_path / "out" / "rollouts")
+    of = {
+        split: {row["example_id"] for row in rollouts if row["split"] == split}
+        for split in ("train", "dev")
+    }
+    held_out = {name for name in of["train"] if is_held_out(name, SHARE)}
+    assert 0 < len(held_out) < len(of["train"])
+    draft = train_draft.Draft(parse(asked).config)
+    learnt = draft.rollouts("train")
+    assert {*learnt["example_id"]} == of["train"] - held_out
+    assert {*draft.rollouts("dev")["example_id"]} == of["dev"]
+    # States in another precision would be read as other numbers.
+    other = parse([*asked, "--models.dtype", "float16"]).config
+    for stage in (train_draft.Draft(other).run, train_head.Labels(other).run):
+        with pytest.raises(ConfigError, match="dtype: 'bfloat16' -> 'float16'"):
+            stage()
+    labels = load_stored(tmp_path / "out" / "labels")
+    assert {*labels["example_id"]} == held_out | of["dev"]
+    assert {row["split"] for row in labels} == {"train", "dev"}

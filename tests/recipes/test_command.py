@@ -1,0 +1,191 @@
+"""The `draftsmith` command, what it imports and shows, and the wheel that brings it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from eval.decode_config import Method
+from eval.drafting.stopping import STOPPING_RULES
+from eval.verifiers import VERIFIERS
+from recipes.command import LAUNCH, PROFILES, RECIPES, TOOLS, launch_command, main
+from specdata import __version__, terminal
+from specdata.errors import ConfigError
+from specdata.terminal import progress, visible
+from tests.support.light_imports import run_without_heavy_libraries
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: str, cwd: Path = ROOT) -> str:
+    return run_without_heavy_libraries("-m", "recipes.command", *arguments, cwd=cwd)
+
+
+# Of sections that the embedded pair's configuration does not have.
+ASKED_FOR = {"make-logits": ["--logits", "{top_logits: 64}"]}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_and_plan_import_no_heavy_library(name: str, tmp_path: Path) -> None:
+    shown = command(name, "--help")
+    assert f"usage: draftsmith {name}" in shown
+    assert f"draftsmith {name} my-pair.yaml --plan" in shown.split("options:")[0]
+    assert "None" not in shown
+    plan = ["--plan", *ASKED_FOR.get(name, [])]
+    module = f"recipes.{name.replace('-', '_')}"
+    assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, *plan, cwd=tmp_path)
+
+
+def test_help_of_a_tool_imports_no_heavy_library() -> None:
+    assert "usage: draftsmith certify" in command("certify", "--help")
+
+
+def test_the_list_of_commands_names_each_with_what_it_does() -> None:
+    listed = command("--help")
+    for name in (*RECIPES, *TOOLS):
+        assert re.search(rf"^  {name} +\w.*\.$", listed, re.MULTILINE), name
+
+
+def test_help_of_an_evaluation_lists_what_a_method_holds() -> None:
+    shown = command("run-eval", "--help")
+    listed = shown.split("A method (of eval.methods or --method)")[1]
+    for name in (*Method.model_fields, *STOPPING_RULES):
+        assert re.search(rf"^ +{name}\b", listed, re.MULTILINE), name
+    for name in VERIFIERS:
+        assert re.search(rf"\b{name}\b", listed), name
+    assert "A method" not in command("make-rollouts", "--help")
+
+
+def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # what a launch tells its processes
+    for arguments, hint in (
+        (["trian-head"], "unknown command 'trian-head': did you mean 'train-head'?"),
+        (["launch", "cpu-2", "--num_processes", "2"], "name a recipe after the profile"),
+        (["launch", "cpu-2", "trian-head"], "did you mean 'train-head'?"),
+        (["launch", "cpu-3", "train-head"], "invalid choice: 'cpu-3'"),
+        (["launch", "zero3.json", "train-head"], "invalid choice: 'zero3.json'"),
+        (["launch", "cpu-2", "--num_proceses", "2", "train-head"], "unrecognized arguments"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert hint in capsys.readouterr().err
+    assert main([]) == 2
+    assert "draftsmith init TARGET --prompts FILE" in capsys.readouterr().err
+    assert main(["train-head", "--head.depht", "1"]) == 2
+    assert "did you mean 'head.depth'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["none.yaml"], "configuration file none.yaml does not exist"),
+        (["--head.depht", "1"], "did you mean 'head.depth'?"),
+        (["--sampling.temperature=-1"], "temperature must be 0 or larger"),
+        ([], "the embedded pair is trained by one process"),
+    ],
+)
+def test_a_launch_is_refused_once_before_it_starts_processes(
+    given: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # what it tells its processes
+    assert main(["launch", "cpu-2", "pipeline", *given]) == 2
+    said = capfd.readouterr().err
+    assert said.count("error: ") == 1
+    assert message in said
+
+
+def test_an_error_of_the_system_is_told_without_its_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for error in (FileNotFoundError(2, "No such file", "a"), ConfigError("x ([Errno 13] No)")):
+        terminal.tell(error)
+        assert "Errno" not in capsys.readouterr().err
+
+
+def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seconds, rows in ((0.0, range(10, 51)), (1e9, (10, 50))):
+        monkeypatch.setattr(terminal, "LINE_SECONDS", seconds)
+        with progress(50, "work", "row", done=10) as bar:
+            for _ in range(40):
+                bar.update()
+        lines = capsys.readouterr().err.splitlines(keepends=True)
+        assert all(line.endswith("row\n") or " row [" in line for line in lines)
+        assert "\r" not in "".join(lines)
+        told = [line.partition("/")[0] for line in lines]
+        assert list(dict.fromkeys(told)) == [f"work: {row}" for row in rows]
+        assert len(told) <= len(rows) + 1, "the last may be said again"
+
+
+def test_control_characters_are_spelt_out_and_other_letters_stay() -> None:
+    assert visible("a\x1b[2J\r\x07\x9b\udcff") == "a\\x1b[2J\\r\\x07\\x9b\\udcff"
+    assert visible("ligne\n\tété ★ 龘 [bold]") == "ligne\n\tété ★ 龘 [bold]"
+
+
+def test_every_launch_profile_has_absolute_files(capsys: pytest.CaptureFixture[str]) -> None:
+    for profile in PROFILES:
+        words = launch_command(profile, ["--num_processes", "4"], "train-head", ["--seed", "1"])
+        files = [Path(word) for word in words if word.startswith(str(LAUNCH))]
+        assert len(files) == (2 if profile.startswith("zero") else 1)
+        assert all(path.is_absolute() and path.is_file() for path in files)
+        assert words[-6:-2] == ["--num_processes", "4", "--module", "recipes.train_head"]
+        assert words[-2:] == ["--seed", "1"]
+        assert main(["launch", profile]) == 0
+        assert capsys.readouterr().out == f"{LAUNCH / profile}.yaml\n"
+
+
+def test_every_package_has_a_type_marker() -> None:
+    for package in ("specdata", "distill", "heads", "eval", "recipes"):
+        assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_wheel_holds_every_module_and_data_file_and_no_tests(tmp_path: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    ).stdout.splitlines()
+    if not listed:
+        pytest.skip("not a git checkout")
+    source = tmp_path / "source"
+    present = [name for name in listed if (ROOT / name).is_file()]
+    for name in present:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    build += ["--no-index", "--quiet", "--wheel-dir", str(tmp_path), str(source)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    wheel = zipfile.ZipFile(tmp_path / f"draftsmith-{__version__}-py3-none-any.whl")
+    inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    folders = ("specdata/", "distill/", "heads/", "eval/", "recipes/", "launch/")
+    assert inside == {name for name in present if name.startswith(folders)}
+    (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert b"draftsmith = recipes.command:main" in wheel.read(entry_points)
+    wheel.extractall(tmp_path / "installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.command", "launch", "zero3.json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        check=True,
+    )
+    assert done.stdout == f"{tmp_path}/installed/launch/zero3.json\n"

@@ -1,0 +1,416 @@
+"""The whole pipeline as a user runs it: real processes, real models, real interruptions."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from eval.measuring.results import check_metrics, read_results
+from eval.measuring.samples import read_samples
+from eval.reporting.verdict import verdict
+from heads.probe import OtherSamplingWarning
+from recipes.command import RECIPES
+from recipes.config import parse
+from recipes.make_rollouts import Rollouts
+from recipes.pipeline import RECIPE
+from recipes.run_eval import Eval
+from recipes.sizes import in_bytes
+from recipes.train_draft import Draft
+from specdata.storage.dataset import load_stored, read_manifest
+from specdata.storage.files import digests
+from tests.recipes import test_stages as stages
+from tests.support.datasets import small_disk
+from tests.support.documents import blocks
+from tests.support.light_imports import run_without_heavy_libraries
+from tests.support.trainings import assert_trained_alike
+from tests.support.two_processes import free_port, launch
+
+ROOT = Path(__file__).parents[2]
+FINETUNE = {"epochs": 1, "max_length": 64}
+CONFIG = {
+    **stages.CONFIG,
+    "toy": stages.CONFIG["toy"]
+    | {"examples_per_family": 60, "target_steps": 40, "draft_steps": 30},
+    "logits": None,
+    "rollouts": {
+        "max_new_tokens": 24,
+        "shard_size": 8,
+        "sets": [
+            {"name": "instruct", "split": "train", "count": 24},
+            {"name": "instruct", "split": "dev", "count": 8},
+            {"name": "code", "split": "test", "count": 4},
+        ],
+    },
+    "draft": {"epochs": 2, "save_steps": 2, "batch_size": 4, "finetune": FINETUNE},
+    "labels": {"shard_size": 8},
+    "head": {"depth": 1, "epochs": 12, "batch_size": 8, "save_steps": 2},
+    "eval": {
+        "max_new_tokens": 16,
+        "sets": [
+            {"name": "instruct", "split": "test", "count": 3},
+            {"name": "maths", "split": "test", "count": 2},
+        ],
+        "methods": [
+            {"name": "plain", "decoder": "plain"},
+            {"name": "K=3", "length": 3},
+            {"name": "confidence", "stop": "confidence", "threshold": 0.4},
+            {"name": "head", "stop": "head", "threshold": 0.5},
+            {"name": "transformers", "decoder": "assisted", "length": 3},
+        ],
+    },
+}
+pytestmark = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def command(folder: Path, recipe: str, *arguments: str) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pair.yaml").write_text(yaml.safe_dump(CONFIG))
+    script = str(ROOT / "recipes" / recipe)
+    return [sys.executable, script, "--config", "pair.yaml", *arguments]
+
+
+def run(folder: Path, recipe: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Call a recipe in this process, in a folder."""
+    given = command(folder, recipe, *arguments)[2:]
+    out, error = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in "12")
+    with chdir(folder), redirect_stdout(out), redirect_stderr(error):
+        status = RECIPES[recipe.removesuffix(".py").replace("_", "-")].run(given)
+    said = [stream.buffer.getvalue().decode() for stream in (out, error)]  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(given, status, *said)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    done = subprocess.run(
+        command(folder, "pipeline.py"),
+        cwd=folder,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        encoding="ascii",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for noise in ("Warning", "WARNING", "deprecated"):
+        assert noise not in done.stderr + done.stdout
+    for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
+        assert f"{stage}: done in" in done.stdout
+    assert "\r" not in done.stderr + done.stdout, "progress in a file is lines"
+    assert not list((folder / "out").rglob(".cache"))
+    return folder
+
+
+def made(folder: Path, *stages: str) -> dict[str, str]:
+    """The digests of all files that some stages made, times left out."""
+    found = digests(folder / "out").items()
+    return {name: digest for name, digest in found if name.partition("/")[0] in stages}
+
+
+def result(folder: Path) -> dict[str, object]:
+    """Everything that a run decides, times left out."""
+    counts = [
+        (run.dataset, run.name, run.tokens, run.n_target, run.n_draft, run.n_discarded)
+        for run in read_results(folder / "out" / "eval" / "results.json").runs
+    ]
+    return {**made(folder, "pair", "rollouts", "draft", "labels", "head"), "counts": counts}
+
+
+def with_pair(finished: Path, folder: Path) -> Path:
+    """A folder in which only the pair is made: one process trains it."""
+    shutil.copytree(finished / "out" / "pair", folder / "out" / "pair")
+    return folder
+
+
+@pytest.mark.smoke
+def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
+    out = finished / "out"
+    rollouts = load_stored(out / "rollouts")
+    assert len(rollouts) == 36
+    assert set(rollouts["dataset"]) == {"instruct", "code"}
+    labels = load_stored(out / "labels")
+    assert labels["example_id"][:] == rollouts["example_id"][:]
+    draft = json.loads((out / "draft" / "run.json").read_text())["results"]
+    assert draft["acceptance_after"] > draft["acceptance_before"]
+    for name in ("draft", "head"):
+        assert (out / "release" / name / "README.md").read_text().startswith("---")
+        assert load_file(out / "release" / name / "model.safetensors")
+    predicted = json.loads((out / "eval" / "run.json").read_text())["results"]["predictions"]
+    assert predicted["rollouts"]["dev"] == labels["split"][:].count("dev")
+    results = read_results(out / "eval" / "results.json")
+    check_metrics(results)
+    assert (results.datasets(), len(results.runs)) == (["instruct", "maths"], 10)
+    assert all((run.n_draft == 0) == (run.name == "plain") for run in results.runs)
+    sentence = verdict(results)
+    assert sentence.startswith("No verdict, for too few prompts (instruct ")
+    page = (out / "eval" / "report.html").read_text()
+    cards = [(out / "release" / name / "README.md").read_text() for name in ("head", "draft")]
+    for text in (page, cards[0]):
+        assert text.count("the mean label") == 1
+    for text in (page, *cards):
+        assert sentence in text
+    for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
+        assert json.loads((out / stage / "run.json").read_text())["finished"]
+
+
+def test_the_python_example_of_the_readme_runs(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for example in blocks("README.md", "python"):  # each alone
+        assert "runs/toy" in example
+        exec(compile(example.replace("runs/toy", f"{finished}/out"), "README.md", "exec"), {})
+        assert capsys.readouterr().out.strip()
+
+
+@EXHAUSTIVE
+def test_an_evaluation_in_batches_measures_counts_and_is_published(
+    finished: Path, tmp_path: Path
+) -> None:
+    subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
+    subprocess.run(["rm", "-r", str(tmp_path / "out" / "release")], check=True)
+    paths = "{name: two drafts, verifier: rrs, drafter: paths, paths: 2, length: 2, path_drafts: "
+    flags = ["--eval.folder", "eval-counts", "--eval.batch", "4", "--method", "K=3"]
+    flags += ["--method", "head", "--method"]
+    refused = run(tmp_path, "pipeline.py", *flags, paths + "['', out/nowhere]}")
+    assert refused.returncode == 2
+    assert "out/nowhere" in refused.stderr
+    done = run(tmp_path, "pipeline.py", *flags, paths + "['', out/pair/draft]}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("already done") == 6
+    assert "20/20" in done.stderr
+    assert "not measured" in done.stdout
+    results = read_results(tmp_path / "out" / "eval-counts" / "results.json")
+    check_metrics(results)
+    assert {entry.name for entry in results.runs} == {"plain", "K=3", "head", "two drafts"}
+    assert all(entry.tokens_per_second is None and entry.n_target > 0 for entry in results.runs)
+    inputs = json.loads((tmp_path / "out" / "eval-counts" / "run.json").read_text())["inputs"]
+    assert inputs["path draft OUTPUT/pair/draft"]
+    for name in ("draft", "head"):
+        card = (tmp_path / "out" / "release" / name / "README.md").read_text()
+        assert "**Speeds were not measured (4 prompts were decoded together): " in card
+
+
+@pytest.mark.smoke
+@EXHAUSTIVE
+def test_a_draft_on_its_targets_states_goes_through_every_stage(
+    finished: Path, tmp_path: Path
+) -> None:
+    for name in ("pair", "rollouts"):
+        shutil.copytree(finished / "out" / name, tmp_path / "out" / name)
+    flags = ["--toy", "null", "--models.draft", "null", "--draft.finetune", "null"]
+    flags += ["--draft.init", "{kind: states, layers: 1, vocabulary: 400}"]
+    refused = run(tmp_path, "pipeline.py", *flags)
+    assert refused.returncode == 2
+    assert "leave the methods transformers out of eval.methods" in refused.stderr
+    methods = ["--method", "K=3", "--method", "head", "--eval.verifier_seconds", "4"]
+    done = run(tmp_path, "pipeline.py", *flags, *methods)
+    assert done.returncode == 0, done.stderr
+    release = tmp_path / "out" / "release"
+    assert all(f"out/release/{name}, not uploaded" in done.stdout for name in ("draft", "head"))
+    assert "load_model" in done.stdout
+    # An evaluation of what was assembled gives the same tokens.
+    other = ["--draft", "null", "--head", "null", "--output", "again"]
+    other += ["--models.draft", str(release / "draft"), "--toy", "null"]
+    other += ["--method", "K=3"]
+    again = run(tmp_path, "run_eval.py", *other)
+    assert again.returncode == 0, again.stderr
+    results = read_results(tmp_path / "out" / "eval" / "results.json")
+    found = [read_samples(tmp_path / at / "eval" / "samples.json") for at in ("out", "again")]
+    texts = [{s.prompt_id: s.methods["K=3"] for s in each.samples} for each in found if each]
+    first, second = texts
+    assert first == second
+    assert first
+    check_metrics(results)
+    assert {entry.name for entry in results.runs} == {"plain", "K=3", "head"}
+    moved = tmp_path / "moved"
+    (tmp_path / "out").rename(moved)
+    shutil.rmtree(moved / "head")
+    here = ["--output", "moved", "--models.target", "moved/pair/target"]
+    again = run(tmp_path, "train_head.py", *flags, *here)
+    assert again.returncode == 0, again.stderr
+    assert "head: done in" in again.stdout
+
+
+@EXHAUSTIVE
+def test_a_head_is_evaluated_under_another_sampler_than_its_labels(
+    finished: Path, tmp_path: Path
+) -> None:
+    subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
+    flags = ["--eval.folder", "eval-cooler", "--sampling.temperature", "0.5", "--method", "head"]
+    with pytest.warns(OtherSamplingWarning):
+        done = run(tmp_path, "run_eval.py", *flags)
+    assert done.returncode == 0, done.stderr
+    # Labels under another sampler say nothing of this one.
+    page = (tmp_path / "out" / "eval-cooler" / "report.html").read_text()
+    assert "Not measured: labels were made under another sampler" in page
+
+
+def test_a_warm_run_does_nothing_again(finished: Path) -> None:
+    run(finished, "pipeline.py")  # removes the caches that evaluations of earlier tests left
+    before = {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")}
+    script = str(ROOT / "recipes" / "pipeline.py")
+    shown = run_without_heavy_libraries(script, "--config", "pair.yaml", cwd=finished)
+    assert shown.count("already done") == 8
+    assert shown.count("No verdict, for too few prompts") == 2, "in the log, and by publish"
+    steps = [line.split(maxsplit=1) for line in shown.splitlines()[-5:]]
+    assert [purpose for purpose, _ in steps] == ["look", "load", "serve", "load", "upload"]
+    assert steps[0][1] == "out/eval/report.html"
+    assert "publish" in steps[-1][1]
+    assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
+
+
+@EXHAUSTIVE
+def test_a_disk_that_fills_in_any_stage_is_named_and_the_same_command_goes_on(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From the embedded pair on, with a little more room each time."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "64m"):
+        (disk / "out").mkdir()
+        subprocess.run(["cp", "-r", f"{finished}/out/pair", str(disk / "out")], check=True)
+        monkeypatch.chdir(disk)
+        room, reached = 8, set()
+        while True:
+            used = int(subprocess.check_output(["du", "-sk", "."]).split()[0])
+            remount = f"remount,size={max(used, room) + 8}k"
+            subprocess.run(["mount", "-o", remount, str(disk)], check=True)
+            status = RECIPE.run(["--config", str(finished / "pair.yaml")])
+            said = capsys.readouterr()
+            reached.add(re.findall(r"(\w+): (?:starting|continuing) in", said.out)[-1])
+            if status == 0:
+                break
+            assert status == 1
+            assert "Nothing finished is lost: mend the cause and run the same" in said.err
+            room = int(max(used, room) * 1.3)
+        assert {"rollouts", "draft", "release"} <= reached, "the disk fills in several stages"
+        monkeypatch.chdir(tmp_path)
+        whole = result(finished)
+        assert {key: value for key, value in result(disk).items() if whole[key] != value} == {}
+        assert result(disk).keys() == whole.keys()
+
+
+def test_the_sizes_of_a_plan_are_those_of_the_files(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished)
+    config = parse(["--config", "pair.yaml"]).config
+    weights = load_file(Draft(config).folder / "model/model.safetensors").values()
+    size = in_bytes(sum(4 * weight.numel() for weight in weights))
+    assert Draft(config).size == f"the draft, {size} of weights"
+    assert "36 completions, at most 864 tokens" in Rollouts(config).size
+    assert "5 prompts x 5 methods" in Eval(config).size
+
+
+# --- launched
+
+# Counts of one method, which the main process makes in a few seconds.
+QUICK = ["--eval.batch", "4", "--method", "K=3", "--method", "head"]
+# Seconds within which docs/launching.md says that a lost node's peers end, for a busy machine.
+SOON = 180
+
+
+def start(folder: Path, profile: str, *options: str) -> subprocess.Popen[str]:
+    arguments = command(folder, "pipeline.py", *QUICK)[2:]
+    return launch(folder, profile, *options, "pipeline", *arguments)
+
+
+def start_nodes(folder: Path, port: int) -> list[subprocess.Popen[str]]:
+    """Two launchers that meet over the loopback, as on two machines."""
+    meet = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    return [start(folder, "multi_node", *meet, "--machine_rank", rank) for rank in "01"]
+
+
+def finish(launchers: list[subprocess.Popen[str]]) -> None:
+    for said in [launcher.communicate()[1] for launcher in launchers]:
+        assert all(launcher.returncode == 0 for launcher in launchers), said
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def two_nodes(finished: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = with_pair(finished, tmp_path_factory.mktemp("two_nodes"))
+    finish(start_nodes(folder, port))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["cpu-2", *(pytest.param(form, marks=EXHAUSTIVE) for form in ("zero2", "zero3", "two nodes"))],
+)
+def test_every_launch_makes_what_one_process_makes(
+    form: str, finished: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Rollouts and labels byte for byte, draft and head up to rounding.
+
+    The draft's rounding is in its labels, so one process makes labels and head of that draft again.
+    """
+    if form == "two nodes":
+        launched = request.getfixturevalue("two_nodes")
+    else:
+        launched = with_pair(finished, tmp_path / "launched")
+        finish([start(launched, form)])
+    for stage in ("rollouts", "draft", "labels", "head"):
+        assert json.loads((launched / "out" / stage / "run.json").read_text())["processes"] == 2
+    assert made(launched, "rollouts") == made(finished, "rollouts")
+    drafts = (each / "out/draft/model" for each in (launched, finished))
+    assert_trained_alike(*drafts, finished / "out/pair/draft")
+    shutil.copytree(launched / "out", tmp_path / "out")
+    for stage in ("labels", "head"):
+        shutil.rmtree(tmp_path / "out" / stage)
+    done = run(tmp_path, "train_head.py")
+    assert done.returncode == 0, done.stderr
+    assert made(launched, "labels") == made(tmp_path, "labels")
+    both, alone = (
+        load_file(folder / "out/head/model/model.safetensors") for folder in (launched, tmp_path)
+    )
+    for name, value in alone.items():
+        assert (both[name] - value).abs().max() < 1e-4, name
+
+
+@EXHAUSTIVE
+def test_after_lost_nodes_the_same_command_ends_with_the_same_bytes(
+    finished: Path, two_nodes: Path, port: int, tmp_path: Path
+) -> None:
+    """The second while they train, then the first while they label, each for itself."""
+    folder = with_pair(finished, tmp_path)
+    for lost, pattern in (
+        (1, "draft/model.training/checkpoint-*/complete.json"),
+        (0, "labels/shard-*.parquet"),  # once the second has seen the first at work
+    ):
+        nodes = start_nodes(folder, port)
+        while not list((folder / "out").glob(pattern)):
+            assert all(node.poll() is None for node in nodes), "it ended before it could be killed"
+            time.sleep(0.005)
+        if lost == 0:  # it looks twice a second, and before it has seen the first waits for longer
+            time.sleep(1.5)
+        launcher = psutil.Process(nodes[lost].pid)
+        for process in (launcher, *launcher.children(recursive=True)):
+            process.kill()
+        nodes[1 - lost].communicate(timeout=SOON)
+        assert nodes[1 - lost].returncode == 1
+        nodes[lost].communicate()
+        if lost == 0:  # what can be made without the first is made
+            assert read_manifest(folder / "out" / "labels")["finished"]
+    finish(start_nodes(folder, port))
+    assert result(folder) == result(two_nodes)

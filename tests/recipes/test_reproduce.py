@@ -1,0 +1,335 @@
+"""A paper's protocol as data, run on a pair: `make papers`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
+
+from benchmarks.papers.__main__ import main
+from benchmarks.papers.examples import batches, rejections
+from benchmarks.papers.measurements import (
+    KINDS,
+    ModelPair,
+    _fitted,
+    as_long,
+    evaluated,
+    evaluation,
+    expanded,
+    formula,
+    of_drafts,
+    replay,
+)
+from benchmarks.papers.reproduce import PAPERS, protocol_of
+from benchmarks.papers.tables import WORDS, paper_figures, pivot, selected, with_paper, write_figure
+from distill.toy import save_tokenizer
+from distill.training import save_model
+from recipes.config import TOY, parse
+from specdata.labels import make
+from specdata.models import load_tokenizer
+from specdata.storage.dataset import load_stored
+from tests.support.random_pair import measured_only
+from tests.support.synthetic_results import simulate
+
+SEEDS = ("seed-0", "seed-1")
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_formulas_reach_the_printed_digits(paper: str) -> None:
+    protocol = protocol_of(paper, quick=True)
+    for table in protocol["tables"]:
+        if not table.get("exact"):
+            continue
+        names = [table["of"]] if isinstance(table["of"], str) else table["of"]
+        specs = {name: protocol["measurements"][name] for name in names}
+        made = {name: formula(None, spec, Path(name)) for name, spec in specs.items()}  # type: ignore[arg-type]
+        ours, compared = pivot(table, selected(table, made)), 0
+        for row, cells in paper_figures(table).items():
+            for column, printed in cells.items():
+                digits = len(str(printed).partition(".")[2])
+                assert ours[row][column] == pytest.approx(float(printed), abs=0.51 * 10**-digits)
+                compared += 1
+        assert compared, table["title"]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_protocol_fits_the_demos_pair_and_names_what_it_measures(paper: str, quick: bool) -> None:
+    protocol, command = protocol_of(paper, quick=quick), parse([], paper)
+    for spec in protocol["measurements"].values():
+        assert spec["kind"] in KINDS
+        if spec["kind"] == "evaluation":
+            _, _, methods = evaluated(ModelPair(command.config, command.given, Path()), spec)
+            names = {method["name"] for method in methods}
+            assert {method["over"] for method in methods if "over" in method} <= names
+    for shown in [*protocol["tables"], *protocol.get("figures", [])]:
+        of = [shown["of"]] if isinstance(shown["of"], str) else shown["of"]
+        assert {*of} <= {*protocol["measurements"]}, shown["title"]
+
+
+@pytest.mark.parametrize("responses", [1, 4])
+def test_simulated_rejections_are_those_of_theorems_1_and_3(responses: int) -> None:
+    simulated, exact = rejections(4, 12, 1.0, runs=[200], seed=1, responses=responses)
+    low, high = (simulated["rejections"][side] for side in ("low", "high"))
+    assert low < exact["rejections"] < high < 1.2 * low
+    batch, limit = (row["rejections"] for row in batches(4, 12, 1.0, [responses], seed=1))
+    assert limit < batch == pytest.approx(exact["rejections"], abs=1e-12)
+
+
+def test_fitted_times_are_those_that_generations_were_made_of() -> None:
+    rng = np.random.default_rng(0)
+    made = [
+        simulate(rng, f"{n}", lengths=lengths, ease=0.8)
+        for lengths in ((0, 0), (2, 7))
+        for n in range(10)
+    ]
+    exact = [replace(r, seconds=0.002 * r.n_draft + 0.011 * r.rounds) for r in made]
+    fit = _fitted(exact[10:], "fixed")
+    for name, figure in (("t_draft", 0.002), ("t_target", 0.011), ("r_squared", 1.0)):
+        assert [*fit[name].values()] == pytest.approx([figure] * 3)
+    assert fit["largest_error"] == pytest.approx(0.0, abs=1e-9)
+    late = [*exact[10:-1], replace(exact[-1], seconds=2 * exact[-1].seconds)]
+    off = _fitted(late, "fixed")
+    t_draft, t_target = (off[name]["value"] for name in ("t_draft", "t_target"))
+    ratios = [(t_draft * r.n_draft + t_target * r.rounds) / r.seconds for r in late]
+    errors = sorted(100 * abs(ratio - 1) for ratio in ratios)
+    assert off["largest_error"] == pytest.approx(errors[-1])
+    assert off["error"] == pytest.approx((errors[4] + errors[5]) / 2)
+    assert _fitted(exact[:10], "target alone")["t_target"]["value"] == pytest.approx(0.011)
+    alone = _fitted(exact[:10], "draft alone")  # rounds of which each is a forward of the draft
+    assert alone["t_draft"]["value"] == pytest.approx(0.011)
+    assert "t_target" not in alone
+
+
+def test_methods_of_a_grid_have_its_values_in_their_names() -> None:
+    grid = {"widths": [[4, 2], [8]], "verifier": ["rrs", "kseq"]}
+    made = expanded([{"name": "{verifier} {widths}", "each": grid, "over": "K={widths}"}])
+    assert [method["name"] for method in made] == ["rrs 4x2", "kseq 4x2", "rrs 8", "kseq 8"]
+    assert made[-1] == {"name": "kseq 8", "widths": [8], "verifier": "kseq", "over": "K=8"}
+
+
+def test_a_table_has_the_papers_figure_beside_ours_or_in_a_row_of_its_own() -> None:
+    ours = {"value": 2.0, "low": 1.5, "high": 2.5, "deviation": 0.25}
+    records = [{"set": name, "K": k, "speed": ours} for name in ("a", "b") for k in (2, 4)]
+    paper = {"a": {2: 1.9}, "LM1B": [None, "3.10"]}
+    table: dict[str, Any] = {"of": "m", "where": {"K": [2, 4]}, "rows": "set", "columns": "K"}
+    table |= {"paper_columns": [2, 4]}
+    table |= {"values": {"speed": "speed"}, "digits": 2, "paper": paper}
+    shown = with_paper(table, pivot(table, selected(table, {"m": records}))).markdown()
+    assert shown.splitlines()[2:] == [
+        "| a | 2.00 ± 0.25 [1.50, 2.50] (paper: 1.9) | 2.00 ± 0.25 [1.50, 2.50] |",
+        "| b | 2.00 ± 0.25 [1.50, 2.50] | 2.00 ± 0.25 [1.50, 2.50] |",
+        "| paper: LM1B |  | 3.10 |",
+    ]
+
+
+def test_the_best_record_of_a_row_and_column_is_shown_and_rows_keep_their_order() -> None:
+    table = {"rows": "set", "columns": "of", "best": "speedup", "values": {"m": "method"}}
+    speeds = [("a", "x", 1.0), ("b", "x", 3.0), ("a", "y", 2.0), ("a", "z", 1.5), ("b", "y", 2.0)]
+    records = [{"set": r, "of": "SD", "method": m, "speedup": v} for r, m, v in speeds]
+    assert pivot(table, records) == {"a": {"SD": "y"}, "b": {"SD": "x"}}
+
+
+def test_a_record_that_is_not_on_the_axis_is_a_level(tmp_path: Path) -> None:
+    figure = {"of": "m", "x": "second", "y": "rate", "lines": ["scheme"]}
+    records: list[dict[str, Any]] = [{"scheme": "IS", "second": x, "rate": x} for x in (1.2, 1.6)]
+    records.append({"scheme": "single draft", "second": "N/A", "rate": 1.0})
+    drawn = []
+    for name, measured in (("with", records), ("without", records[:2])):
+        write_figure(tmp_path / f"{name}.svg", figure, {"m": measured}, WORDS)
+        drawn.append((tmp_path / f"{name}.svg").read_text())
+    assert ["single draft" in each for each in drawn] == [True, False]
+    assert drawn[0].count("dasharray") > drawn[1].count("dasharray")
+    assert "N/A" not in drawn[0]
+
+
+def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
+    trained_pair: Path, tmp_path: Path
+) -> None:
+    sets = f"[{{name: instruct, count: 2}}, {{name: {tmp_path / 'none.jsonl'}}}]"
+    (tmp_path / "none.jsonl").write_text('{"prompt": "What is a map for?"}\n')
+    given = measured_only(trained_pair, tmp_path)
+    given += ["--eval.sets", sets, "--eval.max_new_tokens", "12"]
+    command = parse(given, "canonical")
+    methods = [{"name": "K=1", "length": 1}, {"name": "K=3", "length": 3, "over": "K=1"}]
+    spec = {"timed": True, "scores": ["rougeL"], "methods": methods}
+    made = evaluation(ModelPair(command.config, command.given, tmp_path), spec, tmp_path / "m")
+    of = {(each["set"], each.get("method")): each for each in made}
+    one, three = of["instruct", "K=1"], of["instruct", "K=3"]
+    for gain, rate in (("over", "block_efficiency"), ("faster", "tokens_per_second")):
+        ratio = three[rate]["value"] / one[rate]["value"]
+        assert three[gain]["value"] == pytest.approx(100 * (ratio - 1))
+    assert 0 < one["rougeL"]["value"] < 1
+    assert one["rougeL"]["low"] is one["rougeL"]["high"] is None, "of two prompts"
+    assert {name for name, method in of if "rougeL" in of[name, method]} == {"instruct"}
+
+
+def test_sd_as_long_as_the_fastest_tree_of_its_set_is_shown_once_more() -> None:
+    def record(name: str, of: str, length: int, speed: float) -> dict[str, Any]:
+        return {"set": name, "of": of, "length": length, "speedup": {"value": speed}}
+
+    chains = [record(name, "SD, best length", n, 1.0 + n) for name in "ab" for n in (2, 3)]
+    trees = [record("a", "MCSD", 2, 3.0), record("a", "MCSD", 3, 2.0), record("b", "MCSD", 3, 2.0)]
+    alike = [(each["set"], each["length"], each["of"]) for each in as_long([*chains, *trees])]
+    assert alike == [("a", 2, "SD, same length"), ("b", 3, "SD, same length")]
+
+
+def test_a_measurement_of_further_drafts_is_made_with_each_and_says_which(tmp_path: Path) -> None:
+    command = parse([], "mcsd")
+    further = {"before training": "elsewhere/draft", "mine": "mine"}
+    pair = ModelPair(command.config, command.given, tmp_path, further=further)
+    measured = of_drafts(lambda pair, _, folder: [{"of": pair.draft_name, "in": folder.name}])
+    (own,) = measured(pair, {}, tmp_path)
+    assert own == {"of": pair.draft_name, "in": tmp_path.name, "draft": "in use"}
+    assert [each["of"] for each in measured(pair, {"further": True}, tmp_path)] == [
+        *further.values()
+    ]
+    assert len({each["in"] for each in measured(pair, {"further": True}, tmp_path)}) == 2
+
+
+def said(page: Path) -> list[str]:
+    """A page without its day."""
+    return [line for line in page.read_text().splitlines() if "Measured on" not in line]
+
+
+def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
+    trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["block", "--quick", "--prompts", "2", "--out", str(tmp_path / "page")]
+    given += measured_only(trained_pair, tmp_path)
+    given += ["--eval.sets", "[{name: instruct, count: 2}, {name: maths, count: 2}]"]
+    given += ["--eval.max_new_tokens", "12"]
+    assert main(given) == 0, capsys.readouterr().err
+    page, stored = tmp_path / "page/README.md", tmp_path / "page/results.json"
+    first, measured = said(page), tmp_path / "papers/block-quick/measured/decoding"
+    assert str(tmp_path) not in stored.read_text() + page.read_text()
+    assert (tmp_path / "page/figure-2.svg").stat().st_size > 1000
+    result = json.loads(stored.read_text())
+    counts, records = result["measured"], measured / "records.json"
+    of_all = [each["counts"] for each in counts["decoding"] if each["set"] == "all prompt sets"]
+    assert [each["prompts"] for each in of_all] == [4] * len(of_all)
+    assert of_all[0]["rounds"] == of_all[0]["tokens"] > of_all[1]["rounds"]  # plain, then token
+    where, digest = result["environments"]["decoding"], result["pair"]["draft"]["digest"]
+    at = where["git_commit"]  # none in a copy of the tree
+    commit = where["date"][:10] + (f" at commit {at[:7]}" if at else "")
+    assert all(part in page.read_text() for part in (commit, where["hardware"]["cpu"], digest))
+    kept, lost = (next((measured / seed / "prompts").rglob("*.json")) for seed in SEEDS)
+    before = kept.stat().st_mtime_ns
+    records.unlink()  # as after a kill in the second seed, whose prompts are one batch
+    lost.unlink()
+    assert main(given) == 0, capsys.readouterr().err
+    assert (kept.stat().st_mtime_ns, said(page)) == (before, first)
+    assert json.loads(stored.read_text())["measured"] == counts
+    assert main([*given, "--seed", "1"]) == 2
+    assert "remove" in capsys.readouterr().err
+
+
+SWEEP: dict[str, Any] = {"sampling": {"temperature": 1.0, "top_k": 50, "top_p": 1.0}}
+SWEEP |= {"depths": [0, 1], "weights": [1.0, 6.0], "training": {"epochs": 2}, "rows": 8}
+SWEEP |= {"judged_rows": 6, "lengths": [2, 6], "thresholds": [0.3, 0.7], "rules": ["entropy"]}
+SWEEP |= {"draft_seconds": 0.0234, "target_seconds": 0.112, "alone_seconds": 0.108}
+
+
+@pytest.mark.slow
+def test_each_head_learns_once_of_one_set_under_its_sampling_and_is_judged_on_all(
+    trained_pair: Path, tmp_path: Path
+) -> None:
+    sets = [{"name": n, "split": s} for s in ("train", "dev") for n in ("instruct", "maths")]
+    given = [f"--output={tmp_path}", "--toy", "null", "--draft", "null"]
+    given += ["--rollouts.sets", json.dumps(sets), "--rollouts.max_new_tokens", "12"]
+    given += [f"--models.{role}={trained_pair / role}" for role in ("target", "draft")]
+    command = parse(given)
+    pair, folder = ModelPair(command.config, command.given, tmp_path), tmp_path / "grid"
+    records = replay(pair, SWEEP, folder)
+    heads = [row for row in records if row.get("rule") == "head"]
+    assert len(heads) == 4 * 3 * 2, "heads, sets with that of all, thresholds"
+    assert sum(row["best_h"] for row in heads) == 4 * 3
+    assert sum(row["best"] for row in records if "best" in row) == 4 * 3, "rules, sets"
+    assert sum("eval_kl" in row for row in records) == 4
+    labels = load_stored(folder / "run/labels")
+    assert make.sampling_of(folder / "run/labels").top_k == 50
+    rows = list(zip(labels["split"], labels["dataset"], strict=True))
+    counted = {each: rows.count(each) for each in rows}
+    dev = {("dev", "maths"): 6, ("dev", "instruct"): 6}
+    assert counted == {("train", "instruct"): 8, **dev}
+    for row in (row for row in records if "set" in row):  # by the paper's times, over its target
+        counts, seconds = row["counts"], 1 / row["tokens_per_second"]["value"]
+        spent = 0.0234 * counts["n_draft"] + 0.112 * counts["n_target"]
+        assert spent / counts["tokens"] == pytest.approx(seconds)
+        assert row["speedup"]["value"] == pytest.approx(0.108 / seconds)
+    assert {r["gain"]["value"] for r in records if r.get("best") and r["rule"] == "fixed"} == {0.0}
+    trained = [json.loads(path.read_text())["train_rows"] for path in folder.glob("depth*/m*.json")]
+    assert trained == [8] * 4
+    # Asked for again, it trains nothing.
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("depth*/model.safetensors")}
+    assert len(before) == 4
+    assert replay(pair, SWEEP, folder) == records
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.exhaustive
+def test_the_gemma_protocol_runs_on_gemma_2_and_has_the_papers_figures_beside_ours(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, sizes = load_tokenizer(str(tiny_pair / "target")), {"hidden_size": 16, "head_dim": 8}
+    sizes |= {"vocab_size": len(tokenizer), "intermediate_size": 32, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": 0}
+    torch.manual_seed(0)
+    models = {
+        "target": Gemma2ForCausalLM(Gemma2Config(**sizes, num_hidden_layers=2, sliding_window=8)),
+        "draft": GemmaForCausalLM(GemmaConfig(**sizes, num_hidden_layers=1)),
+    }
+    given = ["specdecpp-gemma", "--quick", *measured_only(tmp_path, tmp_path)]
+    for role, model in models.items():
+        save_model(model, tmp_path / role)
+        save_tokenizer(tokenizer, tmp_path / role)
+    sets = ", ".join(f"{{name: maths, split: {split}, count: 4}}" for split in ("train", "dev"))
+    given += ["--rollouts.sets", f"[{sets}]", "--rollouts.max_new_tokens", "24"]
+    given += ["--eval.sets", "[{name: maths, count: 2}]"]
+    assert main(given) == 0, capsys.readouterr().err
+    home = tmp_path / "papers/specdecpp-gemma-quick"
+    page = (home / "README.md").read_text()
+    fixed = [line for line in page.splitlines() if line.startswith("| fixed")]
+    assert any("1.33" in row for row in fixed), page
+    assert "figure-5" in page
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("paper", ["canonical", "mcsd"])
+def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
+    paper: str, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [paper, "--quick", "--prompts", "1", *measured_only(trained_pair, tmp_path)]
+    given += ["--eval.sets", "[{name: instruct, count: 1}, {name: maths, count: 1}]"]
+    given += ["--eval.max_new_tokens", "6"]
+    if paper == "mcsd":
+        given += ["--drafts", str(trained_pair / "draft")]
+    assert main(given) == 0, capsys.readouterr().err
+    home = tmp_path / f"papers/{paper}-quick"
+    folder = next(home.glob("measured/acceptance*"))
+    kept = folder / "instruct.json"
+    first = json.loads((home / "results.json").read_text())["measured"]
+    before = kept.stat().st_mtime_ns
+    (folder / "records.json").unlink()  # as after a kill in the second set
+    (folder / "maths.json").unlink()
+    assert main(given) == 0, capsys.readouterr().err
+    assert kept.stat().st_mtime_ns == before
+    assert json.loads((home / "results.json").read_text())["measured"] == first
+
+
+def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, said in (
+        (["blok"], "did you mean 'block'?"),
+        (["block", "--drafts", "mine"], "block measures one draft"),
+        (["block", "--prompts", "0"], "--prompts must be at least 1"),
+        (["block", "--eval.threads", "-1"], "eval.threads: must be greater than or equal to 0"),
+        (["block", "--config", f"{TOY}.old"], "does not exist"),
+    ):
+        assert main(given) == 2
+        assert said in capsys.readouterr().err

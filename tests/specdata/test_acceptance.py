@@ -1,0 +1,124 @@
+"""Labels: the right distributions, in any batch, piece and shard, of the sampler they name."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdata import texts
+from specdata.config import LabelsConfig
+from specdata.errors import ManifestError
+from specdata.labels.make import Labeller, load_labels
+from specdata.probability import SamplingConfig, probabilities
+from specdata.storage.dataset import load_stored
+from specdata.storage.schema import LABELS, ROLLOUTS, Label
+from specdata.texts import by_length
+from tests.support.acceptance import labelled, labeller, rollout, rollouts, stored
+from tests.support.chi_square import p_value
+from tests.support.families import tiny
+from tests.support.tiny import tiny_llama
+
+WARPED = SamplingConfig(temperature=0.8, top_k=3)
+
+
+def close(labels: list[Label], others: list[Label]) -> None:
+    """Equal up to rounding: batches of other shapes add up in another order."""
+    for a, b in zip(labels, others, strict=True):
+        assert a["example_id"] == b["example_id"]
+        assert a["draft_ids"] == b["draft_ids"]
+        for name in LABELS.names[len(ROLLOUTS) + 1 :]:
+            assert a[name] == pytest.approx(b[name], abs=1e-5), name  # type: ignore[literal-required]
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), WARPED, SamplingConfig(0.0)], ids=str)
+def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_targets_text(
+    sampling: SamplingConfig,
+) -> None:
+    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
+    completion = [4, 5, 6, 7, 8]
+    work = labeller(target, draft, sampling)
+    # Rows with one sequence and many names: every name has its own uniforms.
+    labels = work([rollout(n, completion) for n in range(1500)])
+    row = labels[-1]
+    for index in range(len(completion)):
+        context = torch.tensor([[2, 3, *completion[:index]]])
+        with torch.inference_mode():
+            p, q = (
+                probabilities(model(input_ids=context).logits[0, -1], sampling)
+                for model in (target, draft)
+            )
+        drafted = row["draft_ids"][index]
+        expected = min(1.0, float(p[drafted] / q[drafted]))
+        assert row["accept_prob"][index] == pytest.approx(expected, abs=1e-6)
+        assert row["overlap"][index] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-6)
+        assert row["log_p"][index] == pytest.approx(float(p[drafted].log()), abs=1e-6)
+        assert row["log_q"][index] == pytest.approx(float(q[drafted].log()), abs=1e-6)
+        nats = -sum(chance * math.log(chance) for chance in q.tolist() if chance)
+        assert row["entropy"][index] == pytest.approx(nats, abs=1e-5)
+        assert row["log_q_max"][index] == pytest.approx(float(q.max().log()), abs=1e-6)
+        distribution = {(token,): float(chance) for token, chance in enumerate(q) if chance > 0}
+        counts = Counter((label["draft_ids"][index],) for label in labels)
+        assert counts.keys() <= distribution.keys()
+        assert len(distribution) == 1 or p_value(counts, distribution) > 1e-6
+
+
+def test_texts_of_like_length_go_together_longest_first_as_many_as_fit() -> None:
+    assert [*by_length([3, 9, 3, 1, 5, 9, 40], 18)] == [[6], [1, 5], [4, 0, 2], [3]]
+
+
+def test_the_size_of_a_batch_of_a_piece_and_of_a_forward_change_no_label(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    rows, work = rollouts(12, vocab=40), labeller(target, draft, WARPED)
+    whole = work(rows)
+    close(whole, [work([row])[0] for row in rows])
+    monkeypatch.setattr(texts, "VALUES_AT_ONCE", 1)
+    monkeypatch.setattr(texts, "POSITIONS", {"cpu": 3})
+    close(whole, work(rows))
+    close(whole, Labeller(work.source, work.draft, WARPED, 0, tokens_at_once=1)(rows))
+
+
+def test_a_draft_of_another_width_is_cut_or_filled_up_to_the_targets_vocabulary() -> None:
+    target = tiny_llama(0, vocab=12)
+    for width in (9, 15):
+        draft = tiny_llama(1, vocab=width)
+        row = labeller(target, draft, SamplingConfig())(rollouts(1, vocab=9))[0]
+        assert max(row["draft_ids"]) < min(12, width)
+        assert all(value > float("-inf") for value in row["log_p"])
+
+
+def test_each_turn_of_a_conversation_has_its_own_draws_and_the_first_the_seed_of_one_turn() -> None:
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    completion = list(range(2, 22))
+    work = labeller(target, draft, SamplingConfig())
+    first, second = work([rollout(0, completion), rollout(0, completion, turn=1)])
+    assert first["log_q_max"] == pytest.approx(second["log_q_max"])
+    assert first["draft_ids"] != second["draft_ids"]
+    # What seed 0 has always drawn for id0: stored labels stay what the same command makes.
+    assert first["draft_ids"][:4] == [20, 35, 22, 2]
+
+
+def test_rollouts_are_labelled_as_far_as_the_draft_reads() -> None:
+    target, draft = tiny_llama(0, vocab=40), tiny("gpt2", 1, vocab=30, n_positions=8)
+    long = [rollout(0, [3, 35, 2, 5, 7, 9, 4, 3]), rollout(1, [2], prompt=(2,) * 8)]
+    rows = labeller(target, draft, SamplingConfig())(long)
+    # An id that the draft has no row for is read as it is in decoding.
+    assert [row["completion_ids"] for row in rows] == [[3, 35, 2, 5, 7, 9]]
+    assert rows[0]["finish"] == "length"
+    assert rows == labeller(target, draft, SamplingConfig())([rollout(0, [3, 35, 2, 5, 7, 9])])
+
+
+def test_labels_of_another_sampler_are_refused_with_the_difference(tmp_path: Path) -> None:
+    made = stored(tmp_path / "rollouts", [rollout(0, [2, 3])])
+    models = tiny_llama(0), tiny_llama(1)
+    labelled(tmp_path / "labels", *models, load_stored(made), LabelsConfig(), WARPED)
+    assert load_labels(tmp_path / "labels", WARPED).num_rows == 1
+    with pytest.raises(ManifestError, match=r"another sampler(.|\n)*top_k: 3 -> 0"):
+        load_labels(tmp_path / "labels", SamplingConfig(temperature=0.8))
+    with pytest.raises(ManifestError, match="another sampler"):
+        load_labels(made, SamplingConfig())

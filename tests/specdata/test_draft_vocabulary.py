@@ -1,0 +1,249 @@
+"""Drafts with a reduced vocabulary: stored, loaded, trained, decoded and released."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.publishing.release import REDUCED, release_draft
+from eval.runtime.graphs import shared_graphs
+from eval.runtime.model import CachedModel
+from eval.runtime.prepack import is_packed
+from eval.runtime.sequence import sequence_of
+from heads.inputs import FEATURES, DraftedTokens
+from specdata.draft_models.draft_vocabulary import (
+    draft_vocabulary_ids,
+    reduce_vocabulary,
+    restore_vocabulary,
+    substitute_row,
+)
+from specdata.errors import ConfigError
+from specdata.lm_head import find_lm_head, hidden_states
+from specdata.models import load_model
+from specdata.probability import SamplingConfig, probabilities, to_vocabulary
+from specdata.saving import add_former_names
+from tests.support.acceptance import labeller, rollouts
+from tests.support.families import FAMILIES, tiny
+from tests.support.release import Pair
+from tests.support.tiny import tiny_llama
+
+KEPT = [1, 5, 7, 30, 39]
+IDS = torch.arange(1, 13).unsqueeze(0)
+# One token of four is left out.
+SMALL = [0, 1, 3]
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    add_former_names(folder)
+    return folder
+
+
+def reduced(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
+    model = tiny(family, seed, dtype=torch.float32, **changes)
+    reduce_vocabulary(model, KEPT)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reduced_draft_is_stored_in_the_engines_form_and_loads_as_it_was(
+    family: str, tmp_path: Path
+) -> None:
+    whole = tiny(family, 0, dtype=torch.float32)
+    model = copy.deepcopy(whole)
+    reduce_vocabulary(model, KEPT)
+    logits = model(input_ids=IDS).logits
+    outside = torch.ones(40, dtype=torch.bool)
+    outside[KEPT] = False
+    torch.testing.assert_close(logits[..., KEPT], whole(input_ids=IDS).logits[..., KEPT])
+    assert logits[..., outside].isneginf().all()
+    reader = find_lm_head(model)
+    assert (reader.embedding, reader.vocabulary) == (model.get_output_embeddings(), 40)
+    torch.testing.assert_close(reader.logits(hidden_states(model, IDS)), logits)
+
+    folder = saved(model, tmp_path / "once")
+    tensors = load_file(folder / "model.safetensors")
+    assert (tensors["d2t"] + torch.arange(5)).tolist() == KEPT
+    assert tensors["t2d"].nonzero().squeeze(-1).tolist() == KEPT
+    loaded = load_model(str(folder))
+    assert type(loaded) is type(model)
+    assert (loaded.config.vocab_size, loaded.config.draft_vocab_size) == (40, 5)
+    assert torch.equal(loaded(input_ids=IDS).logits, logits)
+
+    again = load_file(saved(loaded, tmp_path / "twice") / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"d2t": torch.tensor([1, 4, 5, 27, 34])}, "different tokens"),
+        ({"d2t": None}, "d2t"),
+        ({"lm_head.weight": None}, "lm_head.weight"),
+        ({"t2d": torch.ones(40, dtype=torch.bool)}, "different tokens"),
+    ],
+)
+def test_a_damaged_folder_is_refused(
+    change: dict[str, Tensor | None], said: str, tmp_path: Path
+) -> None:
+    path = saved(reduced(), tmp_path / "model") / "model.safetensors"
+    tensors = load_file(path) | change
+    save_file({k: v for k, v in tensors.items() if v is not None}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=said):
+        load_model(str(path.parent))
+
+
+def test_a_draft_is_reduced_once_and_to_tokens_that_it_has() -> None:
+    with pytest.raises(ConfigError, match="can propose 5 tokens already"):
+        reduce_vocabulary(reduced(), [1])
+    for wrong in ([], [40], [-1, 2]):
+        with pytest.raises(ConfigError, match="from 0 to 39"):
+            reduce_vocabulary(tiny("llama", 0), wrong)
+    with pytest.raises(ConfigError, match="not reduced"):
+        restore_vocabulary(tiny("llama", 0), torch.zeros(16))
+
+
+# PEFT asks models of transformers 5 by a former name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_put_on_a_reduced_draft_and_merged(tmp_path: Path) -> None:
+    adapted = get_peft_model(
+        reduced(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    logits = adapted(input_ids=IDS).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = adapted.merge_and_unload()
+    loaded = load_model(str(saved(merged, tmp_path / "merged")))
+    torch.testing.assert_close(loaded(input_ids=IDS).logits, logits)
+
+
+def test_a_greedy_tree_of_a_reduced_draft_gives_the_targets_own_text() -> None:
+    """Wider than the draft's vocabulary: all of its tokens, and text beyond them."""
+    target, draft = tiny_llama(0), tiny_llama(1)
+    reduce_vocabulary(draft, SMALL)
+    tree = DecodeConfig("rrs_wor", drafter="tree", widths=(8, 2), temperature=0.0)
+    plain, trees = (
+        SpeculativeDecoder.from_config(target, each, config).generate(
+            torch.tensor([2, 3]), max_new_tokens=12, generator=torch.Generator()
+        )
+        for each, config in ((None, DecodeConfig(temperature=0.0)), (draft, tree))
+    )
+    assert trees.tokens.tolist() == plain.tokens.tolist()
+    assert {*plain.tokens.tolist()} - {*SMALL}
+    assert max(record.drafted for record in trees.rounds) <= len(SMALL) * 3
+
+
+def test_a_captured_draft_keeps_its_reduced_matrix_packed() -> None:
+    """Of the graph's products none is as wide as the vocabulary, and none is left unpacked."""
+    draft = tiny("llama", 0, vocab=4096, hidden_size=128, dtype=torch.float32)
+    reduce_vocabulary(draft, range(0, 4096, 2))
+    decoder = SpeculativeDecoder.from_config(
+        tiny("llama", 1, vocab=4096, dtype=torch.float32),
+        draft,
+        DecodeConfig(length=3),
+        engine="captured",
+    )
+    decoder.generate(torch.tensor([2, 3]), max_new_tokens=8, generator=torch.Generator())
+    graphs = list(shared_graphs(draft, "captured")._graphs.values())
+    assert graphs
+    for graph in graphs:
+        assert isinstance(graph, torch.fx.GraphModule)
+        packed = [node.args[1].target for node in graph.graph.nodes if is_packed(node)]
+        assert 2048 in [len(getattr(graph, weight)) for weight in packed]
+        plain = [n for n in graph.graph.nodes if n.target is torch._C._nn.linear]
+        assert all(getattr(graph, node.args[1].target).numel() < 2048 * 128 for node in plain)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingConfig(), SamplingConfig(0.0), SamplingConfig(0.7, 2, 0.8), SamplingConfig(0.5, 9)],
+    ids=str,
+)
+def test_a_reduced_draft_is_drawn_from_as_if_all_tokens_were_warped(
+    sampling: SamplingConfig,
+) -> None:
+    """The target may have more tokens than the draft, or fewer."""
+    draft = reduced()
+    for vocabulary in (44, 40, 36):
+        sequence = sequence_of(CachedModel(draft, vocabulary), 0, sampling)
+        logits = sequence.append(IDS[0].tolist(), IDS.shape[1]).run()
+        found = sequence.distribution(logits)
+        everywhere = to_vocabulary(draft(input_ids=IDS).logits[0], vocabulary)
+        torch.testing.assert_close(found, probabilities(everywhere, sampling))
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(), SamplingConfig(top_k=8, top_p=0.9)], ids=str
+)
+def test_features_and_labels_of_a_reduced_draft_are_finite(sampling: SamplingConfig) -> None:
+    target, draft = tiny("llama", 1, vocab=44, dtype=torch.float32), reduced()
+    q = probabilities(to_vocabulary(draft(input_ids=IDS).logits[0], 44), sampling)
+    torch.testing.assert_close(q.sum(-1), torch.ones(len(q)))
+    outside = torch.ones(44, dtype=torch.bool)
+    outside[KEPT] = False
+    assert not q[:, outside].any()
+    drafted = DraftedTokens(
+        tokens=q.argmax(-1), before=lambda: q, after=lambda: q, distributions=lambda: q
+    )
+    for name in ("log_q", "log_q_max", "margin", "entropy", "log_mass_above"):
+        assert FEATURES[name].compute(drafted).isfinite().all(), name
+
+    for label in labeller(target, draft, sampling)(rollouts(3, vocab=40)):
+        assert {*label["draft_ids"]} <= {*KEPT}
+        for name in ("log_q", "log_q_max", "entropy", "overlap", "accept_prob"):
+            assert all(math.isfinite(value) for value in label[name]), name  # type: ignore[literal-required]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair whose draft proposes 64 tokens; its results are those of the other tests."""
+    made = Pair(tmp_path_factory.mktemp("pair"))
+    draft = load_model(str(made.draft))
+    reduce_vocabulary(draft, range(1, 257, 4))
+    saved(draft, made.draft)
+    return made
+
+
+def test_a_reduced_draft_is_released_as_it_was_measured_and_as_a_plain_model(
+    pair: Pair, tmp_path: Path
+) -> None:
+    draft = load_model(str(pair.draft))
+    out = release_draft(pair.draft, tmp_path / "release", pair.results)
+    ids = torch.arange(4, 20).unsqueeze(0)
+    expected = draft(input_ids=ids).logits
+    assert torch.equal(load_model(str(out / REDUCED))(input_ids=ids).logits, expected)
+
+    plain, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values())
+    assert not hasattr(plain.config, "draft_vocab_size")
+    assert plain.get_output_embeddings().weight.shape[0] == plain.config.vocab_size
+    found, kept = plain(input_ids=ids).logits, draft_vocabulary_ids(draft)
+    assert kept is not None
+    torch.testing.assert_close(found[..., kept], expected[..., kept])
+    others = found[..., ~draft.t2d]
+    assert others.isfinite().all()
+    assert others.amax(-1).mean() < expected[..., kept].mean()
+    card = (out / "README.md").read_text()
+    assert "proposes 64 of" in card
+    assert "This form was not measured" in card
+
+
+def test_the_substitute_is_the_smallest_logit_where_states_allow_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(400, 8, generator=generator)
+    states[:, 0] = 1.0
+    logits = states @ torch.randn(8, 30, generator=generator)
+    logits[:, 29] = float("-inf")
+    logits[:, 7] = -20.0 + 0.1 * states[:, 3]
+    row = substitute_row(states, logits)
+    assert (states.double() @ row - logits[:, 7]).abs().max() < 0.2

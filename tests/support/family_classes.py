@@ -1,0 +1,110 @@
+"""What several files of tests use of `test_families`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+ENCODER = "an encoder, or the decoder of one, with a causal head: not decoded by itself"
+
+
+OTHER = "reads something else than text: images, sounds or another model's states"
+
+
+NOT_DECODERS = {
+    **dict.fromkeys(
+        [
+            "bart",
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "marian",
+            "mbart",
+            "megatron-bert",
+            "mvp",
+            "pegasus",
+            "plbart",
+            "prophetnet",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "trocr",
+            "whisper",
+            "xlm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ],
+        ENCODER,
+    ),
+    **dict.fromkeys(
+        [
+            "blt",
+            "fuyu",
+            "git",
+            "got_ocr2",
+            "moss_transcribe_diarize",
+            "musicgen_decoder",
+            "musicgen_melody_decoder",
+            "moshi",
+            "gemma3",
+            "gemma3n",
+            "gemma4",
+            "gemma4_unified",
+            "gemma4_assistant",
+            "gemma4_unified_assistant",
+            "phi4_multimodal",
+        ],
+        OTHER,
+    ),
+}
+"""Registered by transformers as causal language models, and none that decodes text by itself."""
+
+
+@cache
+def classes() -> dict[str, Any]:
+    """The classes of causal language models by their configuration's model_type, each once."""
+    found: dict[str, Any] = {}
+    for models in MODEL_FOR_CAUSAL_LM_MAPPING.values():
+        for model in models if isinstance(models, tuple) else (models,):
+            found.setdefault(model.config_class.model_type, model)
+    return {name: model for name, model in found.items() if name not in NOT_DECODERS}
+
+
+NO_CACHE = "refused: no cache of transformers"
+
+
+OWN_STATE = "refused: a state of their own kind"
+
+
+NO_POSITIONS = "refused: positions of their own kind"
+
+
+# Every other family decodes chains and batches, and trees unless its kind of cache forbids them.
+REFUSED = {
+    **dict.fromkeys(("cpmant",), NO_POSITIONS),
+    **dict.fromkeys(("openai-gpt", "reformer", "rwkv", "xlnet"), NO_CACHE),
+    **dict.fromkeys(
+        [
+            "deepseek_v4",
+            "dory",
+            "minimax",
+            "mllama_text_model",
+            "qwen4_exp_text",
+            "recurrent_gemma",
+            "xlstm",
+        ],
+        OWN_STATE,
+    ),
+}

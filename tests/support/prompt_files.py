@@ -1,0 +1,38 @@
+"""Small data files, and what comes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specdata.prompts.prompt import LoadedPrompts
+from tests.support.chats import chat_tokenizer
+
+PLAIN, CHAT = chat_tokenizer("none"), chat_tokenizer("llama3")
+
+
+@pytest.fixture(name="cache")
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def texts(loaded: LoadedPrompts) -> list[str]:
+    return [PLAIN.decode(prompt.ids[1:]) for prompt in loaded.prompts]  # less the BOS
