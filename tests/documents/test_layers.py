@@ -104,6 +104,12 @@ def imported(path: Path, *, at_work: bool = False) -> list[tuple[int, str]]:
     return modules
 
 
+def test_no_test_imports_a_test() -> None:
+    """What several files share is in tests/support."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not [name for _, name in imported(path) if ".test_" in name], path
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """At the module's level and inside functions, within and across packages."""
     below = {

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [path.read_text() for path in sorted((ROOT / "docs").glob("extending*.md"))]
 PARTS = [part for page in PAGES for part in re.split(r"^## ", page, flags=re.M)[1:]]
 SECTIONS = {part.split("\n")[0]: part for part in PARTS}
-TESTS = re.compile(r"tests/test_\w+\.py")
+TESTS = re.compile(r"tests/\w+/test_\w+\.py")
 BLOCK = re.compile(
     r"^(?:New file|In) `([^`]+)`(?:, (before|into) `([^`]+)`)?:\n```\w+\n(.*?)```", re.M | re.S
 )
