@@ -230,7 +230,7 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
         )
         found = [str(here / name) for name in ("out", "inputs", "logits")]
         subprocess.run(
-            [sys.executable, str(ROOT / "tests" / "drive_speculators.py"), *found],
+            [sys.executable, str(ROOT / "tests/support/drive_speculators.py"), *found],
             check=True,
             env={**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"},
         )
