@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 
 from recipes.run import say
+from specdata.draft_kinds import kind_of
 from specdata.errors import ConfigError
 from specdata.storage.files import atomic_folder
 from specdata.storage.resume import read_record
@@ -46,7 +47,13 @@ def main(given: argparse.Namespace) -> int:
         raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
     if given.out.exists():
         raise ConfigError(f"{given.out} exists: give another --out, or remove it")
-    if "num_layers" in read_record(config, (), "restore it"):
+    settings = read_record(config, (), "restore it")
+    if kind_of(settings).reads_states:
+        raise ConfigError(
+            f"{given.folder} is a draft as this project has it and needs no import: name it as "
+            "models.draft"
+        )
+    if "num_layers" in settings:
         _import_head(given)
     elif given.target:
         _import_draft(given)

@@ -14,9 +14,11 @@ import hashlib
 import json
 import shlex
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from eval.decode_config import Method
+from eval.measuring.intervals import prompts_needed
 from recipes.config import PipelineConfig, build, load_yaml, parse
 from recipes.models import (
     block_of,
@@ -29,6 +31,7 @@ from recipes.pipeline import RECIPE
 from recipes.recipe import check_stages
 from specdata.config import PromptSet
 from specdata.draft_kinds import KINDS
+from specdata.draft_kinds.kind import DraftKind
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.sampling import served_sampling
 from specdata.sources import hub_source
@@ -133,6 +136,14 @@ def _methods(config: PipelineConfig) -> list[str]:
     return [*methods, *([LOOKUP] if can(LOOKUP) else ())]
 
 
+def _kind(draft: str) -> DraftKind | None:
+    """The kind of a draft to make; None of a draft that is named. Raises ConfigError."""
+    near = get_close_matches(draft, DRAFTS, n=1)
+    if near and draft not in DRAFTS and not Path(draft).exists():
+        raise ConfigError(f"--draft {draft}: did you mean {near[0]!r}?")
+    return DRAFTS.get(draft)
+
+
 def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     from specdata.prompts.loading import check_sets, dropped
@@ -159,14 +170,14 @@ def main(given: argparse.Namespace) -> int:
         splits = {"train": train, "dev": dev, "test": test}
         files = {name: given.out.with_name(f"{given.out.stem}-{name}.jsonl") for name in splits}
         if there := [str(path) for path in (given.out, *files.values()) if path.exists()]:
-            raise ConfigError(f"{', '.join(there)} is there already: give another --out")
+            raise ConfigError(f"{', '.join(there)} must not be there yet: give another --out")
         given.out.parent.mkdir(parents=True, exist_ok=True)
         written = [given.out, *files.values()]
         for name, path in files.items():
             path.write_bytes(b"".join(line + b"\n" for line in splits[name]))
         if not on_this_machine(given.target):
             _fetch(given.target)
-        kind = DRAFTS.get(given.draft)
+        kind = _kind(given.draft)
         training, head = (
             (kind.section, kind.head) if kind else ("objective: lk_hybrid", "immediate")
         )
@@ -197,7 +208,8 @@ def main(given: argparse.Namespace) -> int:
         if isinstance(error, OSError | ConfigError):
             raise ConfigError(said) from error
         raise
-    counts = ", ".join(f"{len(lines)} {name}" for name, lines in splits.items())
+    few = ["too few of test for a verdict"] if len(test) < prompts_needed(1) else []
+    counts = ", ".join([*(f"{len(lines)} {name}" for name, lines in splits.items()), *few])
     print(f"wrote {given.out} and its prompts ({counts})")
     for note in notes:
         print(note)

@@ -25,9 +25,12 @@ from specdata.models import load_model, load_tokenizer
 from specdata.storage.checkpoints import newest_checkpoint
 from specdata.texts import IGNORED
 from tests.conftest import TRAINED_PAIR
+from tests.support.distill import pair
 from tests.support.random_pair import texts_of
 from tests.support.trainings import QUICK, assert_same_weights, changed, distilled, trainer_of
 from tests.support.two_processes import ON_CPU, finish, start_two
+
+__all__ = ["pair"]  # a fixture
 
 TOY_PAIR = ToyPairConfig(**TRAINED_PAIR)
 

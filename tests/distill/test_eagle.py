@@ -175,6 +175,8 @@ def test_an_imported_draft_decodes_as_it_is_defined(
     assert "40 tokens, taps [1, 2, 3]" in capsys.readouterr().out
     assert run_tool("import", paths) == 2
     assert "exists" in capsys.readouterr().err
+    assert run_tool("import", [paths[-1], *paths[1:-1], str(tmp_path / "again")]) == 2
+    assert "needs no import" in capsys.readouterr().err
     draft = load_model(str(tmp_path / "ours"), target=str(target))
     decoded_as_defined(model, draft, DRAFTED[name], [5, 9, 31], 1e-4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -105,9 +106,10 @@ def imported(path: Path, *, at_work: bool = False) -> list[tuple[int, str]]:
 
 
 def test_no_test_imports_a_test() -> None:
-    """What several files share is in tests/support."""
-    for path in (ROOT / "tests").rglob("*.py"):
-        assert not [name for _, name in imported(path) if ".test_" in name], path
+    """What several files share is in tests/support; an older transformers runs some as they are."""
+    an_import = re.compile(r"^ *(?:from|import) tests\..*\btest_", re.M)
+    importing = {p.name for p in (ROOT / "tests").rglob("*.py") if an_import.search(p.read_text())}
+    assert importing <= {"test_older_transformers.py"}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

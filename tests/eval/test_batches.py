@@ -13,27 +13,11 @@ from eval.runtime import batches, kv_cache
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward, sequence_of
 from specdata.probability import SamplingConfig
+from tests.support.batches import CASES
 from tests.support.decoder import head
 from tests.support.tiny import tiny_llama
 
 PROMPTS = [torch.tensor(ids) for ids in ([2], [3, 4, 5], [7, 8, 9, 10, 11, 12, 13], [5, 6], [1, 1])]
-CASES = {
-    "chain": DecodeConfig(length=4),
-    "greedy": DecodeConfig(length=4, temperature=0.0),
-    "greedy_block": DecodeConfig(verifier="greedy_block", length=4),
-    "confidence": DecodeConfig(stop="confidence", threshold=0.3),
-    "head": DecodeConfig(stop="head", threshold=0.5),
-    "cost": DecodeConfig(stop="cost", draft_seconds=0.1, token_seconds=1.0),
-    "tree": DecodeConfig(verifier="rrs", drafter="tree", widths=(3, 2)),
-    "tree, without tree attention": DecodeConfig(
-        verifier="traversal", drafter="tree", widths=(2, 2, 1), tree_attention=False
-    ),
-    "dynamic tree": DecodeConfig(
-        verifier="naive", drafter="dynamic_tree", nodes=5, depth=3, gain=0.1
-    ),
-    "paths": DecodeConfig(verifier="kseq", drafter="paths", paths=3, length=3),
-    "plain": DecodeConfig(),
-}
 
 
 def generators() -> list[torch.Generator]:

@@ -15,13 +15,13 @@ from eval.runtime.graphs import shared_graphs
 from eval.runtime.prepack import SMALLEST_PREPACKED, is_packed
 from specdata.errors import ConfigError
 from specdata.prepack import multiplies
-from tests.eval import test_batches
+from tests.support.batches import CASES as METHODS
 from tests.support.decoder import head
 from tests.support.families import tiny
 from tests.support.tiny import tiny_llama
 
 FORMS = ("plain", "chain", "head", "greedy_block", "tree", "dynamic tree", "paths")
-CASES = {name: test_batches.CASES[name] for name in FORMS}
+CASES = {name: METHODS[name] for name in FORMS}
 CASES["one node"] = DecodeConfig(verifier="rrs", drafter="tree", widths=(1,))
 
 

@@ -209,7 +209,9 @@ def test_init_writes_a_configuration_that_can_be_planned(
     own = rows(tmp_path, "own.jsonl", *({"prompt": f"Say {n % 20}."} for n in range(25)))
     asked = ["init", str(trained_pair / "target"), "--prompts", own, "--device", "cpu"]
     assert main(asked) == 0
-    assert "(10 train, 5 dev, 5 test)" in capsys.readouterr().out  # equal lines are one
+    assert (
+        "(10 train, 5 dev, 5 test, too few of test for a verdict)" in capsys.readouterr().out
+    )  # equal lines are one
     assert len((tmp_path / "my-pair.yaml").read_text().splitlines()) <= 30
     assert main(["pipeline", "my-pair.yaml", "--plan"]) == 0
     assert "15 completions" in capsys.readouterr().out
@@ -253,6 +255,9 @@ def test_the_example_of_the_readme_is_what_init_writes_and_a_plan_names_what_dif
     rows(tmp_path, "mine.jsonl", *({"prompt": f"Say {n}."} for n in range(1000)))
     assert main(["init", "my-7b", "--prompts", "mine.jsonl", "--device", "cuda"]) == 0
     assert [Path("my-pair.yaml").read_text()] == blocks("README.md", "yaml")
+    wrong = ["--draft", "egale3", "--out", "other.yaml"]
+    assert main(["init", "my-7b", "--prompts", "mine.jsonl", *wrong]) == 2
+    assert "did you mean 'eagle3'" in capsys.readouterr().err
     assert main(["pipeline", "my-pair.yaml", "--plan"]) == 0
     shown = capsys.readouterr().out
     assert "has a server do" not in shown

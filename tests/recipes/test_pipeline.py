@@ -31,7 +31,7 @@ from recipes.sizes import in_bytes
 from recipes.train_draft import Draft
 from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.files import digests
-from tests.recipes import test_stages as stages
+from tests.support import stages
 from tests.support.datasets import small_disk
 from tests.support.documents import blocks
 from tests.support.light_imports import run_without_heavy_libraries

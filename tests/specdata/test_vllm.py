@@ -16,7 +16,9 @@ from specdata.errors import ConfigError, without_passwords
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import Request, TransformersBackend
 from tests.support.tiny import END, tiny_llama
-from tests.support.vllm import VOCABULARY, Edit, Handler, client, serving
+from tests.support.vllm import VOCABULARY, Edit, Handler, client, no_pauses, serving
+
+__all__ = ["no_pauses"]  # a fixture
 
 
 def requests(count: int) -> list[Request]:
