@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from eval.decoder import DecodeConfig
+
 CASES = {
     "chain": DecodeConfig(length=4),
     "greedy": DecodeConfig(length=4, temperature=0.0),
