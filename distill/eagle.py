@@ -184,10 +184,8 @@ def _build(
 
 def _made(given: published.Published, taps: Sequence[int], norms: Norms) -> PreTrainedModel:
     """A draft of a layer's sizes."""
-    tensors, record = (
-        dict(given.tensors),
-        {**record_of(given.target, taps), "layout": asdict(norms)},
-    )
+    tensors = dict(given.tensors)
+    record = {**record_of(given.target, taps), "layout": asdict(norms)}
     final = "model.norm.weight" if norms.norm_output else "lm_head.norm.weight"
     tensors[final] = tensors.pop("norm.weight")
     given = given._replace(settings={**given.settings, KEY: record}, tensors=tensors)

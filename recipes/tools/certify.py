@@ -175,9 +175,12 @@ def _certify_callable(given: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        if not callable(function):
+            raise TypeError(f"{name} is {function!r}")
+    except Exception as error:  # whatever a user's module raises
         raise ConfigError(
-            f"--callable must be MODULE:FUNCTION that Python can import here: {error}"
+            "--callable must be MODULE:FUNCTION that Python can import here: "
+            f"{type(error).__name__}: {error}"
         ) from error
     from eval.analysis.callables import Asked, certify_callable
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,11 +182,16 @@ def test_uniform_numbers_give_each_outcome_its_probability() -> None:
             value(Uniform.of(ScriptedRng([]), 1))
 
 
-def test_the_command_prints_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_line_a_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     few = ["--texts", "6", "--seconds", "1"]
     assert run_tool("certify", ["--callable", "tests.eval.test_callables:step", *few]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(CHECKS)
     assert "holds" in lines[0]
-    assert run_tool("certify", ["--callable", "tests.none:step"]) == 2
-    assert "MODULE:FUNCTION" in capsys.readouterr().err
+    (tmp_path / "unfinished.py").write_text("def step(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    for wrong in ("tests.none:step", "tests.eval.test_callables:LENGTH", "unfinished:step"):
+        assert run_tool("certify", ["--callable", wrong]) == 2
+        assert "MODULE:FUNCTION" in capsys.readouterr().err
