@@ -100,6 +100,8 @@ def main(given: argparse.Namespace) -> int:
     if given.server:
         with ExitStack() as closing:
             return _certify_server(given, closing)
+    if given.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be 1 or larger, got {given.max_new_tokens}")
     if given.callable:
         return _certify_callable(given)
     if folder is None and given.target and given.draft:
@@ -210,8 +212,6 @@ def _load(given: argparse.Namespace) -> tuple[tuple[Any, Any], list[Prompt]]:
 def _compare_greedy(given: argparse.Namespace) -> int:
     """Print how each method's texts differ; returns the exit status."""
     configs = {text: read_method(text) for text in given.method or METHODS}
-    if given.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be 1 or larger, got {given.max_new_tokens}")
     import torch
 
     from eval.analysis.certificate import judge_greedy
