@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eval.drafting.stopping import ActiveRule, DraftedToken
-from eval.drafting.stopping.drafted import Embed, Numbers
+from eval.drafting.stopping.rule import Embed, Numbers
 from eval.drafts import DraftTree, How, TreeShape, path_to
 from eval.rounds import Round
 from eval.runtime.batches import ForwardCoroutine
