@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from benchmarks.papers import theory
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS
 from eval.verifiers.persistent_residual import PersistentResidual
 from eval.verifiers.rule import Verifier
+from specdata.probability import residual
 from tests.support.oracles import (
     Prefix,
     TabularModel,
@@ -22,6 +25,7 @@ from tests.support.oracles import (
     expected_accepted,
     joint_distribution,
     markov_model,
+    output_distribution,
     path_drafts,
     random_model,
     rounds_distribution,
@@ -86,6 +90,40 @@ def test_batch_follows_the_accepted_rollout_only() -> None:
             expected_accepted(made(name), path_drafts([q, q], 2), p) for name in ("batch", "rrs")
         )
         assert batch <= both + 1e-12
+
+
+# --- biased ---
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize("name", ["biased_uno", "biased_opt"])
+def test_biased_verifiers_have_exactly_the_declared_distribution(name: str, epsilon: float) -> None:
+    """Accepted tokens weigh q b; the one after a rejection R P; what follows is the target's."""
+    length = 2
+    p, q = random_model(3, 3, 7, 0.3), random_model(3, 3, 8, 0.3)
+    expected = torch.zeros((3,) * (length + 1), dtype=torch.float64)
+    for sequence in itertools.product(range(3), repeat=length + 1):
+        for accepted in range(length + 1):
+            weight = 1.0
+            for depth, token in enumerate(sequence):
+                here, draft = p[sequence[:depth]], q[sequence[:depth]]
+                accept = theory.over_acceptance(here, draft, epsilon)
+                if depth < accepted:
+                    weight *= float(draft[token] * accept[token])
+                elif depth == accepted < length:
+                    best = residual(here, draft * accept)
+                    distribution = best if name == "biased_opt" else here
+                    weight *= theory.rejection(draft, accept) * float(distribution[token])
+                else:
+                    weight *= float(here[token])
+            expected[sequence] += weight
+    verifier = VERIFIERS[name].make(epsilon=epsilon)
+    emitted = output_distribution(verifier, chain_drafts(q, length), p, length + 1, q)
+    assert total_variation(emitted, expected) <= 1e-12
+    if name == "biased_opt" and epsilon == 0.0:
+        assert total_variation(emitted, joint_distribution(p, (), length + 1)) <= 1e-12
+    if epsilon > 0.0:
+        assert total_variation(emitted, joint_distribution(p, (), length + 1)) > 1e-3
 
 
 # --- several rounds ---

@@ -97,7 +97,7 @@ def test_dinkelbachs_loop_over_the_cost_rule_reaches_the_optimum_in_five_steps(
     golden: tuple[tuple[float, ...], tuple[float, ...], float, float],
 ) -> None:
     accept, weights, draft, least = golden
-    chain, price = AcceptanceChain(accept, weights, draft), 1.0
+    chain, price = AcceptanceChain.iid(accept, weights, draft), 1.0
     mean = sum(a * w for a, w in zip(accept, weights, strict=True))
     for _ in range(5):
 
@@ -150,7 +150,7 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
             assert rule.mean_acceptance == pytest.approx(of_drafted)
         if turn >= 200:
             seconds, emitted = seconds + drafting + 1.0, emitted + accepted + 1
-    fixed = best_length(AcceptanceChain(accept, weights, draft))
+    fixed = best_length(AcceptanceChain.iid(accept, weights, draft))
     # One hundredth for the noise of 6000 rounds.
     assert least * 0.99 < seconds / emitted < least * 1.03 < fixed
 

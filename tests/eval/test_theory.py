@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from benchmarks.papers import theory
 from eval.verifiers import VERIFIERS
 from eval.verifiers.biased import opt_loss, uno_loss
 from eval.verifiers.rule import Verifier
+from tests.support.optimal_stopping import AcceptanceChain, optimum
 from tests.support.oracles import (
     Prefix,
     TabularModel,
@@ -139,3 +143,29 @@ def test_opt_lies_on_the_line_and_uno_above_it(seed: int, epsilon: float) -> Non
     line = theory.least_bias_at(p, q, rejected)
     assert opt_loss(p, q, epsilon) == pytest.approx(line, abs=1e-12)
     assert uno_loss(p, q, epsilon) >= line - 1e-12
+
+
+# --- optimal stopping ---
+
+
+def test_optimal_rule_beats_every_rule_by_brute_force() -> None:
+    """Two states, at most three tokens: all 2^7 rules that look at the states seen so far."""
+    chain = AcceptanceChain((0.9, 0.3), (0.6, 0.4), ((0.8, 0.2), (0.3, 0.7)), 0.15, limit=3)
+    histories = [h for n in range(3) for h in itertools.product(range(2), repeat=n)]
+
+    def seconds_per_token(goes_on: set[Prefix]) -> float:
+        drafted = accepted = 0.0
+        for states in itertools.product(range(2), repeat=3):
+            weight = chain.initial[states[0]]
+            weight *= math.prod(chain.transition[a][b] for a, b in itertools.pairwise(states))
+            length = next((n for n in range(3) if states[:n] not in goes_on), 3)
+            drafted += weight * length
+            for n in range(1, length + 1):
+                accepted += weight * math.prod(chain.accept[state] for state in states[:n])
+        return (chain.draft_seconds * drafted + 1.0) / (accepted + 1.0)
+
+    best = min(
+        seconds_per_token({h for h, chosen in zip(histories, choice, strict=True) if chosen})
+        for choice in itertools.product([False, True], repeat=len(histories))
+    )
+    assert optimum(chain) == pytest.approx(best, abs=1e-12)

@@ -1,4 +1,4 @@
-"""The best number of tokens to draft, exactly, for independent acceptances.
+"""The best number of tokens to draft, exactly, for acceptance that follows a Markov chain.
 
 A round drafts K tokens, then pays for one target forward; it emits the accepted tokens and one
 more. Drafted token i is accepted with probability a_i, which is known once the token is drafted
@@ -9,7 +9,7 @@ token, E[c K + 1] / E[accepted + 1], over all rules that decide by a_1 .. a_k.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,15 +19,24 @@ GoesOn = Callable[[int, float, float, float], bool]
 
 @dataclass(frozen=True)
 class AcceptanceChain:
-    """Acceptance probabilities (S,) of S states, and how likely each token has them.
+    """Acceptance probabilities (S,) of S states; the states' first distribution and transitions.
 
     `draft_seconds` is c, in forwards of the target; at most `limit` tokens are drafted.
     """
 
     accept: tuple[float, ...]
-    weights: tuple[float, ...]
+    initial: tuple[float, ...]
+    transition: tuple[tuple[float, ...], ...]
     draft_seconds: float
-    limit: int = 25
+    limit: int
+
+    @classmethod
+    def iid(
+        cls, accept: Sequence[float], weights: Sequence[float], draft_seconds: float
+    ) -> AcceptanceChain:
+        """Independent acceptance probabilities with one distribution."""
+        first = tuple(weights)
+        return cls(tuple(accept), first, (first,) * len(first), draft_seconds, limit=25)
 
 
 def seconds_per_token(chain: AcceptanceChain, goes_on: GoesOn) -> float:
@@ -37,20 +46,21 @@ def seconds_per_token(chain: AcceptanceChain, goes_on: GoesOn) -> float:
         return math.prod(a**count for a, count in zip(chain.accept, counts, strict=True))
 
     @cache
-    def ahead(counts: tuple[int, ...]) -> tuple[float, float]:
+    def ahead(counts: tuple[int, ...], state: int | None) -> tuple[float, float]:
         """E[further drafted, accepted] after so many tokens in each state."""
         if sum(counts) == chain.limit:
             return 0.0, 0.0
         drafted, accepted = 1.0, 0.0
-        for then, weight in enumerate(chain.weights):
+        following = chain.initial if state is None else chain.transition[state]
+        for then, weight in enumerate(following):
             later = (*counts[:then], counts[then] + 1, *counts[then + 1 :])
-            rest = ahead(later)
+            rest = ahead(later, then)
             drafted += weight * rest[0]
             accepted += weight * (alive(later) + rest[1])
         keep = goes_on(sum(counts), alive(counts), drafted, accepted)
         return (drafted, accepted) if keep else (0.0, 0.0)
 
-    drafted, accepted = ahead((0,) * len(chain.accept))
+    drafted, accepted = ahead((0,) * len(chain.accept), None)
     return (chain.draft_seconds * drafted + 1.0) / (accepted + 1.0)
 
 
