@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from eval.measuring.busy import busy
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import ALL_SETS, PooledRow, medians, merit
 from eval.measuring.results import Results
 from eval.reporting.rendering import NOT_MEASURED, Table, escape_markdown
+from eval.reporting.verdict import busy
 from specdata.config import nearest
 from specdata.errors import ConfigError
 

@@ -18,7 +18,7 @@ from eval.measuring.results import Results, Run, build_results, check_metrics
 from eval.measuring.samples import Samples
 from eval.reporting.charts import COLOURS, draw_bars, write_bars
 from eval.reporting.report import (
-    COLUMNS,
+    RATES_SHOWN,
     Context,
     methods_table,
     picture,
@@ -153,7 +153,7 @@ def test_the_page_shows_every_method_with_its_figures(page: Page, results: Resul
     for row in pool(results):
         assert f"{row.value('verification_rate'):.3f}" in text
         assert f"{row.value('block_efficiency'):.2f}" in text
-    for name, meaning in COLUMNS:
+    for name, _, _, meaning in RATES_SHOWN.values():
         assert name in text
         assert meaning in text
     assert ENVIRONMENT.git_commit in text

@@ -31,8 +31,7 @@ from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.records import PromptRecord
 from eval.measuring.results import ENOUGH, Results
-from eval.reporting.recommendation import of_all, verifier_sentence
-from eval.reporting.verifiers import section
+from eval.reporting.verifiers import of_all, section, verifier_sentence
 from eval.verifiers import VERIFIERS
 from recipes.command import run_tool
 from specdata.config import PromptSet
