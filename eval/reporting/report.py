@@ -21,8 +21,8 @@ from eval.analysis.prediction import Predictions
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.metrics import by_position, divide, prompt_ids
 from eval.measuring.pooled import ALL_SETS, fastest, medians, pool
+from eval.measuring.records import Sample
 from eval.measuring.results import Results, Run
-from eval.measuring.samples import Samples
 from eval.reporting import verifiers
 from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table, public_name, render
 from eval.reporting.table import conditions, results_table, shown_methods
@@ -90,7 +90,7 @@ class Context:
 
     predictions: Predictions | None = None
     command: str = ""
-    samples: Samples | None = None
+    samples: Sequence[Sample] = ()
     unapplied: str = ""
     """What the target's generation configuration asks for and no method applies, in a sentence."""
 
@@ -164,7 +164,7 @@ def render_page(results: Results, context: Context) -> str:
         basis=f"{exactness(results)} {basis(results)}",
         rows=picture(results),
         sections=sections(results, context),
-        texts=_texts(context.samples, results) if context.samples else [],
+        texts=_texts(context.samples, results),
     )
 
 
@@ -378,14 +378,14 @@ def _where(results: Results, context: Context) -> Section:
     return Section("What was measured, and where", sentence, table)
 
 
-def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]]:
+def _texts(samples: Sequence[Sample], results: Results) -> list[tuple[str, str, str, str]]:
     """Prompt set, prompt, method and text: what the best lossless method made of a first prompt."""
     texts = []
     for dataset in results.datasets():
         best = best_of(pool(results, [dataset]))
-        for sample in samples.of(dataset)[:1]:
-            if best and best.name in sample.methods:
-                texts.append((dataset, sample.prompt, best.name, sample.methods[best.name]))
+        first = next((sample for sample in samples if sample.dataset == dataset), None)
+        if best and first and best.name in first.methods:
+            texts.append((dataset, first.prompt, best.name, first.methods[best.name]))
     return texts
 
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, fastest, pool
+from eval.measuring.records import Sample
 from eval.measuring.results import Results, Run, build_results, check_metrics
-from eval.measuring.samples import Samples
 from eval.reporting.charts import COLOURS, draw_bars, write_bars
 from eval.reporting.report import (
     RATES_SHOWN,
@@ -92,7 +92,7 @@ def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
     context = Context(
         command="run_eval.py --config 'my pair.yaml'",
         unapplied=unapplied_words({"repetition_penalty": 1.1}),
-        samples=Samples.model_validate({"schema_version": 1, "samples": [sample]}),
+        samples=[Sample.model_validate(sample)],
     )
     return write_report(results, tmp_path_factory.mktemp("r"), context).read_text(encoding="utf-8")
 

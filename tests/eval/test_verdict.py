@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.table import beside_table
 from eval.decode_config import Method
 from eval.measuring.intervals import Interval
 from eval.measuring.metrics import compute_metrics
@@ -27,7 +28,7 @@ from eval.reporting.report import (
     sections,
     terminal,
 )
-from eval.reporting.table import beside_table, readme_table, shown_methods
+from eval.reporting.table import readme_table, shown_methods
 from eval.reporting.verdict import verdict
 from tests.support.synthetic_results import PROMPTS, T_DRAFT, T_TARGET, only, rebuilt, slower
 
