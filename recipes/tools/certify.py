@@ -184,15 +184,15 @@ def _certify_callable(given: argparse.Namespace) -> int:
             "--callable must be MODULE:FUNCTION that Python can import here: "
             f"{type(error).__name__}: {error}"
         ) from error
-    from eval.analysis.callables import Asked, certify_callable
+    from eval.analysis.callables import CheckSettings, certify_callable
 
-    asked = Asked(texts=given.texts, seconds=given.seconds)
+    settings = CheckSettings(texts=given.texts, seconds=given.seconds)
     if given.target:
         given.draft = given.draft or given.target  # loaded once more
         target, draft, prompts = _load(given)
         ids = [each.ids for each in prompts]
-        asked = replace(asked, pair=(target, draft), prompts=ids, new=given.max_new_tokens)
-    findings = certify_callable(function, given.callable, asked, lambda each: say(str(each)))
+        settings = replace(settings, pair=(target, draft), prompts=ids, new=given.max_new_tokens)
+    findings = certify_callable(function, given.callable, settings, lambda each: say(str(each)))
     return int(any(each.holds is False for each in findings))
 
 
@@ -257,12 +257,11 @@ def _compare_greedy(given: argparse.Namespace) -> int:
 
         ids = [torch.tensor(prompt.ids) for prompt in prompts]
         found = judge_greedy(target, ids, decode, given.max_new_tokens)
-        texts, ties, wrong = found["texts"], found["ties"], found["bugs"]
-        counts = f"{texts - ties - wrong} of {texts} texts identical, {ties} tied, {wrong} wrong"
-        say(f"{text}: {counts}", style="red" if wrong else "")
-        for difference in found["differences"]:
+        counts = f"{found.same} of {found.texts} texts identical, {found.ties} tied"
+        say(f"{text}: {counts}, {found.bugs} wrong", style="red" if found.bugs else "")
+        for difference in found.differences:
             say(f"  {difference}")
-        bugs += wrong
+        bugs += found.bugs
     return int(bugs > 0)
 
 
