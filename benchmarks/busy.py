@@ -191,7 +191,7 @@ def step(pair: str, work: str) -> float:
     from transformers import TrainerCallback
 
     from distill.config import DistilConfig
-    from distill.trainer import draft_trainer
+    from distill.distillation import draft_trainer
     from distill.training import train_resumably
     from specdata.probability import SamplingConfig
 

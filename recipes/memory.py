@@ -24,12 +24,13 @@ from transformers import PreTrainedModel
 from distill.adapters import base_of, with_adapters
 from distill.batches import collate
 from distill.config import DistilConfig
+from distill.distillation import Distillation, freeze
 from distill.finetune import NextToken
 from distill.initial import new_draft
 from distill.least_squares import PART, ridge
+from distill.muon import muon_optimizer
 from distill.objective import Objective
 from distill.teacher import TargetTeacher, learnt_part
-from distill.trainer import Distillation, freeze, muon_optimizer
 from distill.watch import HeldOut
 from recipes.config import PipelineConfig
 from recipes.models import described

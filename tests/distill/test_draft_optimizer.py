@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from distill import plain
 from distill.config import DistilConfig
+from distill.muon import Float32Muon, MuonWithAdamW, muon_optimizer
 from distill.plain import align_output, cut
-from distill.trainer import Float32Muon, MuonWithAdamW, muon_optimizer
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill import dspark, least_squares, masks, rounds
 from distill.config import DistilConfig, InitConfig
+from distill.distillation import draft_trainer
 from distill.kinds import along_rounds
 from distill.least_squares import ridge
 from distill.masks import check_masks, with_masks
 from distill.plain import cut
 from distill.rounds import of_round
 from distill.states import silence
-from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from eval.analysis.traces import check_tree_states, tree_states
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
