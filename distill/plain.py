@@ -14,21 +14,19 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 
 from distill.config import ARCHITECTURES, InitConfig
-from distill.least_squares import fit_rows
-from distill.rounds import Place
+from distill.rounds import Place, Texts
 from distill.toy import language_model
 from distill.training import take_special_ids
 from specdata.draft_models.draft_vocabulary import replace_output
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
+from specdata.least_squares import fit_rows, ridge
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
 from specdata.models import load_configs, load_tokenizer, positions
 from specdata.storage.columns import list_lengths
 from specdata.target_states import stored_states
 
-# Added to the diagonal of the least squares, as a share of its mean.
-RIDGE = 1e-2
 # The context of a made draft whose target has no limit, unless the rollouts are longer.
 LEAST_POSITIONS = 2048
 
@@ -62,12 +60,10 @@ def of_shapes(target: PreTrainedModel, source: Source) -> PreTrainedModel:
     return model
 
 
-def along(
-    draft: LMHead, ids: Tensor, _count: int, *, attention: Tensor | None = None, **_: object
-) -> Iterator[Place]:
-    """The states of a draft along texts, once, as every place is alike; see `kinds.Kind`."""
-    states = draft.states(ids, attention, trained=True)
-    yield Place(states, torch.ones_like(ids, dtype=torch.bool))
+def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
+    """The states of a draft along texts, once, as every place is alike."""
+    states = draft.states(texts.ids, texts.attention, trained=True)
+    yield Place(states, torch.ones_like(texts.ids, dtype=torch.bool))
 
 
 def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
@@ -155,19 +151,18 @@ def align_output(
             f"{type(target).__name__} makes its logits in a way that is not known, so a draft's "
             "output matrix cannot be fitted to them: leave draft.init.align out"
         )
-    gram = cross = torch.zeros((), dtype=torch.float64)
-    for row in fit_rows(rollouts):
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
-        first = len(row["prompt_ids"]) - 1
-        target_states = stored_states(row, head, states_dtype)
-        if target_states is None:
-            target_states = hidden_states(target, ids)[0, first:-1]
-        draft_states = hidden_states(model, ids)[0, first:-1].double()
-        gram = gram + draft_states.T @ draft_states
-        cross = cross + draft_states.T @ target_states.to(draft_states)
-    # States of few rollouts may not span the space; this keeps the map small where they do not.
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    shortcut = torch.linalg.solve(gram, cross)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        """States of the draft and of the target along each text's completion."""
+        for row in fit_rows(rollouts):
+            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
+            first = len(row["prompt_ids"]) - 1
+            target_states = stored_states(row, head, states_dtype)
+            if target_states is None:
+                target_states = hidden_states(target, ids)[0, first:-1]
+            yield hidden_states(model, ids)[0, first:-1], target_states.to(model.device)
+
+    shortcut = ridge(pairs())
     vocabulary, width = output.weight.shape
     fitted = nn.Linear(width, vocabulary, bias=output.bias is not None, device="meta")
     weight = (output.weight.double() @ shortcut.T).to(output.weight.dtype)
