@@ -47,7 +47,7 @@ BLOCK = 7
 
 
 class InitConfig(Config):
-    """Where a draft comes from: what it is before it is trained."""
+    """The origin of a draft: what it is before it is trained."""
 
     kind: Literal["model", "fresh", "target", "states"] = Field(
         default="model",

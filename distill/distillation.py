@@ -238,7 +238,7 @@ class Distillation(Objective):
         self.weights = weights_of(config.readings if is_read_again else places)
 
     def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
-        """See `Objective`."""
+        """Sum the divergence at the learnt positions of a batch; see `Objective`."""
         ids, is_learnt = batch["input_ids"], batch["labels"][:, 1:] != IGNORED  # (B, T - 1)
         taught = self.teacher.columns(batch)  # of the N positions that are learnt
         taps = self.teacher.taps(self.head.model, batch)  # (B, T, F)

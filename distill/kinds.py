@@ -17,7 +17,7 @@ from specdata.lm_head import LMHead
 
 
 class Kind(Protocol):
-    """What a kind's module has."""
+    """The functions of a kind's module."""
 
     def along(self, draft: LMHead, texts: Texts, /) -> Iterator[Place]:
         """The states of a draft, which a gradient reaches, at each place of a round along texts."""

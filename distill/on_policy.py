@@ -35,7 +35,7 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class DraftTexts:
-    """Which rows of a step, a `share`, carry the draft's text, and what it writes there.
+    """The draft's texts in a `share` of the rows of a step: which rows, and what it writes there.
 
     It draws as serving does, ends where the target's `ends` do, and draws no id beyond the target's
     `vocabulary`; no row becomes longer than `longest` tokens by it. A batch has `batch_size` rows

@@ -32,7 +32,7 @@ LEAST_POSITIONS = 2048
 
 
 class Source(NamedTuple):
-    """What a draft is made of: layers of its target, taps that it reads, and what was asked for."""
+    """The parts of a draft: layers of its target, taps that it reads, and the settings."""
 
     layers: list[int]
     taps: list[int]
@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, target: PreTrainedModel, init: InitConfig) -> Source:
-        """What is asked of a target. Raises ConfigError if it does not have that."""
+        """The parts that settings name of a target. Raises ConfigError if it does not have them."""
         count = len(decoder_layers(target)[1])
         return cls(init.layers_of(count, target.name_or_path), init.taps_of(count), init)
 
@@ -84,17 +84,17 @@ def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
         shorter: PreTrainedModel = type(model)(config)
     for place, module in shorter.named_modules():
         new = old = None  # numbers of the layer that the module is in
-        there = place
+        former = place
         if place.startswith(f"{name}."):
             new = int(place[len(name) + 1 :].split(".")[0])
             old = numbers[new]
-            there = f"{name}.{old}{place.removeprefix(f'{name}.{new}')}"
+            former = f"{name}.{old}{place.removeprefix(f'{name}.{new}')}"
         try:
-            source = model.get_submodule(there)
+            source = model.get_submodule(former)
             _share(source, module, {(old, new), (len(layers), len(numbers))})
         except (AttributeError, ValueError) as error:
             raise ConfigError(
-                f"{type(model).__name__} cannot be cut: {there} depends on its place ({error}). "
+                f"{type(model).__name__} cannot be cut: {former} depends on its place ({error}). "
                 "Choose other layers, or give draft.init another kind: model or fresh"
             ) from error
     shorter.generation_config = special_ids(model.generation_config)
@@ -205,13 +205,13 @@ def _share(
         raise ValueError("it scales attention by the number of its layer")
     # What a whole model notes of itself, such as its folder, decides nothing.
     for key, value in [] if isinstance(module, PreTrainedModel) else list(vars(module).items()):
-        there = vars(source).get(key)
+        expected = vars(source).get(key)
         if isinstance(value, Tensor):
-            setattr(module, key, there)
+            setattr(module, key, expected)
         elif (
             isinstance(value, bool | int | float | str | None)
             and key != "training"
-            and value != there
-            and (there, value) not in places
+            and value != expected
+            and (expected, value) not in places
         ):
-            raise ValueError(f"its {key} is {there} there and would be {value}")
+            raise ValueError(f"its {key} is {expected} there and would be {value}")

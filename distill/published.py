@@ -64,7 +64,7 @@ class Read(Config):
 
 
 class Roped(Read):
-    """The same, of what says how positions turn."""
+    """A part of a published config.json that says how positions turn."""
 
     rope_theta: PositiveFloat | None = None
     rope_scaling: dict[str, Any] | None = None
@@ -79,7 +79,7 @@ class Roped(Read):
 
 
 class Finding(NamedTuple):
-    """What one examination of a draft found."""
+    """One finding of an examination of a draft."""
 
     kind: str
     about: str
@@ -87,7 +87,7 @@ class Finding(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What a folder holds: config.json, tensors by our names, the (N,) ids of its tokens."""
+    """The content of a folder: config.json, tensors by our names, the (N,) ids of its tokens."""
 
     settings: dict[str, Any]
     tensors: Mapping[str, Tensor]
@@ -97,12 +97,12 @@ class Published(NamedTuple):
 
     def layers(self, kind: type[Read]) -> dict[str, Any]:
         """The sizes of its layers. Raises ConfigError."""
-        said = self.settings.get(LAYERS, self.settings)
+        layer = self.settings.get(LAYERS, self.settings)
         where = f"the layer of {self.name}'s config.json"
-        return read_stored(kind, said, where).model_dump(exclude_none=True)
+        return read_stored(kind, layer, where).model_dump(exclude_none=True)
 
     def whole(self) -> Published:
-        """The same with the target's in place of matrices that are not stored, without maps."""
+        """Fill in the target's matrices where none is stored, and leave out the maps."""
         head = self.target.get_output_embeddings().weight.detach()[self.ids]
         shared = {TOKENS: self.target.get_input_embeddings().weight, "lm_head.weight": head}
         tensors = {key: each for key, each in {**shared, **self.tensors}.items() if key not in MAPS}
@@ -163,7 +163,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def not_computed(settings: dict[str, Any], layout: Layout) -> list[str]:
-    """What a config.json asks that is not computed here, is not known, or contradicts itself."""
+    """List what a config.json asks that is not computed or known here, or contradicts itself."""
     read, only = {key for each in layout.read for key in fields_of(each)}, {**ONLY, **layout.only}
     known = {*METADATA, *layout.ignored, layout.section, LAYERS, *read}
     defaults = PreTrainedConfig().to_dict()
@@ -266,7 +266,7 @@ def filled(
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder. Raises ConfigError if there are none, or a file is damaged."""
+    """Read all tensors of a folder. Raises ConfigError if there are none, or a file is damaged."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
@@ -285,7 +285,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
 def tensors_of(
     stored_tensors: Mapping[str, Tensor], folder: str, layout: Layout
 ) -> dict[str, Tensor]:
-    """What a folder holds by our names, but for what has none (`MAPS`)."""
+    """Name tensors of a folder as we do; `MAPS` keep their names."""
     tensors: dict[str, Tensor] = {}
     for name, each in stored_tensors.items():
         plain = name.removeprefix("model.")

@@ -6,7 +6,7 @@ from 0, is read at t + s. What a draft says there its kind knows (`distill.kinds
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,6 @@ def of_round(learnt: Tensor, step: int) -> Tensor:
 
 
 def weights_of(count: int) -> list[float]:
-    """Of the places of a round, 1 together."""
-    each: list[Any] = [DECAY**step for step in range(count)]
-    return [weight / sum(each) for weight in each]
+    """Weights of the places of a round, 1 together."""
+    weights: list[float] = [DECAY**step for step in range(count)]
+    return [weight / sum(weights) for weight in weights]

@@ -285,7 +285,7 @@ def _final_norm(target: PreTrainedModel, width: int) -> tuple[Tensor, Tensor, fl
 
 
 def _sizes(text: Any) -> dict[str, Any]:
-    """Of a layer: the target's, where it has such. Attention is full."""
+    """Sizes of a layer: the target's, where it has such. Attention is full."""
 
     def size(name: str, otherwise: int) -> int:
         value = getattr(text, name, None)

@@ -105,11 +105,11 @@ class ModelFolder:
 
     @property
     def work(self) -> Path:
-        """What a training under way needs: its checkpoints, above all."""
+        """The folder of a training under way: its checkpoints, above all."""
         return self.path.with_name(f"{self.path.name}.training")
 
     def result(self) -> dict[str, Any] | None:
-        """What its making stored with it; None if it is not there yet."""
+        """Read the record that was stored with the model; None if it is not there yet."""
         if not self.path.exists():
             return None
         shutil.rmtree(self.work, ignore_errors=True)  # of a run killed right before its end
@@ -288,7 +288,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def take_special_ids(model: Any, generation: GenerationConfig) -> None:
-    """Have a made model's special ids be those of a generation configuration."""
+    """Give a made model the special ids of a generation configuration."""
     model.generation_config = special_ids(generation)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(generation, name))
@@ -303,7 +303,7 @@ def _engine() -> str:
 
 
 def _take_parts(trainer: Trainer, checkpoint: Path) -> None:
-    """Have DeepSpeed go on from a checkpoint that any number of processes wrote; all together.
+    """Let DeepSpeed go on from a checkpoint that any number of processes wrote; all together.
 
     It is in as many parts as there were processes. For another number they are joined, by
     DeepSpeed's converter to universal checkpoints.
@@ -327,7 +327,7 @@ def _take_parts(trainer: Trainer, checkpoint: Path) -> None:
     broadcast_by_main(None)  # until it is written
     plugin = trainer.accelerator.state.deepspeed_plugin
     plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
-    trainer.add_callback(_OwnSteps())
+    trainer.add_callback(_SeparateSteps())
 
 
 def _is_finite(checkpoint: Path) -> bool:
@@ -340,8 +340,8 @@ def _is_finite(checkpoint: Path) -> bool:
     return True
 
 
-class _OwnSteps(TrainerCallback):  # type: ignore[misc]
-    """Has each part of the weights count its own steps.
+class _SeparateSteps(TrainerCallback):  # type: ignore[misc]
+    """Lets each part of the weights count its own steps.
 
     After reading a universal checkpoint, ZeRO-3 (DeepSpeed 0.19.8) has all count in one tensor.
     """

@@ -187,7 +187,7 @@ class HeldOut:
     def measured_by_main(
         self, draft: PreTrainedModel, *, step: int = 0, watched_only: bool = False
     ) -> Measurement:
-        """What `measure` says on the main process; the others wait meanwhile."""
+        """Measure on the main process; the others wait for its figures."""
         measured: Measurement | None = None
         if join_processes().is_main_process:
             measured = self.measure(draft, step=step, watched_only=watched_only)

@@ -30,7 +30,7 @@ class DrawnToken(Protocol):
 
     @property
     def token(self) -> int | Tensor:
-        """Its id, or that still on the device, (1,)."""
+        """The id, or that still on the device, (1,)."""
 
     @property
     def distribution(self) -> Tensor:

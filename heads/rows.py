@@ -73,10 +73,8 @@ class LabelRows:
                 f"the {name} rows must have the columns {', '.join(COLUMNS)}; "
                 f"{', '.join(missing)} missing; label the rollouts first"
             )
-        more = MORE_DRAWS.names if with_draws else ()
-        columns = dataset.select_columns(
-            [*COLUMNS, *(column for column in more if column in dataset.column_names)]
-        )
+        draws = [name for name in MORE_DRAWS.names if with_draws and name in dataset.column_names]
+        columns = dataset.select_columns([*COLUMNS, *draws])
         prompts, completions = list_lengths(dataset, "prompt_ids", "completion_ids")
         usable = np.flatnonzero((prompts < max_length) & (completions > 0))
         if not len(usable):
@@ -144,7 +142,7 @@ def mixed_row(row: Label, *, rate: float, max_length: int, key: Key) -> HeadRow:
 
 
 def drawn_row(row: Label, *, draws: Sequence[int], max_length: int, index: int = -1) -> HeadRow:
-    """Some of a row's draws, each beside the target's own text, by the states before them.
+    """Take some of a row's draws, beside the target's own text, by the states before them.
 
     `max_length` as of `mixed_row`; `index` is the row's in its dataset, if what the draft says of
     it may be kept.
@@ -288,7 +286,7 @@ class TrainingInputs:
                 self.kept |= part
 
     def arguments(self, rows: Sequence[HeadRow]) -> tuple[Tensor, ...]:
-        """What the head reads of the rows' N positions, (N, S) and (N, S, size), in its order."""
+        """Features of the rows' N positions in the head's order, (N, S) and (N, S, size)."""
         read = iter(self.read([row for row in rows if row.index not in self.kept]))
         parts = [
             {
@@ -310,7 +308,7 @@ class TrainingInputs:
         )
 
     def read(self, rows: Sequence[HeadRow]) -> list[dict[str, Tensor]]:
-        """What takes a forward of the draft, of each row: states (n, 1, H), numbers (n, S)."""
+        """Features of each row that take a forward: (n, 1, H) states and (n, S) numbers."""
         names = [name for name in self.reads if name != "embedding"]
 
         def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
