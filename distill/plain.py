@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -106,12 +105,12 @@ def fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> PreT
     target_config, generation = load_configs(target)
     vocabulary = target_config.get_text_config().vocab_size
     context = context_of(target_config, rollouts)
-    sizes = ARCHITECTURES[config.architecture]
+    sizes: Any = ARCHITECTURES[config.architecture]
     if config.architecture == "toy":
         model = language_model(
             load_tokenizer(target),
-            layers=sizes.num_hidden_layers,
-            width=sizes.hidden_size,
+            layers=sizes["num_hidden_layers"],
+            width=sizes["hidden_size"],
             seed=seed,
             vocabulary=vocabulary,
             positions=context,
@@ -120,7 +119,7 @@ def fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> PreT
         set_seed(seed)
         model = LlamaForCausalLM(
             LlamaConfig(
-                **asdict(sizes),
+                **sizes,
                 vocab_size=vocabulary,
                 max_position_embeddings=context,
                 tie_word_embeddings=False,

@@ -111,39 +111,27 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How engines hold a kind of draft.
+    """The form in which engines hold a kind of draft."""
 
-    Attributes:
-        tensors: how names begin, and ours.
-        section: of config.json, whose keys are read as those beside it.
-        read: what is read of config.json.
-        ignored: as `METADATA`, of this layout.
-        only: as `ONLY`, of this layout.
-        taps_of: of a config.json and a target, the taps and the flags that decide what is computed.
-        build: a draft of a folder, taps and flags.
-        written: of a draft of ours, its config.json, what that says of the target and its tensors;
-            the name of one of the kind's layouts; and weight and bias of a linear acceptance head
-            of its states, whose sigmoid is a probability, if engines ask one: the tensors and the
-            config.json of a folder for engines.
-        turned: flags that may be wrong in a config.json whose tensors are right.
-        better: share of the tokens of a round by which a draft with another flag must be better for
-            that to be the right one.
-        unsaid: what config.json must say, since engines differ in what silence means, and why.
-        traps: of a config.json, tensors' names and a target, what engines take otherwise than was
-            meant.
-    """
-
-    tensors: Mapping[str, str]
-    section: str
-    read: tuple[type, ...]
-    only: Mapping[str, Any]
+    tensors: Mapping[str, str]  # how names begin, and ours
+    section: str  # of config.json, whose keys are read as those beside it
+    read: tuple[type, ...]  # of config.json
+    only: Mapping[str, Any]  # as `ONLY`, of this layout
+    # Of a config.json and a target, the taps and the flags that decide what is computed.
     taps_of: Callable[[dict[str, Any], PreTrainedModel], tuple[list[int], dict[str, bool]]]
+    # The draft of a folder, taps and flags.
     build: Callable[[Published, Sequence[int], Mapping[str, bool]], PreTrainedModel]
+    # The tensors and the config.json of a folder for engines. Of a draft of ours: its config.json,
+    # what that says of the target, and its tensors; the name of one of the kind's layouts; and
+    # weight and bias of a linear acceptance head whose sigmoid is a probability, if one is asked.
     written: Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]
-    turned: tuple[str, ...]
-    ignored: tuple[str, ...] = ()
+    turned: tuple[str, ...]  # flags that may be wrong in a config.json whose tensors are right
+    ignored: tuple[str, ...] = ()  # as `METADATA`, of this layout
+    # Share of the tokens of a round by which a draft with another flag must be better to be right.
     better: float = 0.02
+    # Keys that config.json must have, since engines differ in what silence means, and why.
     unsaid: Mapping[str, str] = field(default_factory=dict)
+    # Of a config.json, tensors' names and a target, what engines take otherwise than was meant.
     traps: Callable[..., Iterator[Finding]] = lambda *_: iter(())
 
     def theirs(self, name: str) -> str:

@@ -78,33 +78,23 @@ FIGURES = ("acceptance", "kl", *(f"{v}_{k}" for v in get_args(Verification) for 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Means over completion positions of held-out rollouts.
-
-    Attributes:
-        acceptance: of sum_x min(p, q), the probability that a drafted token is accepted.
-        kl: of KL(p || q) in nats, over the tokens that the draft can propose.
-        expected_tokens: of a round that starts there, by verification and tokens drafted, such as
-            "token_4" and "block_8" (`specdata.expected_tokens`).
-    """
+    """Means over completion positions of held-out rollouts."""
 
     positions: int
-    acceptance: float
-    kl: float
+    acceptance: float  # sum_x min(p, q), the probability that a drafted token is accepted
+    kl: float  # KL(p || q) in nats, over the tokens that the draft can propose
+    # Of a round that starts there, by verification and tokens drafted, such as "token_4".
     expected_tokens: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A draft on held-out rollouts.
-
-    Attributes:
-        sets: the same of each prompt set, by name; none where rollouts do not name theirs.
-    """
+    """Figures of a draft on held-out rollouts."""
 
     step: int
     rollouts: int
     overall: Figures
-    sets: Mapping[str, Figures]
+    sets: Mapping[str, Figures]  # by prompt set; none where rollouts do not name theirs
 
 
 class HeldOut:
