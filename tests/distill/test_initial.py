@@ -127,7 +127,7 @@ def test_a_fresh_draft_is_a_llama_of_the_targets_vocabulary_drawn_from_the_seed(
     draft = load_model(str(tmp_path / "one"))
     sizes = ARCHITECTURES[architecture]  # type: ignore[index]
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
-        assert getattr(draft.config, name) == getattr(sizes, name)
+        assert getattr(draft.config, name) == sizes[name]
     theirs = load_model(str(target)).config
     assert draft.config.vocab_size == theirs.vocab_size == len(load_tokenizer(str(target))) + 8
     assert draft.config.max_position_embeddings == theirs.max_position_embeddings

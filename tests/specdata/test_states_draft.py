@@ -18,15 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill import dspark, least_squares, masks, rounds
+from distill import dspark, masks, rounds
 from distill.config import DistilConfig, InitConfig
+from distill.distillation import draft_trainer
 from distill.kinds import along_rounds
-from distill.least_squares import ridge
 from distill.masks import check_masks, with_masks
 from distill.plain import cut
 from distill.rounds import of_round
 from distill.states import silence
-from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from eval.analysis.traces import check_tree_states, tree_states
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
@@ -37,12 +36,13 @@ from eval.verifiers.rule import Rng, outcomes
 from heads import AcceptanceHead, ImmediateHead
 from heads.probe import check_head
 from recipes.command import RECIPES
-from specdata import probability
+from specdata import least_squares, probability
 from specdata.draft_models.depths import add_masks, depths_of
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.states_draft import states_input, token_embedding, unit
 from specdata.draft_models.taps import attach, read_taps
 from specdata.errors import ConfigError
+from specdata.least_squares import ridge
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import load_model
 from specdata.probability import SamplingConfig
