@@ -80,8 +80,8 @@ def check_value(hint: Any, value: Any, name: str) -> None:
     """Check a value before it is converted, and all that a section or list holds.
 
     pydantic reads true as the number 1, and takes control characters, with which a name could
-    overwrite what a terminal shows. Raises ValueError for true or false where a number is due, and
-    for text with control characters or an address with a password, which is not repeated.
+    overwrite what a terminal shows. Raises ValueError for these, and for an address with a
+    password.
     """
     if isinstance(value, bool) and _is_number(hint):
         raise ValueError(f"must be a number (got {str(value).lower()})")
@@ -126,7 +126,7 @@ def read_config(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def read_stored(kind: type[T], values: Any, where: str) -> T:
-    """As `read_config`, of what anybody may have written; its error names the file, `where`."""
+    """Turn a mapping that anybody may have written into a `kind`; errors name the file."""
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:

@@ -52,7 +52,7 @@ def hidden_states(
         model: a causal language model.
         input_ids: (B, T).
         attention_mask: (B, T), 1 at tokens, 0 at padding; or (B, 1, T, T), added to the attention's
-            scores. Padding on the right needs none: a causal model reads nothing to the right.
+            scores. Padding on the right needs none.
         position_ids: (B, T), where tokens stand if not one after the other.
         cache: an empty one, without which transformers takes positions that go back for the
             beginnings of other texts.
@@ -127,9 +127,8 @@ def check_hidden_states(model: PreTrainedModel) -> None:
 class LMHead:
     """The way from a model's states to its logits; made by `find_lm_head`.
 
-    Attributes:
-        embedding: its output embedding, or None: then the states are the logits themselves, and
-            memory grows with the length times V.
+    Without an `embedding` the states are the logits themselves, and memory grows with length times
+    V.
     """
 
     model: PreTrainedModel
@@ -145,10 +144,7 @@ class LMHead:
         position_ids: Tensor | None = None,
         trained: bool = False,
     ) -> Tensor:
-        """(B, T) ids -> (B, T, H) states, or logits if `embedding` is None.
-
-        As `hidden_states`. A gradient reaches the model if it is `trained`.
-        """
+        """(B, T) ids -> (B, T, H) `hidden_states`, or logits if `embedding` is None."""
         given = {"position_ids": position_ids} if position_ids is not None else {}
         if self.embedding is not None:
             return hidden_states(self.model, ids, attention_mask, trained=trained, **given)

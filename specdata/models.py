@@ -86,13 +86,13 @@ def load_model(
     of a model that is spread over several places is the one that token ids go to.
 
     Args:
-        name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION. Adapters in a
-            folder (PEFT's) are merged into the base that they name.
+        name: a folder, or a Hub id OWNER/NAME[@REVISION]. Adapters in a folder (PEFT's) are merged
+            into the base that they name.
         dtype: precision of the weights, one of `DTYPES`, unless `load` has one.
         load: where they lie; by default all on `device()`.
-        target: of a draft that reads its target's states, where that is; by default where it was
-            when the draft was made. It is loaded when the draft is first asked to read a text,
-            unless one was attached (`draft_models.taps.attach`).
+        target: where the target is whose states a draft reads; by default where it was when the
+            draft was made. It is loaded when the draft first reads a text, unless one was attached
+            (`draft_models.taps.attach`).
         target_load: how that is loaded; by default in the draft's precision.
     """
     dtype = load.dtype or dtype

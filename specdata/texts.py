@@ -1,10 +1,10 @@
 """Texts that models read: their states, p and q at the completion tokens.
 
-`along` is the one loop: texts of like length go through the models together, and distributions over
-the vocabulary are made for a few positions at a time, since those of a whole batch would need more
-memory than the models. Labels, stored logits, measurements, teachers and analyses are what is
-computed at the positions. p comes from a `Source`: a model (its forward, or the states that
-rollouts keep of it), or the top logits that an earlier stage stored.
+`text_columns` is the one loop: texts of like length go through the models together, and
+distributions over the vocabulary are made for a few positions at a time, since those of a whole
+batch would need more memory than the models. Labels, stored logits, measurements, teachers and
+analyses are what is computed at the positions. p comes from a `Source`: a model (its forward, or
+the states that rollouts keep of it), or the top logits that an earlier stage stored.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ ReadBatch = Callable[[TextBatch], Callable[[slice], dict[str, Tensor]]]
 
 
 @torch.inference_mode()
-def along(
+def text_columns(
     rows: Sequence[TextRow],
     read: ReadBatch,
     *,
@@ -300,7 +300,7 @@ def in_chunks(
     return {name: column.cpu() for name, column in columns.items()}
 
 
-def along_pair(
+def pair_columns(
     pair: Sequence[PreTrainedModel],
     rows: Sequence[TextRow],
     samplings: SamplingConfig | Sequence[SamplingConfig],
@@ -309,7 +309,7 @@ def along_pair(
     places: Sequence[Tensor] | None = None,
     report: Callable[[int], object] = lambda rows: None,
 ) -> list[dict[str, Tensor]]:
-    """As `along`, of p and q (C, V), float64, of a target and its draft.
+    """Columns (`text_columns`) of p and q (C, V), float64, of a target and its draft.
 
     `columns_at` makes (C, ...) columns of p, q and the positions of a batch that they are of;
     `samplings` is the warp of both, or of each.
@@ -330,7 +330,7 @@ def along_pair(
 
         return at
 
-    return along(
+    return text_columns(
         rows,
         read,
         vocabulary=vocabulary,

@@ -99,11 +99,10 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         seen: Seen | None = None,
         **named: Any,
     ) -> Tensor:
-        """(B, n, 2 H + r) -> the same shape.
+        """(B, n, 2 H + r) -> the same shape; the first `contexts` are the context.
 
-        So many of the first are contexts. Nobody reads so many slots behind them in the end, so
-        the last layer makes no more of these than keys and values. Without
-        `seen`, what slots attend to, there is one block.
+        Nobody reads the `unread` slots behind them in the end, so the last layer makes only keys
+        and values of these. Without `seen`, what slots attend to, there is one block.
         """
         first = contexts + unread * self.is_last
         context, x, markov = split(hidden_states, self.hidden_size)
@@ -230,7 +229,7 @@ def read_blocks(
     *,
     whole: int | None = None,
 ) -> Any:
-    """What a draft's layers say in blocks along texts: `last_hidden_state` (B, A, size, H + r).
+    """The states of a draft's blocks along texts: `last_hidden_state` (B, A, size, H + r).
 
     Args:
         body: the draft's layers.
@@ -238,8 +237,8 @@ def read_blocks(
         taps: (B, T, F) the target's states along them.
         anchors: (B, A) positions at which blocks begin; those of padding have no meaning.
         size: slots of a block.
-        whole: of so many blocks, the first, all slots are read, of the others the first slot; the
-            rest is 0 (default: all blocks).
+        whole: blocks, from the first, of which all slots are read; of the others the first slot is,
+            and the rest is 0 (default: all blocks).
     """
     reads = cast(BlockInput, body.embed_tokens)
     (rows, length), device = ids.shape, ids.device

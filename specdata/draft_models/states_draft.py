@@ -81,11 +81,7 @@ def _with_form(record: Any, key: str, form: Any) -> Any:
 
 
 class StatesInput(nn.Module):
-    """The input embedding of a draft that reads its target's states.
-
-    Args:
-        tokens: (V, E) the target's input embedding.
-        width: H of the draft.
+    """The input embedding of a draft that reads its target's states: (V, E) tokens, H = `width`.
 
     Attributes:
         reads_first: whether the first token of a text, which nothing precedes, is read by others.
@@ -190,9 +186,9 @@ def reads_states(config: PreTrainedConfig) -> bool:
 
 
 def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class of models to load such drafts with, as `save_pretrained` wrote them.
+    """A class of models to load such drafts with, of what `save_pretrained` wrote.
 
-    As `draft_models.draft_vocabulary.reduced_class`, whose classes it takes, too.
+    It takes classes of `draft_models.draft_vocabulary.reduced_class`, too.
     """
 
     class ReadsStates(architecture):  # type: ignore[misc]

@@ -64,16 +64,12 @@ def load_prompts(
 ) -> LoadedPrompts:
     """Read, render and tokenize prompt sets, always in the same order.
 
-    In a `folder` they are kept: one process makes them, the others and a later run map its file.
-
-    A prompt is dropped, and counted under its reason (`REASONS`), if it equals an earlier one (of
-    any set), has no letter or digit, is longer than `max_tokens`, has an id beyond the model's
-    `vocabulary` (some tokenizers have more than it has rows), is not valid Unicode, is a
-    conversation without a user's turn, is refused by the chat template (which may, for example, not
-    take a system message), or was `trained_on` (ids). The seed decides the embedded prompts, and
-    the order of catalogued sets; `count` prompts of each are read, so fewer may be kept. The chat
-    template is given `template_variables`, such as {"enable_thinking": False}, beside what a row
-    gives it.
+    In a `folder` they are kept: one process makes them, the others and a later run map its file. A
+    prompt is dropped, and counted under its reason (`REASONS`), if it equals an earlier one (of any
+    set), is longer than `max_tokens`, has an id beyond the model's `vocabulary` (some tokenizers
+    have more than it has rows), or was `trained_on` (ids), among others. The seed decides the
+    embedded prompts, and the order of catalogued sets; `count` prompts of each are read, so fewer
+    may be kept. The chat template is given `template_variables` beside what a row gives it.
     """
     check_names(sets)
     from specdata.prompts.stored import Prompts, kept_prompts, record_batch  # here: Arrow

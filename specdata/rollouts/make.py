@@ -57,8 +57,7 @@ def make_rollouts(
 
     Prompts are grouped by length, so that little of a batch is padding. A shard is completed by
     itself: neither the number of processes nor an interruption changes its batches. `dialogue` is
-    needed where prompts have follow-ups. `report` is told of tokens as they are drawn, and of those
-    that were there or that another process drew. Returns the number of completions in the dataset.
+    needed where prompts have follow-ups. Returns the number of completions in the dataset.
     """
     prompts = Prompts.of(prompts)
     ordered, size = prompts.by_length(), config.shard_size
