@@ -208,7 +208,7 @@ def _class_at(kind: type, path: tuple[int | str, ...]) -> type | None:
 
 
 class ServerConfig(Config):
-    """Where the server is, and how it is asked."""
+    """The address of a server, and how it is asked."""
 
     url: str = Field(
         default="http://localhost:8000",
@@ -322,7 +322,7 @@ class LogitsConfig(Config):
 
 
 class RolloutConfig(Config):
-    """Which prompts are completed, how far, and by what."""
+    """The prompts that are completed, how far, and by what."""
 
     sets: list[PromptSet] = Field(description="prompt sets to complete")
     max_new_tokens: Count = Field(default=128, ge=1, description="longest completion, in tokens")

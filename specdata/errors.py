@@ -97,7 +97,7 @@ USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewi
 
 
 def trouble_outside(error: BaseException) -> OSError | None:
-    """What a machine lacks behind an error, disk, memory, another process; None if it is another.
+    """The trouble of a machine behind an error (disk, memory, another process), or None.
 
     Libraries wrap what the system reported: `datasets` in an error of generating, safetensors,
     tokenizers and torch in errors of their own that carry no error number. So the errors that it

@@ -59,17 +59,17 @@ def hidden_states(
         trained: whether a gradient reaches the model, where gradients are enabled.
     """
     # Not every model takes these, so they are passed only where they are given.
-    given = {"position_ids": position_ids}
+    options = {"position_ids": position_ids}
     # Not inference_mode: what is trained on the states must be allowed to keep them.
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         body = body_of(model)
         if cache is not None:
-            given[cache_argument(body)] = cache
+            options[cache_argument(body)] = cache
         states: Tensor = body(
             input_ids=known_ids(input_ids, model),
             attention_mask=attention_mask,
             use_cache=False,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in options.items() if value is not None},
         )[0]
     # The last layer of a model that is spread over devices lies on another than its ids.
     return states.to(input_ids.device)
@@ -145,12 +145,12 @@ class LMHead:
         trained: bool = False,
     ) -> Tensor:
         """(B, T) ids -> (B, T, H) `hidden_states`, or logits if `embedding` is None."""
-        given = {"position_ids": position_ids} if position_ids is not None else {}
+        options = {"position_ids": position_ids} if position_ids is not None else {}
         if self.embedding is not None:
-            return hidden_states(self.model, ids, attention_mask, trained=trained, **given)
+            return hidden_states(self.model, ids, attention_mask, trained=trained, **options)
         ids = known_ids(ids, self.model)
         logits: Tensor = self.model(
-            input_ids=ids, attention_mask=attention_mask, use_cache=False, **given
+            input_ids=ids, attention_mask=attention_mask, use_cache=False, **options
         ).logits
         return logits
 

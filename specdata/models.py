@@ -124,17 +124,18 @@ def load_model(
     _check_weights(name, model, info)
     model = _named(_placed(model, name, load).eval(), name)
     if reads_states(model.config):
-        reader, at = states_input(model), target or TargetStates.of(model.config).target
+        reader, place = states_input(model), target or TargetStates.of(model.config).target
         assert reader is not None
 
         def read(ids: Tensor) -> Tensor:
             if reader.read_target is read:  # else a copy of the draft asks
                 try:
-                    target_model = load_model(at, dtype=dtype, load=target_load)
+                    target_model = load_model(place, dtype=dtype, load=target_load)
                 except ConfigError as error:
                     raise ConfigError(
-                        f"{name} reads the states of its target, which is looked for at {at}: put "
-                        f"it there, or say in target_states of its config.json where it is. {error}"
+                        f"{name} reads the states of its target, which is looked for at {place}: "
+                        "put it there, or say in target_states of its config.json where it is. "
+                        f"{error}"
                     ) from error
                 attach(model, target_model)
             return reader.read_target(ids)

@@ -68,12 +68,12 @@ def process_count() -> int:
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
+    """The number of this process among them, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Which of the processes of its machine this is, from 0: the number of its GPU."""
+    """The number of this process on its machine, from 0: that of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -272,8 +272,8 @@ def broadcast_by_main(value: T) -> T:
         store.set(place, "here")
     while not store.check([place]):
         time.sleep(PAUSE)
-    told: T = broadcast_object_list([value])[0]
-    return told
+    received: T = broadcast_object_list([value])[0]
+    return received
 
 
 def leave_processes() -> None:

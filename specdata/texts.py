@@ -81,13 +81,14 @@ class TextBatch:
         begins = torch.tensor([[len(row["prompt_ids"])] for row in rows])
         ends = torch.tensor([[len(text)] for text in texts])
         ids = pad_sequence(texts, batch_first=True, padding_value=pad_id)
-        at = torch.arange(ids.shape[1])
-        is_asked = (begins <= at) & (at < ends)
+        places_in_text = torch.arange(ids.shape[1])
+        is_text = places_in_text < ends
+        is_asked = (begins <= places_in_text) & is_text
         if places is not None:
             is_asked = torch.zeros_like(is_asked)
             for row, begin in enumerate(begins.flatten().tolist()):
                 is_asked[row, begin + places[row]] = True
-        return cls(ids, (at < ends).long(), ids.masked_fill(~is_asked, IGNORED), examples)
+        return cls(ids, is_text.long(), ids.masked_fill(~is_asked, IGNORED), examples)
 
     def to(self, device: torch.device) -> TextBatch:
         """The batch on a device."""
@@ -109,7 +110,7 @@ class TextBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens are asked for, of each text."""
+        """The number of tokens that are asked for of each text."""
         return self.is_predicted.sum(dim=1).tolist()
 
     @property
@@ -134,7 +135,7 @@ class TextBatch:
 
 
 class TargetDistributions(NamedTuple):
-    """What a source tells of C positions.
+    """The distributions of a target at C positions.
 
     Attributes:
         p: (C, V) distributions; some distribution where they are not decided.
@@ -152,7 +153,7 @@ At = Callable[[slice, Tensor], TargetDistributions]
 
 
 class Source(Protocol):
-    """Where the distributions of a target come from."""
+    """A source of a target's distributions."""
 
     @property
     def vocabulary(self) -> int:
@@ -175,7 +176,7 @@ class ModelSource:
 
     @property
     def vocabulary(self) -> int:
-        """See `Source`."""
+        """V."""
         return self.head.vocabulary
 
     def states(self, batch: TextBatch, rows: TextRows) -> Tensor:
@@ -189,7 +190,7 @@ class ModelSource:
         return self.store.read(tuple(batch.examples), lambda: batch.states(self.head))
 
     def at(self, batch: TextBatch, rows: TextRows) -> At:
-        """See `Source`."""
+        """The distributions of a batch, by its logits."""
         states, tokens = self.states(batch, rows), batch.tokens
 
         def at(chunk: slice, q: Tensor) -> TargetDistributions:
@@ -211,7 +212,7 @@ class TopLogitSource:
 
     @property
     def vocabulary(self) -> int:
-        """See `Source`."""
+        """V."""
         return self.distributions.vocabulary
 
     def columns(self, batch: TextBatch, rows: TextRows) -> dict[str, Tensor]:
@@ -224,7 +225,7 @@ class TopLogitSource:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def at(self, batch: TextBatch, rows: TextRows) -> At:
-        """See `Source`."""
+        """The distributions of a batch, as far as its top logits decide them."""
         columns, tokens = self.columns(batch, rows), batch.tokens
 
         def at(chunk: slice, q: Tensor) -> TargetDistributions:

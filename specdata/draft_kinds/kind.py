@@ -71,7 +71,7 @@ class DraftKind:
 
     @property
     def asks_head(self) -> bool:
-        """Whether engines ask an acceptance head of it."""
+        """True if engines ask an acceptance head of it."""
         return bool(self.layouts and self.head)
 
     def longest(self, settings: Settings) -> int:
@@ -80,7 +80,7 @@ class DraftKind:
 
 
 def has_form(key: str) -> Callable[[Settings], bool]:
-    """Whether a config.json says something of the target's states under such a key."""
+    """A test whether a config.json says something of the target's states under such a key."""
 
     def is_of(settings: Settings) -> bool:
         states = settings.get(KEY)

@@ -25,7 +25,7 @@ LONG, ROWS = 1024, 128
 
 
 class Seen(NamedTuple):
-    """What N tokens of B texts attend to: T contexts, and keys behind them.
+    """The keys that N tokens of B texts attend to: T contexts, and others behind them.
 
     Args:
         last: (B, N) the last context that each attends to; -1: none.
@@ -70,20 +70,20 @@ def attention_along(
 def _attention(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Seen, end: int, options: dict[str, Any]
 ) -> Tensor:
-    """The same of a few queries, none of which attends to contexts from `end` on."""
+    """Attention of a few queries, none of which attends to contexts from `end` on."""
     rows, heads, count, _ = queries.shape
     own, itself = seen.own, torch.eye(count, dtype=torch.bool, device=seen.own.device)
     near = (itself[..., None] & (own >= 0)[:, None]).flatten(2)
     mask = _additive(torch.cat([_sees(seen, end), near], dim=-1), queries.dtype)
     places = (seen.contexts + own.clamp(min=0)).flatten(1)[:, None, :, None]
 
-    def those(each: Tensor) -> Tensor:
+    def gathered(each: Tensor) -> Tensor:
         near = each.gather(2, places.expand(rows, each.shape[1], -1, each.shape[-1]))
         known = torch.cat([each[:, :, :end], near], dim=2)
         return known.repeat_interleave(heads // each.shape[1], dim=1)
 
     return nn.functional.scaled_dot_product_attention(
-        queries, those(keys), those(values), mask, **options
+        queries, gathered(keys), gathered(values), mask, **options
     )
 
 

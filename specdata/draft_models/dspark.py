@@ -122,7 +122,7 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         position_embeddings: tuple[Tensor, Tensor],
         **named: Any,
     ) -> Tensor:
-        """What slots attend to, as `self_attn` gives it, without queries of others."""
+        """The attention of slots, as `self_attn` gives it, without queries of others."""
         attention = self.self_attn
         heads = (-1, attention.head_dim)
         queries = attention.q_proj(read[:, first:]).unflatten(-1, heads)
@@ -140,8 +140,8 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
                 queries, keys, values, enable_gqa=True
             )
         else:
-            asked = slice(first - contexts, None)
-            part = Seen(contexts, seen.last[:, asked], seen.own[:, asked])
+            queried = slice(first - contexts, None)
+            part = Seen(contexts, seen.last[:, queried], seen.own[:, queried])
             attended = attention_along(queries, keys, values, part)
         projected: Tensor = attention.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
@@ -155,7 +155,7 @@ class BlockNorm(nn.Module):
         self.norm, self.width = norm, width
 
     def forward(self, states: Tensor) -> Tensor:
-        """Of the block alone."""
+        """Normalise the block alone."""
         _, x, markov = split(states, self.width)
         return torch.cat([self.norm(x), markov], dim=-1)
 

@@ -115,7 +115,7 @@ def sampling_of(folder: Path) -> SamplingConfig:
 
 
 def are_greedy(folder: Path) -> bool:
-    """Whether labels are of likeliest tokens where the draft's tokens are drawn."""
+    """True if labels are of likeliest tokens where the draft's tokens are drawn."""
     settings = read_manifest(folder)["settings"]
     return bool(settings.get("greedy")) and settings["sampling"]["temperature"] > 0
 

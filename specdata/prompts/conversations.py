@@ -66,7 +66,7 @@ class Account:
         self.first.setdefault(reason, f"the first is row {row}{why}"[:_SHOWN])
 
     def __str__(self) -> str:
-        """What is left out and why, as a part of a sentence; empty if nothing is."""
+        """The conversations that are left out and why, as a part of a sentence; "" if none is."""
         parts = [
             f"{count} {REASONS[reason]} ({self.first[reason]})"
             for reason, count in self.left_out.items()
@@ -109,8 +109,9 @@ def read_conversations(account: Account, seed: int) -> Iterator[tuple[int, Conve
                 f"{', '.join(map(repr, row)) or 'none'}. Each row must hold {_FORMS}"
             )
         if column == "prompt":
-            asked, said = objects_in(row["prompt"]), objects_in(row.get("completion") or [])
-            row = {**row, "prompt": None if asked is None or said is None else [*asked, *said]}
+            parts = [objects_in(row["prompt"]), objects_in(row.get("completion") or [])]
+            turns = None if None in parts else [turn for part in parts for turn in part or ()]
+            row = {**row, "prompt": turns}
         talk = conversation_of(row, column)
         if isinstance(talk, Unusable):
             account.leave_out(number, talk.reason)

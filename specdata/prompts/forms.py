@@ -114,18 +114,18 @@ class RowReader:
         dataset, form = self.dataset, self.form
         require_columns(columns_of(form), row, f"prompt set {dataset.name!r}, row {number},")
         unread: tuple[str, ...] = ()
-        made: Iterable[RawPrompt | Unusable]
+        prompts: Iterable[RawPrompt | Unusable]
         if form.messages:
-            made = self._of_conversation(row, form.messages)
+            prompts = self._of_conversation(row, form.messages)
         elif form.questions and self.chat:
-            made = self._of_questions(row[form.questions])
+            prompts = self._of_questions(row[form.questions])
         else:
-            made = self._of_text(row)
+            prompts = self._of_text(row)
         if dataset.template is None and (media := _media(row, form.messages or "prompt")):
-            made = [media]
+            prompts = [media]
         elif dataset.template is None and dataset.name not in {*EMBEDDED, *CATALOGUE}:
             unread = tuple(unread_in(row, form))
-        for prompt in made:
+        for prompt in prompts:
             if isinstance(prompt, Unusable):
                 yield prompt._replace(why=f"row {number}: {prompt.why}")
             else:
@@ -241,22 +241,22 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | Unusa
         return undecodable
     messages: list[Message] = []
     first = [{"role": "system", "content": system}] if system else []
-    for at, turn in enumerate((*first, *recorded), start=-len(first)):
+    for place, turn in enumerate((*first, *recorded), start=-len(first)):
         for name, each in flags.items():  # of all answers, or of each message
             in_list = isinstance(each, list) and len(each) == len(recorded)
-            turn = {name: each[at] if in_list else each, **turn}
+            turn = {name: each[place] if in_list else each, **turn}
         role = str(first_of(turn, "role", "from")).lower()
         content = first_of(turn, "content", "value")
-        said = (turn.get("tool_calls"), content if role in CALLING else turn.get("function_call"))
-        called = [objects_in(each or []) for each in said]
+        call = content if role in CALLING else turn.get("function_call")
+        called = [objects_in(each or []) for each in (turn.get("tool_calls"), call)]
         calls = [_call(each) for each in chain(*(objects or [] for objects in called))]
         text = "" if calls and (content is None or role in CALLING) else _text(content)
-        more = {name: turn[name] for name in FIELDS if name != "tool_calls" and turn.get(name)}
-        if text is None or None in (*called, *calls) or not _are(str, [*more.values()]):
+        fields = {name: turn[name] for name in FIELDS if name != "tool_calls" and turn.get(name)}
+        if text is None or None in (*called, *calls) or not _are(str, [*fields.values()]):
             return undecodable
         if role not in ROLES:
             return Unusable("unknown_role")
-        message = {"role": ROLES[role], "content": text, **more}
+        message = {"role": ROLES[role], "content": text, **fields}
         message |= _weight(turn) if ROLES[role] == "assistant" else {}
         last = messages[-1] if messages and role in CALLING else {}
         if (last.get("role"), last.get("weight")) == ("assistant", message.get("weight")):

@@ -31,7 +31,7 @@ from specdata.target_states import taps_to_bytes, to_bytes
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """What later turns of a conversation need: the target's tokenizer, with its chat template.
+    """The target's tokenizer, with its chat template, for the later turns of a conversation.
 
     A conversation ends before a turn whose prompt has more tokens than the `longest`, has a token
     that the target, of that `vocabulary`, has no row for, or is refused by the template.

@@ -181,8 +181,8 @@ class _DatasetInProgress:
 
     def make(self, index: int, rows: Callable[[], list[Any]]) -> dict[str, Any] | None:
         """Make a shard, or find it made; None if another process is at it."""
-        with locked(self.progress / f"{_name(index)}.lock", wait=False) as mine:
-            if not mine:
+        with locked(self.progress / f"{_name(index)}.lock", wait=False) as is_held:
+            if not is_held:
                 return None
             for each in (self.progress, self.folder):  # opened, so that NFS looks again
                 os.scandir(each).close()

@@ -43,7 +43,7 @@ class Settings:
         object.__setattr__(self, "values", json.loads(json.dumps(self.values)))
 
     def extended(self, values: Mapping[str, Any]) -> Settings:
-        """The same with more values, which take precedence."""
+        """Settings with more values, which take precedence."""
         return dataclasses.replace(self, values={**self.values, **values})
 
     def check(self, stored: Mapping[str, Any], artefact: object) -> None:
