@@ -491,7 +491,7 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     """
     import torch
 
-    from specdata.texts import along_pair
+    from specdata.texts import pair_columns
 
     sampling = sampling_of(pair, spec)
     drafts = replace(sampling, temperature=spec.get("draft_temperature", sampling.temperature))
@@ -513,7 +513,7 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
             ]
             models, warps = (pair.target, pair.draft), (sampling, drafts)
             with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
-                along = along_pair(models, rows, warps, values, places=places, report=bar.update)
+                along = pair_columns(models, rows, warps, values, places=places, report=bar.update)
             of_texts = [each["values"].numpy() for each in along]
             write_json(path, [[len(each), *each.sum(axis=0).tolist()] for each in of_texts])
         sums[name] = json.loads(path.read_text(encoding="utf-8"))
