@@ -155,15 +155,16 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
     assert least * 0.99 < seconds / emitted < least * 1.03 < fixed
 
 
-def test_tokens_that_one_forward_drafts_share_its_time_in_the_cost_rule() -> None:
-    rule = CostEstimates(Cost(calibration=(1.0, 0.5)))
-    times = {"draft_seconds": 0.4, "target_seconds": 1.0, "overhead_seconds": 0.0}
-    for _ in range(4):
-        rule.begin()
-        for _ in range(4):
-            rule.should_stop(DraftedToken(0, distribution(0.5), None))
-        rule.observe(Round(4, 4, 1, 2, draft_forwards=1, **times))
-    assert rule.draft_seconds == pytest.approx(0.1)
+def test_a_drafted_tokens_cost_is_what_rounds_take_longer_or_its_share_of_a_forward() -> None:
+    longer, shared = CostEstimates(Cost()), CostEstimates(Cost())
+    for turn in range(64):
+        k = 1 + turn % 5
+        for rule in (longer, shared):
+            rule.begin()
+        longer.observe(Round(k, k, 0, 1, k, 0.4 * k, 5.0 + 0.3 * k, 0.1))
+        shared.observe(Round(4, 4, 1, 2, 1, 0.4, 1.0, 0.0))  # four tokens of one forward
+    assert longer.draft_seconds == pytest.approx(0.7)
+    assert shared.draft_seconds == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("rule", STOPPING_RULES.values(), ids=lambda rule: rule.name)
