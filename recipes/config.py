@@ -229,7 +229,7 @@ class PipelineConfig(Config):
         return str(self.head_folder / "model") if self.head else None
 
     @property
-    def head_asked(self) -> str | None:
+    def evaluated_head(self) -> str | None:
         """The same if a method of the evaluation asks it."""
         asks = any(method.stop.reads_head for method in self.eval.methods)
         return self.head_in_use if asks else None

@@ -59,7 +59,7 @@ class Initial(OfDraft):
     name = "initial"
 
     @property
-    def is_asked(self) -> bool:
+    def is_configured(self) -> bool:
         """True if `draft.init` makes or changes it."""
         return self.config.makes_initial_draft
 
@@ -142,7 +142,7 @@ class Finetuned(OfDraft):
         return self.draft.finetune
 
     @property
-    def is_asked(self) -> bool:
+    def is_configured(self) -> bool:
         """True if there is a section draft.finetune."""
         return self.config.draft is not None and self.draft.finetune is not None
 

@@ -81,7 +81,7 @@ class Rollouts(Stage):
     name, sections = "rollouts", ("rollouts",)
 
     @property
-    def is_asked(self) -> bool:
+    def is_configured(self) -> bool:
         """True if something is trained."""
         return bool(self.config.toy or self.config.draft or self.config.head)
 

@@ -32,7 +32,7 @@ from distill.teacher import TargetTeacher, learnt_part
 from distill.trainer import Distillation, freeze, muon_optimizer
 from distill.watch import HeldOut
 from recipes.config import PipelineConfig
-from recipes.models import described
+from recipes.models import model_config
 from recipes.run import Stage, say
 from specdata.draft_models.depths import add_masks
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
@@ -333,7 +333,7 @@ def show_memory(stages: Sequence[Stage], size: int | None) -> None:
     device = "cuda" if size or torch.cuda.is_available() else "cpu"
     if size is None and device == "cuda":
         size = torch.cuda.get_device_properties(0).total_memory
-    if absent := [name for name in config.given_models if not described(name)]:
+    if absent := [name for name in config.given_models if not model_config(name)]:
         say(f"memory is not known: no config.json of {', '.join(absent)} is on this machine")
         return
     planned = Planned(config, Engine.of_launcher(), device)

@@ -16,7 +16,7 @@ from recipes.make_logits import (
     check_logits,
     check_stored_states,
     identity,
-    made_of,
+    provenance,
     rows_with_logits,
 )
 from recipes.models import (
@@ -40,7 +40,7 @@ class Labels(Stage):
     name, sections = "labels", ("labels",)
 
     @property
-    def is_asked(self) -> bool:
+    def is_configured(self) -> bool:
         """True if a head learns from them."""
         return self.config.head is not None
 
@@ -101,7 +101,7 @@ class Labels(Stage):
                 ]
             )
         # 2. The draft, and the target or its top logits.
-        source = made_of(self, vocabulary_fingerprint(tokenizer))
+        source = provenance(self, vocabulary_fingerprint(tokenizer))
         target: Any
         if logits := self.section.logits:
             rows = rows_with_logits(config, logits, "labels.logits", source, rollouts)
