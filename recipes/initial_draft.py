@@ -27,7 +27,7 @@ class OfDraft(Stage):
 
     @property
     def draft(self) -> DistilConfig:
-        """Its section."""
+        """The section `draft`."""
         draft: DistilConfig = self.section
         return draft
 
@@ -137,7 +137,7 @@ class Finetuned(OfDraft):
 
     @property
     def tuning(self) -> FinetuneConfig:
-        """Its own part of that section."""
+        """The section `draft.finetune`."""
         assert self.draft.finetune is not None  # or it is not asked for
         return self.draft.finetune
 

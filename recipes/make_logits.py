@@ -34,7 +34,7 @@ class Logits(Stage):
     name, sections = "logits", ("logits",)
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section, and how the target is loaded."""
+        """Return its section, and how the target is loaded."""
         return {"logits": self.section.stored_settings(), **self.config.loaded("target")}
 
     @property
@@ -45,7 +45,7 @@ class Logits(Stage):
 
     @property
     def size(self) -> str:
-        """As many rows as rollouts."""
+        """The size of as many rows as there are rollouts."""
         # Three numbers a token beside the logits.
         return rows_size(self.config, ROLLOUT_TOKEN + PAIR * self.section.top_logits + 12)
 

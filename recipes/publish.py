@@ -37,7 +37,7 @@ class Release(Stage):
     is_alone, is_copy = True, True
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section."""
+        """Return its section."""
         return {"publish": self.config.publish.model_dump(mode="json")}
 
     @property

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> Callable[..., Path]:
-    """What assembles a run's draft, by default in its own layout, with all that its card says."""
+    """Return what assembles a run's draft, by default in its own layout, and its card."""
     from eval.publishing.release import release_draft
 
     assert config.draft is not None
@@ -56,7 +56,7 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
 
 
 def head_release(config: PipelineConfig) -> Callable[..., Path]:
-    """What assembles a run's head, with all that its card says."""
+    """Return what assembles a run's head and its card."""
     from eval.publishing.release import release_head
     from eval.reporting.rendering import public_name
 
@@ -134,7 +134,7 @@ def measurements(config: PipelineConfig) -> Results:
 
 
 def _about(config: PipelineConfig) -> About:
-    """What every card of a run says."""
+    """Collect what every card of a run says."""
     from eval.publishing.metadata import About
 
     certificate, sentence = config.eval_folder / CERTIFICATE, None

@@ -102,7 +102,7 @@ class Stage(ABC):
 
     @property
     def section(self) -> Any:
-        """Its own section of the configuration; None if that does not ask for it."""
+        """The stage's section of the configuration; None if it is left out."""
         return getattr(self.config, self.sections[0])
 
     @property
@@ -117,7 +117,7 @@ class Stage(ABC):
 
     @property
     def folder(self) -> Path:
-        """Where it writes."""
+        """The folder that it writes."""
         return self.config.folder(self.name)
 
     @abstractmethod
@@ -167,7 +167,7 @@ class Stage(ABC):
         return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *made]))}"
 
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
-        """What decides its dataset, with what its models hold; where they are may differ."""
+        """Add what its models hold to its settings; where the models lie may differ."""
         values = {**self.stored_settings(), **made_of}
         return Settings(values, self.remedy, free=("target.name", "draft.name"))
 

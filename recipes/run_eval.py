@@ -58,7 +58,7 @@ class Eval(Stage):
         return self.config.eval_folder
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section, the methods by name, so that a refusal lists those that differ."""
+        """Return its section, methods by name, so that a refusal lists those that differ."""
         values = self.section.model_dump(mode="json")
         methods = {method["name"]: method for method in values["methods"]}
         values |= {"methods": methods, "folder": self.folder.name}
@@ -66,7 +66,7 @@ class Eval(Stage):
 
     @property
     def remedy(self) -> str:
-        """Another folder."""
+        """The advice to measure into another folder."""
         return (
             "choose another folder for another list of methods with --eval.folder NAME, or remove "
             f"{self.folder} to measure again"

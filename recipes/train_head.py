@@ -45,7 +45,7 @@ class Labels(Stage):
         return self.config.head is not None
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section, and how both models are sampled."""
+        """Return its section, and how both models are sampled."""
         labels, config = self.section.model_dump(mode="json"), self.config
         return {"labels": labels, **config.sampled("target", "draft"), **config.held_out_setting}
 
@@ -62,7 +62,7 @@ class Labels(Stage):
 
     @property
     def size(self) -> str:
-        """As many rows as rollouts, but of the prompts held out for the head if there are any."""
+        """The size of as many rows as rollouts, or as are held out for the head."""
         labels = self.section
         is_drawn = self.config.sampling.temperature > 0 and not labels.greedy
         further = (labels.draws - 1) * is_drawn
@@ -150,7 +150,7 @@ class Head(Stage):
 
     @property
     def remedy(self) -> str:
-        """Another folder."""
+        """The advice to train into another folder."""
         beside = (self.config.folder(f"head-{n}") for n in itertools.count(2))
         other = next(each.name for each in beside if not each.exists())
         return (
@@ -159,7 +159,7 @@ class Head(Stage):
         )
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section, and how the draft is loaded."""
+        """Return its section, and how the draft is loaded."""
         values = {"head": self.section.stored_settings(), "seed": self.config.seed}
         return {**values, **self.config.held_out_setting, **self.config.loaded("draft")}
 

@@ -97,7 +97,7 @@ def _fetch(target: str) -> None:
 
 
 def _of_target(args: argparse.Namespace) -> dict[str, str]:
-    """What is written of the target, and of the device that it runs on."""
+    """Find what is written of the target and of its device."""
     import torch  # here: it is heavy
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
