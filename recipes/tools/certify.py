@@ -58,8 +58,7 @@ METHODS = (
     "{verifier: traversal, drafter: tree, widths: [4, 2, 2]}",
     "{verifier: rrs, drafter: paths, paths: 2, length: 4}",
 )
-
-"""That a pair is compared with, where none are named."""
+"""What a pair is compared with, where no method is named."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
