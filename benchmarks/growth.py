@@ -253,8 +253,8 @@ def training(size: int, draft: str) -> Any:
 
     from distill.batches import collate
     from distill.config import DistilConfig
+    from distill.distillation import Distillation
     from distill.teacher import TargetTeacher
-    from distill.trainer import Distillation
 
     target, made = pair(draft)
     objective = Distillation(made, TargetTeacher(target), DistilConfig())
@@ -370,11 +370,11 @@ def storing(size: int) -> Any:
 
 def beginning(size: int, what: str) -> Any:
     """A training on stored rollouts, up to its first step."""
-    import distill.trainer
+    import distill.distillation
     import heads.train
     from recipes import train_draft, train_head
 
-    distill.trainer.DistilTrainer.compute_loss = begin
+    distill.distillation.DistilTrainer.compute_loss = begin
     heads.train.Training.step = begin  # type: ignore[method-assign,assignment]
     if what == "draft":
         return partial(to_its_begin, train_draft.RECIPE, given())

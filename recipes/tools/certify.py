@@ -183,15 +183,15 @@ def _certify_callable(args: argparse.Namespace) -> int:
             "--callable must be MODULE:FUNCTION that Python can import here: "
             f"{type(error).__name__}: {error}"
         ) from error
-    from eval.analysis.callables import Asked, certify_callable
+    from eval.analysis.callables import CheckSettings, certify_callable
 
-    asked = Asked(texts=args.texts, seconds=args.seconds)
+    settings = CheckSettings(texts=args.texts, seconds=args.seconds)
     if args.target:
         args.draft = args.draft or args.target  # loaded once more
         target, draft, prompts = _load(args)
         ids = [each.ids for each in prompts]
-        asked = replace(asked, pair=(target, draft), prompts=ids, new=args.max_new_tokens)
-    findings = certify_callable(function, args.callable, asked, lambda each: say(str(each)))
+        settings = replace(settings, pair=(target, draft), prompts=ids, new=args.max_new_tokens)
+    findings = certify_callable(function, args.callable, settings, lambda each: say(str(each)))
     return int(any(each.holds is False for each in findings))
 
 
@@ -256,12 +256,11 @@ def _compare_greedy(args: argparse.Namespace) -> int:
 
         ids = [torch.tensor(prompt.ids) for prompt in prompts]
         found = judge_greedy(target, ids, decode, args.max_new_tokens)
-        texts, ties, wrong = found["texts"], found["ties"], found["bugs"]
-        counts = f"{texts - ties - wrong} of {texts} texts identical, {ties} tied, {wrong} wrong"
-        say(f"{text}: {counts}", style="red" if wrong else "")
-        for difference in found["differences"]:
+        counts = f"{found.same} of {found.texts} texts identical, {found.ties} tied"
+        say(f"{text}: {counts}, {found.bugs} wrong", style="red" if found.bugs else "")
+        for difference in found.differences:
             say(f"  {difference}")
-        bugs += wrong
+        bugs += found.bugs
     return int(bugs > 0)
 
 

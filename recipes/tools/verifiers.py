@@ -54,8 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     rows = _measured(args)
-    from eval.reporting.recommendation import verifier_pays, verifier_sentence
-    from eval.reporting.verifiers import bars, verifiers_table
+    from eval.reporting.verifiers import bars, verifier_pays, verifier_sentence, verifiers_table
 
     answer = f"{verifier_sentence(rows)} {verifier_pays(rows)}"
     table = verifiers_table(rows).markdown()

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.batches import collate
 from distill.config import DistilConfig
+from distill.distillation import Distillation
 from distill.initial import new_draft
 from distill.teacher import TargetTeacher
-from distill.trainer import Distillation
 from recipes.command import RECIPES, environment, launch_command
 from recipes.memory import BUCKET, LIVE, Engine, prepare, step_bytes, trained_weights
 from specdata.memory import of_shapes

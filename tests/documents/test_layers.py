@@ -51,7 +51,8 @@ BELOW = {
         "config": "errors sampling",
         "cache": "errors",
         "draft_kinds": "config errors",
-        "draft_models": "cache config draft_kinds errors loading",
+        "least_squares": "errors terminal",
+        "draft_models": "cache config draft_kinds errors least_squares loading",
         # A leaf that published folders carry.
         "block_verification": "",
         "probability": "block_verification errors sampling",

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.table import beside_table
 from eval.decode_config import Method
 from eval.measuring.intervals import Interval
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
-from eval.reporting.recommendation import fastest_lengths, lengths_table, longest_measured
+from eval.publishing.release import fastest_lengths, lengths_table
 from eval.reporting.report import (
     Context,
     basis,
@@ -27,9 +28,8 @@ from eval.reporting.report import (
     sections,
     terminal,
 )
-from eval.reporting.table import beside_table, readme_table, shown_methods
+from eval.reporting.table import readme_table, shown_methods
 from eval.reporting.verdict import verdict
-from specdata.errors import ManifestError
 from tests.support.synthetic_results import PROMPTS, T_DRAFT, T_TARGET, only, rebuilt, slower
 
 # --- pooled ---
@@ -398,6 +398,3 @@ def test_a_length_measured_on_some_prompt_sets_only_is_no_best_length(results: R
     fewer = [r for r in results.runs if (r.name, r.dataset) != (best, "gsm8k")]
     left = fastest_lengths(results.model_copy(update={"runs": fewer}))["draftsmith"]
     assert [row.name for row in left] == others
-    none = [r for r in results.runs if not r.method.fixed_length]
-    with pytest.raises(ManifestError, match="fixed length"):
-        longest_measured(results.model_copy(update={"runs": none}))
