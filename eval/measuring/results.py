@@ -278,18 +278,11 @@ def build_results(
 ) -> Results:
     """Turn raw records into everything results.json holds.
 
-    `measured` is what was run (another evaluation's run, for example) with its generations; `PLAIN`
-    once a dataset at most. Raises ValueError if two methods of a dataset share a name, if methods
-    of a dataset cover other prompts than its plain run, or if counts contradict each other.
+    `measured` is what was run (another evaluation's run, for example) with its generations; names
+    are unique within a dataset. Raises ValueError if methods of a dataset cover other prompts than
+    its plain run, or if counts contradict each other.
     """
-    rows: dict[tuple[str, str], tuple[Setup, Sequence[PromptRecord]]] = {}
-    for setup, records in measured:
-        key = (setup.dataset, setup.method.name)
-        if key in rows:
-            raise ValueError(f"method names must be unique within a dataset, got {key} twice")
-        if (setup.method.name == PLAIN) != (setup.method.decoder == "plain"):
-            raise ValueError(f"the name {PLAIN!r} belongs to the target alone, got {setup.method}")
-        rows[key] = (setup, records)
+    rows = {(setup.dataset, setup.name): (setup, records) for setup, records in measured}
     runs = []
     for (dataset, name), (setup, records) in rows.items():
         plain = rows.get((dataset, baseline(setup.method)))
@@ -297,7 +290,7 @@ def build_results(
             metrics = compute_metrics(records, plain and plain[1])
         except ValueError as error:
             raise ValueError(f"{dataset}, {name}: {error}") from error
-        settings = {name: getattr(setup, name) for name in Setup.model_fields}
+        settings = {field: getattr(setup, field) for field in Setup.model_fields}
         runs.append(Run(**settings, **dict(metrics), generations=list(records)))
     return Results(schema_version=SCHEMA_VERSION, environment=environment, runs=runs)
 
@@ -305,12 +298,10 @@ def build_results(
 def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
     """Refuse results in which a published metric is not what its generations give."""
     for run in results.runs:
-        where = f"{run.dataset}, {run.method.name}"
+        where, over = f"{run.dataset}, {run.name}", baseline(run.method)
+        plain = next((each for each in results.of(run.dataset) if each.name == over), None)
         try:
-            over = baseline(run.method)
-            plain = next((each for each in results.of(run.dataset) if each.name == over), None)
-            base = None if plain is None else plain.generations
-            expected = compute_metrics(run.generations, base)
+            expected = compute_metrics(run.generations, plain and plain.generations)
         except ValueError as error:
             raise ManifestError(
                 f"{path} was changed: {where}: unusable generations: {error}; {REMEDY}"

@@ -1,3 +1,5 @@
+"""Releases: what is published loads, decodes as it was measured, and says only what was found."""
+
 from __future__ import annotations
 
 import ast
@@ -91,7 +93,9 @@ def uncommented(code: str) -> str:
 
 
 @pytest.mark.smoke
-def test_a_released_draft_loads_with_the_same_weights(pair: Pair, draft: Path) -> None:
+def test_a_released_draft_loads_with_the_same_weights(
+    pair: Pair, draft: Path, tmp_path: Path
+) -> None:
     ours = load_file(draft / "model.safetensors")
     theirs = load_file(pair.draft / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -102,6 +106,9 @@ def test_a_released_draft_loads_with_the_same_weights(pair: Pair, draft: Path) -
     assert AutoTokenizer.from_pretrained(draft)(text)["input_ids"] == expected
     for file in pair.target.glob("tokenizer*"):
         assert (draft / file.name).read_bytes() == file.read_bytes()
+    (tmp_path / "new").touch()
+    for path in draft.rglob("*"):  # readable as any new file is
+        assert path.is_dir() or path.stat().st_mode == (tmp_path / "new").stat().st_mode, path
 
 
 def test_the_card_of_a_draft_without_positions_says_none(tmp_path: Path) -> None:
@@ -408,15 +415,6 @@ def test_a_release_names_no_server_and_a_draft_on_states_needs_no_times(
     stored = (out / "results.json").read_text()
     assert "http://SERVER" in stored
     assert not re.search(r"10\.0\.0|/data", stored)
-
-
-def test_files_of_a_release_are_readable_as_any_new_file_is(
-    draft: Path, head: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "new").touch()
-    usual = (tmp_path / "new").stat().st_mode
-    for path in (*draft.rglob("*"), *head.rglob("*")):
-        assert path.is_dir() or path.stat().st_mode == usual, path
 
 
 def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: Path) -> None:
