@@ -133,8 +133,8 @@ def by_position(records: Sequence[PromptRecord], prompts: Sequence[str]) -> Arra
     row = {prompt_id: index for index, prompt_id in enumerate(prompts)}
     counts = np.zeros((2, len(prompts), max(len(each.drafted_by_position) for each in records)))
     for each in records:
-        both = each.drafted_by_position, each.accepted_by_position
-        counts[:, row[each.prompt_id], : len(both[0])] += both
+        by_depth = each.drafted_by_position, each.accepted_by_position
+        counts[:, row[each.prompt_id], : len(by_depth[0])] += by_depth
     return counts
 
 

@@ -81,23 +81,23 @@ def method_of(row: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
     is_assisted = draft or "lookup" in parameters
     decoders = {None: "plain", "transformers": "assisted" if is_assisted else "generate"}
     decoders["server"] = "server"
-    given = {"name": row["method"], "decoder": decoders.get(drafter, "speculative")}
+    fields = {"name": row["method"], "decoder": decoders.get(drafter, "speculative")}
     if not draft:
-        return Method(**given, **parameters)
+        return Method(**fields, **parameters)
     if (kind := STOPPING_RULES.get(row["stop"])) is None:
         raise ValueError(f"unknown stopping rule {row['stop']!r}")
     rule = {"threshold": row["threshold"], "head": head, **parameters}
     if drafter not in ("tree", "dynamic_tree"):  # their length is in their own settings
         rule |= dict.fromkeys(("length", "limit"), row["length"])
     settings = {name: rule[name] for name in kind.model_fields if rule.get(name) is not None}
-    given["stop"] = kind.model_validate(settings)
+    fields["stop"] = kind.model_validate(settings)
     if drafter != "transformers":
         verifier = row["verifier"]
         named = VERIFIERS[verifier].parameters if verifier in VERIFIERS else ()
-        given |= {"drafter": drafter, "verifier": verifier}
-        given |= {name: parameters[name] for name in ONLY_READ_BY if name in parameters}
-        given["verifier_args"] = {n: parameters[n] for n in named if n in parameters}
-    return Method(**given)
+        fields |= {"drafter": drafter, "verifier": verifier}
+        fields |= {name: parameters[name] for name in ONLY_READ_BY if name in parameters}
+        fields["verifier_args"] = {n: parameters[n] for n in named if n in parameters}
+    return Method(**fields)
 
 
 class Setup(Strict):
@@ -299,9 +299,9 @@ def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
     """Refuse results in which a published metric is not what its generations give."""
     for run in results.runs:
         where, over = f"{run.dataset}, {run.name}", baseline(run.method)
-        plain = next((each for each in results.of(run.dataset) if each.name == over), None)
+        plain = [each.generations for each in results.of(run.dataset) if each.name == over]
         try:
-            expected = compute_metrics(run.generations, plain and plain.generations)
+            expected = compute_metrics(run.generations, plain[0] if plain else None)
         except ValueError as error:
             raise ManifestError(
                 f"{path} was changed: {where}: unusable generations: {error}; {REMEDY}"
