@@ -41,7 +41,7 @@ from specdata.models import positions
 from specdata.rollouts.backend import Request
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.files import write_json
-from specdata.texts import TextBatch, along_pair, text_length
+from specdata.texts import TextBatch, pair_columns, text_length
 
 LIKELIEST = 8
 """Tokens with an outcome of their own where a verifier is enumerated; all others share one."""
@@ -177,7 +177,7 @@ def laws_after(
     laws: tuple[list[Tensor], list[Tensor]] = ([], [])
     for depth in range(DEPTH + 1):
         texts = [{"prompt_ids": [*context, *prefix], "completion_ids": [0]} for prefix in prefixes]
-        laws_of = along_pair(pair, texts, sampling, lambda p, q, *_: {"p": p, "q": q})
+        laws_of = pair_columns(pair, texts, sampling, lambda p, q, *_: {"p": p, "q": q})
         p, q = (torch.cat([each[name] for each in laws_of]) for name in ("p", "q"))
         shown = (p + q).topk(count, dim=-1).indices  # (prefixes, count)
         for law, row in zip(laws, (p, q), strict=True):
@@ -305,7 +305,7 @@ def count_cells(
     for alone in (False, True):
         members = [n for n, row in enumerate(rows) if (text_length(row) > most) == alone]
         models = (pair[0], pair[0]) if alone else pair
-        for columns in along_pair(models, [rows[n] for n in members], sampling, place):
+        for columns in pair_columns(models, [rows[n] for n in members], sampling, place):
             quarters.append((BINS * columns["place"]).long().clamp(max=BINS - 1).numpy())
     # One after the other: pairs within texts would miss the last token of every other text.
     line = np.concatenate(quarters)

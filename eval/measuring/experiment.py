@@ -45,7 +45,7 @@ from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient
 from specdata.storage.files import PROGRESS, locked, share_out
 from specdata.storage.resume import Settings
-from specdata.texts import along_pair
+from specdata.texts import pair_columns
 from specdata.threads import threads_of, using_threads
 
 BATCHES = 4
@@ -397,5 +397,5 @@ def measure_bias(
     # Up to the last drafted token: the draft may have no positions beyond.
     drafted = drafted[: len(drafted) - drafted[::-1].index(True)]
     text = {"prompt_ids": prompt_ids, "completion_ids": out.tokens[: len(drafted)].tolist()}
-    (columns,) = along_pair((target, draft), [text], sampling, variations)
+    (columns,) = pair_columns((target, draft), [text], sampling, variations)
     return float(columns["variation"] @ torch.tensor(drafted).double())

@@ -157,7 +157,7 @@ def _pays(rows: Sequence[PooledRow]) -> str:
         fixed = fixed_lengths(rows)
         length = f"The best fixed length, K = {fixed[0].method.deepest}, lacks a" if fixed else "No"
         text += f". {length} measured {'neighbour' if fixed else 'length is fixed'}: to find the"
-        text += f" best, add {missing} to eval.methods and measure into another eval.folder"
+        text += f" best, measure {missing} too, into another eval.folder"
     return f"{text}."
 
 
@@ -203,7 +203,7 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
         if row.method.decoder == "speculative" and all(run.n_draft for run in row.runs)
     ]
     text, tries, more = "", [], lengths_to_measure(rows)
-    others = [f"other numbers of drafted tokens (add {more} to eval.methods)"] if more else []
+    others = [f"other numbers of drafted tokens ({more} among eval.methods)"] if more else []
     if chains and (alone := verifying(plain)):
         token, best = cost(plain, "total", "tokens"), chains[0]
         first = np.mean([run.acceptance_by_position[0] for run in best.runs])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from eval.runtime.engines import ENGINES
+from recipes.config import named
 from recipes.run import say
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
@@ -97,7 +98,8 @@ def _measured(given: argparse.Namespace) -> list[VerifierRow]:
     limits = prompt_limits(given.target, given.max_new_tokens)
     # Of a file all are read first: it may hold fewer.
     sets = [PromptSet(given.prompts, count=given.count if given.prompts in EMBEDDED else 0)]
-    loaded = load_prompts(sets, tokenizer, seed=given.seed, **limits)
+    with named("--prompts"):
+        loaded = load_prompts(sets, tokenizer, seed=given.seed, **limits)
     for line in dropped(loaded.report):
         log.print(line, markup=False)
     ids = [torch.tensor(prompt.ids) for prompt in loaded.prompts[: given.count]]

@@ -219,7 +219,7 @@ def test_whether_it_pays_is_said_only_where_the_best_length_has_neighbours_on_bo
     some = rebuilt(only(results, "plain", "head-0.5", *named), of_length)
     said = verdict(some)
     assert wanted in said
-    assert ("to find the best, add" in said) == bool(wanted)
+    assert ("to find the best, measure" in said) == bool(wanted)
     assert "The head does not pay" in said if fastest_of else "pays is not known" in said
     faster = rebuilt(some, lambda run: slower(run, 0.2) if run.head else run)
     assert ("The head pays: " in verdict(faster)) != bool(wanted)
