@@ -38,9 +38,8 @@ from heads import BaseHead
 from specdata.config import ServerConfig
 from specdata.draft_models.depths import most_tokens
 from specdata.interruption import stop_if_asked
-from specdata.models import end_ids, positions
+from specdata.models import positions
 from specdata.prompts.prompt import Prompt
-from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient
 from specdata.storage.files import PROGRESS, locked, share_out
@@ -174,16 +173,8 @@ class Experiment:
         client = ServerClient(where, f"method {method.name!r}")
         closing.callback(client.close)
         client.check(name)
-        backend = VllmBackend(
-            client=client,
-            model=name,
-            sampling=self.sampling,
-            max_new_tokens=self.config.max_new_tokens,
-            ends=frozenset(end_ids(target.generation_config)),
-            vocabulary=target.config.get_text_config().vocab_size,
-            seed=self.seed,
-        )
-        engine = ServedEngine(backend)
+        tokens = self.config.max_new_tokens
+        engine = ServedEngine.of(client, name, target, self.sampling, tokens, self.seed)
         engine.probe(target, self.prompts[0].ids)
         return engine
 
