@@ -45,8 +45,6 @@ from specdata.storage.resume import Settings
 from specdata.terminal import positive_number, progress, whole_number
 
 if TYPE_CHECKING:
-    import torch
-
     from specdata.prompts.prompt import Prompt
     from specdata.rollouts.backend import Request
 
@@ -226,7 +224,7 @@ def _compare_greedy(args: argparse.Namespace) -> int:
     configs = {text: read_method(text) for text in args.method or METHODS}
     import torch
 
-    from eval.analysis.certificate import judge_greedy
+    from eval.analysis.certificate import greedily, judge_greedy
     from eval.decoder import SpeculativeDecoder
     from eval.runtime.transformers_models import check_trees
     from recipes.models import load_head
@@ -247,15 +245,9 @@ def _compare_greedy(args: argparse.Namespace) -> int:
     for text, config in configs.items():
         asked = head if config.stop.reads_head else None
         decoder = SpeculativeDecoder.from_config(target, draft, config, asked, engine=args.engine)
-
-        def decode(prompt: torch.Tensor, decoder: SpeculativeDecoder = decoder) -> torch.Tensor:
-            out = decoder.generate(
-                prompt, max_new_tokens=args.max_new_tokens, generator=torch.Generator()
-            )
-            return out.tokens
-
         ids = [torch.tensor(prompt.ids) for prompt in prompts]
-        found = judge_greedy(target, ids, decode, args.max_new_tokens)
+        tokens = args.max_new_tokens
+        found = judge_greedy(target, ids, greedily(decoder, tokens), tokens)
         counts = f"{found.same} of {found.texts} texts identical, {found.ties} tied"
         say(f"{text}: {counts}, {found.bugs} wrong", style="red" if found.bugs else "")
         for difference in found.differences:
@@ -277,8 +269,6 @@ def _certify_server(args: argparse.Namespace, closing: ExitStack) -> int:
 
     from eval.analysis.certificate import certify_server
     from eval.measuring.served import ServedEngine
-    from specdata.models import end_ids
-    from specdata.rollouts.vllm import VllmBackend
     from specdata.server.client import ServerClient
 
     prepare_libraries()
@@ -297,31 +287,23 @@ def _certify_server(args: argparse.Namespace, closing: ExitStack) -> int:
     else:
         settings.write(parts / "settings.json")
 
-    backend = VllmBackend(
-        client=client,
-        model=name,
-        sampling=sampling,
-        max_new_tokens=args.max_new_tokens,
-        ends=frozenset(end_ids(target.generation_config)),
-        vocabulary=target.config.get_text_config().vocab_size,
-        seed=0,
-    )
+    engine = ServedEngine.of(client, name, target, sampling, args.max_new_tokens)
 
     def answers(requests: Sequence[Request], sampling: SamplingConfig) -> list[list[int]]:
-        asked = replace(backend, sampling=sampling)
+        backend = replace(engine.backend, sampling=sampling)
         stored = {each.key: parts / f"{each.key[0]}-{each.key[1]}.json" for each in requests}
 
         with progress(len(requests), f"{requests[0].key[0]} texts", "text") as bar:
 
             def answer(request: Request) -> None:
                 if not stored[request.key].exists():
-                    write_json(stored[request.key], asked.complete([request])[0].ids)
+                    write_json(stored[request.key], backend.complete([request])[0].ids)
                 bar.update()
 
             client.each(answer, requests)
         return [json.loads(stored[each.key].read_bytes()) for each in requests]
 
-    before = ServedEngine(backend).counts()
+    before = engine.counts()
     found = certify_server(
         answers,
         target,
@@ -332,10 +314,9 @@ def _certify_server(args: argparse.Namespace, closing: ExitStack) -> int:
         max_new_tokens=args.max_new_tokens,
         seed=0,
     )
-    is_exact = found.is_exact
-    sentence = f"{found} Up to {server.concurrency} were asked for at once."
+    sentence, is_exact = f"{found} Up to {server.concurrency} were asked for at once.", found.is_exact
     if args.draft == args.target:
-        drafted, lost, longest = ServedEngine(backend).lost_since(before)
+        drafted, lost, longest = engine.lost_since(before)
         # At the end of a text a server may leave out what it drafted beyond.
         is_exact &= lost <= longest * (len(prompts) + args.texts)
         sentence += f" It counts {drafted:,} tokens drafted by the target itself, {lost:,} lost."
