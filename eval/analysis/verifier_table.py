@@ -56,7 +56,7 @@ from eval.measuring.results import ENOUGH, Results, VerifierRow
 from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.rule import Drawn, Verifier, Walk
-from eval.verifiers.selection.groups import BUCKETS, group_masses, groups_by_ratio
+from eval.verifiers.selection.pairs import BUCKETS, group_masses, groups_by_ratio
 from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.sampling import SamplingConfig, generator_for, seed_for
