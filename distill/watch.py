@@ -56,7 +56,7 @@ from specdata.texts import (
     TextRow,
     TextRows,
     TopLogitSource,
-    along,
+    text_columns,
     tokens_at_once,
 )
 from specdata.top_logits import TopLogitDistributions, logits_of
@@ -153,7 +153,7 @@ class HeldOut:
         with progress(count, "held-out rollouts", "rollout", is_shown=not watched_only) as bar:
             for members in parts:
                 rows += [self._rows[each] for each in members]
-                columns += along(
+                columns += text_columns(
                     self._rows,
                     lambda batch: self.look(batch, head),
                     vocabulary=self._source.vocabulary,

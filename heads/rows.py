@@ -35,7 +35,7 @@ from specdata.processes import process_count, rank
 from specdata.sampling import numpy_generator_for
 from specdata.storage.columns import list_lengths
 from specdata.storage.schema import MORE_DRAWS, Label
-from specdata.texts import TOKENS_AT_ONCE, TextBatch, along, text_length
+from specdata.texts import TOKENS_AT_ONCE, TextBatch, text_columns, text_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -335,7 +335,7 @@ class TrainingInputs:
         if not rows or not names:
             return [{} for _ in rows]
         device = self.draft.device
-        return along(
+        return text_columns(
             [row.text for row in rows],
             read,
             vocabulary=self.draft.config.get_text_config().vocab_size * rows[0].tokens.shape[1],

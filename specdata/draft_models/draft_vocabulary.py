@@ -188,8 +188,7 @@ def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
     `others` is (H,) the row of every token outside its vocabulary (`substitute_row`).
     """
     reduced = model.get_output_embeddings()
-    if not isinstance(reduced, ReducedOutput):
-        raise ConfigError("the draft's vocabulary is not reduced, so there is nothing to restore")
+    assert isinstance(reduced, ReducedOutput)
     weight = others.to(reduced.weight).repeat(reduced.vocabulary, 1)
     whole = nn.Linear(weight.shape[1], len(weight), bias=reduced.bias is not None, device="meta")
     whole.weight = nn.Parameter(weight.index_copy_(0, reduced.vocabulary_ids, reduced.weight))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -461,15 +462,16 @@ def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(
     assert "must hold safetensors" in capsys.readouterr().err
     make(target, tmp_path / "states", kind="states", layers=1)
     for folder, message in (
-        (target, "vLLM loads its release, which draftsmith publish writes"),
+        (target, "needs no other layout: engines load it as it is"),
         (tmp_path / "draft", "is in a layout of engines"),
         (tmp_path / "states", "must be a draft of draft.init.layout eagle3"),
     ):
         assert run_tool("export", [str(folder), "--out", str(tmp_path / "out")]) == 2
         assert message in capsys.readouterr().err
-    released = target.parents[1] / "release" / "draft"
-    released.mkdir(parents=True)
-    assert run_tool("export", [str(target), "--out", str(tmp_path / "out")]) == 2
-    assert f"which is {released}" in capsys.readouterr().err
-    released.rmdir()
+    run = tmp_path / "run"
+    shutil.copytree(target, run / "draft" / "model")
+    for where in ("draftsmith publish writes", f"is {run}/release/draft"):
+        assert run_tool("export", [f"{run}/draft/model", "--out", str(tmp_path / "out")]) == 2
+        assert f"its release, which {where}" in capsys.readouterr().err
+        (run / "release" / "draft").mkdir(parents=True, exist_ok=True)
     assert not (tmp_path / "out").exists()

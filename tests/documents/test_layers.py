@@ -194,15 +194,6 @@ def test_configuration_is_imported_without_heavy_libraries(module: str) -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "eval/runtime").glob("*.py")), ids=lambda path: path.name
-)
-def test_the_runtime_of_decoding_imports_only_itself_and_specdata(path: Path) -> None:
-    for line, module in imported(path):
-        if module.split(".")[0] in OURS - {"specdata"}:
-            assert module.startswith("eval.runtime"), f"{path}:{line} imports {module}"
-
-
 @pytest.mark.parametrize("module", ["heads.generate", *(each.module for each in KINDS.values())])
 def test_published_code_is_ours_and_needs_torch_and_what_comes_with_transformers_only(
     module: str, tmp_path: Path
