@@ -3,7 +3,7 @@
 Threads that share an operation meet at its end, and those that come first spin until the last one
 is there. Beside other programs one of them may be waiting for a processor: two threads then take
 up to a hundred times as long as one. Small models are no faster with two anyhow
-(`benchmarks/busy.py`).
+(docs/evidence/busy.md).
 """
 
 from __future__ import annotations

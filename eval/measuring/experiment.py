@@ -27,9 +27,8 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import Environment, measured_on, sign
 from eval.measuring.methods import EvalConfig
-from eval.measuring.records import PromptRecord, RecordStore, record_prompt
+from eval.measuring.records import PromptRecord, RecordStore, record_prompt, shown_prompts
 from eval.measuring.results import Results, Setup, build_results
-from eval.measuring.samples import shown_prompts
 from eval.measuring.scores import Scorer
 from eval.measuring.served import ServedEngine
 from eval.rounds import Generation

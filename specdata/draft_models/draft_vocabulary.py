@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from specdata.errors import ConfigError
+from specdata.least_squares import ridge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 SIZE = "draft_vocab_size"
 """The key of config.json by which a reduced draft is known."""
-RIDGE = 1e-3
-"""Added by `substitute_row` to the diagonal, as a share of its mean."""
 
 
 class ReducedOutput(nn.Module):
@@ -179,12 +178,7 @@ def substitute_row(states: Tensor, logits: Tensor) -> Tensor:
     states that the output embedding read, and (n, V) logits that it gave.
     """
     smallest = logits.masked_fill(logits.isneginf(), float("inf")).amin(dim=-1)
-    states, smallest = states.double(), smallest.double()
-    gram = states.T @ states
-    # States of a small sample may not span the space; this keeps the row short where they do not.
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    row: Tensor = torch.linalg.solve(gram, states.T @ smallest)
-    return row
+    return ridge([(states, smallest[:, None])])[:, 0]
 
 
 @torch.no_grad()

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from distill import dspark, masks, rounds
 from distill.config import DistilConfig
+from distill.distillation import draft_trainer
 from distill.kinds import along_rounds
 from distill.masks import check_masks, with_masks
 from distill.rounds import of_round
-from distill.trainer import draft_trainer
 from distill.watch import HeldOut
 from eval.runtime.model import CachedModel
 from specdata.draft_models.depths import add_masks, depths_of

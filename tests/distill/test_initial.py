@@ -13,15 +13,15 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch import nn
 
-from distill import least_squares
 from distill.config import ARCHITECTURES, InitConfig
 from distill.initial import coverage, frequent_tokens
-from distill.least_squares import ridge
 from distill.plain import cut
 from distill.states import silence
+from specdata import least_squares
 from specdata.cache import cache_argument
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError, VocabularyMismatchError
+from specdata.least_squares import ridge
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
 from tests.support.families import FAMILIES, tiny
@@ -131,7 +131,7 @@ def test_a_fresh_draft_is_a_llama_of_the_targets_vocabulary_drawn_from_the_seed(
     draft = load_model(str(tmp_path / "one"))
     sizes = ARCHITECTURES[architecture]  # type: ignore[index]
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
-        assert getattr(draft.config, name) == getattr(sizes, name)
+        assert getattr(draft.config, name) == sizes[name]
     theirs = load_model(str(target)).config
     assert draft.config.vocab_size == theirs.vocab_size == len(load_tokenizer(str(target))) + 8
     assert draft.config.max_position_embeddings == theirs.max_position_embeddings
