@@ -254,7 +254,7 @@ def test_questions_that_depend_on_an_answer_wait_as_follow_ups(tmp_path: Path) -
     assert first.example_id != prompt.example_id
     with pytest.raises(ConfigError, match=r"has no chat template.*`turns: first`"):
         load(wanted, PLAIN)
-    with pytest.raises(ConfigError, match="with `chat: false` give `turns: first`"):
+    with pytest.raises(ConfigError, match="leave `chat: false` out, or ask the first"):
         load(dataclasses.replace(wanted, chat=False), CHAT)
     with pytest.raises(ConfigError, match="may be all"):
         load(dataclasses.replace(wanted, turns="last"), CHAT)
