@@ -314,7 +314,10 @@ def _certify_server(args: argparse.Namespace, closing: ExitStack) -> int:
         max_new_tokens=args.max_new_tokens,
         seed=0,
     )
-    sentence, is_exact = f"{found} Up to {server.concurrency} were asked for at once.", found.is_exact
+    sentence, is_exact = (
+        f"{found} Up to {server.concurrency} were asked for at once.",
+        found.is_exact,
+    )
     if args.draft == args.target:
         drafted, lost, longest = engine.lost_since(before)
         # At the end of a text a server may leave out what it drafted beyond.
