@@ -1,23 +1,36 @@
 """Write a draft in a layout of engines.
 
     draftsmith export DRAFT --out FOLDER [--layout LAYOUT] [--head HEAD] [--target TARGET]
+    draftsmith export DRAFT --out FOLDER --for openvino [--int8] [--target TARGET]
 
 DRAFT is one of `draft.init.layout`, or an imported one. That of a kind whose head engines ask has a
 slot for HEAD, of `head.kind: confidence`. If DRAFT is OUTPUT/draft/model of a run that has measured
 it, its card is that of `publish`.
+
+OpenVINO GenAI loads models that were converted: FOLDER/target and FOLDER/draft, of a draft in
+EAGLE-3's layout or a plain one. A Python that has OpenVINO does it (`recipes.in_openvino`).
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from eval.publishing.serving import serving_lines
+from recipes import in_openvino
 from recipes.config import RESULTS, PipelineConfig, absolute, build
 from recipes.releases import draft_release, for_engines, measurements
 from recipes.run import say, stage_record
 from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.errors import ConfigError
+
+OPENVINO = ".venv-openvino/bin/python"
+"""That of `make .venv-openvino/installed`."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +44,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--head", type=Path, help="its acceptance head, where engines ask one")
     parser.add_argument("--target", help="its target, if that is not where it was at training")
+    add = parser.add_argument_group("OpenVINO GenAI").add_argument
+    add("--for", dest="engine", choices=["openvino"], help="the engine that models are made for")
+    add("--int8", action="store_true", help="weights of 8 bits (default: of 32)")
+    add("--python", default=OPENVINO, help=f"one that has OpenVINO (default: {OPENVINO})")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -43,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise ConfigError(f"{args.out} exists: give another --out, or remove it")
     kind = kind_of(settings)
+    if given.engine:
+        return _for_openvino(given, settings)
     if not kind.reads_states:
         if is_for_engines(settings):
             raise ConfigError(f"{args.folder} is in a layout of engines: they load it as it is")
@@ -69,6 +88,54 @@ def main(args: argparse.Namespace) -> int:
     say(f"{args.out}: {tokens:,} tokens, taps {record.taps}, for {record.target}")
     lines = serving_lines(str(args.out), record.target, kind, kind.depths(settings))
     say(f"serve    {lines['vLLM']}")
+    return 0
+
+
+def _for_openvino(given: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """Write a target and its draft as GenAI loads them; returns the exit status."""
+    from distill.kinds import LAYOUTS
+    from distill.published import of_layout, write
+    from specdata.draft_models.draft_vocabulary import SIZE
+    from specdata.storage.files import atomic_folder
+
+    kind, draft, target = kind_of(settings), given.folder, given.target
+    command = [given.python, in_openvino.__file__, "convert", *["--int8"] * given.int8]
+    with ExitStack() as closing:
+        if kind.reads_states:
+            record = of_layout(draft, target)[1]
+            target, taps = record.target, record.taps
+            flags = asdict(record.form) if kind.name == "eagle3" else {kind.name: True}
+            if wrong := [name for name, value in flags.items() if value]:
+                raise ConfigError(
+                    f"{draft} must be of EAGLE-3's layout without norms of its own, all that "
+                    f"OpenVINO GenAI computes, and has {', '.join(wrong)}"
+                )
+            if len(taps) != 3 or taps[0] == 0:
+                raise ConfigError(
+                    f"OpenVINO GenAI reads the states before three layers, the first of which is "
+                    f"not layer 0; {draft} has taps {taps}"
+                )
+            command += ["--taps", *map(str, taps)]
+            draft = Path(closing.enter_context(TemporaryDirectory()))
+            write(LAYOUTS[kind.name], given.folder, draft, name="eagle3", target=target)
+        elif settings.get(SIZE) or not target:
+            raise ConfigError(
+                f"{draft} is a plain draft: give --target, and if it has a vocabulary of its own "
+                "its release, which draftsmith publish writes with all tokens"
+            )
+        folder = closing.enter_context(atomic_folder(given.out))
+        command += ["--", str(folder), str(target), str(draft)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ConfigError(
+                f"--python must be one that has OpenVINO (make .venv-openvino/installed): {error}"
+            ) from error
+        if done.returncode:
+            raise ConfigError(f"{given.python} could not convert: {done.stderr.strip()[-800:]}")
+    lengths = f"--draft {given.out}/draft --length 3"
+    say(f"{given.out}: target and draft")
+    say(f"serve    {given.python} {in_openvino.__file__} serve {given.out}/target {lengths}")
     return 0
 
 
