@@ -60,8 +60,8 @@ def main(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise ConfigError(f"{args.out} exists: give another --out, or remove it")
     kind = kind_of(settings)
-    if given.engine:
-        return _for_openvino(given, settings)
+    if args.engine:
+        return _for_openvino(args, settings)
     if not kind.reads_states:
         if is_for_engines(settings):
             raise ConfigError(f"{args.folder} is in a layout of engines: they load it as it is")
