@@ -317,20 +317,13 @@ def _candidates(
 
 
 class TreeBuilder:
-    """A draft tree to which nodes are added, parents before their children; it needs no check.
-
-    Attributes:
-        tokens: the token of node i + 1.
-        parents: the node that node i + 1 follows.
-        path_numbers: which path node i + 1 is on; paths are numbered by their first node.
-        distributions: the distinct distributions (V,) that tokens were drawn from.
-    """
+    """A draft tree to which nodes are added, parents before their children; it needs no check."""
 
     def __init__(self, how: How, shape: TreeShape) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.path_numbers: list[int] = []
-        self.distributions: list[Tensor] = []
+        self.tokens: list[int] = []  # of node i + 1
+        self.parents: list[int] = []  # the node that node i + 1 follows
+        self.path_numbers: list[int] = []  # the path that node i + 1 is on, by its first node
+        self.distributions: list[Tensor] = []  # the distinct ones (V,) that tokens were drawn from
         self._how, self._shape = how, shape
         self._distribution_index: list[int] = []
         self._index_of: dict[Hashable, int] = {}

@@ -26,22 +26,14 @@ NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Tokens for a model to read after what it has read of a sequence.
-
-    Args:
-        tokens: n tokens; the last `len(parents)` of them are nodes of a draft tree.
-        logits_to_keep: logits are needed after this many of the last tokens.
-        parents: the node that each node follows; 0 is the last committed token.
-        unrolled: score the whole tree as a batch of its paths, instead of by tree attention.
-        drafted: of a chain, this many of the last tokens are not committed.
-    """
+    """Tokens for a model to read after what it has read of a sequence."""
 
     sequence: CachedSequence
-    tokens: list[int]
-    logits_to_keep: int
-    parents: Sequence[int] = ()
-    unrolled: bool = False
-    drafted: int = 0
+    tokens: list[int]  # n; the last `len(parents)` of them are nodes of a draft tree
+    logits_to_keep: int  # logits are needed after this many of the last tokens
+    parents: Sequence[int] = ()  # the node that each node follows; 0 is the last committed token
+    unrolled: bool = False  # score the tree as a batch of its paths, not by tree attention
+    drafted: int = 0  # of a chain, this many of the last tokens are not committed
 
     @property
     def committed(self) -> int:
@@ -155,12 +147,9 @@ class CachedSequence:
     ) -> Forward:
         """The forward that appends nodes of a draft tree: logits after each node.
 
-        Args:
-            tokens: n tokens.
-            parents: the node that each follows, 0 being the last committed token.
-            uncached: committed tokens that are not in the cache yet and come first; only if no
-                node is in the cache. The logits after the last of them come first, too.
-            unrolled: score the tree as a batch of its paths; only if no node is in the cache.
+        Parents are the nodes that they follow, 0 being the last committed token. Only if no node is
+        in the cache may committed tokens come first that are not in it yet (`uncached`; the logits
+        after the last of them come first, too), or the tree be scored as a batch of its paths.
         """
         uncached = uncached or []
         logits_to_keep = len(tokens) + bool(uncached)

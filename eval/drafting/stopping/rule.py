@@ -38,21 +38,15 @@ def _no_embedding(_ids: Tensor) -> None:
 class DraftedToken:
     """One drafted token, as a stopping rule sees it.
 
-    Args:
-        token: its id; a tensor (1,) for `Numbers` that are read together with it.
-        distribution: (V,) the distribution q that it was drawn from.
-        state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
-            token before this one, which for the first drafted token is the last committed token.
-            None if hidden states are not captured, because the rule reads no head.
-        embed: gives the draft's input embeddings (..., E) of tokens (...); None as for `state`.
-        numbers: what the rule `reads` of it, where it was read together with the token.
+    The state has consumed the token before this one, which for the first drafted token is the last
+    committed token. It is None if hidden states are not captured, because the rule reads no head.
     """
 
-    token: int | Tensor
-    distribution: Tensor
-    state: Tensor | None
-    embed: Embed = _no_embedding
-    numbers: tuple[float, ...] | None = None
+    token: int | Tensor  # its id; a tensor (1,) for `Numbers` that are read together with it
+    distribution: Tensor  # (V,) q, which it was drawn from
+    state: Tensor | None  # (H,) the draft's last hidden state, which gave the distribution
+    embed: Embed = _no_embedding  # (...) tokens -> (..., E) the draft's input embeddings
+    numbers: tuple[float, ...] | None = None  # what the rule `reads`, if read with the token
 
     def read(self, numbers: Numbers) -> tuple[float, ...]:
         """The numbers that `ActiveRule.reads`, from the device now if the drafter has not."""
