@@ -126,14 +126,7 @@ class CachedModel:
         """How many of the first of `count` tokens are to be read before the others; 0: none.
 
         A long text is read in pieces where it needs a mask. Only a tree behind it would need one:
-        the text is read first.
-
-        Args:
-            count: of the forward.
-            asked: the last tokens, which must be read together.
-            in_use: cache positions in use before.
-            reads_first: whether later tokens attend to the first one.
-            tree: whether the last tokens are nodes.
+        the text is read first. The last tokens, as many as asked for, must be read together.
         """
         early, traits = count - asked, self.traits
         if early < PIECE or not traits.in_pieces:

@@ -71,21 +71,8 @@ class CachedSequence:
     """The content of a model's KV cache for one sequence, and for a draft after it.
 
     The state changes in three places: `commit` when a forward has run, `keep` (by `crop`) when a
-    draft was verified, and `reset`.
-
-    Args:
-        sampling: how logits become distributions, the same for target and draft.
-
-    Attributes:
-        length: tokens in the cache, but for nodes of a tree.
-        drafted: of these, the last so many are of a drafted chain.
-        ancestors: (m, m) boolean over the m nodes in the cache; see `Layout.ancestors`.
-        states: (n, H) what the lm_head read at the last n tokens that were run, of which logits
-            were asked for; None before the first forward, and where the model does not capture
-            hidden states.
-        forwards: forwards so far, of this sequence and of those before it in the slot.
-        taps: (size, F) states inside the model by cache position, for drafts that read them; None
-            where the model does not capture them.
+    draft was verified, and `reset`. The sampling, which makes distributions of logits, is the same
+    for target and draft.
     """
 
     rereads = False
@@ -97,14 +84,17 @@ class CachedSequence:
         self.model = model
         self.slot = slot
         self.sampling = sampling
-        self.forwards = 0
+        self.forwards = 0  # of this sequence and of those before it in the slot
         self._target: CachedSequence | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget the sequence."""
-        self.length = self.drafted = 0
-        self.ancestors = NO_NODES
+        self.length = 0  # tokens in the cache, but for nodes of a tree
+        self.drafted = 0  # of these, the last so many are of a drafted chain
+        self.ancestors = NO_NODES  # (m, m) over the m nodes in the cache; see `Layout.ancestors`
+        # (n, H) what the lm_head read at the last n tokens of which logits were asked for, and
+        # (size, F) states inside the model by cache position; None where they are not captured.
         self.states: Tensor | None = None
         self.taps: Tensor | None = None
         # The first tokens, which need not be read again whatever is dropped behind them: those that

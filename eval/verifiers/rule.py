@@ -47,17 +47,14 @@ class Rng(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Where the accepted path ends, and what comes next.
+    """The end of the accepted path, and what comes next.
 
-    Args:
-        node: the last accepted node; 0 if no drafted token was accepted.
-        distribution: (V,) distribution of the token that is emitted after it.
-        residual: the residual that persists over the tokens after `node`, the one drawn
-            from `distribution` being the first; None for all rules but greedy block verification.
+    A residual persists over the tokens after the node, the one drawn from `distribution` being the
+    first; only greedy block verification has one.
     """
 
-    node: int
-    distribution: Tensor
+    node: int  # the last accepted one; 0 if no drafted token was accepted
+    distribution: Tensor  # (V,) of the token that is emitted after it
     residual: PersistentResidual | None = None
 
 
@@ -177,25 +174,18 @@ class Drawn:
 class Verifier:
     """A named rule with the drafts that it has a proof for.
 
-    Args:
-        name: its key in `VERIFIERS`.
-        takes: the `DraftTree.kind`s that it may be given.
-        residual_persists: whether the residual of a rejection persists over the next rounds. The
-            length of every draft must then be planned before its first token is drawn; with a
-            stopping rule that looks at drafted tokens the output is biased.
-        residuals: residuals from earlier rounds; the rule is given the target modified by them.
-        branching: whether it takes drafts with more than one candidate for a position.
-        lossless: whether the output distribution is exactly the target's.
-        paper: where it comes from.
+    Where the residual of a rejection persists over the next rounds, the length of every draft must
+    be planned before its first token is drawn: with a stopping rule that looks at drafted tokens
+    the output is biased.
     """
 
-    name: str
+    name: str  # its key in `VERIFIERS`
     rule: Rule = field(repr=False)
-    takes: tuple[str, ...]
+    takes: tuple[str, ...]  # the `DraftTree.kind`s that it may be given
     residual_persists: bool = False
-    residuals: PersistentResiduals = ()
-    branching: bool = False
-    lossless: bool = True
+    residuals: PersistentResiduals = ()  # of earlier rounds; the rule is given the modified target
+    branching: bool = False  # it takes drafts with more than one candidate for a position
+    lossless: bool = True  # the output distribution is exactly the target's
     paper: str = ""
 
     def needs_tail(self, length: int) -> bool:
@@ -321,18 +311,12 @@ class GeneratorRng:
 
 
 class ScriptedRng:
-    """An `Rng` that returns given outcomes in order, and then always the first possible one.
-
-    Attributes:
-        weight: probability of everything returned so far.
-        taken: outcome of every call.
-        possible: for every call, the outcomes of positive probability.
-    """
+    """An `Rng` that returns given outcomes in order, and then always the first possible one."""
 
     def __init__(self, script: list[int]) -> None:
-        self.weight = 1.0
-        self.taken: list[int] = []
-        self.possible: list[list[int]] = []
+        self.weight = 1.0  # probability of everything returned so far
+        self.taken: list[int] = []  # outcome of every call
+        self.possible: list[list[int]] = []  # of every call, outcomes of positive probability
         self._script = script
 
     def bernoulli(self, probability: float) -> bool:

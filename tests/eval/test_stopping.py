@@ -13,6 +13,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost, CostEstimates, gain
 from eval.drafting.stopping.logistic import Logit
+from eval.drafting.stopping.thresholds import Cumulative
 from eval.measuring.records import check_identity, record_prompt
 from eval.rounds import Round
 from specdata.config import read_config
@@ -83,6 +84,15 @@ def test_a_one_hot_distribution_stops_nothing() -> None:
     ):
         rule.begin()
         assert not any(rule.should_stop(DraftedToken(0, torch.eye(4)[1], None)) for _ in range(100))
+
+
+@pytest.mark.parametrize("rule", [Cumulative(threshold=0.5), Logit(threshold=0.5)], ids=repr)
+def test_rules_of_a_whole_draft_multiply_what_they_read_of_its_tokens(rule: StoppingRule) -> None:
+    active = rule.start(None)
+    for _ in range(2):  # a second round starts afresh
+        active.begin()
+        ends = [active.should_stop(DraftedToken(0, distribution(0.6), None)) for _ in range(2)]
+        assert ends == [False, True]
 
 
 GOLDENS = [

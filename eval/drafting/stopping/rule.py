@@ -106,11 +106,8 @@ class ActiveRule:
 class Compared(ActiveRule):
     """Compares a number of each token, or the product of a round's numbers, with a threshold.
 
-    Args:
-        reads: the number of a token.
-        ends: whether a draft ends at a number or product.
-        multiplies: whether products are compared.
-        accept: the acceptance probability that a number stands for, by default itself.
+    A draft `ends` at a number or product; `accept` gives the acceptance probability that a number
+    stands for.
     """
 
     def __init__(
@@ -139,22 +136,18 @@ class Compared(ActiveRule):
 
 
 class StoppingRule(Config):
-    """The parameters of a rule, checked and frozen; `start` puts it to work.
-
-    Attributes:
-        examples: parameters that tests try it with, on drafts of at most three tokens over three:
-            each must end drafts of several lengths there, unless it is not adaptive.
-        adaptive: whether the length depends on the tokens drafted. If so, it ends chains only, and
-            no verifier whose residual persists over rounds takes it.
-        needs_head: whether it cannot work without an acceptance head.
-        fitted: parameters that an evaluation fits on labels where they are None, by `fit`. Two
-            rules may name the same one if they fit it alike.
-    """
+    """The parameters of a rule, checked and frozen; `start` puts it to work."""
 
     name: ClassVar[str]
+    # Parameters that tests try it with, on drafts of at most three tokens over three: each must end
+    # drafts of several lengths there, unless it is not adaptive.
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    # Whether the length depends on the tokens drafted. If so, it ends chains only, and no verifier
+    # whose residual persists over rounds takes it.
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
+    # Parameters that an evaluation fits on labels where they are None, by `fit`. Two rules may name
+    # the same one if they fit it alike.
     fitted: ClassVar[tuple[str, ...]] = ()
 
     @property
