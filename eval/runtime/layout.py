@@ -16,22 +16,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the n tokens of one forward go, behind what the KV cache of their sequence holds.
+    """The places of the n tokens of one forward, behind what the KV cache of a sequence holds.
 
-    Args:
-        start: cache positions in use before the forward; the tokens are written from there on.
-        positions: n positions in the sequence; a node stands where it would stand if accepted, so
-            siblings share a position.
-        visible: (n, start + n) boolean, the cache positions that each token attends to; None if
-            that is everything up to the token itself.
-        ancestors: (m, m) boolean over the m nodes in the cache after the forward: whether node
-            j + 1 is on the path from the root to node i + 1, node i + 1 included.
+    A node stands where it would stand if accepted, so siblings share a position. Without `visible`
+    a token attends to everything up to itself. `ancestors` says whether node j + 1 is on the path
+    from the root to node i + 1, node i + 1 included.
     """
 
-    start: int
-    positions: list[int]
-    visible: Tensor | None
-    ancestors: Tensor
+    start: int  # cache positions in use before the forward; the tokens are written from there on
+    positions: list[int]  # n in the sequence
+    visible: Tensor | None  # (n, start + n) boolean, the cache positions that each token attends to
+    ancestors: Tensor  # (m, m) boolean over the m nodes in the cache after the forward
 
     @property
     def key_positions(self) -> Tensor:

@@ -122,13 +122,15 @@ class CachedModel:
             warnings.warn(f"{name} runs eagerly: {reason}", EagerWarning, stacklevel=3)
         self._engine, self.graphs = "eager", None
 
-    def piece(self, count: int, asked: int, in_use: int, *, reads_first: bool, tree: bool) -> int:
+    def piece(
+        self, count: int, together: int, in_use: int, *, reads_first: bool, tree: bool
+    ) -> int:
         """How many of the first of `count` tokens are to be read before the others; 0: none.
 
         A long text is read in pieces where it needs a mask. Only a tree behind it would need one:
-        the text is read first. The last tokens, as many as asked for, must be read together.
+        the text is read first. The last `together` of them must be read in one forward.
         """
-        early, traits = count - asked, self.traits
+        early, traits = count - together, self.traits
         if early < PIECE or not traits.in_pieces:
             return 0
         rules = traits.has_rules or not traits.uses_sdpa or not reads_first

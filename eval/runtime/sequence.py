@@ -56,10 +56,10 @@ class Forward:
     def run(self) -> Tensor:
         """Run it by itself: logits (logits_to_keep, N), N = V but for a reduced vocabulary."""
         forward, sequence, model = self, self.sequence, self.sequence.model
-        asked, tree = max(self.logits_to_keep, self.drafted), bool(self.parents)
+        together, tree = max(self.logits_to_keep, self.drafted), bool(self.parents)
         first = sequence.reads_first
         while piece := model.piece(
-            len(forward.tokens), asked, sequence.in_use, reads_first=first, tree=tree
+            len(forward.tokens), together, sequence.in_use, reads_first=first, tree=tree
         ):
             sequence.read(sequence.append(forward.tokens[:piece], 1))
             forward = replace(forward, tokens=forward.tokens[piece:])
@@ -291,8 +291,8 @@ class StatesSequence(CachedSequence):
                     states[begin:] = self._target.taps[after_target[begin:]]
                 parts.append(embedding.after_target(ids[: len(after_target)], states))
             if len(after_target) < len(before):
-                own = torch.stack([self._draft_states[at] for at in before[len(after_target) :]])
-                parts.append(embedding.after_own(ids[len(after_target) :], own))
+                states = torch.stack([self._draft_states[at] for at in before[len(after_target) :]])
+                parts.append(embedding.after_own(ids[len(after_target) :], states))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_by_target(self) -> int:
@@ -372,10 +372,10 @@ class MaskedSequence(CachedSequence):
             self._depths = {self.length + len(tokens) - 1: 0}
             self._ahead = logits[keep:], None if states is None else states[keep:]
             logits, states = logits[:keep], None if states is None else states[:keep]
-        outputs = self.behind(tokens[-len(logits) :], logits, states)
+        outputs = self.after(tokens[-len(logits) :], logits, states)
         return self.commit(forward, layout, outputs)
 
-    def behind(self, _tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
+    def after(self, _tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
         """Logits and states behind these tokens, of what was read there."""
         return Outputs(logits, states)
 
@@ -414,7 +414,7 @@ class BlockSequence(MaskedSequence):
             x: Tensor = self._embedding.unread(taps, ids[contexts:])
         return x
 
-    def behind(self, tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
+    def after(self, tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
         """Logits and states of slots behind these tokens, of which the bias alone is computed."""
         markov = self._embedding.markov.weight[tokens]
         if states is not None:
