@@ -50,43 +50,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--python", default=OPENVINO, help=f"one that has OpenVINO (default: {OPENVINO})")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Write a folder for engines; returns the exit status."""
     from distill.published import config_of, of_layout
     from eval.publishing.release import release_unmeasured
     from specdata.draft_models.draft_vocabulary import SIZE
 
-    settings, run = config_of(given.folder), given.folder.absolute().parents[1]
-    if given.out.exists():
-        raise ConfigError(f"{given.out} exists: give another --out, or remove it")
+    settings, run = config_of(args.folder), args.folder.absolute().parents[1]
+    if args.out.exists():
+        raise ConfigError(f"{args.out} exists: give another --out, or remove it")
     kind = kind_of(settings)
-    if given.engine:
-        return _for_openvino(given, settings)
+    if args.engine:
+        return _for_openvino(args, settings)
     if not kind.reads_states:
         if is_for_engines(settings):
-            raise ConfigError(f"{given.folder} is in a layout of engines: they load it as it is")
+            raise ConfigError(f"{args.folder} is in a layout of engines: they load it as it is")
         where = "engines load it as it is"
-        if given.folder.absolute() == run / "draft" / "model":  # and not the target, say
+        if args.folder.absolute() == run / "draft" / "model":  # and not the target, say
             released = run / "release" / "draft"
             where = f"is {released}" if released.is_dir() else "draftsmith publish writes"
             where = f"vLLM loads its release, which {where}"
-        raise ConfigError(f"{given.folder} is a plain model and needs no other layout: {where}")
-    record = of_layout(given.folder, given.target)[1]
-    layout: str = given.layout or next(iter(kind.layouts))
-    if layout not in kind.layouts or (given.head and not kind.asks_head):
+        raise ConfigError(f"{args.folder} is a plain model and needs no other layout: {where}")
+    record = of_layout(args.folder, args.target)[1]
+    layout: str = args.layout or next(iter(kind.layouts))
+    if layout not in kind.layouts or (args.head and not kind.asks_head):
         asked = " or ".join(each.name for each in KINDS.values() if each.asks_head)
         raise ConfigError(
-            f"{given.folder} is a draft of layout {kind.name}: --layout must be "
+            f"{args.folder} is a draft of layout {kind.name}: --layout must be "
             f"{' or '.join(kind.layouts)}, and --head is for {asked} alone"
         )
-    engines = for_engines(given.folder, record.target, layout, given.head)
-    if config := _measured_by(run, given.folder, record.target):
-        draft_release(config, engines)(out=given.out, results=measurements(config))
+    engines = for_engines(args.folder, record.target, layout, args.head)
+    if config := _measured_by(run, args.folder, record.target):
+        draft_release(config, engines)(out=args.out, results=measurements(config))
     else:
-        release_unmeasured(given.folder, given.out, record.target, engines)
+        release_unmeasured(args.folder, args.out, record.target, engines)
     tokens = settings.get(SIZE, settings["vocab_size"])
-    say(f"{given.out}: {tokens:,} tokens, taps {record.taps}, for {record.target}")
-    lines = serving_lines(str(given.out), record.target, kind, kind.depths(settings))
+    say(f"{args.out}: {tokens:,} tokens, taps {record.taps}, for {record.target}")
+    lines = serving_lines(str(args.out), record.target, kind, kind.depths(settings))
     say(f"serve    {lines['vLLM']}")
     return 0
 
