@@ -20,10 +20,11 @@ from tests.support.oracles import (
     support,
 )
 
-P3, Q3, HOT, COLD = torch.tensor(
-    [[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]], dtype=torch.float64
+P3, Q3, HOT, COLD, RARE = torch.tensor(
+    [[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [0.7, 0.2995, 0.0005]],
+    dtype=torch.float64,
 )
-EDGES = [(HOT, Q3), (Q3, Q3), (HOT, COLD), (P3, HOT)]
+EDGES = [(HOT, Q3), (Q3, Q3), (HOT, COLD), (P3, HOT), (P3, RARE)]
 
 
 def distributions(seed: int, count: int, sizes: Sequence[int] = (2, 3, 4, 5)) -> list[Tensor]:
