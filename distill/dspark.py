@@ -360,9 +360,9 @@ def _taps_of(
         )
     if (blocks.num_target_layers or layers) != layers or blocks.mask_token_id >= vocabulary:
         raise ConfigError(
-            f"config.json describes a target of {blocks.num_target_layers or layers} layers, mask "
-            f"{blocks.mask_token_id}, and the target has {layers} layers and {vocabulary} tokens: "
-            "give the one that the draft was trained for"
+            f"config.json describes a target of {blocks.num_target_layers or layers} layers and "
+            f"mask {blocks.mask_token_id}, and the target has {layers} layers and {vocabulary} "
+            "tokens: give the one that the draft was trained for"
         )
     return taps, {}
 
