@@ -44,7 +44,9 @@ def convert(model: str, out: Path, taps: list[int], *, int8: bool = False) -> An
         """Of this module: of a class of its own the exporter does not know the library."""
 
     kind = Eagle3 if taps else AutoModelForCausalLM
-    loaded, report = kind.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+    loaded, report = kind.from_pretrained(
+        model, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+    )
     maps = {"model.d2t", "model.t2d"} & {*report["missing_keys"]}
     if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"]} - maps):
         raise SystemExit(f"{model} has other tensors than OpenVINO computes with: {wrong[0]}")
@@ -61,7 +63,7 @@ def convert(model: str, out: Path, taps: list[int], *, int8: bool = False) -> An
     del made  # which reads the file that is replaced
     for suffix in (".xml", ".bin"):
         (out / "made").with_suffix(suffix).replace(file.with_suffix(suffix))
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.save_pretrained(out)
     parts = convert_tokenizer(tokenizer, with_detokenizer=True)
     for name, part in zip(("tokenizer", "detokenizer"), parts, strict=True):
