@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from eval.decode_config import DecodeConfig
 from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath, drawn_chain
 from eval.drafting.dynamic_tree import DynamicTreeDrafter
+from eval.drafting.lookup import LookupDrafter
 from eval.rounds import Generation, Round
 from eval.runtime.batches import ForwardCoroutine, drive, run_batch
 from eval.runtime.engines import Engine
@@ -101,7 +102,7 @@ class SpeculativeDecoder:
         Args:
             target: the target.
             draft: the draft; if `config.path_drafts` names several, those of `config.drafts` in
-                their order; None is plain decoding.
+                their order; None is plain decoding. Drafter "lookup" needs none.
             config: how to decode.
             head: the acceptance head, for stop="head" (and "cost", if there is one). The module
                 itself is moved to the draft's device, as `head.to` does.
@@ -122,8 +123,7 @@ class SpeculativeDecoder:
         verifier = verifier or config.make_verifier()
         taps: list[int] = []
         cached_drafts: tuple[CachedModel, ...] = ()
-        drafters: Callable[[int], Drafter] | None = None
-        if draft is not None:
+        if draft is not None and config.drafter != "lookup":
             drafts = tuple(draft) if isinstance(draft, Sequence) else (draft,)
             if len(drafts) != len(config.drafts):
                 raise ConfigError(
@@ -154,12 +154,16 @@ class SpeculativeDecoder:
                 )
                 for model in drafts
             )
-            if config.drafter != "chain":
+            if config.branches:
                 for model in (target, *drafts):
                     check_trees(model, by_mask=config.tree_attention or model is not target)
-            drafters = partial(make_drafter, config, cached_drafts, head, end_tokens)
+        cached = CachedModel(target, vocabulary, engine=engine, taps=taps, deepest=1)
+        drafters: Callable[[int], Drafter] | None = None
+        if cached_drafts or config.drafter == "lookup":
+            models = cached_drafts or (cached,)
+            drafters = partial(make_drafter, config, models, head, end_tokens)
         return cls(
-            CachedModel(target, vocabulary, engine=engine, taps=taps, deepest=1),
+            cached,
             config.sampling,
             drafters,
             verifier,
@@ -416,7 +420,15 @@ def make_drafter(
     ends: frozenset[int],
     slot: int,
 ) -> Drafter:
-    """The drafter of a slot, its row in a batch, with its stopping rule; models are the drafts."""
+    """The drafter of a slot, its row in a batch, with its stopping rule.
+
+    `models` are the drafts, or the target where there are none.
+    """
+    if config.lookup:
+        other = None
+        if config.drafter != "lookup":
+            other = make_drafter(config.model_copy(update={"lookup": 0}), models, head, ends, slot)
+        return LookupDrafter(config.lookup, config.match, models[0], ends, other)
     # Chosen siblings are ranked by the draft's own distribution, which has more than one token.
     sampling = SamplingConfig() if config.chooses else config.sampling
     sequences = [sequence_of(model, slot, sampling) for model in models]

@@ -30,7 +30,7 @@ class Drafter(ABC):
     """Proposes tokens after the committed tokens of one sequence; nothing after an end token."""
 
     def __init__(self, sequences: Sequence[CachedSequence], end_tokens: frozenset[int]) -> None:
-        self._sequences = tuple(sequences)
+        self.sequences = tuple(sequences)
         self._end_tokens = end_tokens
 
     @abstractmethod
@@ -59,23 +59,23 @@ class Drafter(ABC):
 
     def follow(self, target: CachedSequence) -> None:
         """Read the states of a target's sequence, in drafts that read any."""
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             sequence.follow(target)
 
     def hold(self, persists: bool) -> None:
         """Keep the distributions of the last draft, as functions of the text, for its residual."""
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             sequence.hold(persists)
 
     def reset(self) -> None:
         """Forget the sequence; what a stopping rule has measured is kept."""
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             sequence.reset()
 
     @property
     def forwards(self) -> int:
         """Forwards of drafts so far."""
-        return sum(sequence.forwards for sequence in self._sequences)
+        return sum(sequence.forwards for sequence in self.sequences)
 
 
 class ChainDrafter(Drafter):
