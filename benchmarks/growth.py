@@ -22,19 +22,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from benchmarks.busy import earlier
 
 Work = Callable[[int], Callable[[], object]]
 """Of a size, what is set up, unmeasured -> what is measured."""
 WIDTH = 32
 DEMO, NEW, DRAFTED = Path(__file__).absolute().parents[1] / "runs/toy", 64, 4
 PEERS = os.environ.get("PYTHONPATH", "")
+
+
+@contextmanager
+def earlier(commit: str) -> Iterator[Path]:
+    """A checkout of an earlier commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        subprocess.run(
+            ["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], check=True
+        )
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], check=True)
 
 
 def main() -> None:
@@ -240,8 +253,8 @@ def training(size: int, draft: str) -> Any:
 
     from distill.batches import collate
     from distill.config import DistilConfig
+    from distill.distillation import Distillation
     from distill.teacher import TargetTeacher
-    from distill.trainer import Distillation
 
     target, made = pair(draft)
     objective = Distillation(made, TargetTeacher(target), DistilConfig())
@@ -357,11 +370,11 @@ def storing(size: int) -> Any:
 
 def beginning(size: int, what: str) -> Any:
     """A training on stored rollouts, up to its first step."""
-    import distill.trainer
+    import distill.distillation
     import heads.train
     from recipes import train_draft, train_head
 
-    distill.trainer.DistilTrainer.compute_loss = begin
+    distill.distillation.DistilTrainer.compute_loss = begin
     heads.train.Training.step = begin  # type: ignore[method-assign,assignment]
     if what == "draft":
         return partial(to_its_begin, train_draft.RECIPE, given())

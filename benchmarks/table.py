@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.results import Results, Run, check_metrics, read_results, together
+from eval.measuring.methods import PLAIN
+from eval.measuring.pooled import medians
+from eval.measuring.records import PromptRecord
+from eval.measuring.results import Results, Run, Setup, check_metrics, read_results
+from eval.reporting.rendering import Table, escape_markdown
 from eval.reporting.report import picture
-from eval.reporting.table import beside_table, readme_table, shown_methods
+from eval.reporting.table import conditions, readme_table, shown_methods, speedup_cell
 from recipes.config import RESULTS
 from specdata.errors import ConfigError
 from specdata.storage.files import read_object, write_json, write_text
@@ -28,6 +32,62 @@ from specdata.terminal import accept_any_text, tell
 
 PICTURE, RECIPE = "speedup.png", "recipe.json"
 STAGES = ("rollouts", "draft", "labels", "head")
+
+
+def together(evaluations: Sequence[Results]) -> Results:
+    """Several evaluations of the same settings as one: the first, the others its `repeats`."""
+    first, *others = [alone for each in evaluations for alone in each.repetitions()]
+    ours, _ = _shared_and_own(first)
+    repeats = []
+    for number, (theirs, own) in enumerate(map(_shared_and_own, others), start=2):
+        if odd := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+            raise ConfigError(
+                f"evaluation {number} must have the first one's settings and counts, and differs in"
+                f" {odd[0]}: measure both with the same models, prompts and methods"
+            )
+        repeats.append(own)
+    return first.model_copy(update={"repeats": repeats})
+
+
+def _shared_and_own(results: Results) -> tuple[dict[str, Any], list[dict[str, list[Any]]]]:
+    """What all evaluations of some settings share, by a name for it; and one's `repeats`."""
+    same = results.environment.model_copy(update={"date": ""})
+    shared: dict[str, list[Any]] = {"machine, packages or commit": [same]}
+    own = []
+    for run in results.runs:
+        columns = {
+            name: [getattr(each, name) for each in run.generations]
+            for name in PromptRecord.__dataclass_fields__
+        }
+        kept = [name for name in columns if not name.endswith("seconds")]
+        kept = ["prompt_id"] if run.method.stop.measured else kept
+        settings = [getattr(run, name) for name in Setup.model_fields]
+        shared[f"{run.dataset}, {run.name}"] = [*settings, *(columns.pop(name) for name in kept)]
+        own.append(columns)
+    return shared, own
+
+
+def beside_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()) -> str:
+    """Markdown with a column for each evaluation of the same prompts in other settings.
+
+    A cell has the speed-up over all prompt sets, then the tokens per target call. Without methods
+    it has all but plain decoding.
+    """
+    pooled = [{row.name: row for row in medians(each)} for each in evaluations.values()]
+    rows = []
+    for name in methods or dict.fromkeys(name for each in pooled for name in each if name != PLAIN):
+        found = [each.get(name) for each in pooled]
+        tokens = [f"; {row.value('block_efficiency'):.2f}" if row else "" for row in found]
+        rows.append(
+            (name, [speedup_cell(row) + more for row, more in zip(found, tokens, strict=True)])
+        )
+    note = (
+        "Speed-up over the target alone, which decodes the same prompts in turns, over all prompt "
+        "sets; brackets hold 95 % bootstrap intervals over prompts; then tokens per target call. "
+        f"{conditions(*evaluations.values())}"
+    )
+    table = Table([(heading, "") for heading in evaluations], rows, note=note)
+    return f"{table.markdown()}\n{escape_markdown(note)}\n"
 
 
 def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:

@@ -68,7 +68,7 @@ def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
 
 
 def tokens_of(rollouts: Dataset) -> Dataset:
-    """The same rows without what they store of the target: reading a row reads every column."""
+    """Leave out what rows store of the target, as reading a row reads every column."""
     stored = [*TARGET_STATES.names, *TARGET_TAPS.names, *TOP_LOGITS.names]
     return rollouts.remove_columns([name for name in rollouts.column_names if name in stored])
 

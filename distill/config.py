@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -21,21 +20,12 @@ Architecture = Literal["llama-68m", "toy"]
 """Names of the configurations in `ARCHITECTURES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaSizes:
-    """The sizes of a fresh Llama, in the words of its config.json."""
-
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    intermediate_size: int
-
-
 # The first are those of JackFram/llama-68m (SpecInfer, arXiv:2305.09781), whose matrices are
 # untied; the second are those of the embedded pair's draft, which ties them.
-ARCHITECTURES: dict[Architecture, LlamaSizes] = {
-    "llama-68m": LlamaSizes(2, 768, 12, 3072),
-    "toy": LlamaSizes(1, 128, 4, 336),
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+ARCHITECTURES: dict[Architecture, dict[str, int]] = {
+    "llama-68m": dict(zip(_SIZES, (2, 768, 12, 3072), strict=True)),
+    "toy": dict(zip(_SIZES, (1, 128, 4, 336), strict=True)),
 }
 Reporter = Literal["tensorboard", "wandb", "trackio"]
 LayoutName = Literal["eagle3", "dspark"]
@@ -47,7 +37,7 @@ BLOCK = 7
 
 
 class InitConfig(Config):
-    """Where a draft comes from: what it is before it is trained."""
+    """The origin of a draft: what it is before it is trained."""
 
     kind: Literal["model", "fresh", "target", "states"] = Field(
         default="model",

@@ -8,30 +8,68 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from pydantic import TypeAdapter
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
-from distill.batches import check_context, fitted
-from distill.callbacks import Watch, best_step, load_best, measurements, reporters
+from distill.batches import Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
+from distill.kinds import along_rounds
+from distill.losses import LESS_BYTES, LOSSES
 from distill.masks import with_masks
-from distill.trainer import draft_trainer
-from distill.training import HISTORY_FILE, RESULT_FILE, ModelFolder, logged_steps, train_resumably
-from distill.watch import HeldOut, Measurement
+from distill.muon import MuonWithAdamW, muon_optimizer
+from distill.objective import ENTRY_BYTES, ChunkedLoss, Columns, Objective
+from distill.on_policy import DraftTexts, copy_to_write, whole_draft
+from distill.rounds import of_round, weights_of
+from distill.teacher import Teacher, teacher_of
+from distill.training import (
+    HISTORY_FILE,
+    RESULT_FILE,
+    DraftTrainer,
+    ModelFolder,
+    Schedule,
+    logged_steps,
+    train_resumably,
+    training_arguments,
+)
+from distill.watch import (
+    HeldOut,
+    Measurement,
+    Watch,
+    best_step,
+    load_best,
+    measurements,
+    reporters,
+)
+from specdata.draft_models.depths import depths_of
 from specdata.draft_models.state_store import StateStore
-from specdata.draft_models.states_draft import reads_states
+from specdata.draft_models.states_draft import reads_states, states_input
 from specdata.draft_models.taps import attach
-from specdata.errors import TrainingDivergedError
+from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.loading import ONE_DEVICE, Loading
-from specdata.models import check_shared_vocabulary, load_configs, load_model, load_tokenizer
+from specdata.models import (
+    check_shared_vocabulary,
+    end_ids,
+    load_configs,
+    load_model,
+    load_tokenizer,
+    positions,
+)
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.storage.checkpoints import newest_complete
+from specdata.texts import IGNORED
 from specdata.top_logits import TopLogitDistributions, TopLogits, check_decided
 
 
@@ -177,3 +215,160 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         history |= {"steps": steps, "measurements": [asdict(each) for each in watched]}
         folder.write(plain, target, {RESULT_FILE: stored, HISTORY_FILE: history})
     return result
+
+
+class Distillation(Objective):
+    """The divergence of a draft from its teacher at completion tokens, at each place of a round.
+
+    Of batches of `distill.batches.collate`. The teacher is no part of the module: no engine divides
+    it. The `step` decides which rounds lose their masks.
+    """
+
+    def __init__(self, draft: PreTrainedModel, teacher: Teacher, config: DistilConfig) -> None:
+        super().__init__(draft)
+        self.teacher, self.settings = teacher, config
+        self.chunked = ChunkedLoss(
+            self.head,
+            self.divergence,
+            entry_bytes=LESS_BYTES.get(config.objective, ENTRY_BYTES),
+            is_narrow=teacher.is_narrow,
+        )
+        places = depths_of(self.head.model)
+        is_read_again = states_input(self.head.model) is not None and places == 1
+        self.weights = weights_of(config.readings if is_read_again else places)
+
+    def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
+        """Sum the divergence at the learnt positions of a batch; see `Objective`."""
+        ids, is_learnt = batch["input_ids"], batch["labels"][:, 1:] != IGNORED  # (B, T - 1)
+        taught = self.teacher.columns(batch)  # of the N positions that are learnt
+        taps = self.teacher.taps(self.head.model, batch)  # (B, T, F)
+        total = torch.zeros((), device=ids.device)
+        is_half = self.settings.precision == "bfloat16"
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_half):
+            along = along_rounds(
+                self.head,
+                ids,
+                len(self.weights),
+                attention=batch["attention_mask"],
+                taps=taps,
+                begins=nn.functional.pad(is_learnt, (0, 1)),
+                dropping=step,
+            )
+            for number, (weight, place) in enumerate(zip(self.weights, along, strict=True)):
+                # Learnt positions whose round began at one that is learnt.
+                is_read = of_round(is_learnt, number) & place.kept[:, :-1]
+                of_place = taught
+                if number or place.share < 1:
+                    of_place = {key: rows[is_read[is_learnt]] for key, rows in taught.items()}
+                states = place.states[:, :-1][is_read]  # (n, H)
+                total = total + weight / place.share * self.chunked(states, of_place)
+        return total, is_learnt.sum()
+
+    def divergence(self, q_logits: Tensor, columns: Columns) -> Tensor:
+        """The sum over n positions, of the draft's logits (n, V') and the teacher's columns."""
+        # The target is as in serving, whatever the precision that the draft trains in.
+        with torch.autocast(q_logits.device.type, enabled=False):
+            q_logits, p_logits, counted = self.teacher.compared(q_logits, columns)
+            return LOSSES[self.settings.objective](q_logits, p_logits, counted) * counted.sum()
+
+
+class DistilTrainer(DraftTrainer):
+    """A draft is compared with its teacher, and rows may carry text that it has just written."""
+
+    def __init__(self, *, texts: DraftTexts | None = None, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.texts = texts
+        self.duplicate = texts and copy_to_write(self.objective.draft, self.accelerator)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Tensor | None]:
+        """The batches of one step, the draft's text in its rows, and their labels counted."""
+        if self.texts is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
+        batches = list(islice(epoch_iterator, num_batches))
+        draft = whole_draft(self.objective.draft, self.duplicate)
+        batches = self.texts.into(batches, base_of(draft), self.state.global_step)
+        return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
+
+
+def draft_trainer(
+    teacher: PreTrainedModel | TopLogitDistributions,
+    student: torch.nn.Module,
+    train: Dataset,
+    work: Path,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    store: StateStore | None = None,
+) -> Trainer:
+    """The trainer of a draft: `config.batch_size` rollouts a batch, checkpoints in `work`.
+
+    The teacher is the target, whose states a store has room for, or what is made of the logits that
+    `train` keeps of it.
+    """
+    state = join_processes()
+    schedule = Schedule.of(config, len(train), config.save_steps)
+    freeze(student, config)
+    objective = Distillation(
+        student, teacher_of(student, teacher, config, sampling, train, store), config
+    )
+    pad_id, texts = 0, None
+    if isinstance(teacher, PreTrainedModel):
+        # Padding is masked everywhere, so any id will do where a model names none.
+        pad_id = teacher.generation_config.pad_token_id or 0
+        if config.on_policy > 0:
+            room = positions(teacher.config), positions(student.config)
+            texts = DraftTexts(
+                config.on_policy,
+                sampling,
+                seed,
+                ends=end_ids(teacher.generation_config),
+                vocabulary=teacher.config.get_text_config().vocab_size,
+                longest=min(*room, config.max_length or sys.maxsize),
+                batch_size=config.batch_size,
+                pad_id=pad_id,
+            )
+    return DistilTrainer(
+        objective=objective,
+        batch_size=config.batch_size,
+        texts=texts,
+        args=(arguments := training_arguments(work, schedule, seed=seed)),
+        optimizers=(_optimizer(student, config, arguments), None),
+        train_dataset=Numbered(train),
+        data_collator=collate(
+            pad_id,
+            process=state.process_index,
+            processes=state.num_processes,
+        ),
+    )
+
+
+def freeze(student: nn.Module, config: DistilConfig) -> None:
+    """Freeze the matrices of a draft that are not trained."""
+    draft = base_of(student)
+    embedding, output = draft.get_input_embeddings(), draft.get_output_embeddings()
+    if config.freeze_embeddings or states_input(draft) is not None:
+        if output is not None and embedding.weight is output.weight:
+            raise ConfigError(
+                "draft.freeze_embeddings would freeze the draft's output matrix, which is its "
+                "input embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
+            )
+        embedding.weight.requires_grad_(False)
+    if getattr(output, "is_targets", False) and len(output.vocabulary_ids) == output.vocabulary:
+        output.weight.requires_grad = False  # engines take the target's own
+
+
+def _optimizer(
+    student: PreTrainedModel, config: DistilConfig, arguments: TrainingArguments
+) -> MuonWithAdamW | None:
+    """The optimizer that `config.optimizer` names; None: the Trainer makes it (AdamW)."""
+    if config.optimizer == "adamw":
+        return None
+    if join_processes().distributed_type == DistributedType.DEEPSPEED:
+        raise ConfigError(
+            "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch without "
+            "it, or set draft.optimizer to adamw"
+        )
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    return muon_optimizer(student, lr=config.learning_rate, betas=betas)

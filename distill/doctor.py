@@ -54,7 +54,7 @@ def examine(
     max_new_tokens: int,
     sampling: SamplingConfig,
 ) -> Iterator[Finding]:
-    """What is found in a draft's folder, one after the other.
+    """Findings about a draft's folder, one after the other.
 
     `prompts` is a file, or a set by name (default: chat-assistant, or instruct), of which at most
     `count` are read.
@@ -111,10 +111,9 @@ def _of_files(
     if ids is None:
         return None
     share = sum(map({*ids.tolist()}.__contains__, new)) / len(new)
-    kind = "ok" if share > 1 - LOW else "warning"
     head = "" if "lm_head.weight" in tensors else "; no lm_head, so the target's rows of them"
-    share_said = f"{len(ids):,} tokens, {share:.1%} of the target's text"
-    yield Finding(kind, "vocabulary", f"{share_said}{head}")
+    text = f"{len(ids):,} tokens, {share:.1%} of the target's text{head}"
+    yield Finding("ok" if share > 1 - LOW else "warning", "vocabulary", text)
     return Published(config, tensors, ids, target, name)
 
 
@@ -123,42 +122,38 @@ def _of_target(
 ) -> Iterator[Finding]:
     """Signs that the draft was trained for another target."""
     tensors = {name.removeprefix("model."): each for name, each in theirs.items()}
-    embedding, own = tensors.get("embed_tokens.weight"), target.get_input_embeddings().weight
-    states = tensors.get("fc.weight", own).shape[-1]
+    expected = target.get_input_embeddings().weight
+    embedding = tensors.get("embed_tokens.weight")
+    states = tensors.get("fc.weight", expected).shape[-1]
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    named, here = verifier.get("name_or_path"), target.name_or_path
+    verifier_name, target_name = verifier.get("name_or_path"), target.name_or_path
     signs = []
-    if named and Path(named).name != Path(here).name:
-        signs.append(f"config.json names {named}")
+    if verifier_name and Path(verifier_name).name != Path(target_name).name:
+        signs.append(f"config.json names {verifier_name}")
     if states % (width := target.config.get_text_config().hidden_size):
         signs.append(f"the draft reads {states} numbers of states, and this has {width} in each")
     if embedding is not None and (
-        embedding.shape != own.shape
-        or (embedding.float() - own.cpu()).norm() > BOUND * own.cpu().norm()
+        embedding.shape != expected.shape
+        or (embedding.float() - expected.cpu()).norm() > BOUND * expected.cpu().norm()
     ):
         signs.append("embed_tokens are not this target's")
     if signs:
-        yield Finding("warning", "target", f"{here} may be the wrong one: {'; '.join(signs)}")
+        text = f"{target_name} may be the wrong one: {'; '.join(signs)}"
+        yield Finding("warning", "target", text)
 
 
 def _of_settings(
     given: Published, layout: Layout, texts: Dataset, sampling: SamplingConfig
 ) -> Iterator[Finding]:
-    """How the draft is accepted as it says it is, and with other flags and taps."""
+    """Acceptance of the draft as its config.json says, and with other flags and taps."""
     config, target = given.settings, given.target
+    about = "config.json"
     try:
         taps, flags = layout.taps_of(config, target)
+        about = "tensors"
+        draft = layout.build(given, taps, flags)
     except ConfigError as error:
-        yield Finding("problem", "config.json", str(error))
-        return
-
-    def read(taps: Sequence[int], flags: Mapping[str, bool]) -> PreTrainedModel:
-        return layout.build(given, taps, flags)
-
-    try:
-        draft = read(taps, flags)
-    except ConfigError as error:
-        yield Finding("problem", "tensors", str(error))
+        yield Finding("problem", about, str(error))
         return
     if not (texts := (yield from _within(draft, target, texts, given.name))):
         return
@@ -184,7 +179,8 @@ def _of_settings(
             others[f"taps {moved}"] = (BETTER, moved, flags)
     is_better = False
     measured = {
-        what: held.measure(read(taps, flags)).overall for what, (_, taps, flags) in others.items()
+        what: held.measure(layout.build(given, other, turned)).overall
+        for what, (_, other, turned) in others.items()
     }
     if not max(each.acceptance for each in (figures, *measured.values())) >= LOW:
         yield Finding(
@@ -316,12 +312,12 @@ def written_texts(
     """At most `count` prompts of a set and the target's text after them, as rollouts."""
     sets = [PromptSet(prompts, count=count if prompts in EMBEDDED else 0)]
     limits = prompt_limits(target.name_or_path, max_new_tokens)
-    asked = load_prompts(sets, tokenizer, seed=0, **limits).prompts[:count]
+    chosen = load_prompts(sets, tokenizer, seed=0, **limits).prompts[:count]
     backend = TransformersBackend(target, sampling, max_new_tokens, count, seed=0)
-    written = backend.complete([Request(each.ids, (each.example_id,)) for each in asked])
+    written = backend.complete([Request(each.ids, (each.example_id,)) for each in chosen])
     return Dataset.from_list(
         [
             {"prompt_ids": prompt.ids, "completion_ids": each.ids}
-            for prompt, each in zip(asked, written, strict=True)
+            for prompt, each in zip(chosen, written, strict=True)
         ]
     )

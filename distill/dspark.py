@@ -26,10 +26,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, set_see
 
 from distill import published
 from distill.config import BLOCK, check_layout
-from distill.least_squares import fit_rows, ridge
 from distill.plain import Source
 from distill.published import Finding
-from distill.rounds import Place, ranks, window
+from distill.rounds import Place, Texts, ranks, window
 from specdata.config import read_stored
 from specdata.draft_kinds.kind import KEY
 from specdata.draft_models.depths import unused_token
@@ -45,6 +44,7 @@ from specdata.draft_models.states_draft import TargetStates, states_input, unit
 from specdata.draft_models.taps import attach, decoder_layers, read_taps, record_of
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
+from specdata.least_squares import fit_rows, ridge
 from specdata.lm_head import LMHead, body_of
 from specdata.models import load_model, load_tokenizer, positions
 from specdata.processes import in_group, largest_of_all
@@ -276,24 +276,14 @@ def _sizes(states: Tensor) -> Tensor:
     return states.square().mean(dim=-1).sqrt()
 
 
-def along(
-    draft: LMHead,
-    ids: Tensor,
-    count: int,
-    *,
-    taps: Tensor | None = None,
-    begins: Tensor | None = None,
-    dropping: int | None = None,
-    **_: object,
-) -> Iterator[Place]:
+def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
     """The states of blocks that begin along texts.
 
     State s at position t is that of slot s of the block that began at t - s; beyond its last slot,
     that one, with the bias by the token at t. Training reads the first slot of all blocks, as a
-    draft learns most from it, and the others of a share of them (`WHOLE`). Arguments are those of
-    `distill.kinds.Kind.along`.
+    draft learns most from it, and the others of a share of them (`WHOLE`).
     """
-    model = draft.model
+    model, (ids, count, _, taps, begins, dropping) = draft.model, texts
     reads = cast(BlockInput, states_input(model))
     (rows, length), size = ids.shape, reads.blocks.size
     row = torch.arange(rows, device=ids.device)[:, None]

@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from distill import plain, published, states
 from distill.config import check_layout
-from distill.least_squares import fit_rows, ridge
 from specdata.config import read_stored
 from specdata.draft_kinds.eagle3 import Norms
 from specdata.draft_kinds.kind import KEY
@@ -26,6 +25,7 @@ from specdata.draft_models.draft_vocabulary import SIZE
 from specdata.draft_models.eagle import eagle3_class
 from specdata.draft_models.states_draft import TargetStates, unit
 from specdata.draft_models.taps import decoder_layers, read_taps, record_of
+from specdata.least_squares import fit_rows, ridge
 from specdata.sources import hub_source
 
 along = states.along

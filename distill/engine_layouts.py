@@ -25,13 +25,13 @@ def with_layout(settings: Mapping[str, Any]) -> tuple[dict[str, Any], published.
     architectures = str(settings.get("architectures"))
     names = [name for name in LAYOUTS if KINDS[name].architecture in architectures]
     layout = LAYOUTS[(names or [*LAYOUTS])[0]]
-    if isinstance(said := settings.get(layout.section), dict):
-        settings = {**said, **settings}
+    if isinstance(section := settings.get(layout.section), dict):
+        settings = {**section, **settings}
     return dict(settings), layout
 
 
 def not_computed(settings: Mapping[str, Any]) -> list[str]:
-    """What a config.json asks that is not computed here, is not known, or contradicts itself."""
+    """List what a config.json asks that is not computed or known here, or contradicts itself."""
     return published.not_computed(*with_layout(settings))
 
 

@@ -270,7 +270,7 @@ class NextToken(Objective):
         self.chunked = ChunkedLoss(self.head, negative_log, entry_bytes=32)
 
     def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
-        """See `Objective`; of batches of `collate_texts`."""
+        """Sum the loss of a batch of `collate_texts`; see `Objective`."""
         tokens, places = batch["labels"][:, 1:], batch.get("position_ids")
         is_learnt = tokens != IGNORED
         states = self.head.states(batch["input_ids"], position_ids=places, trained=True)
@@ -320,8 +320,8 @@ def tells_texts_apart(model: PreTrainedModel) -> bool:
     attention of their own, do not, and would learn across texts without a word.
     """
     head = find_lm_head(model)
-    asked = model if head.embedding is None else body_of(model)
-    if "position_ids" not in signature(asked.forward).parameters:
+    body = model if head.embedding is None else body_of(model)
+    if "position_ids" not in signature(body.forward).parameters:
         return False
     first, length = 24, 16
     at = torch.arange(first + length, device=model.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +156,7 @@ def new_draft(target: PreTrainedModel, init: InitConfig) -> PreTrainedModel:
     """
     text: Any = target.config.get_text_config()
     if init.kind == "fresh":
-        sizes = asdict(ARCHITECTURES[init.architecture])
+        sizes: Any = ARCHITECTURES[init.architecture]
         ties = init.architecture == "toy"
         config = LlamaConfig(**sizes, vocab_size=text.vocab_size, tie_word_embeddings=ties)
         return LlamaForCausalLM(config)

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from distill import plain
-from distill.rounds import Place, ranks, window
+from distill.rounds import Place, Texts, ranks, window
 from specdata.draft_kinds.masks import MASK
 from specdata.draft_models.attention import Seen, attending_along
 from specdata.draft_models.depths import add_masks, depths_of
@@ -32,32 +32,18 @@ KEPT, LEAST_KEPT = 0.7, 0.2
 """Share of the rounds of depth d - 1 that are kept at depth d, and the least share of all."""
 
 
-def along(
-    draft: LMHead,
-    ids: Tensor,
-    count: int,
-    *,
-    begins: Tensor | None = None,
-    dropping: int | None = None,
-    **_: object,
-) -> Iterator[Place]:
-    """The states of a draft along texts (`distill.kinds.Kind.along`)."""
-    return after_masks(draft.model, ids, count, begins, dropping)
+def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
+    """The states of a draft after texts' tokens, and then after masks."""
+    return after_masks(draft.model, texts)
 
 
-def after_masks(
-    model: PreTrainedModel,
-    ids: Tensor,
-    count: int,
-    begins: Tensor | None = None,
-    dropping: int | None = None,
-) -> Iterator[Place]:
+def after_masks(model: PreTrainedModel, texts: Texts) -> Iterator[Place]:
     """The states of a draft after texts' tokens, and then after masks.
 
     State s at position t is what drafting gives at the (s + 1)-th token of a round that began at
-    t - s; deeper than its masks, their last one. Arguments are those of
-    `distill.kinds.Kind.along`.
+    t - s; deeper than its masks, their last one.
     """
+    ids, count, _, _, begins, dropping = texts
     (rows, length), masks = ids.shape, depths_of(model) - 1
     at = torch.arange(length, device=ids.device)
     row = torch.arange(rows, device=ids.device)[:, None]
@@ -143,7 +129,7 @@ def check_masks(model: PreTrainedModel, longest: int) -> None:
         expected = body_of(model)(input_ids=after, use_cache=False)[0][0, size - 1 :]
         longer = torch.cat([ids, ids.new_zeros(1, masks)], dim=1)  # room for later places
         begins = nn.functional.pad(begins, (0, masks))
-        found = after_masks(model, longer, masks + 1, begins)
+        found = after_masks(model, Texts(longer, masks + 1, begins=begins))
         states = torch.stack([each.states[0, size - 1 + s] for s, each in enumerate(found)])
         gap = float((states - expected).norm() / expected.norm())
     except (RuntimeError, TypeError, ValueError, IndexError, ConfigError) as error:

@@ -104,7 +104,7 @@ class Objective(nn.Module):
         self.config = draft.config
 
     def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
-        """See the class; the batch has (B, T) `input_ids` and `labels`."""
+        """Sum the loss of a batch with (B, T) `input_ids` and `labels`, and count its tokens."""
         raise NotImplementedError
 
 
@@ -155,7 +155,7 @@ def _of_matrix(
 def _by_autograd(
     states: Tensor, chunked: ChunkedLoss, columns: Columns, trained: Sequence[nn.Parameter]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The same, whatever makes the logits."""
+    """The sum and its gradients, whatever makes the logits."""
     total, of_states = _zero(states), torch.zeros_like(states)
     gradients: list[Tensor] = []
     for chunk in chunks(states, chunked.at_once):
@@ -178,7 +178,7 @@ def _part(columns: Columns, chunk: slice) -> Columns:
 
 
 def _logits(head: LMHead, states: Tensor) -> Tensor:
-    """As `head.logits`, inside the embedding's own forward.
+    """The logits that `head.logits` gives, by the embedding's own forward.
 
     Its hooks are passed by: those of ZeRO-3 exchange weights between processes, and each
     process has its own number of chunks.
@@ -202,6 +202,6 @@ def _zero(states: Tensor) -> Tensor:
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
-    """Of a matrix alone, what is before it has its gradients by autograd."""
+    """The trained parameters; of a matrix alone, as autograd knows what is before it."""
     parameters = module.parameters(recurse=not isinstance(module, nn.Linear | ReducedOutput))
     return [parameter for parameter in parameters if parameter.requires_grad]

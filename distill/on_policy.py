@@ -35,7 +35,7 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class DraftTexts:
-    """Which rows of a step, a `share`, carry the draft's text, and what it writes there.
+    """The draft's texts in a `share` of the rows of a step: which rows, and what it writes there.
 
     It draws as serving does, ends where the target's `ends` do, and draws no id beyond the target's
     `vocabulary`; no row becomes longer than `longest` tokens by it. A batch has `batch_size` rows
@@ -97,37 +97,26 @@ class DraftTexts:
             if most > 0 and self.carries(step, index):
                 generator = self._generator(step, index)
                 uniforms[place] = torch.rand(most, generator=generator, dtype=torch.float64)
-        prompts = [rows[place]["prompt_ids"] for place in uniforms]
-        texts = self._texts(draft, prompts, list(uniforms.values()))
-        written = {
-            place: {"prompt_ids": prompt, "completion_ids": text}
-            for place, prompt, text in zip(uniforms, prompts, texts, strict=True)
-        }
-        return [written.get(place, row) for place, row in enumerate(rows)]
-
-    def _texts(
-        self, draft: PreTrainedModel, prompts: list[list[int]], uniforms: list[Tensor]
-    ) -> list[list[int]]:
-        """The draft's texts after each prompt; prompts of like length are batched."""
-        order = sorted(range(len(prompts)), key=lambda at: (len(prompts[at]), at))
-        texts: dict[int, list[int]] = {}
-        training = draft.training
+        written, training = [*rows], draft.training
+        order = sorted(uniforms, key=lambda place: len(rows[place]["prompt_ids"]))  # pads less
         draft.eval()
         try:
             for start in range(0, len(order), ROWS_AT_ONCE):
                 batch = order[start : start + ROWS_AT_ONCE]
-                written = sample_batch(
+                prompts = [rows[place]["prompt_ids"] for place in batch]
+                texts = sample_batch(
                     draft,
-                    [prompts[at] for at in batch],
-                    [uniforms[at] for at in batch],
+                    prompts,
+                    [uniforms[place] for place in batch],
                     self.sampling,
                     ends=self.ends,
                     vocabulary=self.vocabulary,
                 )
-                texts.update(zip(batch, written, strict=True))
+                for place, prompt, text in zip(batch, prompts, texts, strict=True):
+                    written[place] = {"prompt_ids": prompt, "completion_ids": text}
         finally:
             draft.train(training)
-        return [texts[at] for at in range(len(prompts))]
+        return written
 
     def _generator(self, *key: int) -> torch.Generator:
         return generator_for(self.seed, "on-policy", *key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -14,27 +13,25 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 
 from distill.config import ARCHITECTURES, InitConfig
-from distill.least_squares import fit_rows
-from distill.rounds import Place
+from distill.rounds import Place, Texts
 from distill.toy import language_model
 from distill.training import take_special_ids
 from specdata.draft_models.draft_vocabulary import replace_output
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError
 from specdata.generation import special_ids
+from specdata.least_squares import fit_rows, ridge
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
 from specdata.models import load_configs, load_tokenizer, positions
 from specdata.storage.columns import list_lengths
 from specdata.target_states import stored_states
 
-# Added to the diagonal of the least squares, as a share of its mean.
-RIDGE = 1e-2
 # The context of a made draft whose target has no limit, unless the rollouts are longer.
 LEAST_POSITIONS = 2048
 
 
 class Source(NamedTuple):
-    """What a draft is made of: layers of its target, taps that it reads, and what was asked for."""
+    """The parts of a draft: layers of its target, taps that it reads, and the settings."""
 
     layers: list[int]
     taps: list[int]
@@ -42,7 +39,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, target: PreTrainedModel, init: InitConfig) -> Source:
-        """What is asked of a target. Raises ConfigError if it does not have that."""
+        """The parts that settings name of a target. Raises ConfigError if it does not have them."""
         count = len(decoder_layers(target)[1])
         return cls(init.layers_of(count, target.name_or_path), init.taps_of(count), init)
 
@@ -62,12 +59,10 @@ def of_shapes(target: PreTrainedModel, source: Source) -> PreTrainedModel:
     return model
 
 
-def along(
-    draft: LMHead, ids: Tensor, _count: int, *, attention: Tensor | None = None, **_: object
-) -> Iterator[Place]:
-    """The states of a draft along texts, once, as every place is alike; see `kinds.Kind`."""
-    states = draft.states(ids, attention, trained=True)
-    yield Place(states, torch.ones_like(ids, dtype=torch.bool))
+def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
+    """The states of a draft along texts, once, as every place is alike."""
+    states = draft.states(texts.ids, texts.attention, trained=True)
+    yield Place(states, torch.ones_like(texts.ids, dtype=torch.bool))
 
 
 def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
@@ -88,17 +83,17 @@ def cut(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
         shorter: PreTrainedModel = type(model)(config)
     for place, module in shorter.named_modules():
         new = old = None  # numbers of the layer that the module is in
-        there = place
+        former = place
         if place.startswith(f"{name}."):
             new = int(place[len(name) + 1 :].split(".")[0])
             old = numbers[new]
-            there = f"{name}.{old}{place.removeprefix(f'{name}.{new}')}"
+            former = f"{name}.{old}{place.removeprefix(f'{name}.{new}')}"
         try:
-            source = model.get_submodule(there)
+            source = model.get_submodule(former)
             _share(source, module, {(old, new), (len(layers), len(numbers))})
         except (AttributeError, ValueError) as error:
             raise ConfigError(
-                f"{type(model).__name__} cannot be cut: {there} depends on its place ({error}). "
+                f"{type(model).__name__} cannot be cut: {former} depends on its place ({error}). "
                 "Choose other layers, or give draft.init another kind: model or fresh"
             ) from error
     shorter.generation_config = special_ids(model.generation_config)
@@ -110,12 +105,12 @@ def fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> PreT
     target_config, generation = load_configs(target)
     vocabulary = target_config.get_text_config().vocab_size
     context = context_of(target_config, rollouts)
-    sizes = ARCHITECTURES[config.architecture]
+    sizes: Any = ARCHITECTURES[config.architecture]
     if config.architecture == "toy":
         model = language_model(
             load_tokenizer(target),
-            layers=sizes.num_hidden_layers,
-            width=sizes.hidden_size,
+            layers=sizes["num_hidden_layers"],
+            width=sizes["hidden_size"],
             seed=seed,
             vocabulary=vocabulary,
             positions=context,
@@ -124,7 +119,7 @@ def fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> PreT
         set_seed(seed)
         model = LlamaForCausalLM(
             LlamaConfig(
-                **asdict(sizes),
+                **sizes,
                 vocab_size=vocabulary,
                 max_position_embeddings=context,
                 tie_word_embeddings=False,
@@ -155,19 +150,18 @@ def align_output(
             f"{type(target).__name__} makes its logits in a way that is not known, so a draft's "
             "output matrix cannot be fitted to them: leave draft.init.align out"
         )
-    gram = cross = torch.zeros((), dtype=torch.float64)
-    for row in fit_rows(rollouts):
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
-        first = len(row["prompt_ids"]) - 1
-        target_states = stored_states(row, head, states_dtype)
-        if target_states is None:
-            target_states = hidden_states(target, ids)[0, first:-1]
-        draft_states = hidden_states(model, ids)[0, first:-1].double()
-        gram = gram + draft_states.T @ draft_states
-        cross = cross + draft_states.T @ target_states.to(draft_states)
-    # States of few rollouts may not span the space; this keeps the map small where they do not.
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    shortcut = torch.linalg.solve(gram, cross)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        """States of the draft and of the target along each text's completion."""
+        for row in fit_rows(rollouts):
+            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
+            first = len(row["prompt_ids"]) - 1
+            target_states = stored_states(row, head, states_dtype)
+            if target_states is None:
+                target_states = hidden_states(target, ids)[0, first:-1]
+            yield hidden_states(model, ids)[0, first:-1], target_states.to(model.device)
+
+    shortcut = ridge(pairs())
     vocabulary, width = output.weight.shape
     fitted = nn.Linear(width, vocabulary, bias=output.bias is not None, device="meta")
     weight = (output.weight.double() @ shortcut.T).to(output.weight.dtype)
@@ -210,13 +204,13 @@ def _share(
         raise ValueError("it scales attention by the number of its layer")
     # What a whole model notes of itself, such as its folder, decides nothing.
     for key, value in [] if isinstance(module, PreTrainedModel) else list(vars(module).items()):
-        there = vars(source).get(key)
+        expected = vars(source).get(key)
         if isinstance(value, Tensor):
-            setattr(module, key, there)
+            setattr(module, key, expected)
         elif (
             isinstance(value, bool | int | float | str | None)
             and key != "training"
-            and value != there
-            and (there, value) not in places
+            and value != expected
+            and (expected, value) not in places
         ):
-            raise ValueError(f"its {key} is {there} there and would be {value}")
+            raise ValueError(f"its {key} is {expected} there and would be {value}")

@@ -64,7 +64,7 @@ class Read(Config):
 
 
 class Roped(Read):
-    """The same, of what says how positions turn."""
+    """A part of a published config.json that says how positions turn."""
 
     rope_theta: PositiveFloat | None = None
     rope_scaling: dict[str, Any] | None = None
@@ -79,7 +79,7 @@ class Roped(Read):
 
 
 class Finding(NamedTuple):
-    """What one examination of a draft found."""
+    """One finding of an examination of a draft."""
 
     kind: str
     about: str
@@ -87,7 +87,7 @@ class Finding(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What a folder holds: config.json, tensors by our names, the (N,) ids of its tokens."""
+    """The content of a folder: config.json, tensors by our names, the (N,) ids of its tokens."""
 
     settings: dict[str, Any]
     tensors: Mapping[str, Tensor]
@@ -97,12 +97,12 @@ class Published(NamedTuple):
 
     def layers(self, kind: type[Read]) -> dict[str, Any]:
         """The sizes of its layers. Raises ConfigError."""
-        said = self.settings.get(LAYERS, self.settings)
+        layer = self.settings.get(LAYERS, self.settings)
         where = f"the layer of {self.name}'s config.json"
-        return read_stored(kind, said, where).model_dump(exclude_none=True)
+        return read_stored(kind, layer, where).model_dump(exclude_none=True)
 
     def whole(self) -> Published:
-        """The same with the target's in place of matrices that are not stored, without maps."""
+        """Fill in the target's matrices where none is stored, and leave out the maps."""
         head = self.target.get_output_embeddings().weight.detach()[self.ids]
         shared = {TOKENS: self.target.get_input_embeddings().weight, "lm_head.weight": head}
         tensors = {key: each for key, each in {**shared, **self.tensors}.items() if key not in MAPS}
@@ -111,39 +111,27 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How engines hold a kind of draft.
+    """The form in which engines hold a kind of draft."""
 
-    Attributes:
-        tensors: how names begin, and ours.
-        section: of config.json, whose keys are read as those beside it.
-        read: what is read of config.json.
-        ignored: as `METADATA`, of this layout.
-        only: as `ONLY`, of this layout.
-        taps_of: of a config.json and a target, the taps and the flags that decide what is computed.
-        build: a draft of a folder, taps and flags.
-        written: of a draft of ours, its config.json, what that says of the target and its tensors;
-            the name of one of the kind's layouts; and weight and bias of a linear acceptance head
-            of its states, whose sigmoid is a probability, if engines ask one: the tensors and the
-            config.json of a folder for engines.
-        turned: flags that may be wrong in a config.json whose tensors are right.
-        better: share of the tokens of a round by which a draft with another flag must be better for
-            that to be the right one.
-        unsaid: what config.json must say, since engines differ in what silence means, and why.
-        traps: of a config.json, tensors' names and a target, what engines take otherwise than was
-            meant.
-    """
-
-    tensors: Mapping[str, str]
-    section: str
-    read: tuple[type, ...]
-    only: Mapping[str, Any]
+    tensors: Mapping[str, str]  # how names begin, and ours
+    section: str  # of config.json, whose keys are read as those beside it
+    read: tuple[type, ...]  # of config.json
+    only: Mapping[str, Any]  # as `ONLY`, of this layout
+    # Of a config.json and a target, the taps and the flags that decide what is computed.
     taps_of: Callable[[dict[str, Any], PreTrainedModel], tuple[list[int], dict[str, bool]]]
+    # The draft of a folder, taps and flags.
     build: Callable[[Published, Sequence[int], Mapping[str, bool]], PreTrainedModel]
+    # The tensors and the config.json of a folder for engines. Of a draft of ours: its config.json,
+    # what that says of the target, and its tensors; the name of one of the kind's layouts; and
+    # weight and bias of a linear acceptance head whose sigmoid is a probability, if one is asked.
     written: Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]
-    turned: tuple[str, ...]
-    ignored: tuple[str, ...] = ()
+    turned: tuple[str, ...]  # flags that may be wrong in a config.json whose tensors are right
+    ignored: tuple[str, ...] = ()  # as `METADATA`, of this layout
+    # Share of the tokens of a round by which a draft with another flag must be better to be right.
     better: float = 0.02
+    # Keys that config.json must have, since engines differ in what silence means, and why.
     unsaid: Mapping[str, str] = field(default_factory=dict)
+    # Of a config.json, tensors' names and a target, what engines take otherwise than was meant.
     traps: Callable[..., Iterator[Finding]] = lambda *_: iter(())
 
     def theirs(self, name: str) -> str:
@@ -163,7 +151,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def not_computed(settings: dict[str, Any], layout: Layout) -> list[str]:
-    """What a config.json asks that is not computed here, is not known, or contradicts itself."""
+    """List what a config.json asks that is not computed or known here, or contradicts itself."""
     read, only = {key for each in layout.read for key in fields_of(each)}, {**ONLY, **layout.only}
     known = {*METADATA, *layout.ignored, layout.section, LAYERS, *read}
     defaults = PreTrainedConfig().to_dict()
@@ -266,7 +254,7 @@ def filled(
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder. Raises ConfigError if there are none, or a file is damaged."""
+    """Read all tensors of a folder. Raises ConfigError if there are none, or a file is damaged."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
@@ -285,7 +273,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
 def tensors_of(
     stored_tensors: Mapping[str, Tensor], folder: str, layout: Layout
 ) -> dict[str, Tensor]:
-    """What a folder holds by our names, but for what has none (`MAPS`)."""
+    """Name tensors of a folder as we do; `MAPS` keep their names."""
     tensors: dict[str, Tensor] = {}
     for name, each in stored_tensors.items():
         plain = name.removeprefix("model.")

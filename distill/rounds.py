@@ -6,7 +6,7 @@ from 0, is read at t + s. What a draft says there its kind knows (`distill.kinds
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,25 @@ DECAY = 0.8
 GOLDEN = (5**0.5 - 1) / 2
 
 
+class Texts(NamedTuple):
+    """Whole texts that a draft reads, and which of their rounds are asked for."""
+
+    ids: Tensor  # (B, T); padding is on the right, where no token sees it
+    places: int  # of a round; a plain draft, of which all are alike, gives one
+    attention: Tensor | None = None  # (B, T), 1 at tokens, for a plain draft
+    taps: Tensor | None = None  # (B, T, F) the target's states, if the draft reads any
+    # (B, T) bool where the rounds begin that are asked for, by default anywhere: prompts, which
+    # nobody drafts, are most of a batch. Later places mean nothing elsewhere, nor at t < s.
+    begins: Tensor | None = None
+    dropping: int | None = None  # of the step, decides which rounds lose masks; None: none does
+
+
 class Place(NamedTuple):
-    """One place of every round along texts.
+    """One place of every round along texts."""
 
-    Attributes:
-        states: (B, T, H) the draft's last; at position t of a round that began at t - s.
-        kept: (B, T) bool where they are read.
-        share: of the rounds, that were kept.
-    """
-
-    states: Tensor
-    kept: Tensor
-    share: float = 1.0
+    states: Tensor  # (B, T, H) the draft's last; at position t of a round that began at t - s
+    kept: Tensor  # (B, T) bool where they are read
+    share: float = 1.0  # of the rounds, that were kept
 
 
 def window(begins: Tensor) -> Tensor:
@@ -51,6 +58,6 @@ def of_round(learnt: Tensor, step: int) -> Tensor:
 
 
 def weights_of(count: int) -> list[float]:
-    """Of the places of a round, 1 together."""
-    each: list[Any] = [DECAY**step for step in range(count)]
-    return [weight / sum(each) for weight in each]
+    """Weights of the places of a round, 1 together."""
+    weights: list[float] = [DECAY**step for step in range(count)]
+    return [weight / sum(weights) for weight in weights]

@@ -20,8 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from distill import plain
-from distill.least_squares import fit_rows, ridge
-from distill.rounds import Place, window
+from distill.rounds import Place, Texts, window
 from distill.training import take_special_ids
 from specdata.cache import cache_argument
 from specdata.draft_models.attention import Seen, attending_along
@@ -29,6 +28,7 @@ from specdata.draft_models.draft_vocabulary import replace_output
 from specdata.draft_models.states_draft import before, states_input, unit
 from specdata.draft_models.taps import decoder_layers, install, read_taps
 from specdata.errors import ConfigError
+from specdata.least_squares import fit_rows, ridge
 from specdata.lm_head import LMHead, body_of, find_lm_head, hidden_states
 from specdata.target_states import target_taps
 
@@ -144,32 +144,23 @@ def _set(fitted: Tensor, *maps: nn.Linear) -> None:
         linear.weight.copy_(part.T)
 
 
-def along(
-    draft: LMHead,
-    ids: Tensor,
-    count: int,
-    *,
-    taps: Tensor | None = None,
-    begins: Tensor | None = None,
-    **_: object,
-) -> Iterator[Place]:
+def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
     """The draft's last states along texts, after the target's states and then after its own.
 
     Reading s at position t is what drafting gives at the (s + 1)-th token of a round that began at
     t - s: it attends to the readings of 0 up to there, and to reading r at t - s + r.
 
-    As while decoding (training-time test: Li et al. 2025, arXiv:2503.01840). Arguments are those of
-    `distill.kinds.Kind.along`.
+    As while decoding (training-time test: Li et al. 2025, arXiv:2503.01840).
     """
-    model, reads = draft.model, states_input(draft.model)
+    ids, count, model, reads = texts.ids, texts.places, draft.model, states_input(draft.model)
     assert reads is not None
-    assert taps is not None
+    assert texts.taps is not None
     body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
     at = torch.arange(length, device=ids.device)
     rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
-    x, later = reads.after_target(ids, before(taps)), places
-    if begins is not None:
-        later = window(begins)  # (B, W) the positions of later readings
+    x, later = reads.after_target(ids, before(texts.taps)), places
+    if texts.begins is not None:
+        later = window(texts.begins)  # (B, W) the positions of later readings
     own = at.new_zeros(*ids.shape, 0)
     for step in range(count):
         seen = Seen(length, places - step, own, reads.reads_first)
@@ -294,7 +285,7 @@ def _final_norm(target: PreTrainedModel, width: int) -> tuple[Tensor, Tensor, fl
 
 
 def _sizes(text: Any) -> dict[str, Any]:
-    """Of a layer: the target's, where it has such. Attention is full."""
+    """Sizes of a layer: the target's, where it has such. Attention is full."""
 
     def size(name: str, otherwise: int) -> int:
         value = getattr(text, name, None)

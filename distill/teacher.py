@@ -43,20 +43,20 @@ logger = logging.getLogger(__name__)
 
 
 class Teacher(Protocol):
-    """What a draft learns from: `TargetTeacher` or `TopLogitsTeacher`."""
+    """The model that a draft learns from: `TargetTeacher` or `TopLogitsTeacher`."""
 
     @property
     def is_narrow(self) -> bool:
         """True if the draft's logits are of the tokens alone that it can propose."""
 
     def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is known of the N labelled positions of a batch, row after row: (N, ...) each."""
+        """Columns (N, ...) that are known of the N labelled positions of a batch, row after row."""
 
     def taps(self, draft: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
         """(B, T, F) the target's states inside along a batch; None if the draft reads none."""
 
     def compared(self, q_logits: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-        """What the loss compares at n positions: logits of draft and target, and which count.
+        """Logits of draft and target that the loss compares at n positions, and which count.
 
         Of (n, V') logits of the draft and the columns there.
         """
@@ -78,9 +78,9 @@ class Part:
 def _rows_of(output: nn.Linear, vocabulary_ids: Tensor) -> tuple[Tensor, Tensor | None]:
     """The rows (N, H) of an output matrix, wherever it lies, and of its bias, where the ids lie."""
     with align_module_device(output):
-        there = vocabulary_ids.to(output.weight.device)
-        bias = None if output.bias is None else output.bias[there].to(vocabulary_ids.device)
-        return output.weight[there].to(vocabulary_ids.device), bias
+        rows = vocabulary_ids.to(output.weight.device)
+        bias = None if output.bias is None else output.bias[rows].to(vocabulary_ids.device)
+        return output.weight[rows].to(vocabulary_ids.device), bias
 
 
 class TargetTeacher:

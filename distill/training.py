@@ -70,11 +70,7 @@ RESULT_FILE, HISTORY_FILE = "result.json", "history.json"
 class Schedule:
     """Length and speed of a language model's training.
 
-    Attributes:
-        batch_size: rows of one forward in one process.
-        learning_rate: the largest, reached after the warm-up; a cosine takes it to 0.
-        warmup_ratio: share of the steps over which it rises from 0.
-        accumulation: forwards added up before an optimizer step.
+    `batch_size` counts the rows of one forward in one process; `accumulation` forwards make a step.
     """
 
     steps: int
@@ -86,10 +82,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: DistilConfig | FinetuneConfig, rows: int, save_steps: int) -> Schedule:
-        """That of a draft on so many rows, each step on as many, however many processes share them.
-
-        All of them are read `config.epochs` times; each time ends with a step.
-        """
+        """The schedule of a draft on so many rows; each pass over them ends with a step."""
         a_pass = math.ceil(math.ceil(rows / config.batch_size) / config.accumulation)
         return cls(
             steps=math.ceil(config.epochs * a_pass),
@@ -112,11 +105,11 @@ class ModelFolder:
 
     @property
     def work(self) -> Path:
-        """What a training under way needs: its checkpoints, above all."""
+        """The folder of a training under way: its checkpoints, above all."""
         return self.path.with_name(f"{self.path.name}.training")
 
     def result(self) -> dict[str, Any] | None:
-        """What its making stored with it; None if it is not there yet."""
+        """Read the record that was stored with the model; None if it is not there yet."""
         if not self.path.exists():
             return None
         shutil.rmtree(self.work, ignore_errors=True)  # of a run killed right before its end
@@ -133,16 +126,8 @@ class ModelFolder:
         shutil.rmtree(self.work, ignore_errors=True)
 
 
-def training_arguments(
-    work: Path,
-    schedule: Schedule,
-    *,
-    seed: int,
-) -> TrainingArguments:
-    """Return arguments for AdamW with a cosine schedule, checkpoints in `work`, no reporting.
-
-    `schedule.batch_size` is that of one process.
-    """
+def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:
+    """Return arguments for AdamW with a cosine schedule, checkpoints in `work`, no reporting."""
     begin_training()
     on_cpu = device().type == "cpu"
     if on_cpu:
@@ -182,31 +167,6 @@ def training_arguments(
     return arguments
 
 
-def whole_batches(trainer: Trainer, batch_size: int) -> DataLoader[dict[str, Tensor]]:
-    """Batches of `batch_size` rows, the same on every process; the collator takes its own rows.
-
-    accelerate would divide them, and fill up the last batch of an epoch with rows of its beginning.
-    Told that there is one process, it keeps them whole and orders rows as it does for one.
-    """
-    loader = DataLoader(
-        trainer.train_dataset,
-        batch_size=batch_size,
-        sampler=RandomSampler(trainer.train_dataset),
-        collate_fn=trainer.data_collator,
-        pin_memory=trainer.args.dataloader_pin_memory,
-    )
-    prepared: DataLoader[dict[str, Tensor]] = prepare_data_loader(
-        loader,
-        trainer.args.device,
-        num_processes=1,
-        process_index=0,
-        put_on_device=True,
-        use_seedable_sampler=True,
-        data_seed=trainer.args.data_seed,
-    )
-    return prepared
-
-
 class DraftTrainer(Trainer):  # type: ignore[misc]
     """The Trainer of an objective; a batch is one over all processes.
 
@@ -228,8 +188,28 @@ class DraftTrainer(Trainer):  # type: ignore[misc]
                 deepspeed.zero.register_external_parameter(objective.chunked, weight)
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Whole batches, the same on every process; the collator takes this process's rows."""
-        return whole_batches(self, self.batch_size)
+        """Whole batches, the same on every process; the collator takes this process's rows.
+
+        accelerate would divide them, and fill up the last batch of an epoch with rows of its
+        beginning. Told of one process, it keeps them whole and orders rows as it does for one.
+        """
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self.batch_size,
+            sampler=RandomSampler(self.train_dataset),
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        prepared: DataLoader[dict[str, Tensor]] = prepare_data_loader(
+            loader,
+            self.args.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            use_seedable_sampler=True,
+            data_seed=self.args.data_seed,
+        )
+        return prepared
 
     def compute_loss(
         self,
@@ -308,7 +288,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def take_special_ids(model: Any, generation: GenerationConfig) -> None:
-    """Have a made model's special ids be those of a generation configuration."""
+    """Give a made model the special ids of a generation configuration."""
     model.generation_config = special_ids(generation)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(generation, name))
@@ -323,7 +303,7 @@ def _engine() -> str:
 
 
 def _take_parts(trainer: Trainer, checkpoint: Path) -> None:
-    """Have DeepSpeed go on from a checkpoint that any number of processes wrote; all together.
+    """Let DeepSpeed go on from a checkpoint that any number of processes wrote; all together.
 
     It is in as many parts as there were processes. For another number they are joined, by
     DeepSpeed's converter to universal checkpoints.
@@ -347,7 +327,7 @@ def _take_parts(trainer: Trainer, checkpoint: Path) -> None:
     broadcast_by_main(None)  # until it is written
     plugin = trainer.accelerator.state.deepspeed_plugin
     plugin.hf_ds_config.config["checkpoint"] = {"load_universal": True}
-    trainer.add_callback(_OwnSteps())
+    trainer.add_callback(_SeparateSteps())
 
 
 def _is_finite(checkpoint: Path) -> bool:
@@ -360,8 +340,8 @@ def _is_finite(checkpoint: Path) -> bool:
     return True
 
 
-class _OwnSteps(TrainerCallback):  # type: ignore[misc]
-    """Has each part of the weights count its own steps.
+class _SeparateSteps(TrainerCallback):  # type: ignore[misc]
+    """Lets each part of the weights count its own steps.
 
     After reading a universal checkpoint, ZeRO-3 (DeepSpeed 0.19.8) has all count in one tensor.
     """

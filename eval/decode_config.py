@@ -165,8 +165,6 @@ class Method(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for temperature in self.path_temperatures:
-            SamplingConfig(temperature)
         if self.verifier not in VERIFIERS:
             raise ConfigError(
                 f"unknown verifier {self.verifier!r}: {nearest(self.verifier, VERIFIERS)}"
@@ -195,16 +193,11 @@ class Method(Config):
                 f"a draft may have at most {MOST_NODES} nodes, which the target scores in one "
                 f"forward, got {nodes}: lower widths, nodes, or paths and length"
             )
-        if self.path_temperatures and len(self.path_temperatures) != self.paths:
-            raise ConfigError(
-                f"path_temperatures must name one for each of {self.paths} paths, got "
-                f"{self.path_temperatures}"
-            )
-        if self.path_drafts and len(self.path_drafts) != self.paths:
-            raise ConfigError(
-                f"path_drafts must name one draft for each of {self.paths} paths, got "
-                f"{self.path_drafts}"
-            )
+        for name in ("temperature", "draft"):
+            if (given := getattr(self, f"path_{name}s")) and len(given) != self.paths:
+                raise ConfigError(
+                    f"path_{name}s must name one {name} for each of {self.paths} paths, got {given}"
+                )
         verifier = VERIFIERS[self.verifier]
         try:
             verifier.check_names(self.verifier_args)
@@ -328,10 +321,7 @@ class Method(Config):
         return of_trees.get(self.drafter, self.stop.longest)
 
     def check_block(self, size: int) -> None:
-        """Refuse to draft longer paths than a draft's block; what a rule ends is cut there.
-
-        Raises ConfigError.
-        """
+        """Refuse to draft longer paths than a draft's block; what a rule ends is cut there."""
         if self.uses_draft and not self.stop.adaptive and self.deepest > size:
             raise ConfigError(
                 f"a draft in blocks of {size} tokens proposes no longer paths, and {self.deepest} "

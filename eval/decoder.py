@@ -47,41 +47,31 @@ WARM_UP = 8
 
 
 class SpeculativeDecoder:
-    """Decodes with a target, an optional drafter and a verifier. Not for concurrent use.
+    """Decodes with a target, perhaps drafts, and a verifier. Not for concurrent use.
 
     Args:
-        sampling: the target distribution: how the target's logits become distributions.
-        make_drafter: makes the drafter of a slot of a batch (0 for a single sequence); None is
-            plain decoding.
-        tree_attention: score branching drafts in one forward of one row; if not, as a batch of
-            paths, which gives the same distributions (an ablation).
+        drafts: those of `config.drafts`, in their order; none is plain decoding, but for lookups.
+        head: the acceptance head of the stopping rule, on the drafts' device.
+        verifier: in place of the configuration's own.
     """
 
     def __init__(
         self,
         target: CachedModel,
-        sampling: SamplingConfig,
-        make_drafter: Callable[[int], Drafter] | None,
-        verifier: Verifier,
-        end_tokens: frozenset[int],
-        *,
-        drafts: Sequence[CachedModel] = (),
-        tree_attention: bool = True,
+        drafts: Sequence[CachedModel],
+        config: DecodeConfig,
+        head: BaseHead | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
-        self._target = target
-        self._sampling = sampling
-        self._make_drafter = make_drafter
-        self._drafts = tuple(drafts)
+        self._target, self._drafts = target, drafts
+        self._config, self._head = config, head
+        self._verifier = verifier or config.make_verifier()
+        self._end_tokens = end_ids(target.model.generation_config)
         # Distributions of both models meet where the draft is.
-        self._verified_on = self._drafts[0].device if self._drafts else target.device
-        self._verifier = verifier
-        self._end_tokens = end_tokens
-        self._tree_attention = tree_attention
-        self._reads_states = any(draft.traits.reads_states for draft in self._drafts)
-        self._readable = min(
-            (draft.traits.positions for draft in self._drafts), default=sys.maxsize
-        )
-        self._most = min((most_tokens(draft.model) for draft in self._drafts), default=sys.maxsize)
+        self._verified_on = drafts[0].device if drafts else target.device
+        self._reads_states = any(draft.traits.reads_states for draft in drafts)
+        self._readable = min((draft.traits.positions for draft in drafts), default=sys.maxsize)
+        self._most = min((most_tokens(draft.model) for draft in drafts), default=sys.maxsize)
         # What decodes one sequence at a time: the target's KV cache of it, and a drafter.
         self._slots: list[tuple[CachedSequence, Drafter | None]] = []
         self._threads = Threads(target.device, warm_up=WARM_UP)
@@ -102,7 +92,7 @@ class SpeculativeDecoder:
         Args:
             target: the target.
             draft: the draft; if `config.path_drafts` names several, those of `config.drafts` in
-                their order; None is plain decoding. Drafter "lookup" needs none.
+                their order; None is plain decoding, but for lookups.
             config: how to decode.
             head: the acceptance head, for stop="head" (and "cost", if there is one). The module
                 itself is moved to the draft's device, as `head.to` does.
@@ -119,12 +109,10 @@ class SpeculativeDecoder:
             OtherSamplingWarning: if the head was trained for another sampler.
         """
         vocabulary = target.config.get_text_config().vocab_size
-        end_tokens = end_ids(target.generation_config)
         verifier = verifier or config.make_verifier()
-        taps: list[int] = []
-        cached_drafts: tuple[CachedModel, ...] = ()
-        if draft is not None and config.drafter != "lookup":
-            drafts = tuple(draft) if isinstance(draft, Sequence) else (draft,)
+        drafts = tuple(draft) if isinstance(draft, Sequence) else (draft,) if draft else ()
+        drafts = () if config.drafter == "lookup" else drafts
+        if drafts:
             if len(drafts) != len(config.drafts):
                 raise ConfigError(
                     f"path_drafts {config.path_drafts} needs {len(config.drafts)} draft models, "
@@ -135,42 +123,26 @@ class SpeculativeDecoder:
                 raise ConfigError(
                     f"stop={config.stop.name!r} needs an acceptance head: pass head=..."
                 )
-            taps = taps_of(drafts, target)
             if head is not None:
                 head = head.to(drafts[0].device)
-            capture_hidden = head is not None and config.stop.reads_head
-            if head is not None and capture_hidden:
-                check_head(drafts[0], head)
-                warn_of_other_sampling(head, config.sampling)
-            # A residual that persists is of tokens after those of its round, too.
-            deepest = sys.maxsize if verifier.residual_persists else config.deepest
-            cached_drafts = tuple(
-                CachedModel(
-                    model,
-                    vocabulary,
-                    engine=engine,
-                    capture_hidden=capture_hidden,
-                    deepest=deepest,
-                )
-                for model in drafts
-            )
-            if config.branches:
+                if config.stop.reads_head:
+                    check_head(drafts[0], head)
+                    warn_of_other_sampling(head, config.sampling)
+            if config.drafter != "chain":
                 for model in (target, *drafts):
                     check_trees(model, by_mask=config.tree_attention or model is not target)
-        cached = CachedModel(target, vocabulary, engine=engine, taps=taps, deepest=1)
-        drafters: Callable[[int], Drafter] | None = None
-        if cached_drafts or config.drafter == "lookup":
-            models = cached_drafts or (cached,)
-            drafters = partial(make_drafter, config, models, head, end_tokens)
-        return cls(
-            cached,
-            config.sampling,
-            drafters,
-            verifier,
-            end_tokens,
-            drafts=cached_drafts,
-            tree_attention=config.tree_attention,
-        )
+        taps = taps_of(drafts, target)
+        capture_hidden = head is not None and config.stop.reads_head
+        # A residual that persists is of tokens after those of its round, too.
+        deepest = sys.maxsize if verifier.residual_persists else config.deepest
+        cached_drafts = [
+            CachedModel(
+                model, vocabulary, engine=engine, capture_hidden=capture_hidden, deepest=deepest
+            )
+            for model in drafts
+        ]
+        cached_target = CachedModel(target, vocabulary, engine=engine, taps=taps, deepest=1)
+        return cls(cached_target, cached_drafts, config, head, verifier)
 
     @torch.inference_mode()
     def generate(
@@ -279,6 +251,7 @@ class SpeculativeDecoder:
         committed: list[int] = prompt_ids.tolist()  # T, and every token emitted since
         check_ids(self._target.vocabulary, min(committed), max(committed))
         max_length, verifier = len(committed) + max_new_tokens, self._verifier
+        tree_attention = self._config.tree_attention
         check_rope(self._target.model, max_length)
         rounds: list[Round] = []
         ended = False
@@ -311,7 +284,7 @@ class SpeculativeDecoder:
                 )  # (N+1, V)
             else:
                 logits = yield target.append_tree(
-                    tree.token_list, tree.parent_list, uncached, unrolled=not self._tree_attention
+                    tree.token_list, tree.parent_list, uncached, unrolled=not tree_attention
                 )  # (N+1, V)
             distributions = target.distribution(logits).to(self._verified_on)  # (N+1, V)
             scored = self._now() if alone else 0.0
@@ -360,16 +333,47 @@ class SpeculativeDecoder:
         """An empty sequence of the target and a drafter, whose rule keeps what it has measured."""
         while len(self._slots) <= number:
             new = len(self._slots)
-            drafter = self._make_drafter(new) if self._make_drafter else None
-            sequence = sequence_of(self._target, new, self._sampling)
-            if drafter is not None:
-                drafter.follow(sequence)
-            self._slots.append((sequence, drafter))
+            sequence = sequence_of(self._target, new, self._config.sampling)
+            new_drafter = self._drafter(new) if self._drafts else None
+            if lookup := self._config.lookup:
+                vocabulary, match = self._target.vocabulary, self._config.match
+                new_drafter = LookupDrafter(
+                    lookup, match, vocabulary, self._verified_on, self._end_tokens, new_drafter
+                )
+            if new_drafter is not None:
+                new_drafter.follow(sequence)
+            self._slots.append((sequence, new_drafter))
         target, drafter = self._slots[number]
         target.reset()
         if drafter is not None:
             drafter.reset()
         return target, drafter
+
+    def _drafter(self, slot: int) -> Drafter:
+        """The drafter of a slot, its row in a batch, with its stopping rule."""
+        config, ends = self._config, self._end_tokens
+        # Chosen siblings are ranked by the draft's own distribution, which has more than one token.
+        sampling = SamplingConfig() if config.chooses else config.sampling
+        sequences = [sequence_of(model, slot, sampling) for model in self._drafts]
+        if config.drafter == "chain":
+            return ChainDrafter(sequences[0], config.stop.start(self._head), ends)
+        if config.drafter == "dynamic_tree":
+            nodes, depth, gain = config.nodes, config.depth, config.gain
+            return DynamicTreeDrafter(sequences[0], nodes, depth, gain, ends)
+        if config.drafter == "tree":
+            path = DraftPath(sequences[0])
+            return BranchingDrafter(
+                [path], config.widths, "chosen" if config.chooses else config.how, ends
+            )
+        names = config.path_drafts or ("",) * config.paths
+        paths = [DraftPath(sequences[config.drafts.index(name)]) for name in names]
+        if config.path_temperatures:
+            paths = [
+                replace(path, sampling=replace(config.sampling, temperature=temperature))
+                for path, temperature in zip(paths, config.path_temperatures, strict=True)
+            ]
+        widths = (config.paths, *[1] * (config.stop.longest - 1))
+        return BranchingDrafter(paths, widths, "iid", ends, shape="paths")
 
     def _now(self) -> float:
         """Seconds, once what was asked of a GPU is done: it counts where it was asked for."""
@@ -411,43 +415,3 @@ def taps_of(drafts: Sequence[PreTrainedModel], target: PreTrainedModel) -> list[
             f"{' and '.join(map(str, each))}"
         )
     return each[0] if each else []
-
-
-def make_drafter(
-    config: DecodeConfig,
-    models: Sequence[CachedModel],
-    head: BaseHead | None,
-    ends: frozenset[int],
-    slot: int,
-) -> Drafter:
-    """The drafter of a slot, its row in a batch, with its stopping rule.
-
-    `models` are the drafts, or the target where there are none.
-    """
-    if config.lookup:
-        other = None
-        if config.drafter != "lookup":
-            other = make_drafter(config.model_copy(update={"lookup": 0}), models, head, ends, slot)
-        return LookupDrafter(config.lookup, config.match, models[0], ends, other)
-    # Chosen siblings are ranked by the draft's own distribution, which has more than one token.
-    sampling = SamplingConfig() if config.chooses else config.sampling
-    sequences = [sequence_of(model, slot, sampling) for model in models]
-    if config.drafter == "chain":
-        return ChainDrafter(sequences[0], config.stop.start(head), ends)
-    if config.drafter == "dynamic_tree":
-        nodes, depth, gain = config.nodes, config.depth, config.gain
-        return DynamicTreeDrafter(sequences[0], nodes, depth, gain, ends)
-    if config.drafter == "tree":
-        path = DraftPath(sequences[0])
-        return BranchingDrafter(
-            [path], config.widths, "chosen" if config.chooses else config.how, ends
-        )
-    names = config.path_drafts or ("",) * config.paths
-    paths = [DraftPath(sequences[config.drafts.index(name)]) for name in names]
-    if config.path_temperatures:
-        paths = [
-            replace(path, sampling=replace(config.sampling, temperature=temperature))
-            for path, temperature in zip(paths, config.path_temperatures, strict=True)
-        ]
-    widths = (config.paths, *[1] * (config.stop.longest - 1))
-    return BranchingDrafter(paths, widths, "iid", ends, shape="paths")

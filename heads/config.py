@@ -18,67 +18,50 @@ if TYPE_CHECKING:
 
 Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
 FeatureName = Literal[
-    "hidden_before",
-    "embedding",
-    "log_q",
-    "log_q_max",
-    "margin",
-    "entropy",
-    "log_mass_above",
+    "hidden_before", "embedding", "log_q", "log_q_max", "margin", "entropy", "log_mass_above"
 ]
 
 # What pays for being asked (docs/evidence/head-design.md, docs/evidence/head-cost.md): of the
 # numbers one, the cheapest.
-DEFAULT_FEATURES: tuple[FeatureName, ...] = (
-    "hidden_before",
-    "embedding",
-    "log_q",
-)
+DEFAULT_FEATURES: tuple[FeatureName, ...] = ("hidden_before", "embedding", "log_q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadKind:
-    """All that is known of a kind of head without torch: where its code is, and how it is trained.
+    """A kind of head as far as it is known without torch: its code, and how it is trained.
 
     The defaults are those of heads that judge a token when it is drawn.
-
-    Attributes:
-        head: "module.Class" in `heads/kinds`.
-        description: what help says of it.
-        title: what cards call it, if not by its name.
-        lag: of its class.
-        steps: without `head.epochs` as many passes as make so many steps,
-        passes: but at least and at most so many. An immediate head learns few rows by heart: after
-            107 passes over 162 rows it was worse than chance.
-        rate: the peak of the learning rate: so much over the width of states, but at most so much.
-        defaults: where the defaults of settings differ from those of `HeadConfig`'s fields.
-        unread: settings that it does not read, so only their defaults are taken.
     """
 
-    head: str
-    description: str
-    title: str = ""
-    lag: int = 0
+    head: str  # "module.Class" in `heads/kinds`
+    description: str  # what help says of it
+    title: str = ""  # what cards call it, if not by its name
+    lag: int = 0  # of its class
+    # Without `head.epochs` as many passes as make so many steps, but at least and at most so many.
+    # An immediate head learns few rows by heart: after 107 passes over 162, worse than chance.
     steps: int = 1500
     passes: tuple[int, float] = (12, 24)
+    # The peak of the learning rate: so much over the width of states, but at most so much.
     rate: tuple[float, float] = (math.inf, 2e-3)
     weight_decay: float = 0.01
     warmup_ratio: float = 0.05
+    # Where the defaults of settings differ from those of `HeadConfig`'s fields.
     defaults: Mapping[str, Any] = field(
         default_factory=lambda: {
             **{"depth": 0, "rejection_weight": 1.0},
             **{"batch_size": 12, "micro_batch_size": 12},
         }
     )
+    # Settings that it does not read, so only their defaults are taken.
     unread: tuple[str, ...] = ("depth", "width", "mixing", "rejection_weight")
 
     @property
     def module(self) -> str:
-        """Where its class is."""
+        """The module of its class."""
         return f"heads.kinds.{self.head.split('.')[0]}"
 
     def load(self) -> type[BaseHead]:
-        """Its class; this imports torch."""
+        """Import its class, and torch."""
         head: type[BaseHead] = getattr(import_module(self.module), self.head.split(".")[1])
         return head
 
@@ -211,7 +194,7 @@ class HeadConfig(Config):
 
     @property
     def of_kind(self) -> HeadKind:
-        """What is known of its kind."""
+        """The entry of `KINDS`."""
         return KINDS[self.kind]
 
     @model_validator(mode="after")

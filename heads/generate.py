@@ -95,8 +95,8 @@ def generate(
         raise ValueError("assistant_model must be the draft model, got None")
     longest = num_assistant_tokens
     if longest is None:
-        asked = draft.generation_config.num_assistant_tokens if acceptance_head is None else None
-        longest = asked or 20
+        default = draft.generation_config.num_assistant_tokens if acceptance_head is None else None
+        longest = default or 20
     _check_arguments(arguments, threshold, longest)
 
     head = None if acceptance_head is None else acceptance_head.to(draft.device)

@@ -30,7 +30,7 @@ class DrawnToken(Protocol):
 
     @property
     def token(self) -> int | Tensor:
-        """Its id, or that still on the device, (1,)."""
+        """The id, or that still on the device, (1,)."""
 
     @property
     def distribution(self) -> Tensor:
@@ -50,22 +50,16 @@ def _not_known() -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedTokens:
-    """Drafted tokens as far as known when they are judged; a feature calls what it reads.
+    """Drafted tokens as far as known when they are judged; a feature calls what it reads."""
 
-    Attributes:
-        tokens: (...) int64 ids.
-        before: gives (..., H), the draft's last hidden state from which the token was drawn. It has
-            consumed all tokens before this one.
-        after: gives (..., H), the draft's last hidden state after it consumed the token: what
-            SpecDec++'s head reads, one token late.
-        distributions: gives (..., V), the distributions q that the tokens were drawn from.
-        embeddings: gives (..., E), the draft's input embeddings of the tokens.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # (...) int64 ids
+    # (..., H) the draft's last hidden state from which the token was drawn.
     before: Callable[[], Tensor] = _not_known
+    # (..., H) the one after it consumed the token: what SpecDec++'s head reads, one token late.
     after: Callable[[], Tensor] = _not_known
+    # (..., V) the distributions q that the tokens were drawn from.
     distributions: Callable[[], Tensor] = _not_known
+    # (..., E) the draft's input embeddings of the tokens.
     embeddings: Callable[[], Tensor] = _not_known
 
     @cached_property

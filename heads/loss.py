@@ -85,7 +85,7 @@ def soft_auroc(scores: Tensor, accept: Tensor) -> float | None:
 
 
 def auroc_of_groups(accepted: Tensor, rejected: Tensor) -> Tensor:
-    """The same of masses (..., G) in groups by increasing score: (...); NaN where undefined."""
+    """Area under the ROC curve of masses (..., G) by increasing score: (...); NaN if undefined."""
     below = rejected.cumsum(-1) - rejected
     won = (accepted * (below + 0.5 * rejected)).sum(-1)
     return won / (accepted.sum(-1) * rejected.sum(-1))

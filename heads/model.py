@@ -42,7 +42,7 @@ class Judge(Protocol):
     """Asks a head about the tokens of a draft under way, for raw acceptance logits."""
 
     def logit(self, drawn: DrawnToken) -> float:
-        """Of the newest token that the head can judge once `drawn` is: itself, or one before it."""
+        """Judge the newest token that can be once `drawn` is: itself, or one before it."""
 
 
 class BaseHead(
@@ -138,7 +138,7 @@ class BaseHead(
         return self
 
     def for_engines(self) -> tuple[Tensor, Tensor] | None:
-        """What engines ask: a weight (1, H) and a bias (1,) on the state, if it is such a head.
+        """The weight (1, H) and bias (1,) on the state that engines ask, if it is such a head.
 
         The sigmoid of that linear map is the calibrated acceptance probability.
         """
@@ -161,7 +161,7 @@ class BaseHead(
 
     @classmethod
     def register_for_auto_class(cls, auto_class: object = "AutoModel") -> None:
-        """What AutoModel calls; a saved head carries its code anyway."""
+        """Do nothing when AutoModel calls it: a saved head carries its code anyway."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> BaseHead:

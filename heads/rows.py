@@ -35,20 +35,13 @@ from specdata.processes import process_count, rank
 from specdata.sampling import numpy_generator_for
 from specdata.storage.columns import list_lengths
 from specdata.storage.schema import MORE_DRAWS, Label
-from specdata.texts import TOKENS_AT_ONCE, TextBatch, along, text_length
+from specdata.texts import TOKENS_AT_ONCE, TextBatch, text_columns, text_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Key = tuple[str | int, ...]
-COLUMNS = (
-    "example_id",
-    "sample",
-    "prompt_ids",
-    "completion_ids",
-    "draft_ids",
-    "accept_prob",
-)
+COLUMNS = ("example_id", "sample", "prompt_ids", "completion_ids", "draft_ids", "accept_prob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +73,8 @@ class LabelRows:
                 f"the {name} rows must have the columns {', '.join(COLUMNS)}; "
                 f"{', '.join(missing)} missing; label the rollouts first"
             )
-        more = MORE_DRAWS.names if with_draws else ()
-        columns = dataset.select_columns(
-            [*COLUMNS, *(column for column in more if column in dataset.column_names)]
-        )
+        draws = [name for name in MORE_DRAWS.names if with_draws and name in dataset.column_names]
+        columns = dataset.select_columns([*COLUMNS, *draws])
         prompts, completions = list_lengths(dataset, "prompt_ids", "completion_ids")
         usable = np.flatnonzero((prompts < max_length) & (completions > 0))
         if not len(usable):
@@ -114,39 +105,25 @@ class LabelRows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRow:
-    """One text for the draft, and S tokens at each of n positions that are learned from.
+    """One text for the draft, and S tokens at each of n positions that are learned from."""
 
-    Attributes:
-        text: `prompt_ids` and `completion_ids` (`specdata.texts`). The draft's state from which it
-            would draw a token of the completion is what is known of the tokens there.
-        places: (n,) int64, positions in the completion.
-        tokens: (n, S) int64.
-        accept: (n, S) float32, min(1, p/q) of each.
-        counts: whether its labels count; those of a row that fills up a batch do not.
-        index: of the row in its dataset, to find what is kept of it; -1 if nothing is.
-        draws: which S of the row's draws these are.
-    """
-
+    # `prompt_ids` and `completion_ids` (`specdata.texts`). The draft's state from which it would
+    # draw a token of the completion is what is known of the tokens there.
     text: Mapping[str, Sequence[int]]
-    places: Tensor
-    tokens: Tensor
-    accept: Tensor
-    counts: bool = True
-    index: int = -1
-    draws: tuple[int, ...] = (0,)
+    places: Tensor  # (n,) int64, positions in the completion
+    tokens: Tensor  # (n, S) int64
+    accept: Tensor  # (n, S) float32, min(1, p/q) of each
+    counts: bool = True  # its labels do; not those of a row that fills up a batch
+    index: int = -1  # of the row in its dataset, to find what is kept of it; -1 if nothing is
+    draws: tuple[int, ...] = (0,)  # which S of the row's draws these are
 
 
 def mixed_row(row: Label, *, rate: float, max_length: int, key: Key) -> HeadRow:
     """Mix one row: the text holds the tokens that are judged, by the states after them.
 
-    Raises ValueError if the row's columns do not fit each other.
-
-    Args:
-        row: the labels of one completion.
-        rate: r in [0, 1), the probability that a position keeps the target's token.
-        max_length: tokens of prompt + completion kept; the rest is cut at the end.
-        key: what the draw depends on beside example_id and sample, e.g. (seed, epoch). The same
-            key gives the same mixing on any process, in any order and after a resume.
+    With probability `rate` (r) a position keeps the target's token; prompt and completion are cut
+    at `max_length` tokens. The draw depends on `key`, as (seed, epoch), example_id and sample, and
+    on no process, order or resume.
     """
     tokens, accept = drawn_tokens(row)
     uniform = numpy_generator_for(*key, row["example_id"], row["sample"]).random(len(tokens))
@@ -165,15 +142,13 @@ def mixed_row(row: Label, *, rate: float, max_length: int, key: Key) -> HeadRow:
 
 
 def drawn_row(row: Label, *, draws: Sequence[int], max_length: int, index: int = -1) -> HeadRow:
-    """Some of a row's draws, each beside the target's own text, by the states before them.
+    """Take some of a row's draws, beside the target's own text, by the states before them.
 
     `max_length` as of `mixed_row`; `index` is the row's in its dataset, if what the draft says of
-    it may be kept. Raises ValueError if the row's columns do not fit each other.
+    it may be kept.
     """
     tokens, accept = drawn_tokens(row)
     prompt = row["prompt_ids"]
-    if not prompt:
-        raise _unfit(row, "prompt_ids must hold a token, as the first one is drafted after it")
     kept = min(len(tokens), max_length - len(prompt))
     return HeadRow(
         text={"prompt_ids": prompt, "completion_ids": row["completion_ids"][:kept]},
@@ -191,43 +166,15 @@ def draws_of(row: Label) -> int:
 
 
 def drawn_tokens(row: Label) -> tuple[np.ndarray, np.ndarray]:
-    """(n, S) int64 tokens and (n, S) float32 labels, the row's own draw first.
+    """(n, S) int64 tokens and (n, S) float32 labels, the row's own draw first."""
+    shape = len(row["draft_ids"]), draws_of(row) - 1
 
-    Raises ValueError if the row's columns do not fit each other.
-    """
-    tokens = np.asarray(row["draft_ids"], dtype=np.int64)
-    accept = np.asarray(row["accept_prob"], dtype=np.float32)
-    if not len(row["completion_ids"]) == len(tokens) == len(accept):
-        raise _unfit(
-            row,
-            "completion_ids, draft_ids and accept_prob must be equally long, got "
-            f"{len(row['completion_ids'])}, {len(tokens)} and {len(accept)}",
-        )
-    if len(accept) and not (accept.min() >= 0.0 and accept.max() <= 1.0):
-        raise _unfit(
-            row,
-            f"accept_prob must lie in [0, 1], got values from {accept.min()} to {accept.max()}",
-        )
-    more_tokens = np.asarray(row.get("more_draft_ids") or (), dtype=np.int64)
-    more_accept = np.asarray(row.get("more_accept_prob") or (), dtype=np.float32)
-    if len(more_tokens) != len(more_accept) or len(more_tokens) % max(1, len(tokens)):
-        raise _unfit(
-            row,
-            f"for {len(tokens)} draft_ids there must be equally many of more_draft_ids and "
-            f"more_accept_prob for each, got {len(more_tokens)} and {len(more_accept)}",
-        )
-    shape = len(tokens), draws_of(row) - 1
-    return (
-        np.hstack([tokens[:, None], more_tokens.reshape(shape)]),
-        np.hstack([accept[:, None], more_accept.reshape(shape)]),
-    )
+    def joined(first: Sequence[float], more: Sequence[float] | None, dtype: type) -> np.ndarray:
+        further: np.ndarray = np.asarray(more or (), dtype).reshape(shape)
+        return np.hstack([np.asarray(first, dtype)[:, None], further])
 
-
-def _unfit(row: Label, problem: str) -> ValueError:
-    return ValueError(
-        f"example {row['example_id']!r}, sample {row['sample']}: {problem}; label the rollouts "
-        "again"
-    )
+    tokens = joined(row["draft_ids"], row.get("more_draft_ids"), np.int64)
+    return tokens, joined(row["accept_prob"], row.get("more_accept_prob"), np.float32)
 
 
 def labels_of(rows: Sequence[HeadRow]) -> tuple[Tensor, Tensor]:
@@ -287,8 +234,7 @@ class TrainingInputs:
     def row(self, labels: Label, index: int, epoch: int | None) -> HeadRow:
         """One row of a pass over the training rows; None: of the dev rows, which stay the same.
 
-        Mixed anew for each pass, or with the pass's draws; dev rows with the first. Raises
-        ValueError if the columns do not fit each other.
+        Mixed anew for each pass, or with the pass's draws; dev rows with the first.
         """
         if self.config.of_kind.lag:
             key: tuple[str | int, ...] = ("dev",) if epoch is None else ("train", self.seed, epoch)
@@ -340,14 +286,14 @@ class TrainingInputs:
                 self.kept |= part
 
     def arguments(self, rows: Sequence[HeadRow]) -> tuple[Tensor, ...]:
-        """What the head reads of the rows' N positions, (N, S) and (N, S, size), in its order."""
-        read = iter(self.read([row for row in rows if not self._is_kept(row)]))
+        """Features of the rows' N positions in the head's order, (N, S) and (N, S, size)."""
+        read = iter(self.read([row for row in rows if row.index not in self.kept]))
         parts = [
             {
                 name: values if values.dim() > 2 else values[:, list(row.draws)]
                 for name, values in self.kept[row.index].items()
             }
-            if self._is_kept(row)
+            if row.index in self.kept
             else next(read)
             for row in rows
         ]
@@ -361,11 +307,8 @@ class TrainingInputs:
             for values in (features[name] for name in self.reads)
         )
 
-    def _is_kept(self, row: HeadRow) -> bool:
-        return row.index in self.kept
-
     def read(self, rows: Sequence[HeadRow]) -> list[dict[str, Tensor]]:
-        """What takes a forward of the draft, of each row: states (n, 1, H), numbers (n, S)."""
+        """Features of each row that take a forward: (n, 1, H) states and (n, S) numbers."""
         names = [name for name in self.reads if name != "embedding"]
 
         def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
@@ -392,7 +335,7 @@ class TrainingInputs:
         if not rows or not names:
             return [{} for _ in rows]
         device = self.draft.device
-        return along(
+        return text_columns(
             [row.text for row in rows],
             read,
             vocabulary=self.draft.config.get_text_config().vocab_size * rows[0].tokens.shape[1],

@@ -53,10 +53,9 @@ LOGS_NAME = "logs"
 class HeadResult:
     """The measurements of a training run; written to `metrics.json` beside the head.
 
-    Before and after are on the same dev rows; `losses` are of every step. `skipped_rows` are train
-    and dev rows whose prompt alone fills the draft's context, `cut_labels` those of the positions
-    with a label that lie beyond it. `engine` is "single", "ddp" or "deepspeed-zeroN", as observed;
-    the learning rate is the largest.
+    `skipped_rows` are train and dev rows whose prompt alone fills the draft's context, `cut_labels`
+    those of the positions with a label that lie beyond it. `engine` is "single", "ddp" or
+    "deepspeed-zeroN", as observed; the learning rate is the largest.
     """
 
     before: HeadMetrics
@@ -74,7 +73,7 @@ class HeadResult:
 
     @classmethod
     def read(cls, out: Path) -> HeadResult:
-        """Those in the folder of a finished head."""
+        """Read those in the folder of a finished head."""
         keys = ("before", "after", "losses")
         stored = read_record(out / METRICS_NAME, keys, f"remove {out} to train it again")
         before, after = (HeadMetrics(**stored[each]) for each in keys[:2])
@@ -97,17 +96,11 @@ def train_head(
     Runs as a plain script, under `accelerate launch`, and under DeepSpeed ZeRO 1 to 3. A killed
     run continues from its last checkpoint in `out/checkpoints` when called again with the same
     arguments; a finished one returns its result at once. With several nodes, `out` must be on a
-    file system that they share.
+    file system that they share; it is of this training alone.
 
-    Args:
-        draft: the frozen draft; its weights and its precision are left alone.
-        train: labelled rows, with `heads.rows.COLUMNS` and, of several draws, `MORE_DRAWS`.
-        dev: held-out labelled rows.
-        out: folder for the head and `metrics.json` (written last), of checkpoints until then; of
-            this training alone.
-        config: settings.
-        seed: of initial weights, order and mixing. How dev rows are read never changes.
-        sampling: the distribution under which the labels were made; recorded with the head.
+    The draft is frozen: its weights and its precision are left alone. Labelled rows have
+    `heads.rows.COLUMNS` and, of several draws, `MORE_DRAWS`; the seed is of initial weights, order
+    and mixing of the train rows. `sampling`, under which they were made, is recorded with the head.
     """
     longest, is_late = positions(draft.config), config.of_kind.lag > 0
     train_rows = LabelRows.read("train", train, longest, with_draws=not is_late)
@@ -282,7 +275,7 @@ class Training:
 
     @property
     def folder(self) -> Path:
-        """Where checkpoints go."""
+        """The folder of checkpoints."""
         return self.out / CHECKPOINTS_NAME
 
     def step(self, rows: Sequence[HeadRow]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from recipes.recipe import interrupted
 from recipes.steps import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
+from specdata.errors import ConfigError
 from specdata.interruption import stopping_on_signals
 from specdata.terminal import accept_any_text, tell
 
@@ -73,7 +75,14 @@ def environment(command: Sequence[str]) -> dict[str, str]:
     """
     from accelerate.commands.launch import launch_command_parser  # here: it is heavy
 
-    given = launch_command_parser().parse_args(command[3:])
+    parser = launch_command_parser()
+    parser.exit_on_error = False
+    try:
+        given, unknown = parser.parse_known_args(command[3:])
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"options before the recipe: {error}") from error
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]} of a launch: {_known(parser, unknown)}")
     profile = read_yaml(Path(given.config_file))
     processes = given.num_processes or profile.get("num_processes", 1)
     machines = given.num_machines or profile.get("num_machines", 1)
@@ -91,6 +100,11 @@ def environment(command: Sequence[str]) -> dict[str, str]:
         "ACCELERATE_USE_FSDP": str(given.use_fsdp or profile.get("distributed_type") == "FSDP"),
         "ACCELERATE_DYNAMO_BACKEND": given.dynamo_backend or "no",
     }
+
+
+def _known(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """A hint at the option of a parser that an unknown one resembles, or at all of them."""
+    return nearest(unknown[0].split("=")[0], re.findall(r"--\w[\w-]*", parser.format_usage()))
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -158,7 +172,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
     if name == "engine":  # its further options are those of a configuration
         given.further = further
     elif further:
-        parser.error(f"unrecognized arguments: {' '.join(further)}")
+        parser.error(f"unknown option {further[0]}: {_known(parser, further)}")
     with stopping_on_signals():
         try:
             return int(tool.main(given))

@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 from distill.adapters import base_of, with_adapters
 from distill.batches import collate
 from distill.config import DistilConfig
+from distill.distillation import Distillation, freeze
 from distill.finetune import NextToken
 from distill.initial import new_draft
-from distill.least_squares import PART, ridge
+from distill.muon import muon_optimizer
 from distill.objective import Objective
 from distill.teacher import TargetTeacher, learnt_part
-from distill.trainer import Distillation, freeze, muon_optimizer
 from distill.watch import HeldOut
 from recipes.config import PipelineConfig
 from recipes.models import described
@@ -39,6 +39,7 @@ from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.state_store import StateStore
 from specdata.draft_models.states_draft import TargetStates, states_input
 from specdata.draft_models.taps import read_taps
+from specdata.least_squares import PART, ridge
 from specdata.lm_head import find_lm_head
 from specdata.memory import Memory, of_shapes, peak, shape_of, size_of
 from specdata.models import DTYPES, positions, without_weights

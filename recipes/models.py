@@ -133,7 +133,7 @@ def block_of(config: PipelineConfig) -> int | None:
 def draft_width(config: PipelineConfig) -> int | None:
     """The draft's hidden size, if it is known on this machine."""
     if config.draft and config.draft.init.kind == "fresh":
-        return ARCHITECTURES[config.draft.init.architecture].hidden_size
+        return ARCHITECTURES[config.draft.init.architecture]["hidden_size"]
     return width_of(sizes_of(config, source_model(config)))
 
 

@@ -7,19 +7,17 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from eval.measuring.results import read_results
 from eval.publishing.serving import serving_lines
 from eval.reporting.verdict import verdict
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
-from recipes.models import described, kind_in
+from recipes.models import described
 from recipes.recipe import Recipe
 from recipes.releases import draft_release, head_release, measurements
 from recipes.run import Stage, remove_caches, say
@@ -137,30 +135,17 @@ class Release(Stage):
             say(f"  {name}: {self.folder / name}, {where}")
 
     def next(self, line: CommandLine) -> list[Step]:
-        """Load, serve and upload what was assembled."""
-        config, unnamed = self.config, []
+        """Serve and upload what was assembled."""
+        config, publish, unnamed = self.config, self.config.publish, []
         steps = [Step("look", f"{config.eval_folder}/report.html")]
         if config.draft:
-            draft = config.publish.draft_id or f"{self.folder}/draft"
-            module, load = "transformers", "AutoModelForCausalLM.from_pretrained"
-            if states := kind_in(config).reads_states:  # which transformers does not load
-                module, load = "specdata.models", "load_model"
-            unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
-            here = config.draft_in_use if states else draft  # of engines' layouts imported alone
-            steps += [_load("draft", module, load, here), *_serve(config, draft)]
+            steps += _serve(config, publish.draft_id or f"{self.folder}/draft")
+            unnamed += [] if publish.draft_id else ["--publish.draft_id", HUB_ID]
         if config.head:
-            head = config.publish.head_id or self.folder / "head"
-            steps.append(_load("head", "heads", "AcceptanceHead.from_pretrained", head))
-            unnamed += [] if config.publish.head_id else ["--publish.head_id", HUB_ID]
+            unnamed += [] if publish.head_id else ["--publish.head_id", HUB_ID]
         if unnamed:
             steps.append(Step("upload", line.recipe("publish", *unnamed)))
         return steps
-
-
-def _load(name: str, module: str, load: str, source: str | Path) -> Step:
-    """A line of Python that loads a draft or a head."""
-    quoted, kind = json.dumps(str(source), ensure_ascii=False), load.partition(".")[0]
-    return Step("load", f"from {module} import {kind}; {name} = {load}({quoted})")
 
 
 def _serve(config: PipelineConfig, draft: str) -> list[Step]:
@@ -177,9 +162,9 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
         return []
     depths = kind.depths(described(config.draft_in_use))
     line = serving_lines(draft, target, kind, depths)["vLLM"]
-    if depths > 1:
-        return [Step("serve", line)]
-    return [Step("serve", f"{line}  # which length pays in vLLM, draftsmith engine measures")]
+    if depths == 1:
+        line += "  # which length pays in vLLM, draftsmith engine measures"
+    return [Step("serve", line)]
 
 
 RECIPE = Recipe("Assemble draft and head for the Hub.", (Release,))

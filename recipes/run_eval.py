@@ -18,8 +18,8 @@ from typing import Any
 
 from eval.analysis.prediction import predictions_on
 from eval.measuring.methods import check_methods, needs_fit, path_drafts
+from eval.measuring.records import write_samples
 from eval.measuring.results import read_results, write_results
-from eval.measuring.samples import write_samples
 from eval.reporting.report import Context, terminal, write_report
 from recipes.config import RESULTS, named
 from recipes.experiment import load_experiment

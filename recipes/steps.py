@@ -1,4 +1,4 @@
-"""What can be done next: commands of recipes, called as this one was, and lines of Python."""
+"""What can be done next: commands of recipes, called as this one was, and lines for others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAUNCHED = "DRAFTSMITH_LAUNCH"
 
 
 class Step(NamedTuple):
-    """One thing that can be done next: a word for it, and a file, a command or a line of Python."""
+    """One thing that can be done next: a word for it, and a file or a command."""
 
     purpose: str
     line: str

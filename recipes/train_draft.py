@@ -61,7 +61,7 @@ class Draft(OfDraft):
         if draft.lora and (width := draft_width(config)) is not None:
             draft.lora.check_width(width)
         if draft.report_to:
-            from distill.callbacks import reporters  # here: it needs torch
+            from distill.watch import reporters  # here: it needs torch
 
             reporters(draft.report_to, Path())
         if config.models.draft and draft.init.kind == "model":

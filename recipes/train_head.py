@@ -81,12 +81,10 @@ class Labels(Stage):
     def run(self) -> dict[str, Any]:
         """Run target and draft along the rollouts, in every process."""
         config = self.config
-        import numpy as np
-
         from specdata.labels.make import load_labels, make_labels, mean_overlap
         from specdata.models import positions, vocabulary_fingerprint
         from specdata.storage.columns import arrow_table, list_lengths
-        from specdata.storage.dataset import is_held_out, load_stored, read_manifest
+        from specdata.storage.dataset import is_held_out, load_stored
         from specdata.top_logits import TopLogits
 
         # 1. The rollouts that the draft did not learn from, if some were held out.
@@ -124,14 +122,12 @@ class Labels(Stage):
                 report=bar.update,
                 tensor_parallel=is_shared(config, "labels"),
             )
-        # 4. How many tokens have one, and the draft's acceptance.
+        # 4. How many tokens the draft has no positions for, and its acceptance.
         prompts, completions = list_lengths(rollouts, "prompt_ids", "completion_ids")
-        asked, room = int(completions.sum()), positions(draft.config) - prompts
-        readable = int(np.minimum(completions, room.clip(0)).sum())
-        undecided = readable - read_manifest(self.folder)["counts"]["tokens"]
-        counts = {"beyond": asked - readable, "undecided": undecided}
-        labels = load_labels(self.folder, config.sampling)
-        return {"rows": count, "acceptance": mean_overlap(labels), **counts}
+        room = positions(draft.config) - prompts
+        beyond = int((completions - room.clip(0)).clip(0).sum())
+        acceptance = mean_overlap(load_labels(self.folder, config.sampling))
+        return {"rows": count, "acceptance": acceptance, "beyond": beyond}
 
     def show(self, results: dict[str, Any]) -> None:
         """Print the draft's acceptance."""

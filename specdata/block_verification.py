@@ -40,8 +40,8 @@ def longest_prefix(
     Args:
         ratios: r_0 .. r_L of `prefix_ratios`.
         target: (L + 1, V) the target's distributions, before each token and after the last.
-        later: gives (L - 1, V), the distributions that the tokens after the first were drawn from,
-            on the target's device; called only where a test needs them.
+        later: gives (L - 1, V), what the tokens after the first were drawn from, on the target's
+            device; called only where a test needs them.
         bernoulli: True with the given probability.
     """
     length, masses = len(ratios) - 1, list[float]()

@@ -80,8 +80,8 @@ def check_value(hint: Any, value: Any, name: str) -> None:
     """Check a value before it is converted, and all that a section or list holds.
 
     pydantic reads true as the number 1, and takes control characters, with which a name could
-    overwrite what a terminal shows. Raises ValueError for true or false where a number is due, and
-    for text with control characters or an address with a password, which is not repeated.
+    overwrite what a terminal shows. Raises ValueError for these, and for an address with a
+    password.
     """
     if isinstance(value, bool) and _is_number(hint):
         raise ValueError(f"must be a number (got {str(value).lower()})")
@@ -126,7 +126,7 @@ def read_config(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def read_stored(kind: type[T], values: Any, where: str) -> T:
-    """As `read_config`, of what anybody may have written; its error names the file, `where`."""
+    """Turn a mapping that anybody may have written into a `kind`; errors name the file."""
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
@@ -208,7 +208,7 @@ def _class_at(kind: type, path: tuple[int | str, ...]) -> type | None:
 
 
 class ServerConfig(Config):
-    """Where the server is, and how it is asked."""
+    """The address of a server, and how it is asked."""
 
     url: str = Field(
         default="http://localhost:8000",
@@ -322,7 +322,7 @@ class LogitsConfig(Config):
 
 
 class RolloutConfig(Config):
-    """Which prompts are completed, how far, and by what."""
+    """The prompts that are completed, how far, and by what."""
 
     sets: list[PromptSet] = Field(description="prompt sets to complete")
     max_new_tokens: Count = Field(default=128, ge=1, description="longest completion, in tokens")

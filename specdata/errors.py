@@ -57,16 +57,16 @@ class OtherSettingsError(ManifestError, ConfigError):
 
 
 class TrainingDivergedError(ConfigError):
-    """A loss, gradient or weight is not finite: the same settings would end so again.
+    """A loss, gradient or weight is not finite, or what was trained is worth nothing.
 
-    Or what was trained is worth nothing.
+    The same settings would end so again.
 
     Attributes:
         found: which training, and what is not finite in which steps.
         remedy: what to do about the folder once the learning rate is lower, an imperative without a
             full stop; a stage, whose record holds the learning rate, names its own.
-        by_heart: what to change if the training set was learned and nothing else, an imperative
-            without a full stop; else None.
+        by_heart: an imperative like it, of what to change if the training set was learned and
+            nothing else; else None.
     """
 
     def __init__(self, found: str, *, last_good: Path | None, learning_rate: float) -> None:
@@ -97,7 +97,7 @@ USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewi
 
 
 def trouble_outside(error: BaseException) -> OSError | None:
-    """What a machine lacks behind an error, disk, memory, another process; None if it is another.
+    """The trouble of a machine behind an error (disk, memory, another process), or None.
 
     Libraries wrap what the system reported: `datasets` in an error of generating, safetensors,
     tokenizers and torch in errors of their own that carry no error number. So the errors that it

@@ -41,9 +41,9 @@ def expected_tokens(
     """Tokens that a round emits if it starts at each position of texts written by the target.
 
     Their mean over texts is the expectation over what the target may write, given what lies before
-    the position. A round ends where the text ends, by an end token or by the limit of its length:
-    nothing is drafted for positions after it, and its last token is followed by no other. So every
-    position is a start, and none is left out for being near the end, which would prefer long texts.
+    the position. A round ends where the text ends, by an end token or by the limit of its length,
+    and its last token is followed by no other. So every position is a start, and none is left out
+    for being near the end, which would prefer long texts.
 
     Args:
         ratios: (B, T) `log_ratios` of the tokens, anything in the padding; or (B, T, S) where q

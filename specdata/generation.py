@@ -12,19 +12,19 @@ from transformers import GenerationConfig
 from specdata.sampling import SamplingConfig
 
 
-def special_ids(generation: GenerationConfig, **asked: Any) -> GenerationConfig:
+def special_ids(generation: GenerationConfig, **options: Any) -> GenerationConfig:
     """The special ids of a generation configuration and what is asked for, nothing else of it."""
     return GenerationConfig(
         bos_token_id=generation.bos_token_id,
         eos_token_id=generation.eos_token_id,
         pad_token_id=generation.pad_token_id,
-        **asked,
+        **options,
     )
 
 
 @contextmanager
 def plain_generation(
-    model: Any, sampling: SamplingConfig, **asked: Any
+    model: Any, sampling: SamplingConfig, **options: Any
 ) -> Iterator[GenerationConfig]:
     """The configuration of a `generate` that samples as we do and applies nothing else.
 
@@ -32,11 +32,11 @@ def plain_generation(
     from the model's own, and most of it can only be left open: the model has none of its own until
     the end.
     """
-    own = model.generation_config
+    former = model.generation_config
     if sampling.temperature > 0:
-        asked |= asdict(sampling) | {"min_p": sampling.min_p or None}
-    model.generation_config = special_ids(own, do_sample=sampling.temperature > 0, **asked)
+        options |= asdict(sampling) | {"min_p": sampling.min_p or None}
+    model.generation_config = special_ids(former, do_sample=sampling.temperature > 0, **options)
     try:
         yield model.generation_config
     finally:
-        model.generation_config = own
+        model.generation_config = former

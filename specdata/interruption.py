@@ -96,7 +96,7 @@ def stop_signal() -> int:
 
 
 def stop_signal_of_any() -> int:
-    """The same of all processes of a training, each of which must call this at the same point."""
+    """The `stop_signal` of any process of a training; each must call this at the same point."""
     return largest_of_all(_request.number)
 
 

@@ -52,24 +52,24 @@ def hidden_states(
         model: a causal language model.
         input_ids: (B, T).
         attention_mask: (B, T), 1 at tokens, 0 at padding; or (B, 1, T, T), added to the attention's
-            scores. Padding on the right needs none: a causal model reads nothing to the right.
+            scores. Padding on the right needs none.
         position_ids: (B, T), where tokens stand if not one after the other.
         cache: an empty one, without which transformers takes positions that go back for the
             beginnings of other texts.
         trained: whether a gradient reaches the model, where gradients are enabled.
     """
     # Not every model takes these, so they are passed only where they are given.
-    given = {"position_ids": position_ids}
+    options = {"position_ids": position_ids}
     # Not inference_mode: what is trained on the states must be allowed to keep them.
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         body = body_of(model)
         if cache is not None:
-            given[cache_argument(body)] = cache
+            options[cache_argument(body)] = cache
         states: Tensor = body(
             input_ids=known_ids(input_ids, model),
             attention_mask=attention_mask,
             use_cache=False,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in options.items() if value is not None},
         )[0]
     # The last layer of a model that is spread over devices lies on another than its ids.
     return states.to(input_ids.device)
@@ -127,9 +127,8 @@ def check_hidden_states(model: PreTrainedModel) -> None:
 class LMHead:
     """The way from a model's states to its logits; made by `find_lm_head`.
 
-    Attributes:
-        embedding: its output embedding, or None: then the states are the logits themselves, and
-            memory grows with the length times V.
+    Without an `embedding` the states are the logits themselves, and memory grows with length times
+    V.
     """
 
     model: PreTrainedModel
@@ -145,16 +144,13 @@ class LMHead:
         position_ids: Tensor | None = None,
         trained: bool = False,
     ) -> Tensor:
-        """(B, T) ids -> (B, T, H) states, or logits if `embedding` is None.
-
-        As `hidden_states`. A gradient reaches the model if it is `trained`.
-        """
-        given = {"position_ids": position_ids} if position_ids is not None else {}
+        """(B, T) ids -> (B, T, H) `hidden_states`, or logits if `embedding` is None."""
+        options = {"position_ids": position_ids} if position_ids is not None else {}
         if self.embedding is not None:
-            return hidden_states(self.model, ids, attention_mask, trained=trained, **given)
+            return hidden_states(self.model, ids, attention_mask, trained=trained, **options)
         ids = known_ids(ids, self.model)
         logits: Tensor = self.model(
-            input_ids=ids, attention_mask=attention_mask, use_cache=False, **given
+            input_ids=ids, attention_mask=attention_mask, use_cache=False, **options
         ).logits
         return logits
 

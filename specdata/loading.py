@@ -167,9 +167,9 @@ def reach(values: Mapping[str, Any]) -> int | None:
 
 def contradictions(values: Mapping[str, Any]) -> list[str]:
     """What a config.json says twice and differently: transformers 5 takes one without a word."""
-    said: dict[str, dict[str, Any]] = {}  # setting -> where it stands -> value
+    places_of: dict[str, dict[str, Any]] = {}  # setting -> where it stands -> value
     for name in FORMER.keys() & values.keys():
-        said.setdefault(FORMER[name], {})[name] = values[name]
+        places_of.setdefault(FORMER[name], {})[name] = values[name]
     for section in ROPES:
         if not isinstance(rope := values.get(section), Mapping):
             continue
@@ -179,13 +179,13 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
                 place = f"{section}.{kind}.{key}" if kinds else f"{section}.{key}"
                 setting = f"{kind}.{'rope_type' if key == 'type' else key}"
                 value = SAME.get(value, value) if isinstance(value, str) else value
-                said.setdefault(setting, {})[place] = value
+                places_of.setdefault(setting, {})[place] = value
     found = []
-    for places in said.values():
-        given = {place: value for place, value in places.items() if value is not None}
-        first = next(iter(given.values()), None)
-        if any(value != first for value in given.values()):
-            each = (f"{place} ({value!r})" for place, value in sorted(given.items()))
+    for places in places_of.values():
+        filled = {place: value for place, value in places.items() if value is not None}
+        first = next(iter(filled.values()), None)
+        if any(value != first for value in filled.values()):
+            each = (f"{place} ({value!r})" for place, value in sorted(filled.items()))
             found.append(" contradicts ".join(each))
     return found
 

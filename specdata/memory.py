@@ -22,12 +22,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that a process holds on its device when it holds most, by what they are for.
-
-    Attributes:
-        activations: what forwards and backwards make on their way, logits among them.
-        cache: keys and values of texts that are being written.
-    """
+    """Bytes that a process holds on its device when it holds most, by what they are for."""
 
     weights: int = 0
     gradients: int = 0

@@ -86,13 +86,13 @@ def load_model(
     of a model that is spread over several places is the one that token ids go to.
 
     Args:
-        name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION. Adapters in a
-            folder (PEFT's) are merged into the base that they name.
+        name: a folder, or a Hub id OWNER/NAME[@REVISION]. Adapters in a folder (PEFT's) are merged
+            into the base that they name.
         dtype: precision of the weights, one of `DTYPES`, unless `load` has one.
         load: where they lie; by default all on `device()`.
-        target: of a draft that reads its target's states, where that is; by default where it was
-            when the draft was made. It is loaded when the draft is first asked to read a text,
-            unless one was attached (`draft_models.taps.attach`).
+        target: where the target is whose states a draft reads; by default where it was when the
+            draft was made. It is loaded when the draft first reads a text, unless one was attached
+            (`draft_models.taps.attach`).
         target_load: how that is loaded; by default in the draft's precision.
     """
     dtype = load.dtype or dtype
@@ -124,17 +124,18 @@ def load_model(
     _check_weights(name, model, info)
     model = _named(_placed(model, name, load).eval(), name)
     if reads_states(model.config):
-        reader, at = states_input(model), target or TargetStates.of(model.config).target
+        reader, place = states_input(model), target or TargetStates.of(model.config).target
         assert reader is not None
 
         def read(ids: Tensor) -> Tensor:
             if reader.read_target is read:  # else a copy of the draft asks
                 try:
-                    target_model = load_model(at, dtype=dtype, load=target_load)
+                    target_model = load_model(place, dtype=dtype, load=target_load)
                 except ConfigError as error:
                     raise ConfigError(
-                        f"{name} reads the states of its target, which is looked for at {at}: put "
-                        f"it there, or say in target_states of its config.json where it is. {error}"
+                        f"{name} reads the states of its target, which is looked for at {place}: "
+                        "put it there, or say in target_states of its config.json where it is. "
+                        f"{error}"
                     ) from error
                 attach(model, target_model)
             return reader.read_target(ids)

@@ -34,10 +34,10 @@ class prepacked:  # noqa: N801 - used as a function is, `with prepacked(model):`
     def __init__(self, *models: nn.Module) -> None:
         layers: dict[int, nn.Linear] = {}
         for model in models:
-            mine = {id(layer): layer for layer in model.modules() if _can_prepack(layer)}
+            linear = {id(layer): layer for layer in model.modules() if _can_prepack(layer)}
             # A weight that two layers share counts twice: it is copied twice.
-            if sum(layer.weight.nbytes for layer in mine.values()) <= LARGEST_COPY:
-                layers |= mine
+            if sum(layer.weight.nbytes for layer in linear.values()) <= LARGEST_COPY:
+                layers |= linear
         self._layers = [
             (layer, partial(_forward, layer, reordered(layer.weight.detach())))
             for layer in layers.values()

@@ -101,7 +101,7 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _nucleus_of_sorted(rows: Tensor, top_p: float) -> Tensor:
-    """As `nucleus`, (n, V), by sorting all tokens: how many are likely need not be known."""
+    """The `nucleus` of (n, V) by sorting all tokens: how many are likely need not be known."""
     ordered, index = rows.sort(dim=-1, descending=True, stable=True)
     outside = ordered.cumsum(dim=-1) - ordered >= top_p
     kept = rows.masked_fill(torch.zeros_like(outside).scatter_(-1, index, outside), 0.0)
@@ -148,7 +148,7 @@ def drawn_tokens(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> T
 
 
 def inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """As `inverse_cdf`, with any number of uniforms a row: (..., V), (..., S) -> (..., S)."""
+    """The `inverse_cdf` of any number of uniforms a row: (..., V), (..., S) -> (..., S)."""
     at_once = _rows_at_once(probs.shape[-1])
     if probs.device.type != "cpu" or probs.dim() != 2 or len(probs) <= at_once:
         return _inverse_cdfs(probs, uniforms)

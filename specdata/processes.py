@@ -68,12 +68,12 @@ def process_count() -> int:
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
+    """The number of this process among them, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Which of the processes of its machine this is, from 0: the number of its GPU."""
+    """The number of this process on its machine, from 0: that of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -95,8 +95,7 @@ def is_main() -> bool:
 def check_launcher() -> None:
     """Refuse settings of `accelerate launch` that contradict the recipe: one that it decides.
 
-    They are read as accelerate hands them to its processes, in the environment, with the DeepSpeed
-    file that is named there. Raises ConfigError.
+    accelerate hands them to its processes in the environment, which names DeepSpeed's file.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in TRUE:
         raise ConfigError(
@@ -150,17 +149,11 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def join_processes() -> PartialState:
-    """Join the processes of this run; call it before models are loaded, to have the right device.
-
-    Every training calls this first, heads and drafts alike. It may be called again.
+    """Join the processes of this run, once or again, before models are loaded for the right device.
 
     On the CPU, accelerate must be told two things, or each process trains alone: the backend, and
-    `cpu` exactly without DeepSpeed (with it, DeepSpeed turns into plain DDP).
-
-    Raises:
-        ConfigError: if the launcher asked for what the recipe decides (`check_launcher`).
-        RuntimeError: if the launcher asked for DeepSpeed or for several processes and accelerate
-            silently left that out.
+    `cpu` exactly without DeepSpeed (with it, DeepSpeed turns into plain DDP). Raises RuntimeError
+    if it silently leaves out DeepSpeed, or processes, that the launcher asked for.
     """
     import torch
     from accelerate import PartialState
@@ -266,8 +259,7 @@ def broadcast_by_main(value: T) -> T:
     """The main process's value, in every process of the group, however long it takes.
 
     Every process must call this. The others do not wait in a collective, which would end after
-    `TIMEOUT`, but look into the store by which the processes found each other. It is gone when the
-    main process's node is, which raises here.
+    `TIMEOUT`, but look into the store by which the processes found each other.
     """
     state = join_processes()
     if state.num_processes == 1:
@@ -280,8 +272,8 @@ def broadcast_by_main(value: T) -> T:
         store.set(place, "here")
     while not store.check([place]):
         time.sleep(PAUSE)
-    told: T = broadcast_object_list([value])[0]
-    return told
+    received: T = broadcast_object_list([value])[0]
+    return received
 
 
 def leave_processes() -> None:

@@ -79,9 +79,9 @@ class SamplingConfig:
 
 
 def served_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
-    """What a generation_config.json names of `SamplingConfig`, which is how vLLM then serves.
+    """The `SamplingConfig` keys that a generation_config.json names, by which vLLM then serves.
 
-    It does not read `do_sample`, without which transformers takes the likeliest token.
+    vLLM does not read `do_sample`, without which transformers takes the likeliest token.
     """
     named = {each.name: generation.get(each.name) for each in fields(SamplingConfig)}
     asked = {name: value for name, value in named.items() if isinstance(value, int | float)}
@@ -89,10 +89,13 @@ def served_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sampling_words(sampling: SamplingConfig, generation: Mapping[str, Any]) -> str:
-    """Where sampling is not what a generation_config.json has servers do; "" if nowhere."""
-    ours, there = asdict(sampling), {**asdict(SamplingConfig()), **served_sampling(generation)}
-    differ = [f"{key} is {ours[key]:g} here and {there[key]:g} there" for key in ours]
-    differ = [each for key, each in zip(ours, differ, strict=True) if ours[key] != there[key]]
+    """A sentence on where sampling is not what a generation_config.json has servers do, or ""."""
+    served = {**asdict(SamplingConfig()), **served_sampling(generation)}
+    differ = [
+        f"{key} is {value:g} here and {served[key]:g} there"
+        for key, value in asdict(sampling).items()
+        if value != served[key]
+    ]
     if generation.get("do_sample") is False and sampling.temperature > 0:
         differ.append("do_sample is false there, which vLLM does not read")
     return bool(generation and differ) * (
@@ -111,7 +114,7 @@ def unapplied(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unapplied_words(generation: Mapping[str, Any]) -> str:
-    """What `unapplied` finds, in a sentence; "" if it finds nothing."""
+    """A sentence on what `unapplied` finds; "" if it finds nothing."""
     asked = unapplied(generation).items()
     shown = [f"{name} {x}" if isinstance(x, int | float | str) else name for name, x in asked]
     if not shown:

@@ -79,10 +79,8 @@ def add_former_names(folder: Path) -> None:
     """Write the settings of a saved model's config.json under their former names, too.
 
     transformers 5 calls `rope_parameters` and `dtype` what earlier ones and engines look for as
-    `rope_theta`, `rope_scaling` and `torch_dtype`. Without them those take defaults and say
-    nothing: the model answers, with other rotations. transformers 5 reads both.
-
-    A draft on its target's states gets a `model_type` that transformers does not know.
+    `rope_theta`, `rope_scaling` and `torch_dtype`, without which those take other rotations and say
+    nothing. A draft on its target's states gets a `model_type` that transformers does not know.
     """
     path = folder / CONFIG_NAME
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -46,7 +46,7 @@ class _Lines(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """As a file's."""
+        """Flush stderr."""
         sys.stderr.flush()
 
 

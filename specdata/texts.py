@@ -1,10 +1,10 @@
 """Texts that models read: their states, p and q at the completion tokens.
 
-`along` is the one loop: texts of like length go through the models together, and distributions over
-the vocabulary are made for a few positions at a time, since those of a whole batch would need more
-memory than the models. Labels, stored logits, measurements, teachers and analyses are what is
-computed at the positions. p comes from a `Source`: a model (its forward, or the states that
-rollouts keep of it), or the top logits that an earlier stage stored.
+`text_columns` is the one loop: texts of like length go through the models together, and
+distributions over the vocabulary are made for a few positions at a time, since those of a whole
+batch would need more memory than the models. Labels, stored logits, measurements, teachers and
+analyses are what is computed at the positions. p comes from a `Source`: a model (its forward, or
+the states that rollouts keep of it), or the top logits that an earlier stage stored.
 """
 
 from __future__ import annotations
@@ -81,13 +81,14 @@ class TextBatch:
         begins = torch.tensor([[len(row["prompt_ids"])] for row in rows])
         ends = torch.tensor([[len(text)] for text in texts])
         ids = pad_sequence(texts, batch_first=True, padding_value=pad_id)
-        at = torch.arange(ids.shape[1])
-        is_asked = (begins <= at) & (at < ends)
+        places_in_text = torch.arange(ids.shape[1])
+        is_text = places_in_text < ends
+        is_asked = (begins <= places_in_text) & is_text
         if places is not None:
             is_asked = torch.zeros_like(is_asked)
             for row, begin in enumerate(begins.flatten().tolist()):
                 is_asked[row, begin + places[row]] = True
-        return cls(ids, (at < ends).long(), ids.masked_fill(~is_asked, IGNORED), examples)
+        return cls(ids, is_text.long(), ids.masked_fill(~is_asked, IGNORED), examples)
 
     def to(self, device: torch.device) -> TextBatch:
         """The batch on a device."""
@@ -109,7 +110,7 @@ class TextBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens are asked for, of each text."""
+        """The number of tokens that are asked for of each text."""
         return self.is_predicted.sum(dim=1).tolist()
 
     @property
@@ -134,7 +135,7 @@ class TextBatch:
 
 
 class TargetDistributions(NamedTuple):
-    """What a source tells of C positions.
+    """The distributions of a target at C positions.
 
     Attributes:
         p: (C, V) distributions; some distribution where they are not decided.
@@ -152,7 +153,7 @@ At = Callable[[slice, Tensor], TargetDistributions]
 
 
 class Source(Protocol):
-    """Where the distributions of a target come from."""
+    """A source of a target's distributions."""
 
     @property
     def vocabulary(self) -> int:
@@ -175,7 +176,7 @@ class ModelSource:
 
     @property
     def vocabulary(self) -> int:
-        """See `Source`."""
+        """V."""
         return self.head.vocabulary
 
     def states(self, batch: TextBatch, rows: TextRows) -> Tensor:
@@ -189,7 +190,7 @@ class ModelSource:
         return self.store.read(tuple(batch.examples), lambda: batch.states(self.head))
 
     def at(self, batch: TextBatch, rows: TextRows) -> At:
-        """See `Source`."""
+        """The distributions of a batch, by its logits."""
         states, tokens = self.states(batch, rows), batch.tokens
 
         def at(chunk: slice, q: Tensor) -> TargetDistributions:
@@ -211,7 +212,7 @@ class TopLogitSource:
 
     @property
     def vocabulary(self) -> int:
-        """See `Source`."""
+        """V."""
         return self.distributions.vocabulary
 
     def columns(self, batch: TextBatch, rows: TextRows) -> dict[str, Tensor]:
@@ -224,7 +225,7 @@ class TopLogitSource:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def at(self, batch: TextBatch, rows: TextRows) -> At:
-        """See `Source`."""
+        """The distributions of a batch, as far as its top logits decide them."""
         columns, tokens = self.columns(batch, rows), batch.tokens
 
         def at(chunk: slice, q: Tensor) -> TargetDistributions:
@@ -245,7 +246,7 @@ ReadBatch = Callable[[TextBatch], Callable[[slice], dict[str, Tensor]]]
 
 
 @torch.inference_mode()
-def along(
+def text_columns(
     rows: Sequence[TextRow],
     read: ReadBatch,
     *,
@@ -300,7 +301,7 @@ def in_chunks(
     return {name: column.cpu() for name, column in columns.items()}
 
 
-def along_pair(
+def pair_columns(
     pair: Sequence[PreTrainedModel],
     rows: Sequence[TextRow],
     samplings: SamplingConfig | Sequence[SamplingConfig],
@@ -309,7 +310,7 @@ def along_pair(
     places: Sequence[Tensor] | None = None,
     report: Callable[[int], object] = lambda rows: None,
 ) -> list[dict[str, Tensor]]:
-    """As `along`, of p and q (C, V), float64, of a target and its draft.
+    """Columns (`text_columns`) of p and q (C, V), float64, of a target and its draft.
 
     `columns_at` makes (C, ...) columns of p, q and the positions of a batch that they are of;
     `samplings` is the warp of both, or of each.
@@ -330,7 +331,7 @@ def along_pair(
 
         return at
 
-    return along(
+    return text_columns(
         rows,
         read,
         vocabulary=vocabulary,

@@ -3,7 +3,7 @@
 Threads that share an operation meet at its end, and those that come first spin until the last one
 is there. Beside other programs one of them may be waiting for a processor: two threads then take
 up to a hundred times as long as one. Small models are no faster with two anyhow
-(`benchmarks/busy.py`).
+(docs/evidence/busy.md).
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class Threads:
 
     Args:
         device: of the work.
-        kept: file of what was chosen, by which resumed work goes on; the steps of a training that
-            are done again are done as they were.
+        kept: file of what was chosen, by which resumed work goes on as it was.
         name: of the work in that file.
         warm_up: units that are not compared: memory is taken, kernels are chosen, graphs are made.
     """
@@ -89,11 +88,9 @@ class Threads:
                 self.end()
 
     def begin(self, step: int = 0, *, is_unit: bool = True) -> None:
-        """Begin a unit, with the number that is to be used now.
+        """Begin a unit with the number that is to be used now, at a training's `step`, from 1.
 
-        Args:
-            step: of a training, from 1.
-            is_unit: whether it is like the others; if not, it is done with the number in use.
+        One that `is_unit` no more than a beginning is not compared.
         """
         global _working
         self._step, self._is_unit = step, is_unit

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.compute as pc
 import torch
@@ -103,21 +103,21 @@ class TopLogitDistributions:
     """The target's distributions from N = `count` top logits of V, or a refusal (ConfigError).
 
     Exact, up to the float32 of what is stored:
-    - any sampler if N >= V;
-    - min_p above 0 without top_p at any temperature, where no token outside reaches it; not decided
-      where one does;
-    - temperature 0, and 0 < top_k <= N at any temperature, with any top_p. Not decided where a
-      logit outside equals the smallest that counts, as many do in bfloat16;
-    - temperature 1 with top_p < 1 and no top_k, where the nucleus, or what min_p leaves of it, lies
-      inside the N; not decided where it does not.
 
-    Positions that are not decided are left out of losses, labels and measures; `check_decided`
+    - any sampler if N >= V;
+    - min_p above 0 without top_p at any temperature, where no token outside reaches it;
+    - temperature 0, and 0 < top_k <= N at any temperature, with any top_p, unless a logit outside
+      equals the smallest that counts, as many do in bfloat16;
+    - temperature 1 with top_p < 1 and no top_k, where the nucleus, or what min_p leaves of it, lies
+      inside the N.
+
+    Other positions are not decided: losses, labels and measures leave them out, and `check_decided`
     counts them.
 
     A bound, only if asked for: temperature 1 without top_k or top_p. p is exact inside the N; the
-    rest of its mass is known and is given to the tokens outside in proportion to q, as if they
-    were one token. That can only bring p closer to q: the overlap is an upper bound, and so is the
-    mean of min(1, p/q) over drafted tokens outside. The drafted tokens themselves are exact.
+    rest of its mass is given to the tokens outside in proportion to q, as if they were one token.
+    That can only bring p closer to q: the overlap is an upper bound, and so is the mean of min(1,
+    p/q) over drafted tokens outside.
 
     Everything else is refused: the mass outside is not known at another temperature.
     """
@@ -128,10 +128,10 @@ class TopLogitDistributions:
     bound: bool = False
 
     def __post_init__(self) -> None:
-        if self.is_exact or (self._plain and self.bound):
+        if self._decides is not None:
             return
         ways = "run the target itself, or keep more logits"
-        if self._plain:
+        if self.sampling.temperature == 1.0 and not self.sampling.truncates:
             ways = f"allow a bound, {ways}"
         raise ConfigError(
             f"{self.count} top logits of {self.vocabulary} do not give the target's distributions "
@@ -141,34 +141,24 @@ class TopLogitDistributions:
         )
 
     @property
-    def _limited(self) -> bool:
-        """True if top-k takes anything away."""
-        return 0 < self.sampling.top_k < self.vocabulary
-
-    @property
-    def is_inside(self) -> bool:
-        """True if every token with a probability is among the N, whatever the logits."""
-        limited = self._limited and self.sampling.top_k <= self.count
-        return self.count >= self.vocabulary or self.sampling.temperature == 0.0 or limited
-
-    @property
-    def _nucleus(self) -> bool:
-        sampling = self.sampling
-        return sampling.temperature == 1.0 and sampling.top_p < 1.0 and not self._limited
-
-    @property
-    def _near(self) -> bool:
-        """True if min_p alone decides: a share of the likeliest's, whatever the others' mass."""
-        return self.sampling.min_p > 0.0 and self.sampling.top_p == 1.0
-
-    @property
-    def _plain(self) -> bool:
-        return self.sampling.temperature == 1.0 and not self.sampling.truncates
+    def _decides(self) -> Literal["places", "min_p", "nucleus", "bound"] | None:
+        """What decides p: the places of tokens among the N, or else what keeps to them."""
+        sampling, limited = self.sampling, 0 < self.sampling.top_k < self.vocabulary
+        within = limited and sampling.top_k <= self.count
+        if within or self.count >= self.vocabulary or sampling.temperature == 0.0:
+            return "places"
+        if sampling.min_p > 0.0 and sampling.top_p == 1.0:
+            return "min_p"
+        if sampling.temperature != 1.0:
+            return None
+        if sampling.top_p < 1.0 and not limited:
+            return "nucleus"
+        return "bound" if self.bound and not sampling.truncates else None
 
     @property
     def is_exact(self) -> bool:
         """True if p is exact wherever it is given, rather than in part a bound."""
-        return self.is_inside or self._nucleus or self._near
+        return self._decides != "bound"
 
     def distribution(self, top: Mapping[str, Tensor], q: Tensor) -> Tensor:
         """Return p, (C, V), from columns as of `top_logits` (each (C, N) or (C, 1)).
@@ -176,23 +166,16 @@ class TopLogitDistributions:
         Some distribution where the top logits do not decide it (`decided`).
         """
         ids, logits = top["top_ids"].long(), top["top_logits"]
-        if self.is_inside or self._near:
+        if self._decides in ("places", "min_p"):
             return _spread(probabilities(logits, self.sampling), ids, q)
         total = log_total(top)
         chances = (logits - total).exp()
-        if self._nucleus:
+        if self._decides == "nucleus":
             kept = nucleus(chances, self.sampling.top_p)
             return _spread(likely(kept, self.sampling.min_p), ids, q)
         outside = q.scatter(-1, ids, 0.0)
         share = outside / outside.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
         return _spread(chances, ids, q) + share * (top["rest_logit"] - total).exp()
-
-    @property
-    def _last(self) -> int:
-        """The place, among the N, of the last one that can have a probability."""
-        if self.sampling.temperature == 0.0:
-            return 0
-        return (self.sampling.top_k if self._limited else self.vocabulary) - 1
 
     def decided(self, top: Mapping[str, Tensor]) -> Tensor:
         """True where columns as of `distribution` decide it at each position, (C,)."""
@@ -202,10 +185,11 @@ class TopLogitDistributions:
         # Nothing outside reaches min_p: where rounding might decide, it is not said.
         far = sampling.temperature * math.log(sampling.min_p) if sampling.min_p else -math.inf
         none_outside = after < logits[:, :1] + far - ROUNDING
-        if self.is_inside:
-            last = logits[:, min(self._last, logits.shape[-1] - 1), None]
-            none_outside |= (last > after) | after.isneginf()
-        elif self._nucleus:
+        if self._decides == "places":  # of the last one that can have a probability
+            last = 1 if sampling.temperature == 0.0 else sampling.top_k or self.vocabulary
+            least = logits[:, min(last, logits.shape[-1]) - 1, None]
+            none_outside |= (least > after) | after.isneginf()
+        elif self._decides == "nucleus":
             chances = (logits - log_total(top)).exp().masked_fill(logits <= after, 0.0)
             none_outside |= chances.sum(-1, keepdim=True) >= sampling.top_p
         return none_outside.squeeze(-1)
@@ -225,7 +209,7 @@ def check_decided(rows: Dataset, *laws: TopLogitDistributions) -> list[int]:
         for place, each in enumerate(laws):
             undecided[place] += int((~each.decided(top)).sum())
     for each, count in zip(laws, undecided, strict=True):
-        why = "an equal logit" if each.is_inside else "what min_p and the nucleus keep"
+        why = "an equal logit" if each._decides == "places" else "what min_p and the nucleus keep"
         issue = (
             f"{each.count} top logits do not decide the target's distribution at {count} of "
             f"{positions} positions ({why} is outside)"

@@ -362,7 +362,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     from and on held-out ones of that set; and one a set, rule and setting, of which `best` is the
     fastest of its rule there. Times are the specification's, by Eq. 5.1.
     """
-    from benchmarks.papers.replay import Counts, Times, oracle_counts, replayed, saving
+    from benchmarks.papers.replay import GRIDS, Counts, Times, oracle_counts, replayed, saving
     from eval.analysis.traces import acceptance_traces, first_rows
     from eval.drafting.stopping import STOPPING_RULES
     from heads import BaseHead
@@ -386,10 +386,12 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
         in_set[ALL_SETS] = everything
     read = partial(acceptance_traces, draft=pair.draft, sampling=made.sampling)
     traces, of_heads = read(rows), []
-    rules = [STOPPING_RULES["fixed"].model_validate({"length": each}) for each in spec["lengths"]]
-    rules += [each for name in spec["rules"] for each in STOPPING_RULES[name].settings()]
     replays: list[tuple[Record, Any]] = [({"rule": "oracle"}, oracle_counts(traces))]
-    replays += [({"rule": r.name, "method": r.label}, replayed(r, traces, times)) for r in rules]
+    tried = [("fixed", "length", f"K={each}", each) for each in spec["lengths"]]
+    tried += [(n, "threshold", f"{v:g}", v) for n in spec["rules"] for v in GRIDS[n]]
+    for name, parameter, label, value in tried:
+        rule = STOPPING_RULES[name].model_validate({parameter: value})
+        replays.append(({"rule": name, "method": label}, replayed(rule, traces, times)))
     for weight, depth in itertools.product(spec["weights"], spec["depths"]):
         keys, out = {"weight": weight, "depth": depth}, folder / f"depth-{depth}-weight-{weight:g}"
         train_head(  # one that is finished is kept
@@ -407,7 +409,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
         of_heads.append(keys | {"train_kl": _kl(known), "eval_kl": _kl(traces, learned)})
         for threshold in spec["thresholds"]:
             rule = STOPPING_RULES["head"].model_validate({"threshold": threshold})
-            named = {"rule": "head", "method": rule.label, "threshold": threshold, **keys}
+            named = {"rule": "head", "method": f"h={threshold:g}", "threshold": threshold, **keys}
             replays.append((named, replayed(rule, traces, times)))
     records: list[Record] = of_heads
     for name, these in in_set.items():
@@ -489,7 +491,7 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     """
     import torch
 
-    from specdata.texts import along_pair
+    from specdata.texts import pair_columns
 
     sampling = sampling_of(pair, spec)
     drafts = replace(sampling, temperature=spec.get("draft_temperature", sampling.temperature))
@@ -511,7 +513,7 @@ def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
             ]
             models, warps = (pair.target, pair.draft), (sampling, drafts)
             with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
-                along = along_pair(models, rows, warps, values, places=places, report=bar.update)
+                along = pair_columns(models, rows, warps, values, places=places, report=bar.update)
             of_texts = [each["values"].numpy() for each in along]
             write_json(path, [[len(each), *each.sum(axis=0).tolist()] for each in of_texts])
         sums[name] = json.loads(path.read_text(encoding="utf-8"))

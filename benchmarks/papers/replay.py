@@ -22,8 +22,8 @@ import numpy as np
 
 from eval.analysis.traces import Traces
 from eval.drafting.stopping import DraftedToken, StoppingRule
-from eval.drafting.stopping.drafted import Numbers, chance, largest, nats
 from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
+from eval.drafting.stopping.rule import Numbers, chance, largest, nats
 from eval.measuring.intervals import Interval, resamples
 
 
@@ -186,9 +186,11 @@ def replayed(rule: StoppingRule, traces: Traces, times: Times) -> Counts | None:
     mean = traces.mean_accept()
 
     def knowing(seconds: float) -> StoppingRule:
-        return rule.with_costs(
-            draft_seconds=times.draft_seconds, token_seconds=seconds, mean_acceptance=mean
-        )
+        if not rule.measured:
+            return rule
+        costs = {"draft_seconds": times.draft_seconds, "token_seconds": seconds}
+        missing = {name: value for name, value in costs.items() if not getattr(rule, name)}
+        return rule.model_copy(update={**missing, "mean_acceptance": mean})
 
     def lengths(seconds: float) -> Lengths:
         drafted = recorded_lengths(knowing(seconds), traces.tokens)
@@ -200,6 +202,15 @@ def replayed(rule: StoppingRule, traces: Traces, times: Times) -> Counts | None:
     if knowing(times.target_seconds) is rule:
         return expected_counts(traces, drafted)
     return dinkelbach(traces, lengths, times)[0]
+
+
+CHANCES = (1e-5, 1e-4, 3e-4, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
+GRIDS: dict[str, Sequence[float]] = {
+    "confidence": CHANCES,
+    "entropy": (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4),
+    "cumulative": CHANCES,
+}
+"""Thresholds of rules without a head, of which the fastest is looked for."""
 
 
 def saving(

@@ -36,7 +36,7 @@ from benchmarks.papers.tables import Record
 from eval.measuring.intervals import Interval, resamples
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.terminal import progress
-from specdata.texts import TextBatch, along_pair
+from specdata.texts import TextBatch, pair_columns
 
 Reals = NDArray[np.float64]
 Siblings = Literal["iid", "distinct"]
@@ -173,7 +173,7 @@ def acceptance_along(
 
     with progress(len(texts), "held-out rollouts", "rollout") as bar:
         drawn_by = SamplingConfig() if greedy else sampling
-        columns_of = along_pair((target, draft), texts, drawn_by, columns, report=bar.update)
+        columns_of = pair_columns((target, draft), texts, drawn_by, columns, report=bar.update)
     lengths = np.array([len(row["completion_ids"]) for row in texts], dtype=np.int64)
     of_most = np.zeros((len(texts), int(lengths.max()), most))
     for row, values in zip(of_most, columns_of, strict=True):

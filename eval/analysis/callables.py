@@ -69,11 +69,11 @@ class Finding(Strict):
 
     check: str
     holds: bool | None
-    said: str
+    finding: str
 
     def __str__(self) -> str:
         word = {True: "holds", False: "FAULT", None: "not seen"}[self.holds]
-        return f"{self.check:7}{word:9} {self.said}"
+        return f"{self.check:7}{word:9} {self.finding}"
 
 
 def made_pair(vocabulary: int, end: int | None = None) -> Pair:
@@ -185,7 +185,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CheckSettings:
     """What the checks ask for.
 
     Attributes:
@@ -209,12 +209,12 @@ class Asked:
 def certify_callable(
     function: Callable[..., Any],
     name: str,
-    asked: Asked,
+    settings: CheckSettings,
     report: Callable[[Finding], object] = lambda finding: None,
 ) -> list[Finding]:
     """Run the five checks; `report` is called with each finding."""
     subject = Subject(function, name)
-    if asked.pair is None and not subject.has_models:
+    if settings.pair is None and not subject.has_models:
         raise ConfigError(
             f"{name} takes no models: say with --target and --draft which ones it generates from, "
             "or let it have parameters `target` and `draft`"
@@ -222,12 +222,12 @@ def certify_callable(
     findings = []
     for check, run in CHECKS.items():
         try:
-            holds, said = run(subject, asked)
+            holds, finding = run(subject, settings)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it raises is a finding
-            holds, said = False, f"it raised {type(error).__name__}: {str(error)[:200]}"
-        findings.append(Finding(check=check, holds=holds, said=said))
+            holds, finding = False, f"it raised {type(error).__name__}: {str(error)[:200]}"
+        findings.append(Finding(check=check, holds=holds, finding=finding))
         report(findings[-1])
     return findings
 
@@ -236,9 +236,9 @@ def _sampled(pair: Pair, texts: Sequence[tuple[Sequence[int], Text]]) -> Found:
     """Sampled texts against the target's distribution."""
     tensors = [(torch.tensor(prompt), torch.tensor(text)) for prompt, text in texts]
     found = judge_sampled(pair, tensors, SamplingConfig())
-    return found["p_value"] >= LEVEL, (
-        f"p {found['p_value']:.2g} (bound {LEVEL:g}) of N = {2 * found['samples']:,} sampled tokens"
-        f", where a total variation of {found['visible_bias']:.2g} has power {POWER:g}"
+    return found.p_value >= LEVEL, (
+        f"p {found.p_value:.2g} (bound {LEVEL:g}) of N = {2 * found.samples:,} sampled tokens, "
+        f"where a total variation of {found.visible_bias:.2g} has power {POWER:g}"
     )
 
 
@@ -248,27 +248,25 @@ def _compared(pair: Pair, prompts: Prompts, texts: list[Text] | None, new: int) 
         return None, "no greedy texts: it takes neither `temperature` nor the models"
     left, ids = iter(texts), [torch.tensor(each) for each in prompts]
     found = judge_greedy(pair[0], ids, lambda _: torch.tensor(next(left)), new)
-    same = found["texts"] - found["ties"] - found["bugs"]
-    said = f"{same} of {len(ids)} greedy texts are the target's, {found['ties']} tied"
-    return not found["bugs"], "; ".join([said, *found["differences"][:1] * bool(found["bugs"])])
+    return not found.bugs, "; ".join([found.greedy, *found.differences[:1] * bool(found.bugs)])
 
 
-def law_check(subject: Subject, asked: Asked) -> Found:
+def law_check(subject: Subject, settings: CheckSettings) -> Found:
     """The joint distribution of the next tokens."""
-    law, why = walked(subject, asked.seconds) if asked.pair is None else ({}, "named models")
+    law, why = walked(subject, settings.seconds) if settings.pair is None else ({}, "named models")
     if law:
         depth = max(map(len, law))
         away = total_variation(law, exact_law(made_pair(WALKED)[0], depth))
-        said = f"total variation {away:.2g} of the next {depth} tokens (bound {ROUNDING:g}, "
+        finding = f"total variation {away:.2g} of the next {depth} tokens (bound {ROUNDING:g}, "
         again = law if away <= ROUNDING else walked(subject, math.inf, [depth], seed=1)[0]
         if total_variation(law, again) <= ROUNDING:
-            return away <= ROUNDING, f"{said}rounding), N: every draw walked"
+            return away <= ROUNDING, f"{finding}rounding), N: every draw walked"
         why = "it draws by other means than torch's and Python's global functions"
-    pair, prompts = asked.models, asked.prompts
-    prompts = [prompts[number % len(prompts)] for number in range(asked.texts)]
-    drawn = [subject.texts(pair, [prompt], asked.new, n)[0] for n, prompt in enumerate(prompts)]
-    holds, said = _sampled(pair, [*zip(prompts, drawn, strict=True)])
-    return holds, f"{said}; not walked: {why}"
+    pair, prompts = settings.models, settings.prompts
+    prompts = [prompts[number % len(prompts)] for number in range(settings.texts)]
+    drawn = [subject.texts(pair, [prompt], settings.new, n)[0] for n, prompt in enumerate(prompts)]
+    holds, finding = _sampled(pair, [*zip(prompts, drawn, strict=True)])
+    return holds, f"{finding}; not walked: {why}"
 
 
 def walked(
@@ -334,15 +332,15 @@ def total_variation(law: dict[Text, float], other: dict[Text, float]) -> float:
     return 0.5 * sum(abs(law.get(each, 0.0) - other.get(each, 0.0)) for each in {*law, *other})
 
 
-def rows_check(subject: Subject, asked: Asked) -> Found:
+def rows_check(subject: Subject, settings: CheckSettings) -> Found:
     """Several prompts at once, sampled and greedy."""
     if subject.is_step:
         return None, "a step is one row"
-    pair, new = asked.models, asked.new
-    several = [asked.prompts[row % len(asked.prompts)] for row in range(1, 1 + ROWS)]
+    pair, new = settings.models, settings.new
+    several = [settings.prompts[row % len(settings.prompts)] for row in range(1, 1 + ROWS)]
     drawn = [
         each
-        for call in range(-(-asked.texts // ROWS))
+        for call in range(-(-settings.texts // ROWS))
         for each in zip(several, subject.texts(pair, several, new, call), strict=True)
     ]
     follows, sampled = _sampled(pair, drawn)
@@ -367,15 +365,15 @@ def reading(model: Any) -> Iterator[list[tuple[int, list[int]]]]:
         hook.remove()
 
 
-def same_check(subject: Subject, asked: Asked) -> Found:
+def same_check(subject: Subject, settings: CheckSettings) -> Found:
     """A draft that is the target."""
     if not subject.has_models:
         return None, "it takes no models"
-    target, kept, subject.rates = asked.models[0], [], []
+    target, kept, subject.rates = settings.models[0], [], []
     draft, is_drafted = copy.deepcopy(target), False
-    for number, prompt in enumerate(asked.prompts):
+    for number, prompt in enumerate(settings.prompts):
         with reading(target) as seen, reading(draft) as drafting:
-            [text] = subject.texts((target, draft), [prompt], asked.new, number)
+            [text] = subject.texts((target, draft), [prompt], settings.new, number)
         is_drafted |= bool(drafting)
         whole = [*prompt, *text]
         for place, ids in seen:
@@ -383,51 +381,53 @@ def same_check(subject: Subject, asked: Asked) -> Found:
             kept += [ids[at - place] == whole[at] for at in places]
     if not kept or not is_drafted:
         return None, f"it does not call the {'draft' if kept else 'target'}"
-    said = f"of {len(kept)} tokens of texts that the target read, {kept.count(False)} were not kept"
+    finding = (
+        f"of {len(kept)} tokens of texts that the target read, {kept.count(False)} were not kept"
+    )
     if rates := subject.rates:
-        said += f"; it says an acceptance of {min(rates):.3g} to {max(rates):.3g}"
-    return all(kept) and all(abs(rate - 1) < 1e-3 for rate in rates), said
+        finding += f"; it says an acceptance of {min(rates):.3g} to {max(rates):.3g}"
+    return all(kept) and all(abs(rate - 1) < 1e-3 for rate in rates), finding
 
 
-def greedy_check(subject: Subject, asked: Asked) -> Found:
+def greedy_check(subject: Subject, settings: CheckSettings) -> Found:
     """Greedy texts, one prompt at a time."""
-    pair, texts = asked.models, list[Text]()
-    for prompt in asked.prompts:
-        texts += subject.greedy(pair, [prompt], asked.new) or []
-    return _compared(pair, asked.prompts, texts or None, asked.new)
+    pair, texts = settings.models, list[Text]()
+    for prompt in settings.prompts:
+        texts += subject.greedy(pair, [prompt], settings.new) or []
+    return _compared(pair, settings.prompts, texts or None, settings.new)
 
 
-def ends_check(subject: Subject, asked: Asked) -> Found:
+def ends_check(subject: Subject, settings: CheckSettings) -> Found:
     """Budgets, end tokens inside of drafts, and the rate of acceptance of a call."""
     if subject.is_step:
         return None, "a step has neither a budget nor an end"
-    pair, prompts, wrong = asked.models, asked.prompts, []
+    pair, prompts, wrong = settings.models, settings.prompts, []
     ends = end_ids(pair[0].generation_config)
-    for budget, prompt in itertools.product((1, 2, 3, 5, 8, asked.new), prompts[:2]):
+    for budget, prompt in itertools.product((1, 2, 3, 5, 8, settings.new), prompts[:2]):
         [text] = subject.texts(pair, [prompt], budget, budget)
         due = next((place for place, token in enumerate(text, 1) if token in ends), budget)
         if len(text) != due:
             wrong.append(f"of {budget} tokens {due} were due, {len(text)} came")
-    said = f"budgets of 1 to {asked.new} tokens"
-    if asked.pair is None:
-        plain = greedy_reference(pair[0], torch.tensor(prompts[0]), asked.new).tolist()
+    finding = f"budgets of 1 to {settings.new} tokens"
+    if settings.pair is None:
+        plain = greedy_reference(pair[0], torch.tensor(prompts[0]), settings.new).tolist()
         for end in dict.fromkeys(plain):
             target = made_pair(VOCABULARY, end)[0]
             alike = (target, copy.deepcopy(target))  # all ends lie inside of drafts
-            [text] = subject.greedy(alike, prompts[:1], asked.new) or [()]
+            [text] = subject.greedy(alike, prompts[:1], settings.new) or [()]
             if len(text) != (due := plain.index(end) + 1):
                 wrong.append(f"an end token was due after {due}, {len(text)} came")
-        said += f", {len({*plain})} end tokens"
+        finding += f", {len({*plain})} end tokens"
     subject.rates = []
     for _ in range(2):
-        subject.texts(pair, prompts[:1], asked.new)
+        subject.texts(pair, prompts[:1], settings.new)
     if len({*subject.rates}) > 1:
         first, second = subject.rates
         wrong.append(f"it says an acceptance of {first:.3g}, then of the same call {second:.3g}")
-    return not wrong, "; ".join([said, *wrong[:3]])
+    return not wrong, "; ".join([finding, *wrong[:3]])
 
 
-CHECKS: dict[str, Callable[[Subject, Asked], Found]] = {
+CHECKS: dict[str, Callable[[Subject, CheckSettings], Found]] = {
     "law": law_check,
     "rows": rows_check,
     "same": same_check,

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from specdata.models import positions
 from specdata.rollouts.backend import Request
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.files import write_json
-from specdata.texts import TextBatch, along_pair, text_length
+from specdata.texts import TextBatch, pair_columns, text_length
 
 LIKELIEST = 8
 """Tokens with an outcome of their own where a verifier is enumerated; all others share one."""
@@ -89,12 +89,15 @@ class Judged(Strict):
         """True if nothing speaks against it."""
         return not self.bugs and self.p_value >= LEVEL
 
-    def __str__(self) -> str:
-        said = "Lossless" if self.is_exact else "NOT LOSSLESS"
-        same = self.texts - self.ties - self.bugs
-        said += f": {same} of {self.texts} greedy texts are the target's, {self.ties} tied"
-        said += f", {self.bugs} wrong" if self.bugs else ""
-        return f"{said}; {self.sampled}." if self.samples else f"{said}."
+    @property
+    def same(self) -> int:
+        """Greedy texts that are identical to the target's."""
+        return self.texts - self.ties - self.bugs
+
+    @property
+    def greedy(self) -> str:
+        """The finding of greedy texts."""
+        return f"{self.same} of {self.texts} greedy texts are the target's, {self.ties} tied"
 
     @property
     def sampled(self) -> str:
@@ -104,6 +107,11 @@ class Judged(Strict):
             f"({2 * self.samples:,} tokens: a bias of {self.visible_bias:.2g} would have been seen "
             f"with power {POWER:g})"
         )
+
+    def __str__(self) -> str:
+        finding = "Lossless" if self.is_exact else "NOT LOSSLESS"
+        finding += f": {self.greedy}" + f", {self.bugs} wrong" * bool(self.bugs)
+        return finding + f"; {self.sampled}" * bool(self.samples) + "."
 
 
 class Certified(Judged):
@@ -169,7 +177,7 @@ def laws_after(
     laws: tuple[list[Tensor], list[Tensor]] = ([], [])
     for depth in range(DEPTH + 1):
         texts = [{"prompt_ids": [*context, *prefix], "completion_ids": [0]} for prefix in prefixes]
-        laws_of = along_pair(pair, texts, sampling, lambda p, q, *_: {"p": p, "q": q})
+        laws_of = pair_columns(pair, texts, sampling, lambda p, q, *_: {"p": p, "q": q})
         p, q = (torch.cat([each[name] for each in laws_of]) for name in ("p", "q"))
         shown = (p + q).topk(count, dim=-1).indices  # (prefixes, count)
         for law, row in zip(laws, (p, q), strict=True):
@@ -194,7 +202,7 @@ def output_deviation(verifier: Verifier, p: Laws, q: Laws, kind: str) -> float:
     """
     following = [p[1].unsqueeze(-1) * p[2], p[2], torch.ones_like(p[2])]
     joint = torch.zeros_like(p[2])
-    for weight, (tree, prefixes) in outcomes(lambda rng: _drawn(p, q, kind, rng)):
+    for weight, (tree, prefixes) in outcomes(lambda rng: draw_draft(p, q, kind, rng)):
         rows = torch.stack([p[len(prefix)][prefix] for prefix in prefixes])
         for chance, end in verifier.outcomes(tree, rows):
             prefix, mass = prefixes[end.node], weight * chance
@@ -224,7 +232,7 @@ def _without_drafts(verifier: Verifier, sequence: Prefix, p: Laws, q: Laws) -> T
     return law
 
 
-def _drawn(p: Laws, q: Laws, kind: str, rng: Rng) -> tuple[DraftTree, list[Prefix]]:
+def draw_draft(p: Laws, q: Laws, kind: str, rng: Rng) -> tuple[DraftTree, list[Prefix]]:
     """Draw a draft through `rng`: the draft, and the outcomes that lead to each node.
 
     Where paths are drawn from different laws, the second's is halfway between both models'.
@@ -297,7 +305,7 @@ def count_cells(
     for alone in (False, True):
         members = [n for n, row in enumerate(rows) if (text_length(row) > most) == alone]
         models = (pair[0], pair[0]) if alone else pair
-        for columns in along_pair(models, [rows[n] for n in members], sampling, place):
+        for columns in pair_columns(models, [rows[n] for n in members], sampling, place):
             quarters.append((BINS * columns["place"]).long().clamp(max=BINS - 1).numpy())
     # One after the other: pairs within texts would miss the last token of every other text.
     line = np.concatenate(quarters)
@@ -328,8 +336,9 @@ def judge_sampled(
     sampling: SamplingConfig,
     *key: str,
     seed: int = 0,
-) -> dict[str, Any]:
-    """What is stored of sampled texts: prompts (T,), each with its new tokens (n,).
+    greedy: Judged | None = None,
+) -> Judged:
+    """Judge sampled texts, prompts (T,) each with its new tokens (n,), and add it to `greedy`.
 
     The draft is the pair's second model if it is known, else the target again: what is done wrong
     moves tokens that the draft prefers, so the test sees smaller faults with it.
@@ -337,7 +346,8 @@ def judge_sampled(
     ties = generator_for(seed, "certificate", "cells", *key)
     counts = count_cells(pair, texts, sampling, ties)
     p_value, visible = uniformity(counts)
-    return {"samples": int(counts.sum()), "p_value": p_value, "visible_bias": visible}
+    found = {"samples": int(counts.sum()), "p_value": p_value, "visible_bias": visible}
+    return (greedy or Judged()).model_copy(update=found)
 
 
 def judge_greedy(
@@ -345,16 +355,16 @@ def judge_greedy(
     prompts: Sequence[Tensor],
     decode: Callable[[Tensor], Tensor],
     max_new_tokens: int,
-) -> dict[str, Any]:
-    """What is stored of greedy texts: `decode` gives the new tokens (n,) after a prompt (T,)."""
+) -> Judged:
+    """Judge greedy texts: `decode` gives the new tokens (n,) after a prompt (T,)."""
     found = greedy_differences(target, prompts, decode, max_new_tokens=max_new_tokens)
     verdicts = [each.verdict for each in found.values()]
-    return {
-        "texts": len(prompts),
-        "ties": verdicts.count("tie"),
-        "bugs": verdicts.count("bug"),
-        "differences": [f"prompt {number}: {each}" for number, each in found.items()],
-    }
+    return Judged(
+        texts=len(prompts),
+        ties=verdicts.count("tie"),
+        bugs=verdicts.count("bug"),
+        differences=[f"prompt {number}: {each}" for number, each in found.items()],
+    )
 
 
 # --- the certificate ----------------------------------------------------------------------------
@@ -420,8 +430,15 @@ def certify(
                 prompt, max_new_tokens=max_new_tokens, generator=torch.Generator()
             ).tokens
 
-        of_texts = sampled(method, range(texts))
         compared = prompts[:: -(-len(prompts) // GREEDY_TEXTS)]
+        judged = judge_sampled(
+            pair,
+            sampled(method, range(texts)),
+            sampling,
+            method.name,
+            seed=experiment.seed,
+            greedy=judge_greedy(pair[0], compared, decoded, max_new_tokens),
+        )
         return Certified(
             method=method.name,
             verifier=method.verifier,
@@ -429,8 +446,7 @@ def certify(
             lossless=config.make_verifier().lossless,
             positions=len(deviations),
             total_variation=max(deviations),
-            **judge_sampled(pair, of_texts, sampling, method.name, seed=experiment.seed),
-            **judge_greedy(pair[0], compared, decoded, max_new_tokens),
+            **dict(judged),
         )
 
     most = min(CONTEXT, *(positions(model.config) - DEPTH for model in pair))
@@ -450,12 +466,8 @@ def certify(
     return certified_methods
 
 
-Answers = Callable[[Sequence[Request], SamplingConfig], list[list[int]]]
-"""Has an engine complete prompts with a sampler: the new ids of each, in the requests' order."""
-
-
 def certify_server(
-    answers: Answers,
+    answers: Callable[[Sequence[Request], SamplingConfig], list[list[int]]],
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     prompts: Sequence[Tensor],
@@ -465,18 +477,18 @@ def certify_server(
     max_new_tokens: int,
     seed: int,
 ) -> Judged:
-    """Certify an engine that is asked for completions.
+    """Certify an engine that is asked for completions: the new ids of requests, in their order.
 
     All prompts, each (T,), are completed greedily, and so many other `texts` are sampled, prompts
     taken in turn. The draft is given if it is a model and known.
     """
     requests = [Request(each.tolist(), ("greedy", n)) for n, each in enumerate(prompts)]
     answered = iter(answers(requests, SamplingConfig(0.0)))
-    found = judge_greedy(target, prompts, lambda _: torch.tensor(next(answered)), max_new_tokens)
-    if sampling.temperature > 0:
-        asked = [prompts[number % len(prompts)] for number in range(texts)]
-        requests = [Request(each.tolist(), ("sampled", n)) for n, each in enumerate(asked)]
-        sampled = [torch.tensor(each) for each in answers(requests, sampling)]
-        of_texts = [*zip(asked, sampled, strict=True)]
-        found |= judge_sampled((target, draft or target), of_texts, sampling, seed=seed)
-    return Judged(**found)
+    greedy = judge_greedy(target, prompts, lambda _: torch.tensor(next(answered)), max_new_tokens)
+    if sampling.temperature == 0:
+        return greedy
+    in_turn = [prompts[number % len(prompts)] for number in range(texts)]
+    requests = [Request(each.tolist(), ("sampled", n)) for n, each in enumerate(in_turn)]
+    new = [torch.tensor(each) for each in answers(requests, sampling)]
+    sampled, models = [*zip(in_turn, new, strict=True)], (target, draft or target)
+    return judge_sampled(models, sampled, sampling, seed=seed, greedy=greedy)

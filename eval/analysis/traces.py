@@ -28,7 +28,7 @@ from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.columns import arrow_table
 from specdata.terminal import progress
-from specdata.texts import TextBatch, along, text_length, tokens_at_once
+from specdata.texts import TextBatch, text_columns, text_length, tokens_at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def record_head(
         return at
 
     with progress(len(texts), "held-out rollouts", "rollout") as bar:
-        columns_of = along(
+        columns_of = text_columns(
             texts,
             look,
             vocabulary=lm_head.vocabulary,

@@ -213,15 +213,23 @@ def drafted(
 
 
 class Enumerated:
-    """What a verifier does with scored drafts, each of them enumerated once.
+    """A verifier, and what it does with scored drafts, each of them enumerated once.
 
-    Its residual does not persist over rounds. After one of the ids in `ends` nothing is emitted;
-    `seconds` are those that enumerating took.
+    Its residual does not persist over rounds. After one of the ids in `ends` nothing is emitted.
+
+    Attributes:
+        config: how it decodes.
+        seconds: those that enumerating took.
+        places: so many of the table's places were enumerated.
+        microseconds: of one sampled verification.
+        bias: of a biased verifier, the total variation of an emitted token from the target's.
     """
 
-    def __init__(self, verifier: Verifier, ends: frozenset[int]) -> None:
-        self.verifier = verifier
-        self.seconds = 0.0
+    def __init__(self, config: DecodeConfig, ends: frozenset[int]) -> None:
+        self.config, self.verifier = config, config.make_verifier()
+        self.seconds, self.places = 0.0, 0
+        self.microseconds = 0.0
+        self.bias: float | None = None
         self._ends = ends
         self._outcome: dict[Scored, tuple[float, float, float]] = {}
 
@@ -373,8 +381,8 @@ def table_of(
     if not config.verifier_seconds or not any(run.method.uses_draft for run in results.runs):
         return []
     plain, chains, branching = (
-        [each for run in some for each in run.generations]
-        for some in (
+        [record for run in runs for record in run.generations]
+        for runs in (
             [run for run in results.runs if run.method.decoder == "plain"],
             [run for run in results.runs if run.method.is_chain and run.method.fixed_length],
             [run for run in results.runs if run.method.branches],
@@ -405,36 +413,25 @@ def table_of(
         return verifier_table(measured, seconds=seconds, folder=folder, report=report)
 
 
-@dataclass(slots=True, eq=False)
-class _Row:
-    """One verifier: how it decodes, what enumerating it gave, and at how many places."""
-
-    config: DecodeConfig
-    enumerated: Enumerated
-    microseconds: float = 0.0
-    bias: float | None = None
-    places: int = 0
-
-
 def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[VerifierRow]:
     """The rows of one kind of draft, in about so many seconds."""
     begun, ends = time.perf_counter(), end_ids(measured.target.generation_config)
-    rows = []
-    for name, parameters in kind.rows():
-        config = kind.config(measured.sampling, name, **parameters)
-        rows.append(_Row(config, Enumerated(config.make_verifier(), ends)))
+    rows = [
+        Enumerated(kind.config(measured.sampling, name, **parameters), ends)
+        for name, parameters in kind.rows()
+    ]
     references, config = rows[: len(kind.references)], rows[0].config
     timed: list[tuple[DraftTree, Tensor]] = []
     places, texts = _places(kind, config, measured, references, seconds / 2, timed)
     for row in rows:
-        row.microseconds = _microseconds(row.enumerated.verifier, timed)
-        row.bias = _bias(row.enumerated.verifier, row.config.verifier_args, timed)
+        row.microseconds = _microseconds(row.verifier, timed)
+        row.bias = _bias(row.verifier, row.config.verifier_args, timed)
     until = begun + max(seconds, 1.25 * (time.perf_counter() - begun))
     _enumerate(rows, references, places, until)
     optima = _optima(config, places)
     if config.drafter == "chain":
         block = next(row for row in rows if row.config.verifier == "block")
-        optima = [block.enumerated(place)[1] for place in places[: block.places]]
+        optima = [block(place)[1] for place in places[: block.places]]
     forwards = float(np.mean([place.forwards for place in places]))
     nodes = float(np.mean([len(place.tree) for place in places]))
     decoded = [(name, _unnamed(each)) for name, each in measured.decoded.items()]
@@ -448,8 +445,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
         )
         first: Expected | None = None
         for row in rows:
-            asked = [each.enumerated for each in references]
-            part = expected(row.enumerated, asked, places[: row.places], inside)
+            part = expected(row, references, places[: row.places], inside)
             is_first, first = first is None, first or part
             over = part.over(first)
             tokens = first.mean(first.tokens) * over
@@ -497,7 +493,10 @@ def _unnamed(config: DecodeConfig) -> DecodeConfig:
 
 
 def _enumerate(
-    rows: Sequence[_Row], references: Sequence[_Row], places: Sequence[Scored], until: float
+    rows: Sequence[Enumerated],
+    references: Sequence[Enumerated],
+    places: Sequence[Scored],
+    until: float,
 ) -> None:
     """Enumerate all verifiers at one place after the other.
 
@@ -506,13 +505,13 @@ def _enumerate(
     share, going = max(0.0, until - time.perf_counter()) / len(rows), list(rows)
     for index, place in enumerate(places):
         if index >= ENOUGH:
-            going = [row for row in going if row in references or row.enumerated.seconds < share]
+            going = [row for row in going if row in references or row.seconds < share]
             if time.perf_counter() > until:
                 break
         for row in going:
-            row.enumerated(place)
+            row(place)
             if place.before is not None:
-                row.enumerated(place.before)
+                row(place.before)
             row.places = index + 1
 
 
@@ -520,7 +519,7 @@ def _places(
     kind: DraftKind,
     config: DecodeConfig,
     measured: Measured,
-    references: Sequence[_Row],
+    references: Sequence[Enumerated],
     seconds: float,
     timed: list[tuple[DraftTree, Tensor]],
 ) -> tuple[list[Scored], list[str]]:
@@ -541,7 +540,7 @@ def _places(
             measured.draft,
             [ids for _, ids in batch],
             config,
-            references=[each.enumerated.verifier for each in references],
+            references=[each.verifier for each in references],
             seed=seed_for(measured.seed, "verifiers", kind.name, len(texts)),
             max_new_tokens=measured.max_new_tokens,
             first_text=len(texts),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eval.drafting.stopping import ActiveRule, DraftedToken
-from eval.drafting.stopping.drafted import Embed, Numbers
+from eval.drafting.stopping.rule import Embed, Numbers
 from eval.drafts import DraftTree, How, TreeShape, path_to
 from eval.rounds import Round
 from eval.runtime.batches import ForwardCoroutine
@@ -30,7 +30,7 @@ class Drafter(ABC):
     """Proposes tokens after the committed tokens of one sequence; nothing after an end token."""
 
     def __init__(self, sequences: Sequence[CachedSequence], end_tokens: frozenset[int]) -> None:
-        self.sequences = tuple(sequences)
+        self._drafts = [CachedDraft(sequence) for sequence in sequences]
         self._end_tokens = end_tokens
 
     @abstractmethod
@@ -46,36 +46,33 @@ class Drafter(ABC):
         """The same draft with the distribution after its last token, which some verifiers need."""
         raise ValueError("a branching draft has no distribution after its last token")
 
-    @abstractmethod
     def accept(self, nodes: list[int]) -> None:
-        """Bring the cache in step with the sequence after the verification of a draft.
-
-        `nodes` are those accepted of the last draft, from the root down. Before the first draft
-        there is nothing to accept, and this changes nothing.
-        """
+        """Commit the accepted nodes of the last draft, from the root down, and drop the others."""
+        for draft in self._drafts:
+            draft.accept(nodes)
 
     def observe(self, record: Round) -> None:  # noqa: B027 (most learn nothing)
         """Take note of a finished round."""
 
     def follow(self, target: CachedSequence) -> None:
         """Read the states of a target's sequence, in drafts that read any."""
-        for sequence in self.sequences:
-            sequence.follow(target)
+        for draft in self._drafts:
+            draft.sequence.follow(target)
 
     def hold(self, persists: bool) -> None:
         """Keep the distributions of the last draft, as functions of the text, for its residual."""
-        for sequence in self.sequences:
-            sequence.hold(persists)
+        for draft in self._drafts:
+            draft.sequence.hold(persists)
 
     def reset(self) -> None:
         """Forget the sequence; what a stopping rule has measured is kept."""
-        for sequence in self.sequences:
-            sequence.reset()
+        for draft in self._drafts:
+            draft.reset()
 
     @property
     def forwards(self) -> int:
         """Forwards of drafts so far."""
-        return sum(sequence.forwards for sequence in self.sequences)
+        return sum(draft.sequence.forwards for draft in self._drafts)
 
 
 class ChainDrafter(Drafter):
@@ -209,7 +206,6 @@ class BranchingDrafter(Drafter):
         self._paths = list(paths) * (widths[0] if len(paths) == 1 else 1)
         sequences = list(dict.fromkeys(path.sequence for path in paths))
         super().__init__(sequences, end_tokens)
-        self._drafts = [CachedDraft(sequence) for sequence in sequences]
         # The draft, by its index, that drafts each path.
         self._draft_of = [sequences.index(path.sequence) for path in self._paths]
         # Distributions of a level are made together, unless paths have samplings of their own.
@@ -286,16 +282,6 @@ class BranchingDrafter(Drafter):
                 token = draw_one(builder.distributions[index], generator)
                 children += builder.add(node, index, [token])
         return children
-
-    def accept(self, nodes: list[int]) -> None:
-        """Commit the accepted path in every cache and drop the other nodes."""
-        for draft in self._drafts:
-            draft.accept(nodes)
-
-    def reset(self) -> None:
-        """Forget the sequence and the draft."""
-        for draft in self._drafts:
-            draft.reset()
 
 
 def _candidates(
@@ -395,13 +381,6 @@ def drawn_chain(tokens: list[int], distributions: list[Tensor], planned: int) ->
 
     Of the distribution (V,) of each; `planned` is the length that it was to have, at least L.
     """
-    order = torch.arange(len(tokens))
+    order, ids = torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)
     stacked = torch.stack(distributions) if distributions else torch.empty(0, 0)
-    return DraftTree(
-        torch.tensor(tokens, dtype=torch.long),
-        order,
-        stacked,
-        order,
-        "chain",
-        planned=planned,
-    )
+    return DraftTree(ids, order, stacked, order, "chain", planned=planned)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from eval.drafting.drafters import CachedDraft, Drafter, drawn_chain
+from eval.drafting.drafters import Drafter, drawn_chain
 from eval.drafts import DraftTree
 from eval.runtime.batches import ForwardCoroutine
 from eval.runtime.model import CachedModel
@@ -45,13 +45,13 @@ class DynamicTreeDrafter(Drafter):
         self._nodes = nodes
         self._depth = depth
         self._gain = gain
-        self._draft = CachedDraft(sequence)
 
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft a tree; the generator is not used."""
-        sequence, draft = self._draft.sequence, self._draft
+        (draft,) = self._drafts
+        sequence = draft.sequence
         seen = _Seen(sequence.model, self._nodes)
         level = [0]
         for _ in range(min(self._depth, max_depth)):
@@ -68,14 +68,6 @@ class DynamicTreeDrafter(Drafter):
             number: cached[node] for number, node in enumerate([0, *seen.best]) if node in cached
         }
         return seen.draft()
-
-    def accept(self, nodes: list[int]) -> None:
-        """Commit the accepted path, as far as it is in the cache, and drop the other nodes."""
-        self._draft.accept(nodes)
-
-    def reset(self) -> None:
-        """Forget the sequence and the draft."""
-        self._draft.reset()
 
 
 class _Seen:

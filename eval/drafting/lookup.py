@@ -8,7 +8,6 @@ from eval.drafting.drafters import Drafter, drawn_chain
 from eval.drafts import DraftTree
 from eval.rounds import Round
 from eval.runtime.batches import ForwardCoroutine
-from eval.runtime.model import CachedModel
 
 
 class LookupDrafter(Drafter):
@@ -21,7 +20,7 @@ class LookupDrafter(Drafter):
     Args:
         count: most tokens of a lookup.
         match: the number n of tokens that must have stood before.
-        model: gives the vocabulary and the device of distributions.
+        vocabulary: V of the distributions, which are made on `device`.
         other: the other drafter.
     """
 
@@ -29,12 +28,16 @@ class LookupDrafter(Drafter):
         self,
         count: int,
         match: int,
-        model: CachedModel,
+        vocabulary: int,
+        device: torch.device,
         end_tokens: frozenset[int],
         other: Drafter | None,
     ) -> None:
-        super().__init__(other.sequences if other else (), end_tokens)
-        self._count, self._match, self._model, self._other = count, match, model, other
+        super().__init__((), end_tokens)
+        self._drafts = other._drafts if other else []
+        self._count, self._match = count, match
+        self._vocabulary, self._device = vocabulary, device
+        self._other = other
         self._forget()
 
     def _forget(self) -> None:
@@ -62,7 +65,7 @@ class LookupDrafter(Drafter):
             tokens.append(committed[place] if known else tokens[place - len(committed)])
             if tokens[-1] in self._end_tokens:
                 break
-        certain = torch.zeros(len(tokens), self._model.vocabulary, device=self._model.device)
+        certain = torch.zeros(len(tokens), self._vocabulary, device=self._device)
         certain[range(len(tokens)), tokens] = 1.0
         return drawn_chain(tokens, list(certain), len(tokens))
 
@@ -78,6 +81,5 @@ class LookupDrafter(Drafter):
 
     def reset(self) -> None:
         """Forget the sequence."""
+        super().reset()
         self._forget()
-        if self._other is not None:
-            self._other.reset()

@@ -29,7 +29,6 @@ class Environment(Strict):
 
     Attributes:
         hardware: cpu, cores this process may use, threads of torch, memory_gib, gpu and cuda.
-        software: versions of Python and of the packages that matter.
         git_commit: of this code; None for an installed copy.
         device: of the models, such as "cpu" or "cuda:0".
         devices: of each process that measured, once that is known.
@@ -113,32 +112,26 @@ def _git_state(source: Path) -> tuple[str | None, bool | None]:
     return git("rev-parse", "HEAD"), None if status is None else bool(status)
 
 
-def is_measuring(*, timed: bool, rank: int, local_rank: int, devices: int) -> bool:
-    """True if a process decodes prompts of an evaluation, or waits for those that do.
+def who_measures(
+    *, timed: bool, rank: int, local_rank: int, processes: int, local_processes: int, devices: int
+) -> tuple[bool, str]:
+    """Whether a process decodes prompts of an evaluation, and the message that says who does.
 
     Counts and texts do not depend on who decodes: every process works. Times do: two processes on
     one device would spoil each other's clock, so prompts are timed by one process a device, and by
-    those of one machine, because times of two machines must not end up in one table.
-    """
-    is_on_first_machine = rank == local_rank
-    return not timed or (is_on_first_machine and local_rank < max(1, devices))
-
-
-def who_measures(*, timed: bool, processes: int, local_processes: int, devices: int) -> str:
-    """The message for an evaluation that several processes were started for.
-
-    Those of the first machine are `local_processes`, its GPUs `devices`; 0 where the models are on
-    the CPU.
+    those of the first machine (`local_processes` of them), because times of two machines must not
+    end up in one table. Its GPUs are `devices`; 0 where the models are on the CPU.
     """
     if not timed:
-        return f"prompts are shared out among {processes} processes"
+        return True, f"prompts are shared out among {processes} processes"
     timing = min(local_processes, max(1, devices))
-    own = "each on a GPU of its own" if devices else "because they share the CPU"
+    joins = rank == local_rank < timing
+    place = "each on a GPU of its own" if devices else "because they share the CPU"
     if timing == processes:
-        return f"times are measured by all {processes} processes, {own}"
-    return (
-        f"times are measured by {timing} of {processes} processes, {own}: others would spoil their "
-        "clocks and wait (with eval.batch above 1, counts alone, all of them work)"
+        return joins, f"times are measured by all {processes} processes, {place}"
+    return joins, (
+        f"times are measured by {timing} of {processes} processes, {place}: others would spoil "
+        "their clocks and wait (with eval.batch above 1, counts alone, all of them work)"
     )
 
 
@@ -146,12 +139,17 @@ def joins_measuring(*, timed: bool, say: Callable[[str], object]) -> bool:
     """True if this process decodes prompts; says who does, if there are several."""
     import torch
 
-    devices = torch.cuda.device_count()
-    if (processes := process_count()) > 1:
-        local = local_process_count()
-        who = who_measures(timed=timed, processes=processes, local_processes=local, devices=devices)
-        say(f"  {who}")
-    return is_measuring(timed=timed, rank=rank(), local_rank=local_rank(), devices=devices)
+    joins, message = who_measures(
+        timed=timed,
+        rank=rank(),
+        local_rank=local_rank(),
+        processes=process_count(),
+        local_processes=local_process_count(),
+        devices=torch.cuda.device_count(),
+    )
+    if process_count() > 1:
+        say(f"  {message}")
+    return joins
 
 
 def sign(folder: Path, device: str) -> None:

@@ -27,9 +27,8 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import Environment, measured_on, sign
 from eval.measuring.methods import EvalConfig
-from eval.measuring.records import PromptRecord, RecordStore, record_prompt
+from eval.measuring.records import PromptRecord, RecordStore, record_prompt, shown_prompts
 from eval.measuring.results import Results, Setup, build_results
-from eval.measuring.samples import shown_prompts
 from eval.measuring.scores import Scorer
 from eval.measuring.served import ServedEngine
 from eval.rounds import Generation
@@ -46,7 +45,7 @@ from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient
 from specdata.storage.files import PROGRESS, locked, share_out
 from specdata.storage.resume import Settings
-from specdata.texts import along_pair
+from specdata.texts import pair_columns
 from specdata.threads import threads_of, using_threads
 
 Progress = Callable[[int], object]
@@ -404,5 +403,5 @@ def measure_bias(
     # Up to the last drafted token: the draft may have no positions beyond.
     drafted = drafted[: len(drafted) - drafted[::-1].index(True)]
     text = {"prompt_ids": prompt_ids, "completion_ids": out.tokens[: len(drafted)].tolist()}
-    (columns,) = along_pair((target, draft), [text], sampling, variations)
+    (columns,) = pair_columns((target, draft), [text], sampling, variations)
     return float(columns["variation"] @ torch.tensor(drafted).double())

@@ -28,11 +28,9 @@ class Metrics(Strict):
     (`eval.measuring.intervals`). N is the number of emitted tokens.
 
     Attributes:
-        tokens: emitted tokens, N.
-        rounds: forwards of the target, each with the draft before it.
-        n_target: N_target, the same number in the paper's letters.
-        n_draft: N_draft, drafted nodes.
-        n_discarded: N_discarded, drafted nodes that were not accepted.
+        tokens: N.
+        rounds: forwards of the target, each with the draft before it; N_target in the paper.
+        n_draft: drafted nodes, of which `n_discarded` were not accepted.
         block_efficiency: emitted tokens a round, the bonus token included.
         acceptance_rate: accepted over drafted tokens, by depth.
         acceptance_by_position: marginal: among the rounds that drafted position i + 1, the share
@@ -44,8 +42,7 @@ class Metrics(Strict):
         total_variation: of a biased verifier, the mean total variation between the distribution
             of an emitted token and the target's, given the tokens before it.
         scores: means of the texts' scores by name, and `win_rate`: the share of prompts whose text
-            has a higher reward than plain decoding's, equal ones counting half; empty if nothing
-            was scored.
+            has a higher reward than plain decoding's, equal ones counting half.
         seconds: summed times: "total", and in it "draft", "target" and "overhead".
     """
 

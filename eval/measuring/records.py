@@ -1,12 +1,14 @@
-"""Records of generations, and the files they are stored in.
+"""Records of generations, the files they are stored in, and the texts that are shown of a few.
 
 An evaluation writes a file for each finished prompt, so one that was interrupted goes on with the
-next. `eval.measuring.metrics` turns the records into the published metrics.
+next. `eval.measuring.metrics` turns the records into the published metrics. Of the first prompts of
+each set the tokens are kept, too; texts are made of them once all prompts are done (samples.json),
+so that a report needs no tokenizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,10 @@ from specdata.storage.resume import Settings, read_record
 if TYPE_CHECKING:
     from eval.rounds import Round
     from specdata.prompts.prompt import Prompt
+
+REMEDY = "remove it, and run again"
+PER_SET = 3
+"""Prompts of each set whose text is kept: its first."""
 
 
 class Strict(BaseModel):
@@ -37,9 +43,7 @@ class PromptRecord:
         tokens: emitted tokens (N in the paper's letters).
         finish: "eos" or "length".
         rounds: forwards of the target (N_target).
-        beyond: of them, those whose text was longer than the draft has positions: nothing drafted.
-        n_draft: drafted nodes (N_draft).
-        n_discarded: drafted nodes that were not accepted (N_discarded).
+        n_draft: drafted nodes, of which `n_discarded` were not accepted.
         depth: sum over rounds of the deepest drafted position; equals n_draft for chains.
         drafted_by_position: rounds that drafted at least i + 1 deep, for i = 0, 1, ...
         accepted_by_position: rounds that accepted at least i + 1 tokens.
@@ -47,9 +51,9 @@ class PromptRecord:
         prompt_seconds: those of the first target's forward, which reads the prompt.
         cpu_seconds: those in which the decoding thread ran on a core; 0 if it was not measured.
         variation: for a biased verifier, the summed total variation between the distributions of
-            emitted tokens and the target's (`eval.measuring.experiment`).
-        variation_tokens: how many emitted tokens that sum is over; 0 if it was not measured.
+            emitted tokens and the target's, over `variation_tokens` of them.
         scores: name -> score of the text (`eval.measuring.scores`), those that were asked for.
+        beyond: rounds whose text was longer than the draft has positions: nothing drafted.
     """
 
     prompt_id: str
@@ -174,10 +178,49 @@ class RecordStore:
     def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
         """Method -> record of a prompt that is done."""
         path = record_file(self._folder, prompt)
-        remedy = "remove it, and run again"
-        stored = read_record(path, ("settings", "records"), remedy)
+        stored = read_record(path, ("settings", "records"), REMEDY)
         self._settings.check(stored["settings"], self._folder)
         try:
             return {name: PromptRecord(**stored["records"][name]) for name in self._methods}
         except (KeyError, TypeError) as error:
-            raise ManifestError(f"{path} is damaged ({error!r}): {remedy}") from error
+            raise ManifestError(f"{path} is damaged ({error!r}): {REMEDY}") from error
+
+
+class Sample(Strict):
+    """One prompt, the name of its set, and by method the text that it made, but the target's."""
+
+    dataset: str
+    prompt_id: str
+    prompt: str
+    methods: dict[str, str]
+
+
+def shown_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompts of each set."""
+    sets: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        sets.setdefault(prompt.dataset, []).append(prompt)
+    return [prompt for some in sets.values() for prompt in some[:PER_SET]]
+
+
+def write_samples(
+    prompts: Sequence[Prompt], folder: Path, decode: Callable[[Sequence[int]], str]
+) -> list[Sample]:
+    """Write samples.json: the texts of the prompts whose tokens were kept.
+
+    `decode` is the tokenizer's, with special tokens and as it is.
+    """
+    samples = []
+    for prompt in shown_prompts(prompts):
+        path = record_file(folder / "prompts", prompt)
+        kept = read_record(path, (), REMEDY).get("tokens", {}) if path.is_file() else {}
+        try:
+            texts = {name: decode(tokens) for name, tokens in kept.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ManifestError(f"{path} is damaged ({error!r}): {REMEDY}") from error
+        if texts:
+            names = {"dataset": prompt.dataset, "prompt_id": prompt.example_id}
+            samples.append(Sample(**names, prompt=decode(prompt.ids), methods=texts))
+    stored = [sample.model_dump(mode="json") for sample in samples]
+    write_json(folder / "samples.json", {"schema_version": 1, "samples": stored})
+    return samples

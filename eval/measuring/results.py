@@ -29,7 +29,7 @@ from eval.measuring.methods import PLAIN, baseline
 from eval.measuring.metrics import Metrics, compute_metrics
 from eval.measuring.records import PromptRecord, Strict
 from eval.verifiers import VERIFIERS
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ManifestError
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -185,7 +185,6 @@ class VerifierRow(Strict):
     Attributes:
         dataset: name of the prompt set, or `eval.measuring.pooled.ALL_SETS`.
         draft_kind: such as "chain of 4", a key of `eval.analysis.draft_kinds.KINDS`.
-        lossless: whether the output distribution is exactly the target's.
         expected_tokens: that a call of the target emits.
         gain: expected tokens over those of the kind's first verifier in the table, minus 1, at the
             places that both were enumerated at; None for that one itself.
@@ -193,10 +192,10 @@ class VerifierRow(Strict):
             rule's optimum, for chains block verification; None where none is known.
         share_of_ceiling: accepted tokens over those of that rule. On chains no lossless one has
             more than 1; on siblings it is a mean over drafts that were drawn, and may by luck.
-        share_interval: the same, with its interval; None in older files.
+        share_interval: the same, with its interval.
         bias: of a biased verifier, the total variation between an emitted token's distribution and
             the target's, on average over tokens.
-        microseconds: median of one sampled verification; None where it was decoded only.
+        microseconds: median of one sampled verification.
         speedup: predicted over the target alone; None without times.
         decoded: the method of the evaluation that decodes so, if there is one.
     """
@@ -212,7 +211,7 @@ class VerifierRow(Strict):
     ceiling: float | None
     share_of_ceiling: float | None
     bias: float | None
-    microseconds: float | None
+    microseconds: float
     speedup: float | None
     decoded: str | None = None
     share_interval: Interval | None = None
@@ -273,39 +272,6 @@ class Results(Strict):
                 measured.append((run, records))
             alone.append(build_results(self.environment, measured))
         return alone
-
-
-def together(evaluations: Sequence[Results]) -> Results:
-    """Several evaluations of the same settings as one: the first, the others its `repeats`."""
-    first, *others = [alone for each in evaluations for alone in each.repetitions()]
-    ours, _ = _shared_and_own(first)
-    repeats = []
-    for number, (theirs, own) in enumerate(map(_shared_and_own, others), start=2):
-        if odd := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
-            raise ConfigError(
-                f"evaluation {number} must have the first one's settings and counts, and differs in"
-                f" {odd[0]}: measure both with the same models, prompts and methods"
-            )
-        repeats.append(own)
-    return first.model_copy(update={"repeats": repeats})
-
-
-def _shared_and_own(results: Results) -> tuple[dict[str, Any], list[dict[str, list[Any]]]]:
-    """What all evaluations of some settings share, by a name for it; and one's `repeats`."""
-    same = results.environment.model_copy(update={"date": ""})
-    shared: dict[str, list[Any]] = {"machine, packages or commit": [same]}
-    own = []
-    for run in results.runs:
-        columns = {
-            name: [getattr(each, name) for each in run.generations]
-            for name in PromptRecord.__dataclass_fields__
-        }
-        kept = [name for name in columns if not name.endswith("seconds")]
-        kept = ["prompt_id"] if run.method.stop.measured else kept
-        settings = [getattr(run, name) for name in Setup.model_fields]
-        shared[f"{run.dataset}, {run.name}"] = [*settings, *(columns.pop(name) for name in kept)]
-        own.append(columns)
-    return shared, own
 
 
 def build_results(

@@ -7,7 +7,7 @@ counts first. Nothing leaves this machine unless a repository is named.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,28 +19,21 @@ from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
 from eval.analysis.prediction import Predictions
-from eval.measuring.pooled import merit, pool
+from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
 from eval.publishing.serving import served_lengths, serving_lines, speculation_profile
 from eval.reporting import verifiers
-from eval.reporting.recommendation import (
-    fastest_lengths,
-    head_predictors,
-    lengths_table,
-    longest_measured,
-)
-from eval.reporting.rendering import public_name, render
-from eval.reporting.report import acceptance_by_position
+from eval.reporting.rendering import Table, public_name, render
+from eval.reporting.report import acceptance_by_position, head_predictors
 from eval.reporting.table import readme_table
-from eval.reporting.verdict import verdict
+from eval.reporting.verdict import fixed_lengths, verdict
 from heads import BaseHead
 from heads.config import KINDS
 from heads.published import write_custom_generate
 from specdata.draft_kinds import kind_of
 from specdata.draft_kinds.kind import KEY
 from specdata.draft_kinds.masks import DEPTHS
-from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import (
     SIZE,
     draft_vocabulary_ids,
@@ -113,12 +106,20 @@ def release_draft(
     check_repository(push_to)
     measured = _measured(results, source, "draft")
     target = measured.runs[0].target
-    longest, fastest = longest_measured(measured), fastest_lengths(measured)
+    # The metadata gives the metrics of the best length, else of the longest.
+    fixed, fastest = fixed_lengths(pool(measured)), fastest_lengths(measured)
+    if not fixed:
+        raise ManifestError(
+            "the card of a draft needs a measured draft length: evaluate a method with a fixed"
+            " length (stop: fixed) on every prompt set"
+        )
+    longest = max(fixed, key=lambda row: row.method.deepest)
+    best = (fastest["draftsmith"] or fastest["transformers"] or [longest])[0]
+    shown = [run for run in measured.judged if run.name == best.name]
+    lengths = {engine: rows[0].method.deepest for engine, rows in fastest.items() if rows}
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
     model = _load_whole(source)
-    states = TargetStates.of(model.config) if reads_states(model.config) else None
-    lengths = {engine: rows[0].method.deepest for engine, rows in fastest.items() if rows}
     if "transformers" in lengths:
         # What makes transformers draft exactly so many tokens a round.
         model.generation_config.update(
@@ -127,27 +128,15 @@ def release_draft(
             # The lengths were measured without a second stop rule; the default is 0.4.
             assistant_confidence_threshold=0.0,
         )
-    kind, depths = kind_of(model.config), depths_of(model)
+    own = push_to or loadable(name)
+    card = _of_draft(model.config, engines, own, loadable(target))
+    kind, states = card["kind"], card["states"]
     assert (engines is None) == (not kind.layouts), "what engines hold is released in a layout"
-    config = model.config.get_text_config()
-    targets = load_configs(target)[0].get_text_config()
-    reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
-    is_asked = engines is not None and engines.is_asked
-    if reduced is not None and len(reduced) == config.vocab_size:  # of an engine's layout
-        reduced = None
-    # The metadata gives the metrics of the best length, else of the longest.
-    runs = [run for run in measured.judged if not run.method.branches]
-    fixed = [run for run in runs if run.method.fixed_length and run.method.lossless]
-    best = fastest["draftsmith"] or fastest["transformers"]
-    if best:
-        method = best[0].method
-    else:
-        method = next(run.method for run in fixed if run.method.deepest == longest)
     front = {
         "library": "draftsmith" if states else "transformers",
         "tags": ["draft-model", *kind.served.tags],
         "relation": "finetune",
-        "measured": [run for run in fixed if run.name == method.name],
+        "measured": shown,
     }
     with _assembled(
         "draft_card.md.jinja",
@@ -160,63 +149,94 @@ def release_draft(
         private=private,
         name=name,
         target=target,
-        load={"own": released, "target": loadable(target)},
+        load={"own": own, "target": loadable(target)},
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
-        positions=positions(config),
-        vocabulary=config.vocab_size,
-        target_vocabulary=targets.vocab_size,
-        reduced=None if reduced is None else len(reduced),
-        states=states,
-        kind=kind,
-        engines=engines,
-        longest=longest,
+        positions=positions(model.config.get_text_config()),
+        target_vocabulary=load_configs(target)[0].get_text_config().vocab_size,
+        longest=longest.method.deepest,
         lengths=lengths,
         length_table=lengths_table(fastest),
         acceptance=acceptance_by_position(measured),
-        depths=depths,
-        serving=serving_lines(released, loadable(target), kind, depths, is_asked=is_asked),
-        served_lengths=served_lengths(kind, depths),
+        **card,
     ) as folder:
         if engines:
             engines.write(folder)
         else:
             if states:
                 getattr(model.config, KEY)["target"] = loadable(target)
-            elif reduced is not None:
-                model.save_pretrained(folder / REDUCED)
-                add_former_names(folder / REDUCED)
-                copy_tokenizer(target, folder / REDUCED)
+            elif card["reduced"] is not None:
+                _save(model, folder / REDUCED, target)
                 _make_whole(model)
-            model.save_pretrained(folder)
-            add_former_names(folder)
-            copy_tokenizer(target, folder)
-        shown = [run for run in _shortened(measured).judged if run.name == method.name]
-        write_json(folder / PROFILE, speculation_profile(kind, shown, results.environment.date))
+            _save(model, folder, target)
+        profile = speculation_profile(kind, _shortened(shown), results.environment.date)
+        write_json(folder / PROFILE, profile)
         if not states:
             write_custom_generate(folder)
     return out
 
 
+def fastest_lengths(results: Results) -> dict[str, list[PooledRow]]:
+    """Engine -> the fixed lengths that were measured with it, from the fastest; none without times.
+
+    A length that is best in one engine's loop says nothing about another engine, whose draft and
+    target cost other shares of a round.
+    """
+    fixed = fixed_lengths(pool(results)) if results.timed else []
+    decoders = {"draftsmith": "speculative", "transformers": "assisted"}
+    return {
+        engine: [row for row in fixed if row.method.decoder == decoder]
+        for engine, decoder in decoders.items()
+    }
+
+
+def lengths_table(fastest: Mapping[str, Sequence[PooledRow]]) -> Table:
+    """The best length of each engine that was measured."""
+    rows = []
+    for engine, of_engine in fastest.items():
+        if of_engine:
+            method, speed = of_engine[0].method, of_engine[0].rate("tokens_per_second")
+            verifier = f", {method.verifier} verification" * (method.decoder == "speculative")
+            lengths = sorted({row.method.deepest for row in of_engine})
+            measured = f"K = {', '.join(map(str, lengths))}"
+            cells = (f"K = {method.deepest}{verifier}", speed.within(1) if speed else "", measured)
+            rows.append((engine, cells))
+    return Table([(heading, "") for heading in ("best", "tokens/s", "measured")], rows, "engine")
+
+
+def _of_draft(config: Any, engines: ForEngines | None, own: str, target: str) -> dict[str, Any]:
+    """What a card says of a draft by its configuration, and how engines serve it."""
+    kind, vocabulary = kind_of(config), config.get_text_config().vocab_size
+    depths, reduced = kind.depths(vars(config)), getattr(config, SIZE, None)
+    is_asked = engines is not None and engines.is_asked
+    return {
+        "kind": kind,
+        "states": TargetStates.of(config) if kind.reads_states else None,
+        "engines": engines,
+        "depths": depths,
+        "vocabulary": vocabulary,
+        "reduced": None if reduced == vocabulary else reduced,  # of an engine's layout
+        "serving": serving_lines(own, target, kind, depths, is_asked=is_asked),
+        "served_lengths": served_lengths(kind, depths),
+    }
+
+
+def _save(model: Any, folder: Path, target: str) -> None:
+    """Save a draft with its target's tokenizer."""
+    model.save_pretrained(folder)
+    add_former_names(folder)
+    copy_tokenizer(target, folder)
+
+
 def release_unmeasured(source: Path, out: Path, target: str, engines: ForEngines) -> None:
     """Assemble a draft for engines that no results measure; its card has no figures."""
-    config = load_configs(str(source))[0]
-    states, reduced, kind = TargetStates.of(config), getattr(config, SIZE), kind_of(config)
-    depths = kind.depths(vars(config))
     own, named = loadable(out.name), loadable(target)
     card = render(
         "unmeasured_card.md.jinja",
         name=out.name,
         target=public_name(target),
         local=[path for path in (own, named) if path.startswith(ELSEWHERE)],
-        states=states,
-        kind=kind,
-        engines=engines,
-        depths=depths,
-        vocabulary=config.vocab_size,
-        reduced=None if reduced == config.vocab_size else reduced,
-        serving=serving_lines(own, named, kind, depths, is_asked=engines.is_asked),
-        served_lengths=served_lengths(kind, depths),
+        **_of_draft(load_configs(str(source))[0], engines, own, named),
     )
     with atomic_folder(out) as folder:
         engines.write(folder)
@@ -246,7 +266,7 @@ def release_head(
     used = head_run(measured)
     target, draft = used.target, about.base_model or str(used.draft)
     read = load_configs(str(used.draft))[0]
-    states = TargetStates.of(read) if reads_states(read) else None
+    states = reads_states(read)
     front = {
         "library": "draftsmith",
         "tags": ["acceptance-head", "arxiv:2405.19715"],
@@ -320,7 +340,8 @@ def _assembled(
 ) -> Iterator[Path]:
     """The folder under a temporary name, to be filled; then card, upload if asked, its name."""
     data, unnamed = metadata(about, name=name, target=target, **front)
-    results, generation = _shortened(measured), load_configs(target)[1].to_dict()
+    results = measured.model_copy(update={"runs": _shortened(measured.runs)})
+    generation = load_configs(target)[1].to_dict()
     text = render(
         template,
         name=name,
@@ -378,21 +399,20 @@ def _measured(results: Results, source: Path, role: Literal["draft", "head"]) ->
     return results.model_copy(update={"runs": runs})
 
 
-def _shortened(results: Results) -> Results:
-    """The same results without this machine's folders and the addresses of servers."""
-    runs = []
-    for run in results.runs:
+def _shortened(runs: Sequence[Run]) -> list[Run]:
+    """Runs without this machine's folders and the addresses of servers."""
+    shortened = []
+    for run in runs:
         method, name = run.method, run.method.served_model
         if method.url:
             server = {"url": "http://SERVER", "served_model": name and public_name(name)}
             method = method.model_copy(update=server)
         folders = {
-            "target": public_name(run.target),
-            "draft": run.draft and public_name(run.draft),
-            "head": run.head and public_name(run.head),
+            role: name and public_name(name)
+            for role, name in (("target", run.target), ("draft", run.draft), ("head", run.head))
         }
-        runs.append(run.model_copy(update={"method": method, **folders}))
-    return results.model_copy(update={"runs": runs})
+        shortened.append(run.model_copy(update={"method": method, **folders}))
+    return shortened
 
 
 @torch.inference_mode()

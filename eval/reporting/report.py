@@ -21,26 +21,57 @@ from eval.analysis.prediction import Predictions
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.metrics import by_position, divide, prompt_ids
 from eval.measuring.pooled import ALL_SETS, fastest, medians, pool
+from eval.measuring.records import Sample
 from eval.measuring.results import Results, Run
-from eval.measuring.samples import Samples
 from eval.reporting import verifiers
-from eval.reporting.recommendation import head_predictors
 from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table, public_name, render
 from eval.reporting.table import conditions, results_table, shown_methods
 from eval.reporting.verdict import best_of, verdict
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
-POOLING = "Every set counts alike: the rates of a text with equally many tokens of each."
 RATES_SHOWN = {
-    "speedup": 2,
-    "tokens_per_second": 1,
-    "block_efficiency": 2,
-    "acceptance_rate": 3,
-    "discard_rate": 3,
-    "verification_rate": 3,
+    "speedup": (
+        "speed-up",
+        "x",
+        2,
+        "Tokens per second over those of the target alone, same prompts, same run. Brackets, here"
+        " and elsewhere, hold the 95 % bootstrap interval over prompts.",
+    ),
+    "tokens_per_second": (
+        "tokens/s",
+        "",
+        1,
+        "Emitted tokens over the wall time of the whole call, prefill included.",
+    ),
+    "block_efficiency": (
+        "block efficiency",
+        "",
+        2,
+        "Emitted tokens per forward of the target, the bonus token included; the target alone has"
+        " 1.",
+    ),
+    "acceptance_rate": (
+        "acceptance",
+        "",
+        3,
+        "Accepted tokens over drafted depth: the share of drafted positions that ended in the"
+        " text; a tree counts its depth, not its nodes.",
+    ),
+    "discard_rate": (
+        "discard",
+        "",
+        3,
+        "Drafted tokens thrown away per emitted token (N discarded / N); lower is better.",
+    ),
+    "verification_rate": (
+        "verification",
+        "",
+        3,
+        "Forwards of the target per emitted token (N target / N); lower is better.",
+    ),
 }
-"""The rates in the columns, each with its decimals."""
+"""Rate -> its column's heading, unit and decimals, and how to read it."""
 MARKS = {
     "★": "fastest lossless method, green if it is faster than the target alone",
     "≈": "not told apart from it, by a paired 95 % interval",
@@ -52,31 +83,6 @@ MIN_ROUNDS = 10
 SHORT, FEW_ROWS = 4, 8
 """Columns of the table in a terminal, and most of its rows: a run's end has 25 lines."""
 
-# Heading of a column, and how to read it.
-COLUMNS = (
-    (
-        "speed-up",
-        "Tokens per second over those of the target alone, same prompts, same run. Brackets, here"
-        " and elsewhere, hold the 95 % bootstrap interval over prompts.",
-    ),
-    ("tokens/s", "Emitted tokens over the wall time of the whole call, prefill included."),
-    (
-        "block efficiency",
-        "Emitted tokens per forward of the target, the bonus token included; the target alone has"
-        " 1.",
-    ),
-    (
-        "acceptance",
-        "Accepted tokens over drafted depth: the share of drafted positions that ended in the"
-        " text; a tree counts its depth, not its nodes.",
-    ),
-    ("discard", "Drafted tokens thrown away per emitted token (N discarded / N); lower is better."),
-    (
-        "verification",
-        "Forwards of the target per emitted token (N target / N); lower is better.",
-    ),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -84,7 +90,7 @@ class Context:
 
     predictions: Predictions | None = None
     command: str = ""
-    samples: Samples | None = None
+    samples: Sequence[Sample] = ()
     unapplied: str = ""
     """What the target's generation configuration asks for and no method applies, in a sentence."""
 
@@ -103,19 +109,17 @@ def methods_table(
         mark = "★" if row is best else "≈" if any(row is tie for tie in ties) else ""
         mark *= speedup is None or speedup.exists
         name = f"{row.name} {mark if row.method.lossless else '†'}".strip()
-        cells = []
-        for rate_name, decimals in RATES_SHOWN.items():
-            if (rate := row.rate(rate_name)) is None:
-                cells.append(NOT_MEASURED)
-                continue
-            unit = "x" if rate_name == "speedup" else ""
-            cells.append(rate.within(decimals, unit))
+        rates = [(row.rate(rate), *how) for rate, how in RATES_SHOWN.items()]
+        cells = [
+            x.within(decimals, unit) if x else NOT_MEASURED for x, _, unit, decimals, _ in rates
+        ]
         rows.append((name, cells))
         if row is best and speedup and speedup.low > 1:
             wins.append(name)
     shown = " ".join(text for name, cells in rows for text in (name, *cells))
     note = "; ".join(f"{mark} {words}" for mark, words in MARKS.items() if mark in shown)
-    return Table(COLUMNS, rows, note=note, wins=wins)
+    columns = [(heading, meaning) for heading, _, _, meaning in RATES_SHOWN.values()]
+    return Table(columns, rows, note=note, wins=wins)
 
 
 def terminal(results: Results) -> Group:
@@ -160,13 +164,20 @@ def render_page(results: Results, context: Context) -> str:
         basis=f"{exactness(results)} {basis(results)}",
         rows=picture(results),
         sections=sections(results, context),
-        texts=_texts(context.samples, results) if context.samples else [],
+        texts=_texts(context.samples, results),
     )
 
 
 def sections(results: Results, context: Context) -> list[Section]:
     """The sections of the page, in its order."""
-    made = [verifiers.section(results), _all_sets(results), _each_set(results)]
+    several = len(results.datasets()) > 1
+    pooling = "Every set counts alike: the rates of a text with equally many tokens of each."
+    pooling = pooling if several else "Rates are ratios of sums over prompts."
+    made = [verifiers.section(results)]
+    made.append(Section(f"Every method, {ALL_SETS}", pooling, methods_table(results)))
+    if several:
+        each = results_table(results, list(dict.fromkeys(run.name for run in results.runs)))
+        made.append(Section("Each prompt set", "Speed-up over the target alone.", each))
     made += [head_predictors(context.predictions), acceptance_by_position(results)]
     made += [_scores(results), _where(results, context)]
     return [section for section in made if section]
@@ -218,7 +229,7 @@ def picture(
         value = row.rate(shown)
         if row.method.decoder == "plain" or value is None:
             continue
-        text = f"{value.value:.{RATES_SHOWN[shown]}f}{PICTURE[shown]}"
+        text = f"{value.value:.{RATES_SHOWN[shown][2]}f}{PICTURE[shown]}"
         look = "" if row.method.lossless else "biased"
         if row is best:
             look = "best" if shown == "speedup" and value.low > 1 else "first"
@@ -227,20 +238,53 @@ def picture(
     return bars
 
 
-def _all_sets(results: Results) -> Section:
-    several = len(results.datasets()) > 1
-    sentence = POOLING if several else "Rates are ratios of sums over prompts."
-    return Section(f"Every method, {ALL_SETS}", sentence, methods_table(results))
+JUDGES = ("as soon as the token is drawn", "one drafted token later")
+"""When a head judges a token, by its lag."""
+PREDICTORS = {
+    "constant": "the mean label",
+    "logit": "logistic of logit max q",
+    "cumulative": "q of the token itself",
+}
+QUALITY_COLUMNS = (
+    (
+        "AUROC",
+        "Chance that an accepted token was given a higher probability than a rejected one; 0.5 is"
+        " chance, brackets hold the 95 % bootstrap interval over prompts.",
+    ),
+    ("KL", "Mean binary KL of label and prediction in nats; lower is better, 0 is perfect."),
+    (
+        "ECE",
+        "Expected calibration error: how far predictions are from the labels of the tokens that"
+        " were given them, in 15 bins; lower is better.",
+    ),
+    ("predicted / accepted", "Mean prediction and mean label."),
+)
+"""Heading of a column of the table of predictors, and how to read it."""
 
 
-def _each_set(results: Results) -> Section | None:
-    """The speed-up of every method on each prompt set."""
-    if len(results.datasets()) < 2:
+def head_predictors(predictions: Predictions | None) -> Section | None:
+    """The table of what predicts acceptance, and how well."""
+    if predictions is None:
         return None
-    methods = list(dict.fromkeys(run.name for run in results.runs))
-    return Section(
-        "Each prompt set", "Speed-up over the target alone.", results_table(results, methods)
+    title = "How well acceptance is predicted"
+    if predictions.reason:
+        return Section(title, f"Not measured: {predictions.reason}.")
+    rows = []
+    for each in predictions.predictors:
+        judged = each.scores
+        figures = (judged.auroc, judged.kl, judged.ece)
+        cells = [NOT_MEASURED if x is None else x.within(3) for x in figures]
+        means = f"{judged.mean_predicted:.3f} / {judged.mean_accept:.3f}"
+        name = f"{each.predictor} ({PREDICTORS.get(each.predictor, JUDGES[each.lag])})"
+        rows.append((name, (*cells, means)))
+    counts, split = predictions.rollouts, str(predictions.judged_on)
+    same = ", the same: they look better than they are" if split == "dev" else ""
+    sentence = (
+        f"By the head and what needs none, on {counts[split]} {split} rollouts of every prompt"
+        " set, which neither draft nor head was trained on; rivals were fitted on"
+        f" {counts['dev']} dev rollouts{same}."
     )
+    return Section(title, sentence, Table(QUALITY_COLUMNS, rows, first="predicted by"))
 
 
 def acceptance_by_position(results: Results) -> Section | None:
@@ -256,15 +300,14 @@ def acceptance_by_position(results: Results) -> Section | None:
         method = run.method
         kind = (run.draft, method.decoder, method.verifier, str(method.verifier_args))
         longest[run.dataset, *((method.name,) if method.branches else kind)] = run
-    cells = {f"{run.dataset}, {run.name}": positions_of(run) for run in longest.values()}
-    if not any(cells.values()):
+    shares = {f"{run.dataset}, {run.name}": positions_of(run) for run in longest.values()}
+    if not (deepest := max(map(len, shares.values()), default=0)):
         return None
-    deepest = max(map(len, cells.values()))
     table = Table(
         [(f"{place}", "") for place in range(1, deepest + 1)],
         [
-            (name, [x.within(3) for x in shares] + [NOT_MEASURED] * (deepest - len(shares)))
-            for name, shares in cells.items()
+            (name, [x.within(3) for x in of_run] + [NOT_MEASURED] * (deepest - len(of_run)))
+            for name, of_run in shares.items()
         ],
         first="prompt set and method",
         note="Fixed lengths and trees, which draft every position in every round; the longest run"
@@ -290,15 +333,20 @@ def positions_of(run: Run) -> list[Interval]:
 
 def _scores(results: Results) -> Section | None:
     """Each score of each method on each prompt set that has it."""
-    names = list(dict.fromkeys(name for run in results.judged for name in run.scores))
-    rows = []
-    for run in results.judged:
-        cells = [NOT_MEASURED] * len(names)
-        for place, name in enumerate(names):
-            if name in run.scores:
-                cells[place] = Interval(run.scores[name], *run.intervals.get(name, ())).within(3)
-        if run.scores:
-            rows.append((f"{run.dataset}, {run.name}", cells))
+    scored = [run for run in results.judged if run.scores]
+    names = list(dict.fromkeys(name for run in scored for name in run.scores))
+    rows = [
+        (
+            f"{run.dataset}, {run.name}",
+            [
+                Interval(run.scores[name], *run.intervals.get(name, ())).within(3)
+                if name in run.scores
+                else NOT_MEASURED
+                for name in names
+            ],
+        )
+        for run in scored
+    ]
     sentence = "What the texts are worth; a lossless method has the target's scores but for luck."
     columns = [(name.replace("_", " "), SCORES[name]) for name in names]
     return Section("Scores of the texts", sentence, Table(columns, rows)) if rows else None
@@ -330,14 +378,14 @@ def _where(results: Results, context: Context) -> Section:
     return Section("What was measured, and where", sentence, table)
 
 
-def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]]:
+def _texts(samples: Sequence[Sample], results: Results) -> list[tuple[str, str, str, str]]:
     """Prompt set, prompt, method and text: what the best lossless method made of a first prompt."""
     texts = []
     for dataset in results.datasets():
         best = best_of(pool(results, [dataset]))
-        for sample in samples.of(dataset)[:1]:
-            if best and best.name in sample.methods:
-                texts.append((dataset, sample.prompt, best.name, sample.methods[best.name]))
+        first = next((sample for sample in samples if sample.dataset == dataset), None)
+        if best and first and best.name in first.methods:
+            texts.append((dataset, first.prompt, best.name, first.methods[best.name]))
     return texts
 
 

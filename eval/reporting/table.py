@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from eval.measuring.busy import busy
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import ALL_SETS, PooledRow, medians, merit
 from eval.measuring.results import Results
 from eval.reporting.rendering import NOT_MEASURED, Table, escape_markdown
+from eval.reporting.verdict import busy
 from specdata.config import nearest
 from specdata.errors import ConfigError
 
@@ -39,7 +39,7 @@ def results_table(
     for name in shown:
         found = [of_method.get(name) for of_method in of_set.values()]
         biased = any(row is not None and not row.method.lossless for row in found)
-        cells = [_speedup(row) for row in found]
+        cells = [speedup_cell(row) for row in found]
         for rate, decimals in counts.values():
             value = pooled[name].value(rate) if name in pooled else None
             cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
@@ -55,32 +55,12 @@ def readme_table(results: Results, methods: Sequence[str] = (), *, is_brief: boo
     return f"{table.markdown()}\n{escape_markdown(table.note)}\n"
 
 
-def _speedup(row: PooledRow | None) -> str:
+def speedup_cell(row: PooledRow | None) -> str:
+    """The speed-up with its interval, and the spread of several evaluations."""
     if row is None or (speed := row.rate("speedup")) is None:
         return NOT_MEASURED
     spread = f" ({row.spread[0]:.2f} to {row.spread[1]:.2f})" if row.spread else ""
     return speed.within(2, "x") + spread
-
-
-def beside_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()) -> str:
-    """Markdown with a column for each evaluation of the same prompts in other settings.
-
-    A cell has the speed-up over all prompt sets, then the tokens per target call. Without methods
-    it has all but plain decoding.
-    """
-    pooled = [{row.name: row for row in medians(each)} for each in evaluations.values()]
-    rows = []
-    for name in methods or dict.fromkeys(name for each in pooled for name in each if name != PLAIN):
-        found = [each.get(name) for each in pooled]
-        tokens = [f"; {row.value('block_efficiency'):.2f}" if row else "" for row in found]
-        rows.append((name, [_speedup(row) + more for row, more in zip(found, tokens, strict=True)]))
-    note = (
-        "Speed-up over the target alone, which decodes the same prompts in turns, over all prompt "
-        "sets; brackets hold 95 % bootstrap intervals over prompts; then tokens per target call. "
-        f"{conditions(*evaluations.values())}"
-    )
-    table = Table([(heading, "") for heading in evaluations], rows, note=note)
-    return f"{table.markdown()}\n{escape_markdown(note)}\n"
 
 
 COUNTS = {

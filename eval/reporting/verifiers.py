@@ -1,12 +1,11 @@
-"""The table of every verifier, and the section of a page that has it."""
+"""Every verifier compared: the best one in a sentence, the table, and the section of a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from eval.measuring.pooled import PooledRow, pool
+from eval.measuring.pooled import ALL_SETS, PooledRow, pool
 from eval.measuring.results import ENOUGH, Results, VerifierRow
-from eval.reporting.recommendation import of_all, verifier_sentence
 from eval.reporting.rendering import NOT_MEASURED, Bar, Section, Table
 
 COLUMNS = (
@@ -44,9 +43,49 @@ COLUMNS = (
     ("measured", "Speed-up and tokens a call of the method that decoded so, if there is one."),
 )
 
-
 FORMS = {"siblings": "siblings", "paths": "paths", "dynamic": "a dynamic tree", "tree": "a tree"}
 """Word in the name of a kind of draft -> what its bars stand under; all others are chains."""
+
+
+def of_all(rows: Sequence[VerifierRow]) -> list[VerifierRow]:
+    """Rows over all prompt sets together."""
+    names = {row.dataset for row in rows}
+    return [row for row in rows if row.dataset == ALL_SETS or len(names) == 1]
+
+
+def best_verifier(rows: Sequence[VerifierRow]) -> VerifierRow:
+    """The lossless row with the highest predicted speed, or tokens a call without times."""
+    lossless = [row for row in of_all(rows) if row.lossless]
+    enough = [row for row in lossless if row.positions >= ENOUGH]
+    return max(enough or lossless, key=lambda row: row.speedup or row.expected_tokens.value)
+
+
+def verifier_sentence(rows: Sequence[VerifierRow]) -> str:
+    """The winner, and what it gains over the first verifier of its kind, on the same drafts."""
+    lossless, winner = {row.verifier for row in rows if row.lossless}, best_verifier(rows)
+    sure = "is best" if winner.expected_tokens.exists else "has most, over too few prompts to tell"
+    sentence = (
+        f"Of {len(lossless)} lossless verifiers {winner.name} on {winner.draft_kind} {sure}:"
+        f" {winner.expected_tokens.within(2)} tokens a call"
+    )
+    if winner.gain is None:
+        return f"{sentence}; no other is faster on these drafts."
+    of_kind = [row for row in of_all(rows) if row.draft_kind == winner.draft_kind]
+    (first,) = [row for row in of_kind if row.gain is None]
+    unsure = "" if winner.gain.low > 0 else " (so few places do not tell them apart)"
+    return f"{sentence}; over {first.name} on the same drafts: {winner.gain}{unsure}."
+
+
+def verifier_pays(rows: Sequence[VerifierRow]) -> str:
+    """Whether the best row is faster than the target alone, by its times."""
+    row = best_verifier(rows)
+    speed, tokens = row.speedup or 0.0, row.expected_tokens
+    pays = "so few places cannot tell whether it pays"
+    if speed * tokens.low > tokens.value:
+        pays = "it pays"
+    elif speed * tokens.high < tokens.value:
+        pays = "it does not pay: drafting costs more than it saves"
+    return f"Expected is {speed:.2f}x over the target alone here: {pays}."
 
 
 def section(results: Results) -> Section | None:
@@ -72,9 +111,14 @@ def verifiers_table(rows: Sequence[VerifierRow], results: Results | None = None)
 def bars(rows: Sequence[VerifierRow]) -> list[Bar]:
     """The best row of each verifier on each form of draft, the ceiling as a mark."""
     shown: dict[tuple[str, str], VerifierRow] = {}
+
+    def trusted(row: VerifierRow) -> tuple[bool, float]:
+        """The key of the better of two rows: enough places first, then tokens a call."""
+        return row.positions >= ENOUGH, row.expected_tokens.value
+
     for row in of_all(rows):
-        group = next((name for word, name in FORMS.items() if word in row.draft_kind), "one chain")
-        shown[group, row.verifier] = max(shown.get((group, row.verifier), row), row, key=_trusted)
+        form = next((name for word, name in FORMS.items() if word in row.draft_kind), "one chain")
+        shown[form, row.verifier] = max(shown.get((form, row.verifier), row), row, key=trusted)
     most = max((r.expected_tokens.value for r in shown.values() if r.lossless), default=0.0)
     return [
         Bar(
@@ -83,15 +127,15 @@ def bars(rows: Sequence[VerifierRow]) -> list[Bar]:
             f"{row.expected_tokens.value:.2f}" + ("" if row.lossless else " biased"),
             row.ceiling,
             "biased" if not row.lossless else "first" * (row.expected_tokens.value == most),
-            group,
+            form,
         )
-        for (group, _), row in sorted(shown.items(), key=lambda each: each[0][0] != "one chain")
+        for (form, _), row in sorted(shown.items(), key=lambda each: each[0][0] != "one chain")
     ]
 
 
 def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
     """The figures of a row in the order of `COLUMNS`, with methods over all prompt sets."""
-    gain = NOT_MEASURED
+    gain, share = NOT_MEASURED, row.share_interval
     if row.gain is not None:
         ends = row.gain.value, row.gain.low, row.gain.high
         value, low, high = (f"{100 * x:+.1f}" for x in ends)
@@ -103,18 +147,11 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
         gain,
         f"{row.positions:,}" + " !" * (row.positions < ENOUGH),
         NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",
-        NOT_MEASURED
-        if row.share_interval is None or row.positions < ENOUGH or not row.share_interval.exists
-        else str(row.share_interval),
-        NOT_MEASURED if row.microseconds is None else f"{row.microseconds:,.0f} µs",
+        str(share) if share and share.exists and row.positions >= ENOUGH else NOT_MEASURED,
+        f"{row.microseconds:,.0f} µs",
         NOT_MEASURED if row.speedup is None else f"{row.speedup:.2f}x",
         (f"{speed:.2f}x, " if speed else "") + (f"{tokens:.2f}" if tokens else NOT_MEASURED),
     ]
-
-
-def _trusted(row: VerifierRow) -> tuple[bool, float]:
-    """The key of the better of two rows: enough places first, then tokens a call."""
-    return row.positions >= ENOUGH, row.expected_tokens.value
 
 
 def _name(row: VerifierRow) -> str:

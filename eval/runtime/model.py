@@ -25,8 +25,7 @@ from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, pack, places
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.recurrent import keeping_states
-from eval.runtime.traits import Traits
-from eval.runtime.transformers_models import attending_packed
+from eval.runtime.transformers_models import Traits, attending_packed
 from specdata.draft_models.draft_vocabulary import narrow_logits
 from specdata.draft_models.states_draft import token_embedding
 from specdata.draft_models.taps import capturing_taps

@@ -214,7 +214,8 @@ class CachedSequence:
         self.length += forward.committed
         self.drafted += forward.drafted
         self.ancestors = layout.ancestors
-        return to_vocabulary(logits, self.model.traits.own_tokens)
+        ids = self.model.traits.ids
+        return to_vocabulary(logits, self.model.vocabulary if ids is None else len(ids))
 
     def _lasting_after(self, forward: Forward) -> int:
         """The first tokens that need not be read again, once a forward has run."""

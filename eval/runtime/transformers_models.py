@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -32,7 +33,11 @@ from transformers.cache_utils import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from eval.runtime.kv_cache import DummyLayer, LayerKind
+from eval.runtime.recurrent import Mixer, mixers_of
 from specdata.cache import cache_argument
+from specdata.draft_models.depths import depths_of
+from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
+from specdata.draft_models.states_draft import is_in_blocks, states_input
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import length_dependent_rope, positions
 
@@ -57,6 +62,86 @@ WeightVersions = list[tuple[int, int]]
 def weight_versions(model: PreTrainedModel) -> WeightVersions:
     """What tells that a model's weights have changed: every in-place operation counts."""
     return [(weight.data_ptr(), weight._version) for weight in model.parameters()]
+
+
+@dataclass(frozen=True, eq=False)
+class Traits:
+    """What decoding must know of a model, read from it once."""
+
+    device: torch.device
+    dtype: torch.dtype
+    vocabulary: int  # V of the distributions: the target's
+    ids: Tensor | None  # (N,) the tokens that it has logits of; None if these are all V
+    has_fewer_ids: bool  # tokens of the target are unknown to it
+    reads_states: bool  # it reads its target's hidden states
+    in_blocks: bool  # it drafts in blocks; a block attends to everything
+    depths: int  # D, the tokens that it proposes after one forward
+    layers: list[LayerKind]
+    mixers: list[Mixer]  # its modules with recurrent states
+    takes_masks: bool  # its attention takes a given mask
+    takes_positions: bool
+    has_rules: bool  # some of its layers make masks of their own, of what they are given
+    # Only SDPA needs no mask for a single token: of one that the model makes, a graph would keep
+    # the length.
+    uses_sdpa: bool
+    packs: bool  # tokens of several sequences may stand in one row
+    # A long text may be read in pieces: not blocks, which have no mask, nor what reads each token
+    # by itself from a state on.
+    in_pieces: bool
+    cache_argument: str
+    positions: int  # the most tokens of a text that it has positions for
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether drafted tokens are not read: what they add is known beforehand."""
+        return self.depths > 1 or self.in_blocks
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, vocabulary: int, deepest: int) -> Traits:
+        """Of a model that drafts paths of at most `deepest` tokens; 1: a target, or no masks.
+
+        Raises:
+            CacheNotRewindableError: if tokens cannot be dropped from the model's cache.
+            ConfigError: if its forward takes no positions, or it has masks and recurrent layers.
+        """
+        check_forward(model)
+        config, layers = model.config, cached_layers(model.config)
+        mixers = mixers_of(model) if any(layer.states for layer in layers) else []
+        in_blocks = is_in_blocks(model)
+        depths = min(depths_of(model), deepest) if deepest > 1 else 1
+        if mixers and depths > 1:
+            raise ConfigError(
+                f"a draft with recurrent layers ({config.model_type}) cannot read masks: "
+                "remove depths from its config.json"
+            )
+        ids = draft_vocabulary_ids(model)
+        ids = None if ids is None else ids[ids < vocabulary]
+        if ids is not None and torch.equal(ids, torch.arange(vocabulary, device=ids.device)):
+            ids = None
+        uses_sdpa = config._attn_implementation == "sdpa"
+        # What reads all tokens of a row as those of one text decodes one at a time.
+        alone = depths > 1 or in_blocks or any(layer.states or layer.indexed for layer in layers)
+        alone = alone or hasattr(config, "keep_window_size")  # Doge's masks are of its rows
+        return cls(
+            device=model.device,
+            dtype=model.dtype,
+            vocabulary=vocabulary,
+            ids=ids,
+            has_fewer_ids=config.get_text_config().vocab_size < vocabulary,
+            reads_states=states_input(model) is not None,
+            in_blocks=in_blocks,
+            depths=depths,
+            layers=layers,
+            mixers=mixers,
+            takes_masks=takes_masks(model),
+            takes_positions=takes_positions(model),
+            has_rules=takes_masks(model) and has_rules(model),
+            uses_sdpa=uses_sdpa,
+            packs=model._supports_attention_backend and uses_sdpa and not alone,
+            in_pieces=not (in_blocks or any(mixer.stepwise for mixer in mixers)),
+            cache_argument=cache_argument(model),
+            positions=positions(config),
+        )
 
 
 def check_forward(model: PreTrainedModel) -> None:
@@ -202,21 +287,6 @@ def attention_name(model: PreTrainedModel) -> str:
     """The name by which transformers knows the model's attention."""
     name: str = model.config.get_text_config()._attn_implementation
     return name
-
-
-def uses_sdpa(model: PreTrainedModel) -> bool:
-    """True if the model attends by torch's scaled_dot_product_attention."""
-    return bool(model.config._attn_implementation == "sdpa")
-
-
-def can_pack(model: PreTrainedModel) -> bool:
-    """True if the model calls its attention through transformers' interface, and it is SDPA.
-
-    What else reads all tokens of a row as those of one text decodes one at a time.
-    """
-    alone = any(layer.states or layer.indexed for layer in cached_layers(model.config))
-    alone = alone or hasattr(model.config, "keep_window_size")  # Doge's masks are of its rows
-    return bool(model._supports_attention_backend) and uses_sdpa(model) and not alone
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def _all_inside(draft: Array, k: int) -> Array:
     complement is int (1 - Q) exp(-(1 - Q) t) Pr(fewer than K of H by t) dt, and the counts of a
     prefix follow from those of the last one.
     """
-    draft = _compressed(draft)
+    draft = np.maximum(draft, 1e-250)  # smaller rates leave the range of a float64
     outside = np.append(np.cumsum(draft[::-1])[::-1][1:], 0.0)
     slowest = max(outside[:-1].min(initial=1.0), 1e-290)  # keeps 40/slowest finite
     times = np.exp(np.arange(-40.0, np.log(40.0 / slowest) + LOG_STEP, LOG_STEP))
@@ -79,21 +79,6 @@ def _all_inside(draft: Array, k: int) -> Array:
     inside = 1.0 - missed
     inside[-1] = 1.0  # nothing lies outside
     return inside
-
-
-def _compressed(draft: Array) -> Array:
-    """Rates with the same order of arrival but for 1e-40, whose range a float64 can hold.
-
-    Where a token is over 1e40 times as fast as the next slower one, a smaller gap does as well.
-    """
-    if draft.min() > 1e-250:
-        return draft
-    order = np.argsort(-draft, kind="stable")
-    logs = np.log(draft[order])
-    gaps = np.maximum(np.diff(logs), np.log(1e-40))
-    rates = np.empty_like(draft)
-    rates[order] = np.exp(logs[0] + np.concatenate([[0.0], np.cumsum(gaps)]))
-    return rates
 
 
 def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> float:

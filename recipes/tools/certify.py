@@ -35,7 +35,7 @@ from pydantic import ValidationError
 
 from eval.decode_config import DecodeConfig
 from eval.runtime.engines import ENGINES
-from recipes.config import CERTIFICATE, RESULTS, build, load_yaml
+from recipes.config import CERTIFICATE, RESULTS, build, load_yaml, named
 from recipes.run import portable, prepare_libraries, say, stage_record
 from specdata.config import PromptSet, ServerConfig
 from specdata.errors import ConfigError
@@ -184,29 +184,42 @@ def _certify_callable(given: argparse.Namespace) -> int:
             "--callable must be MODULE:FUNCTION that Python can import here: "
             f"{type(error).__name__}: {error}"
         ) from error
-    from eval.analysis.callables import Asked, certify_callable
+    from eval.analysis.callables import CheckSettings, certify_callable
 
-    asked = Asked(texts=given.texts, seconds=given.seconds)
+    settings = CheckSettings(texts=given.texts, seconds=given.seconds)
     if given.target:
-        pair, prompts = _load(given)
+        given.draft = given.draft or given.target  # loaded once more
+        target, draft, prompts = _load(given)
         ids = [each.ids for each in prompts]
-        asked = replace(asked, pair=pair, prompts=ids, new=given.max_new_tokens)
-    findings = certify_callable(function, given.callable, asked, lambda each: say(str(each)))
+        settings = replace(settings, pair=(target, draft), prompts=ids, new=given.max_new_tokens)
+    findings = certify_callable(function, given.callable, settings, lambda each: say(str(each)))
     return int(any(each.holds is False for each in findings))
 
 
-def _load(given: argparse.Namespace) -> tuple[tuple[Any, Any], list[Prompt]]:
-    """The named target and draft (the target itself if none is named), and prompts."""
+def _load(given: argparse.Namespace, room: int | None = None) -> tuple[Any, Any, list[Prompt]]:
+    """The named target, the draft (None if none is named), and prompts.
+
+    `room` is the context of a server in tokens, if it is known.
+    """
+    from specdata.draft_models.states_draft import states_input
+    from specdata.draft_models.taps import attach
     from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
 
-    draft, tokenizer = given.draft or given.target, load_tokenizer(given.target)
-    check_shared_vocabulary(tokenizer, load_tokenizer(draft))
-    sets = [PromptSet(given.prompts, count=given.count)]
+    tokenizer = load_tokenizer(given.target)
     limits = prompt_limits(given.target, given.max_new_tokens)
-    prompts = load_prompts(sets, tokenizer, seed=0, **limits).prompts
-    target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, draft))
-    return (target, draft), list(prompts)
+    if room is not None:
+        limits["max_tokens"] = min(limits["max_tokens"], room - given.max_new_tokens)
+    if given.draft:
+        check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
+    with named("--prompts"):
+        sets = [PromptSet(given.prompts, count=given.count)]
+        prompts = list(load_prompts(sets, tokenizer, seed=0, **limits).prompts)
+    target = load_model(given.target, dtype=given.dtype)
+    draft = load_model(given.draft, dtype=given.dtype) if given.draft else None
+    if draft is not None and states_input(draft) is not None:
+        attach(draft, target)
+    return target, draft, prompts
 
 
 def _compare_greedy(given: argparse.Namespace) -> int:
@@ -220,7 +233,7 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     from recipes.models import load_head
     from specdata.draft_models.depths import most_tokens
 
-    (target, draft), prompts = _load(given)
+    target, draft, prompts = _load(given)
     head, bugs = load_head(given.head) if given.head else None, 0
     if not given.method:
         try:
@@ -244,12 +257,11 @@ def _compare_greedy(given: argparse.Namespace) -> int:
 
         ids = [torch.tensor(prompt.ids) for prompt in prompts]
         found = judge_greedy(target, ids, decode, given.max_new_tokens)
-        texts, ties, wrong = found["texts"], found["ties"], found["bugs"]
-        counts = f"{texts - ties - wrong} of {texts} texts identical, {ties} tied, {wrong} wrong"
-        say(f"{text}: {counts}", style="red" if wrong else "")
-        for difference in found["differences"]:
+        counts = f"{found.same} of {found.texts} texts identical, {found.ties} tied"
+        say(f"{text}: {counts}, {found.bugs} wrong", style="red" if found.bugs else "")
+        for difference in found.differences:
             say(f"  {difference}")
-        bugs += wrong
+        bugs += found.bugs
     return int(bugs > 0)
 
 
@@ -266,30 +278,14 @@ def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
 
     from eval.analysis.certificate import certify_server
     from eval.measuring.served import ServedEngine
-    from specdata.draft_models.states_draft import states_input
-    from specdata.draft_models.taps import attach
-    from specdata.models import end_ids, load_model, load_tokenizer, prompt_limits
-    from specdata.prompts.loading import load_prompts
+    from specdata.models import end_ids
     from specdata.rollouts.vllm import VllmBackend
     from specdata.server.client import ServerClient
 
     prepare_libraries()
-    limits = prompt_limits(given.target, given.max_new_tokens)
     client, name = ServerClient(server, "--server"), given.model or given.target
     closing.callback(client.close)
-    room = client.check(name)
-    if room is not None:
-        limits["max_tokens"] = min(limits["max_tokens"], room - given.max_new_tokens)
-    prompts = load_prompts(
-        [PromptSet(given.prompts, count=given.count)],
-        load_tokenizer(given.target),
-        seed=0,
-        **limits,
-    ).prompts
-    target = load_model(given.target, dtype=given.dtype)
-    draft = load_model(given.draft, dtype=given.dtype) if given.draft else None
-    if draft is not None and states_input(draft) is not None:
-        attach(draft, target)
+    target, draft, prompts = _load(given, client.check(name))
     parts = given.out / ".answers"
     parts.mkdir(parents=True, exist_ok=True)
     identity: dict[str, Any] = {

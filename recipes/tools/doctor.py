@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from recipes.config import named
 from recipes.run import say
+from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
@@ -38,6 +40,11 @@ def main(given: argparse.Namespace) -> int:
         )
     sampling = SamplingConfig(given.temperature)
     from distill.doctor import examine  # here: it needs torch
+    from specdata.prompts.loading import check_sets
+
+    if given.prompts:
+        with named("--prompts"):
+            check_sets([PromptSet(given.prompts, count=1)], 0)
 
     problems = 0
     for each in examine(

@@ -46,12 +46,12 @@ def main(given: argparse.Namespace) -> int:
     if not kind.reads_states:
         if is_for_engines(settings):
             raise ConfigError(f"{given.folder} is in a layout of engines: they load it as it is")
-        released = run / "release" / "draft"
-        where = f"is {released}" if released.is_dir() else "draftsmith publish writes"
-        raise ConfigError(
-            f"{given.folder} is a plain draft and needs no other layout: vLLM loads its release, "
-            f"which {where}"
-        )
+        where = "engines load it as it is"
+        if given.folder.absolute() == run / "draft" / "model":  # and not the target, say
+            released = run / "release" / "draft"
+            where = f"is {released}" if released.is_dir() else "draftsmith publish writes"
+            where = f"vLLM loads its release, which {where}"
+        raise ConfigError(f"{given.folder} is a plain model and needs no other layout: {where}")
     record = of_layout(given.folder, given.target)[1]
     layout: str = given.layout or next(iter(kind.layouts))
     if layout not in kind.layouts or (given.head and not kind.asks_head):

@@ -150,8 +150,8 @@ def main(given: argparse.Namespace) -> int:
 
     written: list[Path] = []
     try:
-        if given.prompts.exists() and not given.prompts.is_file():  # a pipe would be waited for
-            raise ConfigError(f"--prompts must be a regular file; got {given.prompts}")
+        if not given.prompts.is_file():  # a pipe would be waited for
+            raise ConfigError(f"--prompts must be a file that is there; got {given.prompts}")
         if not given.out.name:
             raise ConfigError(f"--out must be a file; got {given.out}")
         whole = given.prompts.read_bytes().removeprefix(codecs.BOM_UTF8)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from eval.runtime.engines import ENGINES
+from recipes.config import named
 from recipes.run import say
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
@@ -53,8 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     rows = _measured(given)
-    from eval.reporting.recommendation import verifier_pays, verifier_sentence
-    from eval.reporting.verifiers import bars, verifiers_table
+    from eval.reporting.verifiers import bars, verifier_pays, verifier_sentence, verifiers_table
 
     answer = f"{verifier_sentence(rows)} {verifier_pays(rows)}"
     table = verifiers_table(rows).markdown()
@@ -98,7 +98,8 @@ def _measured(given: argparse.Namespace) -> list[VerifierRow]:
     limits = prompt_limits(given.target, given.max_new_tokens)
     # Of a file all are read first: it may hold fewer.
     sets = [PromptSet(given.prompts, count=given.count if given.prompts in EMBEDDED else 0)]
-    loaded = load_prompts(sets, tokenizer, seed=given.seed, **limits)
+    with named("--prompts"):
+        loaded = load_prompts(sets, tokenizer, seed=given.seed, **limits)
     for line in dropped(loaded.report):
         log.print(line, markup=False)
     ids = [torch.tensor(prompt.ids) for prompt in loaded.prompts[: given.count]]

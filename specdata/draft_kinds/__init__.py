@@ -29,7 +29,7 @@ def kind_of(config: Any) -> DraftKind:
 
 
 def settings_in(config: Any) -> Settings:
-    """What a configuration holds, as config.json does."""
+    """The settings of a configuration, as config.json has them."""
     return config if isinstance(config, Mapping) else vars(config)
 
 

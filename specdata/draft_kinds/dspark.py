@@ -21,13 +21,7 @@ from specdata.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a draft drafts.
-
-    Attributes:
-        size: tokens after one forward.
-        mask: the target's token that stands for those not known yet.
-        rank: of the bias by the token before.
-    """
+    """The form of a draft: tokens of a block, the target's token for the mask, the bias's rank."""
 
     size: Annotated[int, Field(ge=2)]
     mask: NonNegativeInt

@@ -9,7 +9,7 @@ from specdata.draft_kinds.kind import DraftKind, Served, checked_taps, has_form,
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Where a draft normalises, in the words of speculators' config.json.
+    """The places where a draft normalises, in the words of speculators' config.json.
 
     Attributes:
         norm_before_residual: the residual stream begins with the normalised state.

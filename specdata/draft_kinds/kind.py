@@ -20,8 +20,8 @@ class Served:
     """What engines are told of a kind of draft.
 
     Attributes:
-        method: its name in vLLM's `--speculative-config`, and in other engines', but for a plain
-            draft's.
+        method: its name in vLLM's `--speculative-config`, and, but for a plain draft, in other
+            engines'.
         tags: of its card: engines that load it as it is released, and its paper.
         options: of vLLM's `--speculative-config`, beside the usual ones.
         whole: engines that take all its tokens after one forward, however many that are.
@@ -40,16 +40,13 @@ class DraftKind:
     """What a kind of draft is.
 
     Attributes:
-        name: its own; of a draft on its target's states, as `draft.init.layout` has it.
+        name: of a draft on its target's states, as `draft.init.layout` has it.
         is_of: whether a config.json is of this kind, or of one that this kind is made of.
-        served: what engines are told of it.
         depths: of a config.json, how many tokens it proposes after one forward.
-        reads_states: whether it reads its target's states.
         in_blocks: whether it drafts a block, and no token beyond that.
-        form_key: of `target_states`, where what this kind adds to it stands.
-        form: what stands there.
-        taps_of: the states that it reads of a target of so many layers, those that were asked for
-            or its own. Raises ConfigError.
+        form_key, form: in `target_states`, where what this kind adds to it stands, and its class.
+        taps_of: the taps of a target of so many layers, those asked for or its own. Raises
+            ConfigError.
         check_layers: refuses `draft.init.layers` that it cannot have. Raises ValueError.
         layouts: in which engines load it -> whose each is, as a card says it; its own comes first.
         architecture: a part of the name of its class there, by which config.json tells it.
@@ -74,7 +71,7 @@ class DraftKind:
 
     @property
     def asks_head(self) -> bool:
-        """Whether engines ask an acceptance head of it."""
+        """True if engines ask an acceptance head of it."""
         return bool(self.layouts and self.head)
 
     def longest(self, settings: Settings) -> int:
@@ -83,7 +80,7 @@ class DraftKind:
 
 
 def has_form(key: str) -> Callable[[Settings], bool]:
-    """Whether a config.json says something of the target's states under such a key."""
+    """A test whether a config.json says something of the target's states under such a key."""
 
     def is_of(settings: Settings) -> bool:
         states = settings.get(KEY)

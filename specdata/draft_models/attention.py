@@ -25,10 +25,9 @@ LONG, ROWS = 1024, 128
 
 
 class Seen(NamedTuple):
-    """What N tokens along texts attend to: T contexts, and keys behind them.
+    """The keys that N tokens of B texts attend to: T contexts, and others behind them.
 
     Args:
-        contexts: T.
         last: (B, N) the last context that each attends to; -1: none.
         own: (B, N, m) places behind the contexts; -1: none.
         reads_first: whether the first context is seen by others than itself.
@@ -46,14 +45,10 @@ _SEEN: ContextVar[Seen] = ContextVar("what tokens along texts attend to")
 def attention_along(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Seen, **options: Any
 ) -> Tensor:
-    """Attention along texts: (B, heads, N, size) of N queries.
+    """Attention of N queries to what they see, (B, heads, N, size).
 
-    Args:
-        queries: (B, heads, N, size).
-        keys: (B, groups, T + others, size).
-        values: as keys.
-        seen: what the queries attend to.
-        options: of `scaled_dot_product_attention`.
+    `queries` are (B, heads, N, size), `keys` and `values` (B, groups, T + others, size); `options`
+    are those of `scaled_dot_product_attention`.
     """
     last, order = seen.last.sort(dim=1, stable=True)
     own = seen.own.gather(1, order[..., None].expand_as(seen.own))
@@ -75,20 +70,20 @@ def attention_along(
 def _attention(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Seen, end: int, options: dict[str, Any]
 ) -> Tensor:
-    """The same of a few queries, none of which attends to contexts from `end` on."""
+    """Attention of a few queries, none of which attends to contexts from `end` on."""
     rows, heads, count, _ = queries.shape
     own, itself = seen.own, torch.eye(count, dtype=torch.bool, device=seen.own.device)
     near = (itself[..., None] & (own >= 0)[:, None]).flatten(2)
     mask = _additive(torch.cat([_sees(seen, end), near], dim=-1), queries.dtype)
     places = (seen.contexts + own.clamp(min=0)).flatten(1)[:, None, :, None]
 
-    def those(each: Tensor) -> Tensor:
+    def gathered(each: Tensor) -> Tensor:
         near = each.gather(2, places.expand(rows, each.shape[1], -1, each.shape[-1]))
         known = torch.cat([each[:, :, :end], near], dim=2)
         return known.repeat_interleave(heads // each.shape[1], dim=1)
 
     return nn.functional.scaled_dot_product_attention(
-        queries, those(keys), those(values), mask, **options
+        queries, gathered(keys), gathered(values), mask, **options
     )
 
 
@@ -96,10 +91,10 @@ def _attention(
 def attending_along(
     model: PreTrainedModel, seen: Seen, others: int, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Inside, a model's forward with the mask that is given attends to what is seen.
+    """Let a model's forward with the mask that is given attend to what is seen, inside the block.
 
-    Of contexts and so many other keys. The mask is one of all tokens, (B, 1, N, T + others), where
-    texts are short, or the model does not attend by SDPA through transformers' interface.
+    The mask is one of all tokens, (B, 1, N, T + others), where texts are short, or the model does
+    not attend by SDPA through transformers' interface.
     """
     config = model.config.get_text_config()
     if not (
@@ -150,7 +145,7 @@ def _attend(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: (B, heads, N, size) -> (B, N, heads, size)."""
+    """The interface of transformers: (B, heads, N, size) -> (B, N, heads, size)."""
     seen = _SEEN.get()
     attended = attention_along(query, key, value, seen, scale=scaling, dropout_p=dropout)
     return attended.transpose(1, 2), None

@@ -29,8 +29,6 @@ def add_masks(model: Any, depths: int, used: Iterable[int]) -> None:
     Its mask is the last token that no text holds (`used` are those that may), and begins as the
     mean of those that some do.
     """
-    if kind_of(model.config).reads_states:
-        raise ConfigError("draft.depths is for drafts that read tokens alone: leave it out")
     setattr(model.config, DEPTHS, depths)
     if getattr(model.config, MASK, None) is not None:  # it has learnt one
         return

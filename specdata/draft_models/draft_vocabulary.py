@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from specdata.errors import ConfigError
+from specdata.least_squares import ridge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 SIZE = "draft_vocab_size"
 """The key of config.json by which a reduced draft is known."""
-RIDGE = 1e-3
-"""Added by `substitute_row` to the diagonal, as a share of its mean."""
 
 
 class ReducedOutput(nn.Module):
@@ -179,12 +178,7 @@ def substitute_row(states: Tensor, logits: Tensor) -> Tensor:
     states that the output embedding read, and (n, V) logits that it gave.
     """
     smallest = logits.masked_fill(logits.isneginf(), float("inf")).amin(dim=-1)
-    states, smallest = states.double(), smallest.double()
-    gram = states.T @ states
-    # States of a small sample may not span the space; this keeps the row short where they do not.
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    row: Tensor = torch.linalg.solve(gram, states.T @ smallest)
-    return row
+    return ridge([(states, smallest[:, None])])[:, 0]
 
 
 @torch.no_grad()
@@ -194,8 +188,7 @@ def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
     `others` is (H,) the row of every token outside its vocabulary (`substitute_row`).
     """
     reduced = model.get_output_embeddings()
-    if not isinstance(reduced, ReducedOutput):
-        raise ConfigError("the draft's vocabulary is not reduced, so there is nothing to restore")
+    assert isinstance(reduced, ReducedOutput)
     weight = others.to(reduced.weight).repeat(reduced.vocabulary, 1)
     whole = nn.Linear(weight.shape[1], len(weight), bias=reduced.bias is not None, device="meta")
     whole.weight = nn.Parameter(weight.index_copy_(0, reduced.vocabulary_ids, reduced.weight))

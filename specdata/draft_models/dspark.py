@@ -99,11 +99,10 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         seen: Seen | None = None,
         **named: Any,
     ) -> Tensor:
-        """(B, n, 2 H + r) -> the same shape.
+        """(B, n, 2 H + r) -> the same shape; the first `contexts` are the context.
 
-        So many of the first are contexts. Nobody reads so many slots behind them in the end, so
-        the last layer makes no more of these than keys and values. Without
-        `seen`, what slots attend to, there is one block.
+        Nobody reads the `unread` slots behind them in the end, so the last layer makes only keys
+        and values of these. Without `seen`, what slots attend to, there is one block.
         """
         first = contexts + unread * self.is_last
         context, x, markov = split(hidden_states, self.hidden_size)
@@ -123,7 +122,7 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         position_embeddings: tuple[Tensor, Tensor],
         **named: Any,
     ) -> Tensor:
-        """What slots attend to, as `self_attn` gives it, without queries of others."""
+        """The attention of slots, as `self_attn` gives it, without queries of others."""
         attention = self.self_attn
         heads = (-1, attention.head_dim)
         queries = attention.q_proj(read[:, first:]).unflatten(-1, heads)
@@ -141,8 +140,8 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
                 queries, keys, values, enable_gqa=True
             )
         else:
-            asked = slice(first - contexts, None)
-            part = Seen(contexts, seen.last[:, asked], seen.own[:, asked])
+            queried = slice(first - contexts, None)
+            part = Seen(contexts, seen.last[:, queried], seen.own[:, queried])
             attended = attention_along(queries, keys, values, part)
         projected: Tensor = attention.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
@@ -156,7 +155,7 @@ class BlockNorm(nn.Module):
         self.norm, self.width = norm, width
 
     def forward(self, states: Tensor) -> Tensor:
-        """Of the block alone."""
+        """Normalise the block alone."""
         _, x, markov = split(states, self.width)
         return torch.cat([self.norm(x), markov], dim=-1)
 
@@ -230,7 +229,7 @@ def read_blocks(
     *,
     whole: int | None = None,
 ) -> Any:
-    """What a draft's layers say in blocks along texts: `last_hidden_state` (B, A, size, H + r).
+    """The states of a draft's blocks along texts: `last_hidden_state` (B, A, size, H + r).
 
     Args:
         body: the draft's layers.
@@ -238,8 +237,8 @@ def read_blocks(
         taps: (B, T, F) the target's states along them.
         anchors: (B, A) positions at which blocks begin; those of padding have no meaning.
         size: slots of a block.
-        whole: of so many blocks, the first, all slots are read, of the others the first slot; the
-            rest is 0 (default: all blocks).
+        whole: blocks, from the first, of which all slots are read; of the others the first slot is,
+            and the rest is 0 (default: all blocks).
     """
     reads = cast(BlockInput, body.embed_tokens)
     (rows, length), device = ids.shape, ids.device

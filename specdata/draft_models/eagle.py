@@ -79,7 +79,7 @@ class Eagle3Input(StatesInput):
         self.fc_norm = nn.ModuleList(each) if norms.fc_norm else None
 
     def after_target(self, ids: Tensor, states: Tensor) -> Tensor:
-        """As of every draft on states, with the target's as they are."""
+        """(..., 2 H) inputs of tokens behind the target's states (..., F), which are not scaled."""
         states = states.to(self.weight.dtype)
         if self.input_norm is not None:
             states = self.input_norm(states)
@@ -90,7 +90,7 @@ class Eagle3Input(StatesInput):
         return self.after_own(ids, self.states(states))
 
     def after_own(self, ids: Tensor, states: Tensor) -> Tensor:
-        """As of every draft on states."""
+        """(..., 2 H) inputs of tokens behind the draft's states (..., H)."""
         return torch.cat([self.tokens(ids), states], dim=-1)
 
 

@@ -38,7 +38,7 @@ knows none of this name and repeats it."""
 
 
 class TargetStates(Config):
-    """What config.json says of the target whose states a draft reads (`taps.record_of`).
+    """The record in config.json of the target whose states a draft reads (`taps.record_of`).
 
     `model_type` is that of the layers, where the file's own is `MODEL_TYPE`; `output_bias` is true
     where their architecture has no bias of the logits, and this draft has.
@@ -54,12 +54,12 @@ class TargetStates(Config):
 
     @property
     def form(self) -> Any:
-        """What the draft's kind adds (`DraftKind.form`); None if it adds nothing."""
+        """The part that the draft's kind adds (`DraftKind.form`); None if it adds nothing."""
         return self._form
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """Of a draft's configuration, or of what its config.json holds. Raises ConfigError."""
+        """Read a draft's configuration, or what its config.json holds. Raises ConfigError."""
         kind, values = kind_of(config), settings_in(config)[KEY]
         where = f"{KEY} in a draft's config.json"
         if isinstance(values, dict):
@@ -81,11 +81,7 @@ def _with_form(record: Any, key: str, form: Any) -> Any:
 
 
 class StatesInput(nn.Module):
-    """The input embedding of a draft that reads its target's states.
-
-    Args:
-        tokens: (V, E) the target's input embedding.
-        width: H of the draft.
+    """The input embedding of a draft that reads its target's states: (V, E) tokens, H = `width`.
 
     Attributes:
         reads_first: whether the first token of a text, which nothing precedes, is read by others.
@@ -127,7 +123,7 @@ class StatesInput(nn.Module):
         return unit(states, self.taps)
 
     def after_own(self, ids: Tensor, states: Tensor) -> Tensor:
-        """The same of tokens whose predecessors the draft alone has read: its states (..., H)."""
+        """(..., H) inputs of tokens behind those that the draft alone has read: its (..., H)."""
         x: Tensor = self.own_token(self.tokens(ids)) + self.own_state(states)
         return x
 
@@ -190,9 +186,9 @@ def reads_states(config: PreTrainedConfig) -> bool:
 
 
 def states_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class of models to load such drafts with, as `save_pretrained` wrote them.
+    """A class of models to load such drafts with, of what `save_pretrained` wrote.
 
-    As `draft_models.draft_vocabulary.reduced_class`, whose classes it takes, too.
+    It takes classes of `draft_models.draft_vocabulary.reduced_class`, too.
     """
 
     class ReadsStates(architecture):  # type: ignore[misc]

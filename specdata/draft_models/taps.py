@@ -154,7 +154,7 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
 
 
 def record_of(target: PreTrainedModel, taps: Sequence[int]) -> dict[str, Any]:
-    """What a draft's config.json says of the target whose taps it reads."""
+    """The record in a draft's config.json of the target whose taps it reads."""
     check_taps(taps, len(decoder_layers(target)[1]))
     probe, width = _probe_of(target, taps)
     return {

@@ -39,8 +39,8 @@ from specdata.texts import (
     Source,
     TextBatch,
     TopLogitSource,
-    along,
     readable_rows,
+    text_columns,
     tokens_at_once,
 )
 from specdata.top_logits import TopLogits, check_decided
@@ -63,9 +63,8 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
 
     One teacher-forced pass of each model, in batches that the shard alone decides. With
     `config.draws` = S above 1, rows of split "train" get S - 1 more tokens of the draft at each
-    position, in the columns `MORE_DRAWS`. The first token does not depend on S, nor does any other;
-    a row's own seed is made of the run's and of what identifies the row. `fill_dataset` describes
-    several processes, resume and errors.
+    position, in the columns `MORE_DRAWS`; no draw depends on S. `fill_dataset` describes several
+    processes, resume and errors.
 
     From top logits, which the rollouts must be stored with (columns of `LOGITS`), the target is not
     run (`TopLogitDistributions` says what is exact then). A rollout with positions that they do not
@@ -116,7 +115,7 @@ def sampling_of(folder: Path) -> SamplingConfig:
 
 
 def are_greedy(folder: Path) -> bool:
-    """Whether labels are of likeliest tokens where the draft's tokens are drawn."""
+    """True if labels are of likeliest tokens where the draft's tokens are drawn."""
     settings = read_manifest(folder)["settings"]
     return bool(settings.get("greedy")) and settings["sampling"]["temperature"] > 0
 
@@ -156,10 +155,9 @@ DECIDED = "decided"
 class Labeller:
     """Labels rows: Y_i ~ q(. | prompt, X_<i) and min(1, p(Y_i)/q(Y_i)) at each position i.
 
-    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. The models cost most, so several Y a
-    position (`draws`), independent of each other, are cheap where they are learned from: in rows of
-    split "train"; others have one. With `greedy`, Y is the likeliest token instead, which is
-    accepted with probability p(Y). A row longer than `tokens_at_once` goes by itself.
+    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. The models cost most, so several
+    independent Y a position (`draws`) are cheap: rows of split "train" have them. With `greedy`, Y
+    is the likeliest token, which is accepted with p(Y).
     """
 
     source: Source
@@ -189,7 +187,7 @@ class Labeller:
 
             return at
 
-        columns_of = along(
+        columns_of = text_columns(
             rows,
             read,
             vocabulary=self.source.vocabulary,

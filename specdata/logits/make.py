@@ -22,7 +22,7 @@ from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LOGITS, Logits, Rollout
-from specdata.texts import ModelSource, TextBatch, along, tokens_at_once
+from specdata.texts import ModelSource, TextBatch, text_columns, tokens_at_once
 from specdata.top_logits import top_logits
 
 QUANTITIES = {
@@ -100,7 +100,7 @@ class ModelLogits:
 
             return at
 
-        columns_of = along(
+        columns_of = text_columns(
             rows,
             read,
             vocabulary=self.vocabulary,

@@ -87,12 +87,12 @@ class Form:
     """The way from a row to prompts.
 
     Args:
-        ask: the user's message where the target has a chat template: the first of these texts
-            whose columns are all filled.
+        ask: the user's message where the target has a chat template: the first of these texts whose
+            columns are all filled.
         questions: column with the user's turns, whose later ones depend on the model's answers.
         messages: column with a recorded conversation.
         keep: share of the words that is the prompt; the rest is what a model would write.
-        reference: the text that an answer is scored against, if rows have one.
+        reference: the text that an answer is scored against.
     """
 
     ask: tuple[str, ...] = ()
@@ -105,12 +105,9 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CataloguedSet:
-    """One catalogued set.
+    """A catalogued set: `hub` is its id on the Hub, or the URL of a file to download.
 
-    Args:
-        hub: id on the Hub, or the URL of a file to download where the set is not there.
-        splits: our splits in terms of the source's.
-        files: which files hold a split, where the repository holds more.
+    Our `splits` are in terms of the source's; `files` hold each where the repository holds more.
     """
 
     hub: str

@@ -111,7 +111,7 @@ def assistant_mask(
     messages: Sequence[Message],
     variables: Mapping[str, Any] = {},
 ) -> tuple[list[int], list[int]]:
-    """Which tokens of a conversation the assistant wrote, its end-of-turn tokens included.
+    """The tokens of a conversation that the assistant wrote, its end-of-turn tokens included.
 
     Where the template has `{% generation %}` markers they decide. Otherwise an answer is the part
     of the rendered text that changes with what the message says, from the end of its prompt on if
@@ -162,8 +162,8 @@ def assistant_mask(
                         f"{whole[slice(*cut[0])]!r}, which its prompt would end with: let the "
                         "chat template keep white space as it comes"
                     )
-                for at, (first, last) in enumerate(places):
-                    mask[at] |= begin < last and first < stop
+                for place_index, (first, last) in enumerate(places):
+                    mask[place_index] |= begin < last and first < stop
     if len(set(mask)) < 2:
         raise UnmaskableError(
             f"the chat template marks {'every' if any(mask) else 'no'} token as the assistant's"
@@ -179,13 +179,13 @@ class _Template(NamedTuple):
 
     @property
     def source(self) -> str:
-        """What renders a conversation, on `DAY`."""
+        """The template that renders a conversation, on `DAY`."""
         require_template(self.tokenizer)
         return _on_day(str(self.tokenizer.get_chat_template(tools=self.variables.get("tools"))))
 
     @property
     def program(self) -> str:
-        """The same without comments."""
+        """The template without comments."""
         return _without_comments(self.source)
 
     def known(self, messages: Sequence[Message]) -> list[Message]:
@@ -231,15 +231,15 @@ class _Template(NamedTuple):
             if message["content"].rsplit("</think>")[-1].strip() not in text:
                 changes[f"what the role {message['role']} says"] = {"content": _BLANK}
             for part, change in changes.items():
-                other = [*messages[:index], message | change, *messages[index + 1 :]]
-                lost += [part] * (self.render(other, reply=reply) == text)
+                changed = [*messages[:index], message | change, *messages[index + 1 :]]
+                lost += [part] * (self.render(changed, reply=reply) == text)
         if lost:
             parts = ", ".join(dict.fromkeys(lost))
             raise TemplateRefusedError(f"the chat template leaves out {parts}")
         return text
 
     def answer(self, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int, int]:
-        """Where in the rendered text an answer begins and stops, and what may close it ends."""
+        """The places in a rendered text where an answer begins and stops, and its closing ends."""
         message, before, after = messages[index], messages[:index], messages[index + 1 :]
         calls = message.get("tool_calls", [])
         thoughts = [name for name in THOUGHTS if name in message]
@@ -250,30 +250,30 @@ class _Template(NamedTuple):
             no_calls["tool_calls"] = emptied
         blank = {**no_calls, "content": _BLANK, **dict.fromkeys(thoughts, _BLANK)}
         last = no_calls if calls else blank  # calls come last; results of tools may follow
-        own = _common(whole, self.render([*before, blank, *after]))
+        common = _common(whole, self.render([*before, blank, *after]))
         stop = len(whole) - _common(whole[::-1], self.render([*before, last, *after])[::-1])
-        begin, part, closing = own, whole, whole[stop:]
+        begin, part, closing = common, whole, whole[stop:]
         with suppress(TemplateRefusedError):  # which may want a user's turn in every conversation
             if after:
                 closing = ""
                 part = self.render(messages[: index + 1])
-                other = self.render([*before, last])
-                closing = part[len(part) - _common(part[::-1], other[::-1]) :]
+                without = self.render([*before, last])
+                closing = part[len(part) - _common(part[::-1], without[::-1]) :]
             if before and whole.startswith(served := self.render(before, reply=True)):
-                is_empty = whole[:own].rpartition("<think>")[2].strip() == "</think>"
-                begin = own if is_empty else min(own, len(served))
-        said, answer = whole[begin:stop], message["content"].rsplit("</think>")[-1].strip()
+                is_empty = whole[:common].rpartition("<think>")[2].strip() == "</think>"
+                begin = common if is_empty else min(common, len(served))
+        rendered, answer = whole[begin:stop], message["content"].rsplit("</think>")[-1].strip()
         needed = [answer, *(call["function"]["name"] for call in calls)]
         is_plain = not (calls or thoughts) and "</think>" not in message["content"]
         if (
-            (is_plain and whole[own:stop].strip() != answer)
-            or any(text not in said for text in needed)
+            (is_plain and whole[common:stop].strip() != answer)
+            or any(text not in rendered for text in needed)
             or any(message[name].strip() not in part for name in thoughts)
         ):
             raise UnmaskableError(
-                f"turn {message['content'][:80]!r} is rendered as {said[:80]!r}: the chat template "
-                "changes, moves or leaves out what the assistant says; mark its part of the "
-                "template with {% generation %} and {% endgeneration %}"
+                f"turn {message['content'][:80]!r} is rendered as {rendered[:80]!r}: the chat "
+                "template changes, moves or leaves out what the assistant says; mark its part of "
+                "the template with {% generation %} and {% endgeneration %}"
             )
         return begin, stop, stop + _common(whole[stop:], closing)
 

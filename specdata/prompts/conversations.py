@@ -17,7 +17,13 @@ from specdata.prompts.chat_templates import (
     UnmaskableError,
     assistant_mask,
 )
-from specdata.prompts.forms import conversation_of, objects_in, recorded_in, unread_in
+from specdata.prompts.forms import (
+    Unusable,
+    conversation_of,
+    objects_in,
+    recorded_in,
+    unread_in,
+)
 from specdata.prompts.reading import check_names, check_split, is_remote, read_rows
 
 if TYPE_CHECKING:
@@ -60,7 +66,7 @@ class Account:
         self.first.setdefault(reason, f"the first is row {row}{why}"[:_SHOWN])
 
     def __str__(self) -> str:
-        """What is left out and why, as a part of a sentence; empty if nothing is."""
+        """The conversations that are left out and why, as a part of a sentence; "" if none is."""
         parts = [
             f"{count} {REASONS[reason]} ({self.first[reason]})"
             for reason, count in self.left_out.items()
@@ -85,10 +91,9 @@ class Account:
 def read_conversations(account: Account, seed: int) -> Iterator[tuple[int, Conversation]]:
     """The conversations of a source, each with the number of its row, from 1.
 
-    Rows hold them in `messages`, `conversations`, or `prompt` and `completion`. A source is a
-    JSONL, JSON or parquet file, a folder, a catalogued set (sharegpt), whose order the seed
-    decides, or a Hub id, of which split train is read. Others are counted in the account; raises
-    ConfigError in the end if none can be trained on.
+    Rows hold them in `messages`, `conversations`, or `prompt` and `completion`. The seed decides
+    the order of a catalogued set; of a Hub id, split train is read. Others are counted in the
+    account; raises ConfigError in the end if none can be trained on.
     """
     name = account.source
     column = CATALOGUE[name].form.messages if name in CATALOGUE else None
@@ -104,11 +109,12 @@ def read_conversations(account: Account, seed: int) -> Iterator[tuple[int, Conve
                 f"{', '.join(map(repr, row)) or 'none'}. Each row must hold {_FORMS}"
             )
         if column == "prompt":
-            asked, said = objects_in(row["prompt"]), objects_in(row.get("completion") or [])
-            row = {**row, "prompt": None if asked is None or said is None else [*asked, *said]}
+            parts = [objects_in(row["prompt"]), objects_in(row.get("completion") or [])]
+            turns = None if None in parts else [turn for part in parts for turn in part or ()]
+            row = {**row, "prompt": turns}
         talk = conversation_of(row, column)
-        if isinstance(talk, str):
-            account.leave_out(number, talk)
+        if isinstance(talk, Unusable):
+            account.leave_out(number, talk.reason)
         elif all(message["role"] != "assistant" for message in talk.messages):
             account.leave_out(number, "no_assistant_turn")
         else:
@@ -124,7 +130,7 @@ def masked_conversations(
     variables: Mapping[str, Any],
     vocabulary: int = sys.maxsize,
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """As `read_conversations`, what `assistant_mask` makes of them, of ids in the `vocabulary`.
+    """The `assistant_mask` of each conversation whose ids are in the `vocabulary`: ids and mask.
 
     What a row gives the chat template precedes the `variables`.
     """

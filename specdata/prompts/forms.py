@@ -1,4 +1,4 @@
-"""The way from a row of a set to prompts: texts from templates, questions, conversations."""
+"""The one reader of rows: texts from templates, questions and conversations become prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
-from specdata.prompts.catalogue import CATALOGUE, NATURAL, Form
+from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, NATURAL, Form
 from specdata.prompts.chat_templates import FIELDS, Conversation, Message
 
 CALLING = ("function_call", "tool_call")
@@ -34,6 +34,8 @@ _MEDIA = re.compile(r"(?<![a-z])(image|img|picture|photo|pixel|video|audio|speec
 _PLACEHOLDER = re.compile(  # at an end of a line, and not an element that is closed
     r"(?:^|(?=<[^>]{,20}> *$))<\|?(image|video|audio|vision)(_\w+| ?\d+)?\|?>(?![\s\S]*</\1)", re.M
 )
+_GIVEN = ("system", "tools", "functions", "chat_template_kwargs", *FLAGS)
+"""Columns that are read beside a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,119 +61,109 @@ class Unusable(NamedTuple):
     why: str = ""
 
 
-def recorded_in(row: Mapping[str, Any]) -> str | None:
-    """The column of a row that holds a conversation; None if none does."""
-    turns = objects_in(row.get("prompt")) or [{}]
-    prompt = "prompt" if all({"role", "from"} & {*turn} for turn in turns) else None
-    return next((name for name in ("messages", "conversations") if name in row), prompt)
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """The way from a set's rows to its prompts, which its first row decides (`of`).
 
-
-def form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
-    """The way from rows of a set to prompts: as catalogued, by its template, or by its columns.
-
-    A row with a conversation (`messages` or `conversations`) and a `prompt` is read by the former;
-    a `prompt` may be a conversation, too.
+    With `chat` a text is the user's message rather than the prompt.
     """
-    catalogued = CATALOGUE.get(dataset.name)
-    if dataset.template is not None:
-        asks = dataset.name in NATURAL or (
-            catalogued is not None and bool(catalogued.form.ask or catalogued.form.questions)
-        )
-        form = Form(ask=(dataset.template,) if asks else (), plain=(dataset.template,))
-        if catalogued:
-            base = catalogued.form
-            form = dataclasses.replace(form, keep=base.keep, reference=base.reference)
-    elif catalogued:
-        form = catalogued.form
-    elif dataset.name in NATURAL:
-        form = Form(ask=("{prompt}",), plain=("{prompt}",))
-    else:
-        recorded = recorded_in(row)
-        form = Form(messages=recorded) if recorded else Form(plain=("{prompt}",))
-        if not recorded:
-            require_columns(["prompt"], row, f"prompt set {dataset.name!r}")
-    if reference := dataset.reference or form.reference or ("reference" in row and "{reference}"):
-        if dataset.reference:
-            names = [name.split(".")[0] for _, name in parse_template(reference) if name]
-            require_columns(names, row, f"prompt set {dataset.name!r}")
-        form = dataclasses.replace(form, reference=reference)
-    if form.messages and dataset.chat is False:
-        raise ConfigError(
-            f"prompt set {dataset.name!r} holds conversations, which only a chat template renders: "
-            "leave `chat` out, or give a `template` for their text"
-        )
-    if form.questions and dataset.chat is False and dataset.turns != "first":
-        raise ConfigError(
-            f"prompt set {dataset.name!r}: later turns need the chat template, so with `chat: "
-            "false` give `turns: first`"
-        )
-    if form.questions and dataset.turns == "last":
-        raise ConfigError(
-            f"prompt set {dataset.name!r}: a later turn depends on the model's answer, so `turns` "
-            "may be all (later ones are asked in order) or first"
-        )
-    return form
 
+    dataset: PromptSet
+    form: Form
+    chat: bool
 
-def uses_chat(dataset: PromptSet, form: Form, has_template: bool) -> bool:
-    """True if prompts of a set are rendered with the chat template.
+    @classmethod
+    def of(cls, dataset: PromptSet, row: Mapping[str, Any], has_template: bool) -> RowReader:
+        """Read rows as catalogued, by the set's template, or by their columns.
 
-    Conversations always are. What is meant as an instruction or a question is if there is a
-    template; a `prompt` column and text to continue are only if the set says `chat: true`.
-    """
-    if form.messages:
-        return True
-    if dataset.chat is not None:
-        return dataset.chat
-    if form.questions and not has_template and dataset.turns != "first":
-        raise ConfigError(
-            f"prompt set {dataset.name!r} has questions of several turns, and the target has no "
-            "chat template, which later turns need: save one with its tokenizer "
-            "(chat_template.jinja in its folder), or ask the first alone with `turns: first`"
-        )
-    return bool(form.questions or form.ask) and has_template
-
-
-def prompts_in(
-    row: Mapping[str, Any], form: Form, *, chat: bool, turns: str
-) -> Iterator[RawPrompt | Unusable]:
-    """The prompts of a row, or why it has none.
-
-    With `chat` a text is the user's message rather than the prompt; `turns` is "all", "first" or
-    "last" of a user's turns.
-    """
-    if form.messages:
-        recorded = row[form.messages]
-        if recorded is None and row.get("prompt"):
+        A row with a conversation (`messages` or `conversations`) and a `prompt` is read by the
+        former; a `prompt` may be a conversation, too. Conversations are rendered with the chat
+        template; what is meant as an instruction or a question is if there is one; a `prompt`
+        column and text to continue are only if the set says `chat: true`.
+        """
+        where, form = f"prompt set {dataset.name!r}", _form_of(dataset, row)
+        if form.messages and dataset.chat is False:
             raise ConfigError(
-                f"a prompt set mixes rows that have `{form.messages}` with rows that have a "
-                "`prompt`: make two sets of them"
+                f"{where} holds conversations, which only a chat template renders: leave `chat` "
+                "out, or give a `template` for their text"
             )
-        talk = conversation_of(row, form.messages)
-        messages, variables = ([], {}) if isinstance(talk, str) else talk
-        # The conversation up to each of the user's turns, or up to one of them.
-        ends = [at for at, message in enumerate(messages, 1) if message["role"] == "user"]
-        ends = ends[{"all": slice(None), "first": slice(1), "last": slice(-1, None)}[turns]]
-        if talk == "undecodable":
-            must = f"`{form.messages}` must be a list of {{role, content}} or {{from, value}}"
-            yield Unusable(
-                "undecodable",
-                f"{must}, which are texts; `tools` and `functions` lists of objects; no documents",
+        if form.questions and dataset.turns == "last":
+            raise ConfigError(
+                f"{where}: a later turn depends on the model's answer, so `turns` may be all "
+                "(later ones are asked in order) or first"
             )
-        elif not ends:
+        if form.questions and dataset.turns != "first":
+            if dataset.chat is False:
+                raise ConfigError(
+                    f"{where}: later turns need the chat template, so with `chat: false` give "
+                    "`turns: first`"
+                )
+            if not has_template and dataset.chat is None:
+                raise ConfigError(
+                    f"{where} has questions of several turns, and the target has no chat template, "
+                    "which later turns need: save one with its tokenizer (chat_template.jinja in "
+                    "its folder), or ask the first alone with `turns: first`"
+                )
+        chat = dataset.chat
+        if chat is None:
+            chat = bool(form.questions or form.ask) and has_template
+        return cls(dataset, form, chat or bool(form.messages))
+
+    def prompts(self, number: int, row: Mapping[str, Any]) -> Iterator[RawPrompt | Unusable]:
+        """The prompts of a row, one at least, or why it has none."""
+        dataset, form = self.dataset, self.form
+        require_columns(columns_of(form), row, f"prompt set {dataset.name!r}, row {number},")
+        unread: tuple[str, ...] = ()
+        prompts: Iterable[RawPrompt | Unusable]
+        if form.messages:
+            prompts = self._of_conversation(row, form.messages)
+        elif form.questions and self.chat:
+            prompts = self._of_questions(row[form.questions])
+        else:
+            prompts = self._of_text(row)
+        if dataset.template is None and (media := _media(row, form.messages or "prompt")):
+            prompts = [media]
+        elif dataset.template is None and dataset.name not in {*EMBEDDED, *CATALOGUE}:
+            unread = tuple(unread_in(row, form))
+        for prompt in prompts:
+            if isinstance(prompt, Unusable):
+                yield prompt._replace(why=f"row {number}: {prompt.why}")
+            else:
+                yield dataclasses.replace(prompt, unread=unread) if unread else prompt
+
+    def _of_conversation(
+        self, row: Mapping[str, Any], column: str
+    ) -> Iterator[RawPrompt | Unusable]:
+        """The conversation up to each of the user's turns, or up to one of them."""
+        if row[column] is None and row.get("prompt"):
+            raise ConfigError(
+                f"a prompt set mixes rows that have `{column}` with rows that have a `prompt`: "
+                "make two sets of them"
+            )
+        talk = conversation_of(row, column)
+        if isinstance(talk, Unusable) and talk.reason != "unknown_role":
+            yield talk
+            return
+        messages, variables = ([], {}) if isinstance(talk, Unusable) else talk
+        ends = [end for end, message in enumerate(messages, 1) if message["role"] == "user"]
+        if not ends:
             roles = ", ".join(ROLES)
             yield Unusable("no_user_turn", f"it needs a user's turn, and roles of {roles} alone")
-        for end in ends:
+        chosen = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}
+        for end in ends[chosen[self.dataset.turns]]:
             yield RawPrompt(messages=tuple(messages[:end]), variables=variables)
-    elif form.questions and chat:
-        asked = row[form.questions]
-        if not asked or not _are(str, asked):
-            yield Unusable("undecodable", f"`{form.questions}` must be a list of texts")
+
+    def _of_questions(self, questions: Any) -> Iterator[RawPrompt | Unusable]:
+        if not questions or not _are(str, questions):
+            yield Unusable("undecodable", f"`{self.form.questions}` must be a list of texts")
         else:
-            later = tuple(asked[1:]) if turns == "all" else ()
-            yield RawPrompt(messages=({"role": "user", "content": asked[0]},), follow_ups=later)
-    else:
-        text = _fill((form.ask if chat else ()) or form.plain, row)
+            later = tuple(questions[1:]) if self.dataset.turns == "all" else ()
+            first = {"role": "user", "content": questions[0]}
+            yield RawPrompt(messages=(first,), follow_ups=later)
+
+    def _of_text(self, row: Mapping[str, Any]) -> Iterator[RawPrompt | Unusable]:
+        form = self.form
+        text = _fill((form.ask if self.chat else ()) or form.plain, row)
         if text is None:
             columns = ", ".join(f"`{name}`" for name in columns_of(form))
             yield Unusable("undecodable", f"{columns} must hold text")
@@ -180,10 +172,41 @@ def prompts_in(
             words = text.split()
             text = " ".join(words[: max(1, int(form.keep * len(words)))])
         reference = (_fill([form.reference], row) or None) if form.reference else None
-        if chat:
+        if self.chat:
             yield RawPrompt(messages=({"role": "user", "content": text},), reference=reference)
         else:
             yield RawPrompt(text, reference=reference)
+
+
+def _form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
+    catalogued = CATALOGUE.get(dataset.name)
+    if dataset.template is not None:
+        base = catalogued.form if catalogued else Form()
+        asks = dataset.name in NATURAL or bool(base.ask or base.questions)
+        template = (dataset.template,)
+        ask = template if asks else ()
+        form = Form(ask, template, keep=base.keep, reference=base.reference)
+    elif catalogued:
+        form = catalogued.form
+    elif dataset.name in NATURAL:
+        form = Form(ask=("{prompt}",), plain=("{prompt}",))
+    elif recorded := recorded_in(row):
+        form = Form(messages=recorded)
+    else:
+        form = Form(plain=("{prompt}",))
+        require_columns(["prompt"], row, f"prompt set {dataset.name!r}")
+    if dataset.reference:
+        names = columns_of(Form(plain=(dataset.reference,)))
+        require_columns(names, row, f"prompt set {dataset.name!r}")
+    reference = dataset.reference or form.reference or ("{reference}" if "reference" in row else "")
+    return dataclasses.replace(form, reference=reference) if reference else form
+
+
+def recorded_in(row: Mapping[str, Any]) -> str | None:
+    """The column of a row that holds a conversation; None if none does."""
+    turns = objects_in(row.get("prompt")) or [{}]
+    prompt = "prompt" if all({"role", "from"} & {*turn} for turn in turns) else None
+    return next((name for name in ("messages", "conversations") if name in row), prompt)
 
 
 def _are(kind: type, values: Any) -> bool:
@@ -192,43 +215,48 @@ def _are(kind: type, values: Any) -> bool:
     return is_list and all(isinstance(value, kind) for value in values)
 
 
-def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
+def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | Unusable:
     """A row's conversation, with its `system`, `tools`, `functions`, `chat_template_kwargs`.
 
-    Or why there is none: "media" if it is of more than text, "undecodable" if it is not made of
-    texts, "unknown_role". Any list may be JSON text, in whole or each of it. An answer that is not
-    to be learnt (such as OpenAI's `weight: 0`, or `loss: false`) has weight 0.
+    Or why there is none (one of `conversations.REASONS`). Any list may be JSON text, in whole or
+    each of it. An answer that is not to be learnt (such as OpenAI's `weight: 0`, or `loss: false`)
+    has weight 0.
     """
+    undecodable = Unusable(
+        "undecodable",
+        f"`{column}` must be a list of {{role, content}} or {{from, value}}, which are texts; "
+        "`tools` and `functions` lists of objects; no documents",
+    )
+    if media := _media(row, column):
+        return media
     recorded, system = objects_in(row[column]), row.get("system")
     tools, functions = objects_in(row.get("tools") or []), objects_in(row.get("functions") or [])
     variables = _read_json(row.get("chat_template_kwargs")) or {}
-    if media_in(row, column):
-        return "media"
     if recorded is None or tools is None or functions is None or row.get("documents"):
-        return "undecodable"
+        return undecodable
     functions = [{"type": "function", "function": each} for each in functions]
     tools = [_schema(each) for each in (*tools, *functions)]
     flags = {name: _read_json(row[name]) for name in FLAGS if row.get(name) is not None}
     if not _are(Mapping, [variables, *(each.get("function", {}) for each in tools)]):
-        return "undecodable"
+        return undecodable
     messages: list[Message] = []
     first = [{"role": "system", "content": system}] if system else []
-    for at, turn in enumerate((*first, *recorded), start=-len(first)):
+    for place, turn in enumerate((*first, *recorded), start=-len(first)):
         for name, each in flags.items():  # of all answers, or of each message
             in_list = isinstance(each, list) and len(each) == len(recorded)
-            turn = {name: each[at] if in_list else each, **turn}
+            turn = {name: each[place] if in_list else each, **turn}
         role = str(first_of(turn, "role", "from")).lower()
         content = first_of(turn, "content", "value")
-        said = (turn.get("tool_calls"), content if role in CALLING else turn.get("function_call"))
-        called = [objects_in(each or []) for each in said]
+        call = content if role in CALLING else turn.get("function_call")
+        called = [objects_in(each or []) for each in (turn.get("tool_calls"), call)]
         calls = [_call(each) for each in chain(*(objects or [] for objects in called))]
         text = "" if calls and (content is None or role in CALLING) else _text(content)
-        more = {name: turn[name] for name in FIELDS if name != "tool_calls" and turn.get(name)}
-        if text is None or None in (*called, *calls) or not _are(str, [*more.values()]):
-            return "undecodable"
+        fields = {name: turn[name] for name in FIELDS if name != "tool_calls" and turn.get(name)}
+        if text is None or None in (*called, *calls) or not _are(str, [*fields.values()]):
+            return undecodable
         if role not in ROLES:
-            return "unknown_role"
-        message = {"role": ROLES[role], "content": text, **more}
+            return Unusable("unknown_role")
+        message = {"role": ROLES[role], "content": text, **fields}
         message |= _weight(turn) if ROLES[role] == "assistant" else {}
         last = messages[-1] if messages and role in CALLING else {}
         if (last.get("role"), last.get("weight")) == ("assistant", message.get("weight")):
@@ -240,7 +268,7 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | str:
     variables = {name: each for name, each in variables.items() if each is not None}
     variables |= {"tools": tools} if tools else {}
     is_whole = is_unicode(json.dumps([messages, variables], ensure_ascii=False, default=str))
-    return Conversation(messages, variables) if is_whole else "undecodable"
+    return Conversation(messages, variables) if is_whole else undecodable
 
 
 def first_of(values: Mapping[str, Any], *names: str) -> Any:
@@ -287,7 +315,7 @@ def _weight(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def media_in(row: Mapping[str, Any], column: str) -> str | None:
+def _media(row: Mapping[str, Any], column: str) -> Unusable | None:
     """The first key of a row, message or part, or text in one, that stands for more than text."""
     turns = objects_in(row.get(column)) or []
     contents = [first_of(turn, "content", "value") for turn in turns]
@@ -297,7 +325,8 @@ def media_in(row: Mapping[str, Any], column: str) -> str | None:
     held += [(str(part.get("type")), part) for part in parts]
     shown = [_PLACEHOLDER.search(each) for each in contents if isinstance(each, str)]
     names = [name for name, value in held if value and _MEDIA.search(name)]
-    return next(iter([*names, *(each[0].strip() for each in shown if each)]), None)
+    found = [*names, *(each[0].strip() for each in shown if each)]
+    return Unusable("media", f"`{found[0]}` stands for more than text") if found else None
 
 
 def unread_in(row: Mapping[str, Any], form: Form) -> list[str]:
@@ -308,8 +337,7 @@ def unread_in(row: Mapping[str, Any], form: Form) -> list[str]:
     turns = objects_in(row[form.messages]) or [] if form.messages else []
     read = {*columns_of(form), "id", "completion"}
     read |= {*columns_of(Form(plain=(form.reference,)))} if form.reference else set()
-    if form.messages:
-        read |= {"system", "tools", "functions", "chat_template_kwargs", *FLAGS}
+    read |= {*_GIVEN} if form.messages else set()
     held = [(name, "", row[name]) for name in row if name not in read]
     read = {"id", "role", "from", "content", "value", "function_call", *FIELDS}
     for turn in turns:

@@ -64,16 +64,12 @@ def load_prompts(
 ) -> LoadedPrompts:
     """Read, render and tokenize prompt sets, always in the same order.
 
-    In a `folder` they are kept: one process makes them, the others and a later run map its file.
-
-    A prompt is dropped, and counted under its reason (`REASONS`), if it equals an earlier one (of
-    any set), has no letter or digit, is longer than `max_tokens`, has an id beyond the model's
-    `vocabulary` (some tokenizers have more than it has rows), is not valid Unicode, is a
-    conversation without a user's turn, is refused by the chat template (which may, for example, not
-    take a system message), or was `trained_on` (ids). The seed decides the embedded prompts, and
-    the order of catalogued sets; `count` prompts of each are read, so fewer may be kept. The chat
-    template is given `template_variables`, such as {"enable_thinking": False}, beside what a row
-    gives it.
+    In a `folder` they are kept: one process makes them, the others and a later run map its file. A
+    prompt is dropped, and counted under its reason (`REASONS`), if it equals an earlier one (of any
+    set), is longer than `max_tokens`, has an id beyond the model's `vocabulary` (some tokenizers
+    have more than it has rows), or was `trained_on` (ids), among others. The seed decides the
+    embedded prompts, and the order of catalogued sets; `count` prompts of each are read, so fewer
+    may be kept. The chat template is given `template_variables` beside what a row gives it.
     """
     check_names(sets)
     from specdata.prompts.stored import Prompts, kept_prompts, record_batch  # here: Arrow
@@ -192,9 +188,10 @@ class _Reading:
         may_be_messages = may_be_messages and dataset.name not in {*EMBEDDED, *CATALOGUE}
         raw_rows = raw_prompts(dataset, self.seed, self.has_template is not False)
         rendered = ((raw, self._rendered(raw, dataset)) for raw in raw_rows)
-        while some := list(islice(rendered, AT_ONCE)):
+        while batch := list(islice(rendered, AT_ONCE)):
             kept = []
-            for (raw, _), prompt in zip(some, self._tokenized([it for _, it in some]), strict=True):
+            tokenized = self._tokenized([prompt for _, prompt in batch])
+            for (raw, _), prompt in zip(batch, tokenized, strict=True):
                 may_be_messages = may_be_messages and not getattr(raw, "messages", ())
                 if isinstance(prompt, Prompt):
                     self.seen.add(prompt.example_id)
@@ -204,7 +201,7 @@ class _Reading:
                 account["dropped"][prompt.reason] += 1
                 if prompt.why:
                     account.setdefault(f"{prompt.reason}_because", prompt.why)
-            account["read"] += len(some)
+            account["read"] += len(batch)
             account["kept"] += len(kept)
             self.write(kept)
         if may_be_messages:
@@ -232,9 +229,9 @@ class _Reading:
             return Unusable("near_empty")
         identity = raw.text
         if raw.messages:
-            turns = [[*said.values()][:2] + [*said.items()][2:] for said in raw.messages]
-            given = [raw.variables] if raw.variables else []
-            identity = json.dumps([turns, list(raw.follow_ups), *given], default=str)
+            turns = [[*turn.values()][:2] + [*turn.items()][2:] for turn in raw.messages]
+            beside = [raw.variables] if raw.variables else []
+            identity = json.dumps([turns, list(raw.follow_ups), *beside], default=str)
         example_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
         if example_id in self.seen:
             return Unusable("duplicate")
@@ -248,17 +245,17 @@ class _Reading:
                 text = chat_text(self.tokenizer, raw.messages, variables)
             except TemplateRefusedError as error:
                 return Unusable("refused", str(error))
-        said = raw.messages, raw.follow_ups, raw.reference, variables
-        return Prompt(example_id, short_name(dataset.name), dataset.split, [], *said), text
+        parts = raw.messages, raw.follow_ups, raw.reference, variables
+        return Prompt(example_id, short_name(dataset.name), dataset.split, [], *parts), text
 
-    def _tokenized(self, some: Sequence[_Rendered | Unusable]) -> Iterator[Prompt | Unusable]:
+    def _tokenized(self, batch: Sequence[_Rendered | Unusable]) -> Iterator[Prompt | Unusable]:
         """Prompts of one set, all texts or all conversations, or why the model cannot read them."""
-        asked = [each for each in some if not isinstance(each, Unusable)]
-        ids = iter([[0]] * len(asked))
+        rendered = [each for each in batch if not isinstance(each, Unusable)]
+        ids = iter([[0]] * len(rendered))
         if self.tokenizer is not None:
-            is_chat = any(prompt.messages for prompt, _ in asked)
-            ids = iter(text_ids(self.tokenizer, [text for _, text in asked], is_chat=is_chat))
-        for each in some:
+            is_chat = any(prompt.messages for prompt, _ in rendered)
+            ids = iter(text_ids(self.tokenizer, [text for _, text in rendered], is_chat=is_chat))
+        for each in batch:
             if isinstance(each, Unusable):
                 yield each
             else:

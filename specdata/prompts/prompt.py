@@ -17,7 +17,7 @@ RECORD = "prompts.json"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt.
+    """One prompt: T token ids, and what they were made of.
 
     Attributes:
         example_id: a hash of its text, or of its messages and follow-ups.
@@ -39,11 +39,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompts:
-    """Prompts, in the order of the sets, and an account of what was read, kept and dropped.
+    """Prompts, in the order of the sets, and an account of each set as JSON values.
 
-    The report has for each set JSON values: its name, split, source and licence, and how many
-    prompts were asked for, read, kept and dropped for each of `REASONS`, and of how many kept ones
-    the row had which key that is `unread`.
+    It holds the set's name, split, source and licence, and how many prompts were asked for, read,
+    kept, dropped for each of `REASONS`, and kept with which key that is `unread`.
     """
 
     prompts: Sequence[Prompt]

@@ -8,7 +8,6 @@ refusals need only the sources.
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -35,16 +34,12 @@ from specdata.prompts.catalogue import (
 )
 from specdata.prompts.forms import (
     RawPrompt,
+    RowReader,
     Unusable,
     columns_of,
     first_of,
-    form_of,
-    media_in,
     objects_in,
-    prompts_in,
     require_columns,
-    unread_in,
-    uses_chat,
 )
 from specdata.sampling import generator_for
 from specdata.sources import hub_source
@@ -144,27 +139,13 @@ def raw_prompts(
 def _every_prompt(
     dataset: PromptSet, seed: int, has_template: bool
 ) -> Iterator[RawPrompt | Unusable]:
-    """The prompts of a set's rows, each of which makes one at least."""
-    form = None
+    reader = None
     for number, row in read_rows(dataset, seed):
         if isinstance(row, str):
             yield Unusable("undecodable", row)
             continue
-        form = form or form_of(dataset, row)
-        require_columns(columns_of(form), row, f"prompt set {dataset.name!r}, row {number},")
-        chat = uses_chat(dataset, form, has_template)
-        prompts: Iterable[RawPrompt | Unusable]
-        prompts = prompts_in(row, form, chat=chat, turns=dataset.turns)
-        unread: Sequence[str] = ()
-        if dataset.template is None and (name := media_in(row, form.messages or "prompt")):
-            prompts = [Unusable("media", f"`{name}` stands for more than text")]
-        elif dataset.template is None and dataset.name not in {*EMBEDDED, *CATALOGUE}:
-            unread = unread_in(row, form)
-        for prompt in prompts:
-            if isinstance(prompt, Unusable):
-                yield prompt._replace(why=f"row {number}: {prompt.why}")
-            else:
-                yield dataclasses.replace(prompt, unread=tuple(unread)) if unread else prompt
+        reader = reader or RowReader.of(dataset, row, has_template)
+        yield from reader.prompts(number, row)
 
 
 def read_rows(dataset: PromptSet, seed: int) -> Iterator[tuple[int, PromptRow]]:
@@ -246,11 +227,10 @@ def load_rows(
     revision: str | None = None,
     files: Mapping[str, str] | None = None,
 ) -> Any:
-    """One split of a data file (whole, whatever the split), of a folder or of a Hub data set.
+    """One split of a parquet or JSON file, of a folder or of a Hub data set, a `datasets.Dataset`.
 
     `name` is the prompt set's, for messages; `files` are patterns of the files of each split in a
-    Hub data set, whose `revision` in OWNER/NAME@REVISION has precedence. Returns a
-    `datasets.Dataset`.
+    Hub data set, whose `revision` in OWNER/NAME@REVISION has precedence.
     """
     hub, pinned = hub_source(source)
     if "://" in source:

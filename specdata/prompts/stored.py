@@ -50,12 +50,12 @@ class Prompts(Sequence[Prompt]):
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt]) -> Prompts:
-        """The same prompts; a list of them becomes a table."""
+        """Make a table of a list of prompts; a table stays."""
         return prompts if isinstance(prompts, cls) else cls.of_batches([record_batch(prompts)])
 
     @classmethod
     def of_batches(cls, batches: Sequence[pa.RecordBatch]) -> Prompts:
-        """What `record_batch` made."""
+        """Join the tables of `record_batch`."""
         return cls(pa.Table.from_batches(batches, SCHEMA))
 
     def __len__(self) -> int:

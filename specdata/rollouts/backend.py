@@ -60,8 +60,7 @@ class Completion:
         ids: the new token ids only, at least one.
         finish: "eos" if the last id is an end token, else "length".
         states: (C, H) last hidden states that the tokens were drawn from, if they were asked for.
-        taps: numbers of states inside the model, and these at every token that it read of prompt
-            and completion, (P + C - 1, F), if they were asked for.
+        taps: numbers of taps, and these at every token that was read, (P + C - 1, F), if asked for.
     """
 
     ids: list[int]
@@ -76,10 +75,7 @@ class Backend(Protocol):
     def complete(
         self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
     ) -> list[Completion]:
-        """Return one completion for each request, in their order.
-
-        A completion must not depend on the other requests, except through rounding.
-        """
+        """One completion a request, in order, independent of other requests but for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,7 @@ class TransformersBackend:
     def complete(
         self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
     ) -> list[Completion]:
-        """See `Backend`. The same requests always make the same batches, hence the same bits."""
+        """The same requests always make the same batches, hence the same bits."""
         vocabulary = self.model.config.get_text_config().vocab_size
         for each in requests:
             check_ids(vocabulary, min(each.ids), max(each.ids))
@@ -173,8 +169,8 @@ def sample_batch(
         sampling: the sampler of every token.
         ends: token ids that end a completion (default: the model's own).
         vocabulary: ids from here on are never drawn (default: the model's own vocabulary).
-        states: B lists, to which the (H,) last hidden state that each token was drawn from is
-            added, on the CPU (default: they are not looked at).
+        states: B lists, to which the (H,) last hidden state of each drawn token is added, on the
+            CPU.
         taps: which (`draft_models.taps`), and B lists, to which those of the prompt (P, F) and of
             each token that is read after it (1, F) are added, on the CPU.
         report: called after each token of the batch.
@@ -261,11 +257,8 @@ def read_prompts(
 
     What all prompts begin with, as chat templates do, is read once, and the rest a few prompts at a
     time, so that those of like length, which should stand together, are padded little. Models with
-    other layers than plain ones in their cache read everything at once.
-
-    Returns:
-        Logits after each prompt (B, V), and which positions of the cache hold its tokens: a mask
-        (B, length), 1 at tokens and 0 at padding.
+    other layers than plain ones in their cache read everything at once. Returns logits after each
+    prompt (B, V), and a mask (B, length), 1 where the cache holds a token and 0 at padding.
     """
     plain = all(type(layer) is GrowingLayer for layer in cache.layers)
     shared = _shared_length(prompts) if plain else 0

@@ -31,7 +31,7 @@ from specdata.target_states import taps_to_bytes, to_bytes
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """What later turns of a conversation need: the target's tokenizer, with its chat template.
+    """The target's tokenizer, with its chat template, for the later turns of a conversation.
 
     A conversation ends before a turn whose prompt has more tokens than the `longest`, has a token
     that the target, of that `vocabulary`, has no row for, or is refused by the template.
@@ -57,8 +57,7 @@ def make_rollouts(
 
     Prompts are grouped by length, so that little of a batch is padding. A shard is completed by
     itself: neither the number of processes nor an interruption changes its batches. `dialogue` is
-    needed where prompts have follow-ups. `report` is told of tokens as they are drawn, and of those
-    that were there or that another process drew. Returns the number of completions in the dataset.
+    needed where prompts have follow-ups. Returns the number of completions in the dataset.
     """
     prompts = Prompts.of(prompts)
     ordered, size = prompts.by_length(), config.shard_size

@@ -78,20 +78,20 @@ class Choice(Answer):
 
 
 class Verbose(Answer):
-    """What llama-server adds if it is asked to be verbose."""
+    """The part that llama-server adds if it is asked to be verbose."""
 
     tokens: list[int]
 
 
 class Completions(Answer):
-    """What /v1/completions answers: one completion, whose ids vLLM and llama-server give."""
+    """The answer of /v1/completions: one completion, whose ids vLLM and llama-server give."""
 
     choices: list[Choice] = Field(min_length=1)
     verbose: Verbose | None = Field(None, alias="__verbose")
 
     @property
     def ids(self) -> list[int] | None:
-        """Of the completion."""
+        """The ids of the completion."""
         return self.verbose.tokens if self.verbose else self.choices[0].token_ids
 
 

@@ -24,7 +24,7 @@ KEPT = 2
 
 
 def checkpoint_folder(work: Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps lies."""
+    """The folder of the checkpoint after `step` optimizer steps."""
     return work / f"checkpoint-{step}"
 
 
@@ -90,9 +90,9 @@ def newest_checkpoint(work: Path, *, engine: str = "") -> Path | None:
                 f"{checkpoint} was written under {written} and cannot be read under {engine}: "
                 f"launch the training as before, or remove {work} to train from the start"
             )
-        for other, reason in damaged.items():
+        for folder, reason in damaged.items():
             logger.warning("%s: going on from %s instead", reason, checkpoint)
-            shutil.rmtree(other)
+            shutil.rmtree(folder)
         return checkpoint
     if damaged:
         raise ManifestError(

@@ -30,8 +30,8 @@ def arrow_parts(
     for places in np.split(order, bounds):
         if len(places):
             taken = rows[places].astype(np.int64)
-            near = table.slice(taken[0], taken[-1] - taken[0] + 1)
-            yield places, near.take(pa.array(taken - taken[0]))
+            nearby = table.slice(taken[0], taken[-1] - taken[0] + 1)
+            yield places, nearby.take(pa.array(taken - taken[0]))
 
 
 def arrow_table(dataset: Dataset, *columns: str) -> pa.Table:
@@ -50,7 +50,7 @@ def list_lengths(dataset: Dataset, *columns: str) -> NDArray[np.int64]:
 
 
 def value_counts(dataset: Dataset, *columns: str) -> Counter[int]:
-    """How often each value is in the lists of some columns."""
+    """The number of times that each value is in the lists of some columns."""
     counts: Counter[int] = Counter()
     for _, table in arrow_parts(dataset, *columns):
         for column in table.columns:

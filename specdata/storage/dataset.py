@@ -61,9 +61,9 @@ def fill_dataset(
 ) -> int:
     """Make every shard that is missing, together with the other processes that do the same.
 
-    Every process calls this with the same arguments, and returns when the dataset is finished.
-    Later shards are made first: rows are sorted by length, so a lack of memory shows at once, and
-    the last shards, for which some processes wait, are short ones.
+    Every process calls this with the same arguments, and returns when the dataset is finished, the
+    number of its rows. Later shards are made first: rows are sorted by length, so a lack of memory
+    shows at once, and the last shards, for which some processes wait, are short ones.
 
     Args:
         folder: where `shard-00000.parquet`, ... and `manifest.json` go.
@@ -73,11 +73,8 @@ def fill_dataset(
         report: called once a shard, with its number of rows, when it is made or already there.
         found: called with the shard's record in place of `report` if it was made earlier or by
             another process (default: `report` is).
-        tensor_parallel: whether all processes work on each shard, of which the main one alone
-            decides and writes, because each of them holds a part of the model.
-
-    Returns:
-        Number of rows in the dataset.
+        tensor_parallel: whether all processes, each of which holds a part of the model, work on
+            each shard, of which the main one alone decides and writes.
     """
     if tensor_parallel and not is_main():
         return _follow(shards, report)
@@ -184,8 +181,8 @@ class _DatasetInProgress:
 
     def make(self, index: int, rows: Callable[[], list[Any]]) -> dict[str, Any] | None:
         """Make a shard, or find it made; None if another process is at it."""
-        with locked(self.progress / f"{_name(index)}.lock", wait=False) as mine:
-            if not mine:
+        with locked(self.progress / f"{_name(index)}.lock", wait=False) as is_held:
+            if not is_held:
                 return None
             for each in (self.progress, self.folder):  # opened, so that NFS looks again
                 os.scandir(each).close()

@@ -167,10 +167,8 @@ def _acquire(path: Path, *, wait: bool) -> UnixFileLock | None:
 def share_out(parts: Iterable[int], attempt: Callable[[int], bool]) -> None:
     """Attempt parts of a work, in order, until all are done, by this process or another.
 
-    Every process that works on it calls this, and returns when all parts are done. A process takes
-    a part by locking a file (`locked`), which the system releases however the process ends: what a
-    dead one had begun is done by another, or by the next run. `attempt` does a part, unless it is
-    done, and says whether it is done now; False if another process is at it.
+    Every process that works on it calls this. `attempt` does a part, unless it is done, and says
+    whether it is done now; False if another process is at it, which holds its lock (`locked`).
     """
     waiting = list(parts)
     while waiting:
@@ -196,11 +194,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds.
-
-    Raises OSError if it cannot be read, ValueError for anything else, however it is encoded or
-    nested.
-    """
+    """The JSON object of a file. Raises OSError, or ValueError for what is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -213,8 +207,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def as_pattern(path: str | Path) -> str:
     """The pattern that matches one path alone, for `datasets`, which takes paths for patterns.
 
-    "r*" would be read with what lies in "rx", too. The path is absolute because a relative pattern
-    is joined to the working folder, whose name would be taken for a pattern as well.
+    It is absolute because `datasets` would take the name of the working folder for a pattern, too.
     """
     return glob.escape(str(Path(path).absolute()))
 

@@ -27,14 +27,6 @@ LONGEST = 80  # characters of a value that a refusal shows
 class Settings:
     """Everything that decides a result, and how it is compared with what another run stored.
 
-    Example:
-        settings = Settings(
-            {"head": config.head.model_dump(mode="json"), "seed": config.seed},
-            remedy=f"choose another --output, or remove {folder}",
-        )
-        if not settings.check_file(folder / "settings.json"):
-            settings.write(folder / "settings.json")
-
     Args:
         values: JSON values by name, nested as deep as wanted; tuples become lists.
         remedy: what a user can do if an artefact was made with other settings: an imperative
@@ -51,7 +43,7 @@ class Settings:
         object.__setattr__(self, "values", json.loads(json.dumps(self.values)))
 
     def extended(self, values: Mapping[str, Any]) -> Settings:
-        """The same with more values, which take precedence."""
+        """Settings with more values, which take precedence."""
         return dataclasses.replace(self, values={**self.values, **values})
 
     def check(self, stored: Mapping[str, Any], artefact: object) -> None:

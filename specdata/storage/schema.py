@@ -16,13 +16,13 @@ class Rollout(TypedDict):
 
     Attributes:
         sample: which of the prompt's completions, from 0.
-        turn: which turn of a conversation, from 0; the prompt of a later one holds the earlier
-            ones with their answers.
+        turn: which turn of a conversation, from 0; the prompt of a later one holds the earlier ones
+            with their answers.
         finish: "eos" (the last completion id is an end token) or "length".
-        target_states: where they were asked for, the target's last hidden states that the
-            completion's tokens were drawn from, (C, H), as `specdata.target_states` writes them.
-        taps: where they were asked for, numbers of states inside the target (`draft_models.taps`).
-        target_taps: these, at every token that the target read, (P + C - 1, F), as it writes them.
+        target_states: (C, H) last hidden states that the completion was drawn from, if asked for,
+            as `specdata.target_states` writes them.
+        taps, target_taps: numbers of taps (`draft_models.taps`), and these at every token that the
+            target read, (P + C - 1, F), if asked for.
     """
 
     example_id: str
@@ -47,14 +47,12 @@ class Label(Rollout):
     Attributes:
         draft_ids: Y_i, drawn from q(. | prompt, X_<i).
         accept_prob: min(1, p(Y_i) / q(Y_i)).
-        log_p: log p(Y_i); -inf where the target never emits it.
-        log_q: log q(Y_i).
+        log_p, log_q: of Y_i; log p is -inf where the target never emits it.
         log_q_max: max_x log q(x).
         overlap: sum_x min(p(x), q(x)), the acceptance averaged over Y_i.
         entropy: of q, in nats; 0 where q gives everything to one token.
-        more_draft_ids: of labels with S > 1 draws, S - 1 more tokens drawn from q at each position,
-            one position after the other; empty in rows that are not trained on.
-        more_accept_prob: their min(1, p/q).
+        more_draft_ids, more_accept_prob: of labels with S > 1 draws, the same of S - 1 more tokens
+            at each position, one position after the other; empty in rows that are not trained on.
     """
 
     draft_ids: list[int]

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distill.config import DistilConfig
+from distill.distillation import Distillation, DistilTrainer, draft_trainer
 from distill.losses import LESS_BYTES, LOSSES, Loss
 from distill.objective import CHUNK_BYTES, ENTRY_BYTES, ChunkedLoss, Columns, positions_at_once
 from distill.teacher import TargetTeacher
-from distill.trainer import Distillation, DistilTrainer, draft_trainer
 from specdata.draft_models.dspark import MarkovOutput
 from specdata.lm_head import LMHead
 from specdata.probability import probabilities

@@ -6,12 +6,10 @@ import json
 import math
 import re
 import shutil
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from accelerate import PartialState
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from distill.batches import collate
@@ -28,7 +26,6 @@ from tests.conftest import TRAINED_PAIR
 from tests.support.distill import pair
 from tests.support.random_pair import texts_of
 from tests.support.trainings import QUICK, assert_same_weights, changed, distilled, trainer_of
-from tests.support.two_processes import ON_CPU, finish, start_two
 
 __all__ = ["pair"]  # a fixture
 
@@ -145,17 +142,3 @@ def test_weights_that_are_not_finite_are_not_stored_and_the_last_good_checkpoint
     assert f"({work / 'checkpoint-4'} is kept)" in str(refusal.value)
     assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-4"]
     assert newest_checkpoint(work, engine="PyTorch") == work / "checkpoint-4"
-
-
-def distilled_to_nothing(pair: Path, out: Path) -> None:
-    with pytest.raises(TrainingDivergedError, match=" is nan in steps 1 to 4, so the training div"):
-        distilled(pair, out, changed(QUICK, learning_rate=1e6))
-    PartialState().wait_for_everyone()  # so every process was told
-
-
-@pytest.mark.exhaustive
-def test_every_process_learns_that_the_training_diverged(
-    pair: Path, tmp_path: Path, server: ForkServerContext
-) -> None:
-    finish(start_two(server, distilled_to_nothing, pair, tmp_path / "out", **ON_CPU))
-    assert not (tmp_path / "out").exists()

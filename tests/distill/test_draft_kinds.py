@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from distill.config import InitConfig, LayoutName
+from distill.config import DistilConfig, InitConfig, LayoutName
 from distill.initial import new_draft
 from distill.kinds import KINDS, along_rounds
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from recipes.command import RECIPES
 from specdata import draft_kinds
 from specdata.draft_kinds import kind_of
 from specdata.lm_head import find_lm_head
@@ -57,3 +59,50 @@ def test_a_draft_of_each_kind_is_known_keeps_the_targets_text_and_learns(
     loss = sum(place.states[place.kept].square().mean() for place in places)
     loss.backward()
     assert any(each.grad is not None and each.grad.any() for each in draft.parameters())
+
+
+OTHER_TRAININGS = {"logits": "a", "on_policy": 0.5, "finetune": {}, "lora": {}, "depths": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(
+            ({"init": {"kind": "states"}, key: value}, f"{key}.* must be left out with init.kind")
+            for key, value in OTHER_TRAININGS.items()
+        ),
+        ({"init": {"kind": "states", "taps": [3, 1]}}, "in order, each once"),
+        ({"init": {"kind": "states", "block": 3}}, "block needs layout dspark, got none"),
+        (
+            {"init": {"kind": "states", "layout": "dspark", "block": 1}},
+            "greater than or equal to 2",
+        ),
+        ({"init": {"kind": "states", "layout": "dspark", "layers": [2]}}, "must be how many with"),
+        ({"init": {"kind": "target", "layout": "dspark"}}, "dspark needs kind states, got target"),
+        (
+            {"init": {"kind": "states", "layout": "dspark"}, "readings": 3},
+            "readings must be left out",
+        ),
+        ({"init": {"kind": "target", "taps": [1]}}, "taps needs kind states"),
+        ({"depths": 3, "freeze_embeddings": True}, "embeddings must be left out with depths"),
+        ({"depths": 3, "lora": {}}, "lora must be left out with depths"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistilConfig(**settings)
+
+
+@pytest.mark.parametrize("key", OTHER_TRAININGS)
+def test_a_given_draft_on_states_is_not_trained_otherwise_either(
+    target: Path, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(target, tmp_path / "draft", **MADE["states"])
+    sets = "[{name: maths, split: train, count: 2}, {name: code, split: dev, count: 2}]"
+    models = f"{{target: {target}, draft: {tmp_path / 'draft'}}}"
+    given = ["--output", str(tmp_path / "out"), "--models", models, "--rollouts.sets", sets]
+    given += [f"--draft.{key}", json.dumps(OTHER_TRAININGS[key])]
+    assert RECIPES["train-draft"].run([*given, "--plan"]) == 2
+    assert f"draft: {key} must be left out with models.draft" in capsys.readouterr().err

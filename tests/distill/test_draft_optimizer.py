@@ -11,10 +11,10 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel
 
-from distill import plain
 from distill.config import DistilConfig
+from distill.muon import Float32Muon, MuonWithAdamW, muon_optimizer
 from distill.plain import align_output, cut
-from distill.trainer import Float32Muon, MuonWithAdamW, muon_optimizer
+from specdata import least_squares
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError
@@ -53,7 +53,7 @@ def states_of(model: PreTrainedModel) -> torch.Tensor:
 def test_an_aligned_output_is_the_targets_after_the_least_squares_map_of_the_states(
     family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "RIDGE", 0.0)
+    monkeypatch.setattr(least_squares, "RIDGE", 0.0)
     target = tiny(family, 0, vocab=40, tie_word_embeddings=tied, dtype=torch.float64)
     embedding = target.get_input_embeddings().weight.detach().clone()
     draft = cut(target, [0])

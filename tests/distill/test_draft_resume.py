@@ -63,13 +63,10 @@ CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "accumulated": (trained, {"accumulation": 2, "epochs": 10, "save_steps": 4}),
     "adapters": (trained, LORA),
     "completions of the draft": (trained, ON_POLICY),
-    "muon": (trained, {"optimizer": "muon", "epochs": 4}),
-    "the last weights": (trained, {"keep": "last"}),
     "the target's states": (trained_on_states, {"optimizer": "muon", "epochs": 4}),
     "masks": (trained, {"depths": 3}),
     "blocks": (trained_in_blocks, {"optimizer": "muon", "epochs": 4}),
     "fine-tuning": (tuned, {}),
-    "fine-tuning of adapters": (tuned, LORA),
 }
 COMBINED = {**LORA, "epochs": 3, "on_policy": 0.5, "eval_steps": 3}
 
@@ -159,7 +156,6 @@ UNEVEN = {**ON_POLICY, "batch_size": 23, "eval_steps": 2}
 CASES_OF_TWO = {
     "adapters, ZeRO-3": (trained, LORA, ZERO_3),
     "uneven, ZeRO-3": (trained, UNEVEN, ZERO_3),
-    "states, DDP": (trained_on_states, {}, ON_CPU),
     # The output matrix is of a reduced vocabulary, and ZeRO-3 divides it, too.
     "states, ZeRO-3": (trained_on_states, {}, ZERO_3),
     "blocks, DDP": (trained_in_blocks, {}, ON_CPU),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -306,38 +307,22 @@ def test_gradients_of_few_logits_are_those_of_all(
         ("eagle_config", {AUX: [1, 2, 9]}, "from 0 .* to 4 .*got 9"),
         ("eagle_config", {AUX: [1, 3, 2]}, "in order"),
         ("config.json", b"{", r"config\.json is damaged"),
-        ("config.json", b"[]", "(?s)damaged .*must hold a JSON object"),
         ("model.safetensors", b"cut off", r"model\.safetensors is damaged"),
         ("model.safetensors", None, r"safetensors, .*convert a \.bin"),
         ("hidden_size", None, "hidden_size: must be a valid integer .got None"),
-        ("hidden_size", [16], "hidden_size: must be a valid integer"),
-        ("intermediate_size", -3, "must be greater than 0 .got -3"),
         ("num_attention_heads", 0, "must be greater than 0 .got 0"),
-        ("num_key_value_heads", "two", "num_key_value_heads: must be a valid integer"),
         ("num_hidden_layers", 2, "num_hidden_layers: must be 1 .got 2"),
         ("rope_parameters", {"rope_theta": 1e6}, r"rope_theta .1000000.0. contradicts rope_theta"),
         ("head_dim", 10**18, "describes no layer"),
-        ("intermediate_size", 10**12, "have another shape"),
-        ("hidden_act", "abc", "describes no layer"),
-        ("rope_parameters", {"rope_type": "abc"}, "describes no layer"),
-        ("rope_theta", 0, "must be greater than 0"),
-        ("norm_output", "perhaps", "norm_output: must be a valid boolean"),
         ("eagle_config", None, "must be a section"),
-        ("eagle_config", {AUX: "abc"}, "must be a valid list"),
-        ("eagle_config", {AUX: [-1]}, "or equal to 0"),
         ("transformer_layer_config", {}, "hidden_size: is missing"),
-        ("transformer_layer_config", None, "must be a section"),
         ("d2t", torch.ones(KEPT), "d2t .* must have rows of integers, it is float32"),
         ("lm_head.weight", torch.tensor(1.0), "lm_head.weight .* rows of floats, .* shape .."),
-        ("norm.weight", torch.ones(H, dtype=torch.int8), "must have rows of floats, it is int8"),
         ("t2d", torch.ones(320, dtype=torch.bool), "t2d marks other tokens"),
         ("layer_types", ["sliding_attention"], "layer_types.0: must be 'full_attention'"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor must be 1.0"),
         ("rope_scaling", {"partial_rotary_factor": 0.5}, "factor in rope_scaling must be 1.0"),
         ("embedding_multiplier", 2.0, "embedding_multiplier must be 1.0, .* it is 2.0"),
-        ("residual_multiplier", 2.0, "residual_multiplier .2.0. is not known"),
-        ("is_encoder_decoder", True, "is_encoder_decoder .True. is not known"),
-        ("logit_scale", "large", "logit_scale: must be a valid number"),
         ("eagle_config", {AUX: TAPS, "use_mtp_layernorm": True}, "use_mtp_layernorm must be False"),
         ("eagle_config", {AUX: TAPS, "norm_output": 7}, "norm_output: must be a valid boolean"),
     ],
@@ -466,36 +451,6 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
         load_model(str(release))
 
 
-def test_a_block_draft_that_no_layout_can_hold_is_published_as_it_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a target of one layer, where only what enters that can be read; its head, too."""
-    target = stored(tmp_path / "target", num_hidden_layers=1)
-    given = with_train_and_dev(target, tmp_path) | {"output": str(tmp_path / "run")}
-    given["models"] = {"target": str(target)}
-    given["draft"] = {"init": {"kind": "states", "layers": 1, "layout": "dspark"}, "epochs": 1}
-    given["head"] = {"kind": "confidence", "epochs": 1}
-    given["eval"]["max_new_tokens"] = 12
-    given["eval"]["methods"] += [{"name": "K=1", "length": 1}, {"name": "head", "stop": "head"}]
-    (tmp_path / "pair.yaml").write_text(json.dumps(given))
-    config = ["--config", str(tmp_path / "pair.yaml")]
-    assert RECIPES["pipeline"].run(config, "draftsmith pipeline") == 0
-    assert "vllm serve" not in capsys.readouterr().out
-    made, release = tmp_path / "run" / "draft" / "model", tmp_path / "run" / "release"
-    card = ModelCard.load(release / "draft" / "README.md")
-    assert "vllm" not in (card.data.tags or [])
-    assert "draftsmith import" not in card.text + (release / "head" / "README.md").read_text()
-    ids = torch.tensor([[5, 9, 31, 4, 17, 8]])
-    with torch.inference_mode():
-        mine, theirs = (
-            load_model(str(each), target=str(target)) for each in (made, release / "draft")
-        )
-        torch.testing.assert_close(mine(input_ids=ids).logits, theirs(input_ids=ids).logits)
-    assert run_tool("export", [str(made), "--out", str(tmp_path / "out")]) == 2
-    assert "engines cannot hold any other" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -507,15 +462,16 @@ def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(
     assert "must hold safetensors" in capsys.readouterr().err
     make(target, tmp_path / "states", kind="states", layers=1)
     for folder, message in (
-        (target, "vLLM loads its release, which draftsmith publish writes"),
+        (target, "needs no other layout: engines load it as it is"),
         (tmp_path / "draft", "is in a layout of engines"),
         (tmp_path / "states", "must be a draft of draft.init.layout eagle3"),
     ):
         assert run_tool("export", [str(folder), "--out", str(tmp_path / "out")]) == 2
         assert message in capsys.readouterr().err
-    released = target.parents[1] / "release" / "draft"
-    released.mkdir(parents=True)
-    assert run_tool("export", [str(target), "--out", str(tmp_path / "out")]) == 2
-    assert f"which is {released}" in capsys.readouterr().err
-    released.rmdir()
+    run = tmp_path / "run"
+    shutil.copytree(target, run / "draft" / "model")
+    for where in ("draftsmith publish writes", f"is {run}/release/draft"):
+        assert run_tool("export", [f"{run}/draft/model", "--out", str(tmp_path / "out")]) == 2
+        assert f"its release, which {where}" in capsys.readouterr().err
+        (run / "release" / "draft").mkdir(parents=True, exist_ok=True)
     assert not (tmp_path / "out").exists()

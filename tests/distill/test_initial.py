@@ -16,13 +16,17 @@ from torch import nn
 from distill.config import ARCHITECTURES, InitConfig
 from distill.initial import coverage, frequent_tokens
 from distill.plain import cut
+from distill.states import silence
+from specdata import least_squares
 from specdata.cache import cache_argument
 from specdata.draft_models.taps import decoder_layers
 from specdata.errors import ConfigError, VocabularyMismatchError
+from specdata.least_squares import ridge
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
 from tests.support.families import FAMILIES, tiny
 from tests.support.initial import ROWS, make, stored
+from tests.support.tiny import tiny_llama
 
 IDS = torch.arange(1, 13).unsqueeze(0)
 PLAIN = SamplingConfig()
@@ -127,7 +131,7 @@ def test_a_fresh_draft_is_a_llama_of_the_targets_vocabulary_drawn_from_the_seed(
     draft = load_model(str(tmp_path / "one"))
     sizes = ARCHITECTURES[architecture]  # type: ignore[index]
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
-        assert getattr(draft.config, name) == getattr(sizes, name)
+        assert getattr(draft.config, name) == sizes[name]
     theirs = load_model(str(target)).config
     assert draft.config.vocab_size == theirs.vocab_size == len(load_tokenizer(str(target))) + 8
     assert draft.config.max_position_embeddings == theirs.max_position_embeddings
@@ -193,3 +197,27 @@ def test_an_existing_draft_is_reduced_once_and_only_of_the_same_vocabulary(
 def test_layers_are_a_number_or_numbers_in_order(layers: Any) -> None:
     with pytest.raises(ValueError, match="must be"):
         InitConfig(kind="target", layers=layers)
+
+
+@pytest.mark.parametrize("part", [least_squares.PART, 90])
+def test_least_squares_finds_a_linear_map_of_columns_of_any_size(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(least_squares, "PART", part)  # numbers that are held at a time
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 6, generator=generator, dtype=torch.float64) * torch.logspace(-3, 2, 6)
+    wanted = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    wanted /= torch.logspace(-3, 2, 6)[:, None]
+    found = ridge(zip(x.split(10), (x @ wanted).split(10), strict=True))
+    torch.testing.assert_close(found, wanted, rtol=3e-3, atol=0.0)
+
+
+def test_silent_layers_pass_on_what_they_are_given_and_leave_the_target_alone() -> None:
+    target = tiny_llama(0, vocab=40, layers=3)
+    before = {name: each.clone() for name, each in target.state_dict().items()}
+    model = cut(target, [1, 2])
+    silence(model)
+    x = torch.randn(1, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model.base_model(inputs_embeds=x)[0], model.model.norm(x))
+    for name, each in target.state_dict().items():
+        assert torch.equal(each, before[name])

@@ -80,8 +80,7 @@ def interrupted_and_continued(kind: str, *given: Any) -> None:
 
 
 CASES = [("head", engine, 512) for engine in ENGINES] + [("draft", engine, 4) for engine in ENGINES]
-CASES += [("head", "ZeRO-3", 4), ("draft", "ZeRO-2", 512), ("tuned draft", "ZeRO-3", 4)]
-CASES += [(name, "ZeRO-3", 4) for name in LAYOUTS]
+CASES += [(name, "ZeRO-3", 4) for name in ("tuned draft", *LAYOUTS)]
 
 
 @pytest.mark.exhaustive

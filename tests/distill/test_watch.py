@@ -11,11 +11,10 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedModel, TrainerCallback
 
-from distill import callbacks
-from distill.callbacks import best_step, store_best
+from distill import watch
 from distill.config import DistilConfig
 from distill.distillation import DistilResult
-from distill.watch import Figures, HeldOut, Measurement
+from distill.watch import Figures, HeldOut, Measurement, best_step, store_best
 from specdata import texts
 from specdata.config import read_config
 from specdata.draft_models.state_store import StateStore
@@ -309,7 +308,7 @@ def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(callbacks, "store_best", store_and_die)
+        patch.setattr(watch, "store_best", store_and_die)
         with pytest.raises(Killed):
             trained(pair, dev, tmp_path / "out")
     assert times == [0, 5]  # it gets better all the time
@@ -338,7 +337,7 @@ def test_figures_that_are_not_finite_end_a_training(pair: Path, tmp_path: Path) 
 def test_reports_go_to_names_that_exist_and_are_installed(
     name: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.callbacks.get_available_reporting_integrations", list)
+    monkeypatch.setattr("distill.watch.get_available_reporting_integrations", list)
     with pytest.raises(ConfigError, match=r"report_to\.0: .*'tensorboard'.* \(got 'tensorbord'\)"):
         read_config(DistilConfig, {"report_to": ["tensorbord"]})
     with pytest.raises(ConfigError, match=f"'{name}', which is not installed here: install it"):

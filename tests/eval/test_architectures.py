@@ -17,7 +17,7 @@ from specdata.errors import ConfigError
 from specdata.models import positions
 from specdata.probability import SamplingConfig
 from tests.support.architectures import nearby
-from tests.support.families import BUDGET, FAMILIES, RECURRENT, WINDOWED, greedy, tiny
+from tests.support.families import BUDGET, RECURRENT, WINDOWED, greedy, tiny
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]
@@ -41,16 +41,19 @@ CASES = {
 }
 
 
-# With "eager" attention a model makes a mask for one token, too: the same way in all families.
-FIRST = ("llama, grouped queries", "sdpa")
-# The other families attend to every token as these do: exhaustive.
-OFTEN = [(FIRST[0], "eager"), ("opt", "sdpa"), ("gpt2", "eager")]
-OFTEN += [(name, "sdpa") for name in WINDOWED]
-TIERS: dict[Any, Any] = {FIRST: (), **dict.fromkeys(OFTEN, pytest.mark.slow)}
+# With "eager" attention one token has a mask, too. `test_families` decodes the others.
+FIRST = "llama, grouped queries"
 FAMILIES_AND_ATTENTION = [
-    pytest.param(name, attention, marks=TIERS.get((name, attention), pytest.mark.exhaustive))
-    for name in FAMILIES | WINDOWED
-    for attention in (("sdpa", "eager") if name in (FIRST[0], "opt", "gpt2") else ("sdpa",))
+    (FIRST, "sdpa"),
+    *(
+        pytest.param(name, attention, marks=pytest.mark.slow)
+        for name, attention in (
+            (FIRST, "eager"),
+            ("opt", "sdpa"),
+            ("gpt2", "eager"),
+            *((name, "sdpa") for name in WINDOWED),
+        )
+    ),
 ]
 
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.analysis.callables import CHECKS, Asked, Subject, certify_callable, made_pair
+from eval.analysis.callables import CHECKS, CheckSettings, Subject, certify_callable, made_pair
 from eval.analysis.draws import NotWalkableError, Uniform, drawing
 from eval.verifiers.rule import ScriptedRng, outcomes
 from recipes.command import run_tool
 from specdata.errors import ConfigError
 
 LENGTH = 2
-ASKED = Asked(texts=24, new=12, seconds=math.inf)
+SETTINGS = CheckSettings(texts=24, new=12, seconds=math.inf)
 accepted_of_all_calls = [0, 0]
 
 
@@ -128,35 +128,35 @@ def test_each_check_finds_its_fault_and_passes_what_is_right(fault: str) -> None
     function, check = FAULTS[fault]
     for planted in ("", fault):
         subject = Subject(partial(function, fault=planted), planted)
-        holds, said = CHECKS[check](subject, ASKED)
-        assert holds is (not planted), said
+        holds, finding = CHECKS[check](subject, SETTINGS)
+        assert holds is (not planted), finding
         if check == "law":
-            assert "next 3 tokens" in said
+            assert "next 3 tokens" in finding
 
 
 @pytest.mark.parametrize("how", ["in place", "its own"])
 @pytest.mark.parametrize("fault", ["", "accepts too much"])
 def test_draws_that_cannot_be_walked_are_judged_by_samples(how: str, fault: str) -> None:
     subject = Subject(partial(generate, fault=fault, how=how), how)
-    holds, said = CHECKS["law"](subject, Asked(texts=90, new=20, seconds=math.inf))
-    assert holds is (not fault), said
-    assert "not walked: it draws by other means" in said
+    holds, finding = CHECKS["law"](subject, CheckSettings(texts=90, new=20, seconds=math.inf))
+    assert holds is (not fault), finding
+    assert "not walked: it draws by other means" in finding
 
 
 def test_what_cannot_be_seen_is_said_and_what_raises_is_a_fault() -> None:
     def mute(prompts: Any, max_new_tokens: int, seeds: Any) -> list[list[int]]:
         raise ZeroDivisionError("by nought")
 
-    found = certify_callable(mute, "mute", Asked(pair=made_pair(16), texts=3, new=4))
+    found = certify_callable(mute, "mute", CheckSettings(pair=made_pair(16), texts=3, new=4))
     assert [each.holds for each in found] == [False, False, None, None, False]
     assert "ZeroDivisionError: by nought" in str(found[0])
     assert "not seen" in str(found[2])
     with pytest.raises(ConfigError, match="takes no models"):
-        certify_callable(mute, "mute", ASKED)
+        certify_callable(mute, "mute", SETTINGS)
     with pytest.raises(ConfigError, match=r"must take \(prompts, max_new_tokens, seeds\)"):
-        certify_callable(lambda x: x, "other", ASKED)
+        certify_callable(lambda x: x, "other", SETTINGS)
     with pytest.raises(ConfigError, match="at least one after them"):
-        CHECKS["law"](Subject(lambda draft, target, ids: ids, "still"), ASKED)
+        CHECKS["law"](Subject(lambda draft, target, ids: ids, "still"), SETTINGS)
 
 
 def test_uniform_numbers_give_each_outcome_its_probability() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from eval.analysis.ties import (
     greedy_reference,
     judge_difference,
 )
-from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafter
+from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.model import CachedModel
 from recipes.command import run_tool
 from specdata.models import load_tokenizer
@@ -48,15 +47,7 @@ class Leaking(CachedModel):
 
 
 def decoder(kind: type[CachedModel], target: Any, draft: Any, config: DecodeConfig) -> Any:
-    drafts = [CachedModel(draft, 40)]
-    return SpeculativeDecoder(
-        kind(target, 40),
-        config.sampling,
-        partial(make_drafter, config, drafts, None, frozenset()),
-        config.make_verifier(),
-        frozenset({1}),
-        drafts=drafts,
-    )
+    return SpeculativeDecoder(kind(target, 40), [CachedModel(draft, 40)], config)
 
 
 def decode(made: SpeculativeDecoder) -> Callable[[Tensor], Tensor]:

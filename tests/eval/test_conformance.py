@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.analysis.certificate import DEPTH, _drawn
+from eval.analysis.certificate import DEPTH, draw_draft
 from eval.verifiers import VERIFIERS
 from eval.verifiers.rule import GeneratorRng
 from specdata.probability import SamplingConfig, probabilities
@@ -57,7 +57,7 @@ def vectors() -> dict[str, Any]:
             if config is None or (verifier := config.make_verifier()).residual_persists:
                 continue
             for draft in range(DRAFTS):
-                tree, prefixes = _drawn(p, q, config.kind, GeneratorRng(generator))
+                tree, prefixes = draw_draft(p, q, config.kind, GeneratorRng(generator))
                 rows = torch.stack([p[len(each)][each] for each in prefixes])
                 logits = torch.stack([of_p[len(each)][each] for each in prefixes])
                 verdict = verifier(tree, rows)

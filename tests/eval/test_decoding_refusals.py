@@ -49,10 +49,20 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"stop": "cost", "calibration": (1.0,)}, "calibration.*missing"),
     ({"stop": "cost", "token_seconds": float("inf")}, "token_seconds: must be a finite number"),
     ({"stop": "cost", "mean_acceptance": 0.0}, "mean_acceptance: must be greater than 0"),
-    ({"stop": "cost", "verifier": "greedy_block"}, "must not depend on drafted tokens"),
+    ({"stop": "cost", "verifier": "greedy_block"}, "must not depend on drafted tokens.*is biased"),
+    ({"verifier": "block", "drafter": "tree", "widths": (2,)}, "has a proof for chain"),
+    ({"verifier": "kseq", "drafter": "tree"}, "needs widths"),
+    ({"verifier": "kseq", "widths": (2,)}, "needs widths"),
+    ({"verifier": "importance", "verifier_args": {"solver": "magic"}}, "solver"),
+    ({"verifier": "token", "verifier_args": {"epsilon": 1}}, "it has no epsilon"),
+    (
+        {"verifier": "kseq", "drafter": "paths", "paths": 2, "path_temperatures": (1.0, 2.0)},
+        "paths, independent",
+    ),
+    ({"verifier": "rrs", "drafter": "paths", "paths": 2, "path_temperatures": (1.0,)}, "each"),
     (
         {"stop": "cost", "verifier": "traversal", "drafter": "tree", "widths": (2, 2)},
-        "ends chains",
+        "ends chains.*stop='fixed'",
     ),
 ]
 

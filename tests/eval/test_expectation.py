@@ -126,26 +126,6 @@ def test_the_oracle_takes_the_least_time_of_all_rules_on_every_short_trace() -> 
             assert draft * best[2] + best[1] == pytest.approx(least, abs=1e-12)
 
 
-def test_counts_keep_their_identity_and_time_splits_as_in_the_paper() -> None:
-    chance = random.Random(0)
-    rows = [[chance.random() for _ in range(chance.randint(1, 40))] for _ in range(60)]
-    recorded = traces(rows)
-    for counts in (
-        oracle_counts(recorded),
-        expected_counts(recorded, drafted(recorded, Fixed(length=4))),
-        expected_counts(recorded, drafted(recorded, Cumulative(threshold=0.3, limit=6))),
-        expected_counts(recorded, drafted(recorded, Confidence(threshold=0.4))),
-    ):
-        assert counts.tokens.tolist() == [len(row) for row in rows]
-        drawn = counts.n_draft + counts.n_target
-        np.testing.assert_allclose(drawn, counts.tokens + counts.n_discarded, atol=1e-9)
-        # SpecDec++: T = t_d N + t_d N_discarded + (t_t - t_d) N_target.
-        split = 0.2 * (counts.tokens + counts.n_discarded) + 0.8 * counts.n_target
-        np.testing.assert_allclose(counts.seconds(TIMES), split, atol=1e-9)
-        per_token = split.sum() / counts.tokens.sum()
-        assert counts.seconds_per_token(TIMES) == pytest.approx(per_token)
-
-
 def test_the_counts_of_greedy_decoding_are_what_the_decoder_counts() -> None:
     target, draft = tiny_llama(2, vocab=6, layers=2), tiny_llama(3, vocab=6)
     target.generation_config.eos_token_id = None

@@ -12,7 +12,7 @@ from eval.analysis.prediction import GROUPS, Ids, Predictions, Reals, Scores, pr
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping.logistic import fit_calibration
 from eval.measuring.intervals import interval, resamples
-from eval.reporting.recommendation import head_predictors
+from eval.reporting.report import head_predictors
 from heads import AcceptanceHead
 from heads.loss import binary_kl, head_metrics, soft_auroc
 from specdata.probability import SamplingConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.table import main
+from benchmarks.table import beside_table, main, together
 from eval.decode_config import Method
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
@@ -22,11 +22,10 @@ from eval.measuring.results import (
     build_results,
     check_metrics,
     read_results,
-    together,
     write_results,
 )
 from eval.reporting.rendering import NOT_MEASURED
-from eval.reporting.table import ROWS, beside_table, readme_table, shown_methods
+from eval.reporting.table import ROWS, readme_table, shown_methods
 from eval.rounds import Round
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json

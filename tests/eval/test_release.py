@@ -37,10 +37,9 @@ from eval.decode_config import Method
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import check_metrics, read_results
 from eval.publishing.metadata import About, check_repository, loadable, metadata
-from eval.publishing.release import head_run, release_draft, release_head
-from eval.reporting.recommendation import fastest_lengths, head_predictors
+from eval.publishing.release import fastest_lengths, head_run, release_draft, release_head
 from eval.reporting.rendering import escape_markdown, public_name
-from eval.reporting.report import positions_of
+from eval.reporting.report import head_predictors, positions_of
 from eval.reporting.table import shown_methods
 from eval.reporting.verdict import verdict
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead

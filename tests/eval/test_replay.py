@@ -204,10 +204,14 @@ TIMES = Times(draft_seconds=0.1, target_seconds=1.0)
 def every_rule(traces: Traces) -> dict[str, Counts]:
     """The counts of each rule at its fastest setting."""
     best: dict[str, Counts] = {}
-    for rule in (rule for kind in STOPPING_RULES.values() for rule in kind.settings()):
-        counts = replayed(rule, traces, TIMES)
-        if counts is not None:
-            best[rule.name] = min(best.get(rule.name, counts), counts, key=seconds)
+    chances = [{"threshold": step / 20} for step in range(20)]
+    settings = {"fixed": [{"length": n} for n in range(1, 21)], "cost": [{}, {"head": False}]}
+    for name, kind in STOPPING_RULES.items():
+        default = chances if "threshold" in kind.model_fields else [{}]
+        tried = [kind.model_validate(each) for each in settings.get(name, default)]
+        replays = [counts for rule in tried if (counts := replayed(rule, traces, TIMES))]
+        if replays:
+            best[name] = min(replays, key=seconds)
     return best
 
 

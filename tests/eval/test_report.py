@@ -14,11 +14,11 @@ from rich.console import Console
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, fastest, pool
+from eval.measuring.records import Sample
 from eval.measuring.results import Results, Run, build_results, check_metrics
-from eval.measuring.samples import Samples
 from eval.reporting.charts import COLOURS, draw_bars, write_bars
 from eval.reporting.report import (
-    COLUMNS,
+    RATES_SHOWN,
     Context,
     methods_table,
     picture,
@@ -92,7 +92,7 @@ def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
     context = Context(
         command="run_eval.py --config 'my pair.yaml'",
         unapplied=unapplied_words({"repetition_penalty": 1.1}),
-        samples=Samples.model_validate({"schema_version": 1, "samples": [sample]}),
+        samples=[Sample.model_validate(sample)],
     )
     return write_report(results, tmp_path_factory.mktemp("r"), context).read_text(encoding="utf-8")
 
@@ -153,7 +153,7 @@ def test_the_page_shows_every_method_with_its_figures(page: Page, results: Resul
     for row in pool(results):
         assert f"{row.value('verification_rate'):.3f}" in text
         assert f"{row.value('block_efficiency'):.2f}" in text
-    for name, meaning in COLUMNS:
+    for name, _, _, meaning in RATES_SHOWN.values():
         assert name in text
         assert meaning in text
     assert ENVIRONMENT.git_commit in text

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval.decode_config import Method
-from eval.measuring.records import record_file
-from eval.measuring.samples import PER_SET, read_samples, shown_prompts, write_samples
-from specdata.storage.files import write_json
+from eval.measuring.records import PER_SET, record_file, shown_prompts, write_samples
 from tests.support.experiment import METHODS, PROMPTS, evaluate
 
 THEIRS = Method(name="theirs", decoder="assisted", length=3)
@@ -44,28 +42,16 @@ def test_the_first_prompts_of_each_set_keep_the_tokens_that_their_records_count(
 
 def test_batches_and_interruptions_keep_the_same_texts(folder: Path, tmp_path: Path) -> None:
     alone = {
-        each.prompt_id + each.dataset: each
-        for each in write_samples(PROMPTS, folder, in_words).samples
+        each.prompt_id + each.dataset: each for each in write_samples(PROMPTS, folder, in_words)
     }
     evaluate(tmp_path, METHODS, batch=2)
     record_file(tmp_path / "prompts", PROMPTS[1]).unlink()
     evaluate(tmp_path, METHODS, batch=2)
-    batched = write_samples(PROMPTS, tmp_path, in_words).samples
+    batched = write_samples(PROMPTS, tmp_path, in_words)
+    written = json.loads((tmp_path / "samples.json").read_text())
+    assert written["samples"] == [each.model_dump() for each in batched]
     assert {(each.dataset, each.prompt_id) for each in batched} == KEPT
     for each in batched:
         first = alone[each.prompt_id + each.dataset]
         assert each.prompt == first.prompt
         assert each.methods == {m.name: first.methods[m.name] for m in METHODS[1:]}
-
-
-def test_samples_are_read_as_they_were_written_and_a_lost_or_damaged_file_is_none(
-    folder: Path, tmp_path: Path
-) -> None:
-    samples = write_samples(PROMPTS, folder, in_words)
-    path = tmp_path / "samples.json"
-    assert read_samples(path) is None
-    write_json(path, samples.model_dump(mode="json"))
-    assert read_samples(path) == samples
-    assert samples.of("code") == samples.samples[PER_SET:]
-    path.write_text(path.read_text()[:-9])
-    assert read_samples(path) is None

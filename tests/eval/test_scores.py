@@ -20,7 +20,7 @@ from recipes.run_eval import RECIPE
 from specdata.config import PromptSet
 from specdata.errors import ConfigError
 from specdata.models import load_tokenizer
-from specdata.prompts.forms import form_of, prompts_in
+from specdata.prompts.forms import RawPrompt, RowReader
 from tests.support.scores import evaluation_of
 from tests.support.synthetic_results import synthetic_results
 
@@ -59,8 +59,8 @@ def test_the_reference_of_a_row_is_catalogued_or_named(
     wanted: PromptSet, row: dict[str, Any], reference: str | None
 ) -> None:
     for chat in (False, True):
-        (prompt,) = prompts_in(row, form_of(wanted, row), chat=chat, turns="all")
-        assert not isinstance(prompt, str)
+        (prompt,) = RowReader.of(replace(wanted, chat=chat), row, chat).prompts(1, row)
+        assert isinstance(prompt, RawPrompt)
         assert prompt.reference == reference
 
 

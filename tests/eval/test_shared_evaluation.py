@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.measuring.environment import is_measuring, who_measures
+from eval.measuring.environment import who_measures
 from eval.measuring.results import read_results
 from recipes.run_eval import RECIPE
 from tests.support.random_pair import measured_only
@@ -31,16 +31,23 @@ def test_times_are_measured_by_one_process_a_device_of_one_machine_and_counts_by
     devices: int, timing: list[int]
 ) -> None:
     """Two machines of four processes each."""
-    places = [(rank, rank % 4) for rank in range(8)]
     for timed, expected in ((True, timing), (False, list(range(8)))):
-        assert expected == [
-            rank
-            for rank, local in places
-            if is_measuring(timed=timed, rank=rank, local_rank=local, devices=devices)
+        found = [
+            who_measures(
+                timed=timed,
+                rank=rank,
+                local_rank=rank % 4,
+                processes=8,
+                local_processes=4,
+                devices=devices,
+            )
+            for rank in range(8)
         ]
-    said = who_measures(timed=True, processes=8, local_processes=4, devices=devices)
-    assert f"by {len(timing)} of 8 processes" in said
-    assert ("each on a GPU of its own" if devices else "they share the CPU") in said
+        assert [rank for rank, (joins, _) in enumerate(found) if joins] == expected
+        (message,) = {message for _, message in found}
+        if timed:
+            assert f"by {len(timing)} of 8 processes" in message
+            assert ("each on a GPU of its own" if devices else "they share the CPU") in message
 
 
 def records(folder: Path) -> dict[str, bytes]:

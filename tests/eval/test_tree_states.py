@@ -11,6 +11,7 @@ from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from tests.support.drive_head import tiny_draft
 from tests.support.families import FAMILIES, WINDOWED, tiny
+from tests.support.states_draft import pair, state_after
 
 TEXTS = [[3, 14, 15, 9, 26, 5], [35, 8, 9]]
 # Two tokens at each position but the first, which has nothing before it.
@@ -50,3 +51,17 @@ def test_a_draft_of_recurrent_layers_is_refused() -> None:
 
 def test_half_precision_passes_as_rounding() -> None:
     check_tree_states(tiny_draft().bfloat16().eval(), 100)
+
+
+def test_a_token_drafted_along_a_text_is_read_with_the_drafts_own_state() -> None:
+    _, draft = pair(40)
+    ids = torch.tensor([[2, 9, 31, 4, 17]])
+    check_tree_states(draft, 5)
+    tokens, places = torch.tensor([[7, 30]]), torch.tensor([[3, 5]])
+    along, after = tree_states(draft, ids, tokens, places)
+    text = ids[0].tolist()
+    for at in range(5):
+        torch.testing.assert_close(along[0, at], state_after(draft, text[: at + 1], []))
+    for index, place in enumerate((3, 5)):
+        expected = state_after(draft, text[:place], tokens[0, index : index + 1].tolist())
+        torch.testing.assert_close(after[0, index], expected)

@@ -31,8 +31,7 @@ from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
 from eval.measuring.records import PromptRecord
 from eval.measuring.results import ENOUGH, Results
-from eval.reporting.recommendation import of_all, verifier_sentence
-from eval.reporting.verifiers import section
+from eval.reporting.verifiers import of_all, section, verifier_sentence
 from eval.verifiers import VERIFIERS
 from recipes.command import run_tool
 from specdata.config import PromptSet
@@ -70,7 +69,10 @@ def table_at(
 ) -> tuple[dict[str, Expected], dict[str, Enumerated], list[Any]]:
     """Verifiers at every round of texts."""
     ends = end_ids(pair[0].generation_config)
-    verifiers = {name: Enumerated(VERIFIERS[name].make(), ends) for name in {*references, *names}}
+    verifiers = {
+        name: Enumerated(DecodeConfig(verifier=name, **settings), ends)
+        for name in {*references, *names}
+    }
     starts = drafted(
         *pair,
         prompts,
@@ -126,11 +128,14 @@ def test_on_no_chain_does_a_lossless_verifier_accept_more_than_block_verificatio
         (weight, Scored(tree, target_rows(tree, p), 0, 0, node_prefixes(tree)))
         for weight, tree in chain_drafts(q, 3, stop=lambda prefix: prefix[-1] == END)
     ]
-    verifiers = {
-        name: VERIFIERS[name].make(**parameters) for name, parameters in KINDS["chain of 4"].rows()
+    of = {
+        name: Enumerated(
+            KINDS["chain of 4"].config(SamplingConfig(), name, **parameters), frozenset({END})
+        )
+        for name, parameters in KINDS["chain of 4"].rows()
     }
-    of = {name: Enumerated(each, frozenset({END})) for name, each in verifiers.items()}
-    for name, verifier in verifiers.items():
+    for name, enumerated_once in of.items():
+        verifier = enumerated_once.verifier
         counts = np.zeros(2)
         for weight, place in drafts:
             counts += [weight * each for each in of[name](place)[:2]]
@@ -170,7 +175,10 @@ def test_a_large_vocabulary_is_enumerated_over_a_smaller_one_with_the_same_count
             weights += size * torch.randn(weights.shape, generator=generator)
         draft.lm_head.weight += target.lm_head.weight - draft.lm_head.weight.mean()
     verifiers = [
-        Enumerated(VERIFIERS[name].make(**parameters), end_ids(target.generation_config))
+        Enumerated(
+            KINDS[kind].config(SamplingConfig(), name, **parameters),
+            end_ids(target.generation_config),
+        )
         for name, parameters in KINDS[kind].rows()
         if "alphabet" not in parameters
     ]

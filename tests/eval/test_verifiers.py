@@ -133,14 +133,6 @@ def test_refuses_every_form_it_has_no_proof_for(verifier: Verifier) -> None:
     assert kinds | set(verifier.takes) == {case.kind for case in CASES.values()}
 
 
-@pytest.mark.parametrize("verifier", EVERY_VERIFIER)
-def test_refuses_a_target_of_another_shape(verifier: Verifier) -> None:
-    case = next(case for case in CASES.values() if case.kind in verifier.takes)
-    tree, target, _ = first_drafts(case, 4)
-    with pytest.raises(ValueError, match=r"target must be \(N\+1, V\)"):
-        verifier(tree, target[:-1])
-
-
 # --- sampling ---
 
 
@@ -305,17 +297,16 @@ def wide_draft(kind: str, distributions: Tensor, generator: torch.Generator) -> 
     )
 
 
-@pytest.mark.parametrize("vocabulary", [3000, pytest.param(131072, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("verifier", EVERY_VERIFIER)
-def test_float32_agrees_with_float64(verifier: Verifier, vocabulary: int, request: Any) -> None:
+def test_float32_agrees_with_float64(verifier: Verifier, request: Any) -> None:
     """Probabilities of stopping, and of what is emitted where it stops, to 2e-5."""
-    vocabulary = 60 if "solver=lp" in request.node.name else vocabulary
+    vocabulary = 60 if "solver=lp" in request.node.name else 3000
     generator = torch.Generator().manual_seed(vocabulary)
     # One distribution a depth is enough: node i's target is that of its depth.
     logits = 3 * torch.randn(3, vocabulary, generator=generator, dtype=torch.float64)
     noise = torch.randn(3, vocabulary, generator=generator, dtype=torch.float64)
     p, q = logits.softmax(-1), (logits + 0.5 * noise).softmax(-1)
-    for kind in verifier.takes if vocabulary < 100000 else verifier.takes[-1:]:
+    for kind in verifier.takes:
         tree = wide_draft(kind, q, generator)
         assert tree.kind == kind
         rows = torch.tensor([len(prefix) for prefix in node_prefixes(tree)])
@@ -356,6 +347,8 @@ def test_a_target_that_is_no_distribution_is_refused(row: list[float]) -> None:
         VERIFIERS["token"].make()(DraftTree.chain(torch.tensor([0]), q), target)
     with pytest.raises(ValueError, match="float32 or wider"):
         VERIFIERS["token"].make()(DraftTree.chain(torch.tensor([0]), q), target.half())
+    with pytest.raises(ValueError, match=r"target must be \(N\+1, V\)"):
+        VERIFIERS["token"].make()(DraftTree.chain(torch.tensor([0]), q), target[:-1])
 
 
 @pytest.mark.parametrize("name", VERIFIERS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heads import AcceptanceHead, BaseHead, ConfidenceHead, ImmediateHead
 from heads.config import DEFAULT_FEATURES
-from heads.inputs import FEATURES, DraftedTokens, Feature, under_way
+from heads.inputs import FEATURES, DraftedTokens, under_way
 from tests.support.head_inputs import EMBEDDING, HIDDEN, IDS, Drawn, drafted_tokens
 
 
@@ -205,15 +205,6 @@ def test_a_draft_under_way_is_judged_as_the_head_does(reads: str, dtype: torch.d
         for each in drafted_tokens(seed, dtype=dtype):
             expected, found = (judge.logit(each) for judge in (plain, fast))
             assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
-
-
-def test_a_feature_that_was_added_is_judged_by_its_definition(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(FEATURES, "even", Feature(lambda drafted: 1.0 - drafted.tokens % 2))
-    head, drawn = make_head(reads=["even", "log_q"]), drafted_tokens(1)
-    expected = float(head.logits(under_way(drawn[-1])).detach())
-    assert head.judge().logit(drawn[-1]) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("depth", [0, 2, None])

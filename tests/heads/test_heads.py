@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from heads.loss import (
     soft_auroc,
     weighted_bce,
 )
-from heads.rows import drawn_row, mixed_row
+from heads.rows import mixed_row
 from specdata.storage.schema import Label
 from specdata.texts import text_length
 
@@ -136,34 +135,6 @@ def test_mixing_depends_on_key_and_example_only() -> None:
     cut = mixed_row(make_row(), rate=0.5, max_length=50, key=(0, 0))
     assert cut.places.tolist() == [place for place in places(make_row(), 0, 0) if place < 47]
     assert text_length(cut.text) == 50 + 1  # and a last one that nobody reads
-
-
-TWO = {
-    **{"completion_ids": [1, 2], "draft_ids": [1, 2], "accept_prob": [0.5, 0.5]},
-    **{"more_draft_ids": [1, 2, 3, 4], "more_accept_prob": [0.5] * 4},
-}
-MIXED, DRAWN = {"rate": 0.1, "key": ()}, {"draws": (0,)}
-
-
-@pytest.mark.parametrize(
-    ("read", "how", "change", "message"),
-    [
-        (mixed_row, MIXED, {"draft_ids": [1]}, "must be equally long, got 2, 1 and 2"),
-        (mixed_row, MIXED, {"accept_prob": [1.5] * 2}, r"must lie in \[0, 1\]"),
-        (mixed_row, MIXED, {"accept_prob": [math.nan] * 2}, r"must lie in \[0, 1\]"),
-        (drawn_row, DRAWN, {"prompt_ids": []}, "prompt_ids must hold a token"),
-        (drawn_row, DRAWN, {"more_draft_ids": [1] * 5}, r"for 2 draft_ids.*got 5 and 4"),
-        (
-            *(drawn_row, DRAWN),
-            *({"more_draft_ids": [1] * 3, "more_accept_prob": [0.5] * 3}, "got 3 and 3"),
-        ),
-    ],
-)
-def test_a_row_whose_columns_do_not_fit_is_refused(
-    read: Callable[..., object], how: dict[str, Any], change: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        read({**make_row(), **TWO, **change}, max_length=9, **how)
 
 
 # --- loss

@@ -17,16 +17,12 @@ from tests.support.word_pair import with_train_and_dev
 SHARE = 0.4
 
 
-def test_a_share_of_prompts_is_about_that_share_and_grows_with_it() -> None:
+def test_a_share_is_about_that_share_and_with_the_rest_of_a_split_all_of_it() -> None:
     names = [f"prompt {number}" for number in range(4000)]
-    some = {name for name in names if is_held_out(name, 0.2)}
-    more = {name for name in names if is_held_out(name, 0.5)}
+    some, more = ({name for name in names if is_held_out(name, share)} for share in (0.2, 0.5))
     assert some < more
     assert len(some) == pytest.approx(800, abs=4 * (4000 * 0.2 * 0.8) ** 0.5)
     assert not any(is_held_out(name, 0.0) for name in names)
-
-
-def test_a_share_and_the_rest_of_a_split_are_all_of_it_and_have_nothing_in_common() -> None:
     rows = Dataset.from_list(
         [
             {"example_id": f"prompt {number}", "split": ("train", "dev")[number % 2], "dataset": ""}

@@ -72,7 +72,7 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
         (["launch", "cpu-2", "trian-head"], "did you mean 'train-head'?"),
         (["launch", "cpu-3", "train-head"], "invalid choice: 'cpu-3'"),
         (["launch", "zero3.json", "train-head"], "invalid choice: 'zero3.json'"),
-        (["launch", "cpu-2", "--num_proceses", "2", "train-head"], "unrecognized arguments"),
+        (["certify", "--targte", "x"], "unknown option --targte: did you mean '--target'?"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -80,8 +80,15 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
         assert hint in capsys.readouterr().err
     assert main([]) == 2
     assert "draftsmith init TARGET --prompts FILE" in capsys.readouterr().err
-    assert main(["train-head", "--head.depht", "1"]) == 2
-    assert "did you mean 'head.depth'?" in capsys.readouterr().err
+    for arguments, hint in (
+        (["train-head", "--head.depht", "1"], "did you mean 'head.depth'?"),
+        (["launch", "cpu-2", "--num_proceses", "2", "train-head"], "mean '--num_processes'?"),
+        (["launch", "cpu-2", "--num_processes", "two", "train-head"], "invalid int value: 'two'"),
+    ):
+        assert main(arguments) == 2
+        told = capsys.readouterr().err
+        assert hint in told
+        assert "usage: Accelerate" not in told
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,9 @@ VERIFIERS = ["verifiers", "t", "d", "--prompts", "p"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["init", "target", "--prompts", "{}"], "must be a"),
+        (["init", "target", "--prompts", "{}"], "--prompts must be a"),
+        (["init", "target", "--prompts", "no.jsonl"], "--prompts must be a file that is there"),
+        (["doctor", "d", "--target", "t", "--prompts", "no.jsonl"], "--prompts: prompt file no"),
         (["init", "target", "--prompts", str(CONFIGS[0]), "--out", "."], "must be a"),
         *(
             ([*VERIFIERS, f"--seconds={seconds}"], "--seconds: must be a")

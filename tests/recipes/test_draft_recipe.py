@@ -119,7 +119,7 @@ PLANS = [
 def test_what_cannot_be_made_or_trained_is_refused_before_anything_runs(
     asked: str, said: str | None, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.callbacks.get_available_reporting_integrations", list)
+    monkeypatch.setattr("distill.watch.get_available_reporting_integrations", list)
     monkeypatch.chdir(models)
     config = parse(arguments(Path("target"), *shlex.split(asked))).config
     outcome = nullcontext() if said is None else pytest.raises(ConfigError, match=said)

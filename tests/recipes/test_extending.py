@@ -31,16 +31,18 @@ BLOCK = re.compile(
 )
 
 
-def copied(folder: Path, *sections: str) -> Path:
-    """A copy of the tree in which the edits of these sections are made."""
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree in which the edits of all sections are made."""
+    folder = tmp_path_factory.mktemp("tree")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, folder / name)
-    for section in sections:
-        blocks = BLOCK.findall(SECTIONS[section])
-        assert len(blocks) == len(re.findall(r"^```\w+$", SECTIONS[section], re.M)), "one is lost"
+    for section in SECTIONS.values():
+        blocks = BLOCK.findall(section)
+        assert len(blocks) == len(re.findall(r"^```\w+$", section, re.M)), "one is lost"
         for name, how, where, block in blocks:
             path = folder / name
             assert path.exists() == bool(how), name
@@ -98,30 +100,22 @@ def run(tree: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_the_tests_that_a_section_names_pass_once_its_edits_are_made(
-    section: str, tmp_path: Path
-) -> None:
-    tree, tests = copied(tmp_path, section), sorted({*TESTS.findall(SECTIONS[section])})
-    assert tests
+def test_the_tests_that_the_sections_name_pass_once_their_edits_are_made(tree: Path) -> None:
+    tests = [sorted({*TESTS.findall(section)}) for section in SECTIONS.values()]
+    assert all(tests)
     run(tree, "-m", "ruff", "format", "--quiet", ".")
     run(tree, "-m", "ruff", "check", ".")
+    run(tree, "-m", "tests.eval.test_conformance")  # writes the vectors, as its section says
     pytest_ = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
-    run(tree, *pytest_, "-m", "not slow and not exhaustive", *tests)
-    if section == "A stage":  # made, killed and continued; the rest is in the pipeline below
-        run(tree, *pytest_, "-k", "Survey", "tests/recipes/test_stages.py")
+    named = sorted({name for each in tests for name in each})
+    run(tree, *pytest_, "-m", "not slow and not exhaustive", *named)
+    # The stage made, killed and continued; the rest is in the pipeline below.
+    run(tree, *pytest_, "-k", "Survey", "tests/recipes/test_stages.py")
 
 
-def test_the_fast_tier_passes_once_all_edits_are_made(tmp_path: Path) -> None:
-    """So that no section leaves out a file. It takes as long as the fast tier of the tree."""
-    tree = copied(tmp_path, *SECTIONS)
-    run(tree, "-m", "tests.eval.test_conformance")  # as its section says
-    run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive")
-
-
-def test_one_pipeline_uses_all_that_was_added(tmp_path: Path) -> None:
+def test_one_pipeline_uses_all_that_was_added(tree: Path, tmp_path: Path) -> None:
     """The prompts, the stage, the loss, the feature, the head, the verifier and the rule."""
-    tree, config = copied(tmp_path, *SECTIONS), copy.deepcopy(CONFIG)
+    config = copy.deepcopy(CONFIG)
     articles = [{"article": f"It rained on day {day}.", "highlights": "Rain."} for day in range(4)]
     (tree / "articles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in articles))
     added = {"name": "cnn-dailymail", "split": "train", "count": 4, "source": "articles.jsonl"}

@@ -64,17 +64,3 @@ def test_what_was_measured_is_what_the_configuration_says(name: str) -> None:
         if len(rows) < 2 or rows[0] != rows[1]:
             found.append(f"method {each}")
     assert not found
-
-
-def test_likeness_is_of_the_prompts_that_are_measured() -> None:
-    config = parse(["--config", f"{ROOT}/recipes/configs/smollm2-135m.yaml"], "").config
-    sets = read(ROOT / "docs/evidence/likeness.json")["sets"]
-    counts = {name: each["prompts"] for name, each in sets.items()}
-    assert counts == {each.name: each.count for each in config.eval.sets}
-
-
-def test_every_draft_of_states_json_has_its_seed_and_seconds_but_the_packages() -> None:
-    """Which is trained by the package speculators, for seconds that it is given."""
-    for of_pair in read(ROOT / "docs/states.json").values():
-        rows = [row["name"] for row in of_pair["rows"] if not {"seed", "seconds"} <= row.keys()]
-        assert set(rows) <= {"speculators, best of seven"}

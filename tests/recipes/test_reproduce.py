@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
 from benchmarks.papers.__main__ import main
 from benchmarks.papers.examples import batches, rejections
@@ -27,12 +25,9 @@ from benchmarks.papers.measurements import (
     replay,
 )
 from benchmarks.papers.reproduce import PAPERS, protocol_of
-from benchmarks.papers.tables import WORDS, paper_figures, pivot, selected, with_paper, write_figure
-from distill.toy import save_tokenizer
-from distill.training import save_model
+from benchmarks.papers.tables import paper_figures, pivot, selected
 from recipes.config import TOY, parse
 from specdata.labels import make
-from specdata.models import load_tokenizer
 from specdata.storage.dataset import load_stored
 from tests.support.random_pair import measured_only
 from tests.support.synthetic_results import simulate
@@ -112,41 +107,6 @@ def test_methods_of_a_grid_have_its_values_in_their_names() -> None:
     made = expanded([{"name": "{verifier} {widths}", "each": grid, "over": "K={widths}"}])
     assert [method["name"] for method in made] == ["rrs 4x2", "kseq 4x2", "rrs 8", "kseq 8"]
     assert made[-1] == {"name": "kseq 8", "widths": [8], "verifier": "kseq", "over": "K=8"}
-
-
-def test_a_table_has_the_papers_figure_beside_ours_or_in_a_row_of_its_own() -> None:
-    ours = {"value": 2.0, "low": 1.5, "high": 2.5, "deviation": 0.25}
-    records = [{"set": name, "K": k, "speed": ours} for name in ("a", "b") for k in (2, 4)]
-    paper = {"a": {2: 1.9}, "LM1B": [None, "3.10"]}
-    table: dict[str, Any] = {"of": "m", "where": {"K": [2, 4]}, "rows": "set", "columns": "K"}
-    table |= {"paper_columns": [2, 4]}
-    table |= {"values": {"speed": "speed"}, "digits": 2, "paper": paper}
-    shown = with_paper(table, pivot(table, selected(table, {"m": records}))).markdown()
-    assert shown.splitlines()[2:] == [
-        "| a | 2.00 ± 0.25 [1.50, 2.50] (paper: 1.9) | 2.00 ± 0.25 [1.50, 2.50] |",
-        "| b | 2.00 ± 0.25 [1.50, 2.50] | 2.00 ± 0.25 [1.50, 2.50] |",
-        "| paper: LM1B |  | 3.10 |",
-    ]
-
-
-def test_the_best_record_of_a_row_and_column_is_shown_and_rows_keep_their_order() -> None:
-    table = {"rows": "set", "columns": "of", "best": "speedup", "values": {"m": "method"}}
-    speeds = [("a", "x", 1.0), ("b", "x", 3.0), ("a", "y", 2.0), ("a", "z", 1.5), ("b", "y", 2.0)]
-    records = [{"set": r, "of": "SD", "method": m, "speedup": v} for r, m, v in speeds]
-    assert pivot(table, records) == {"a": {"SD": "y"}, "b": {"SD": "x"}}
-
-
-def test_a_record_that_is_not_on_the_axis_is_a_level(tmp_path: Path) -> None:
-    figure = {"of": "m", "x": "second", "y": "rate", "lines": ["scheme"]}
-    records: list[dict[str, Any]] = [{"scheme": "IS", "second": x, "rate": x} for x in (1.2, 1.6)]
-    records.append({"scheme": "single draft", "second": "N/A", "rate": 1.0})
-    drawn = []
-    for name, measured in (("with", records), ("without", records[:2])):
-        write_figure(tmp_path / f"{name}.svg", figure, {"m": measured}, WORDS)
-        drawn.append((tmp_path / f"{name}.svg").read_text())
-    assert ["single draft" in each for each in drawn] == [True, False]
-    assert drawn[0].count("dasharray") > drawn[1].count("dasharray")
-    assert "N/A" not in drawn[0]
 
 
 def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
@@ -271,33 +231,6 @@ def test_each_head_learns_once_of_one_set_under_its_sampling_and_is_judged_on_al
     assert len(before) == 4
     assert replay(pair, SWEEP, folder) == records
     assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
-@pytest.mark.exhaustive
-def test_the_gemma_protocol_runs_on_gemma_2_and_has_the_papers_figures_beside_ours(
-    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer, sizes = load_tokenizer(str(tiny_pair / "target")), {"hidden_size": 16, "head_dim": 8}
-    sizes |= {"vocab_size": len(tokenizer), "intermediate_size": 32, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": 0}
-    torch.manual_seed(0)
-    models = {
-        "target": Gemma2ForCausalLM(Gemma2Config(**sizes, num_hidden_layers=2, sliding_window=8)),
-        "draft": GemmaForCausalLM(GemmaConfig(**sizes, num_hidden_layers=1)),
-    }
-    given = ["specdecpp-gemma", "--quick", *measured_only(tmp_path, tmp_path)]
-    for role, model in models.items():
-        save_model(model, tmp_path / role)
-        save_tokenizer(tokenizer, tmp_path / role)
-    sets = ", ".join(f"{{name: maths, split: {split}, count: 4}}" for split in ("train", "dev"))
-    given += ["--rollouts.sets", f"[{sets}]", "--rollouts.max_new_tokens", "24"]
-    given += ["--eval.sets", "[{name: maths, count: 2}]"]
-    assert main(given) == 0, capsys.readouterr().err
-    home = tmp_path / "papers/specdecpp-gemma-quick"
-    page = (home / "README.md").read_text()
-    fixed = [line for line in page.splitlines() if line.startswith("| fixed")]
-    assert any("1.33" in row for row in fixed), page
-    assert "figure-5" in page
 
 
 @pytest.mark.exhaustive

@@ -35,12 +35,13 @@ def close(labels: list[Label], others: list[Label]) -> None:
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), WARPED, SamplingConfig(0.0)], ids=str)
-def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_targets_text(
+def test_labels_are_the_acceptance_of_tokens_drawn_from_the_draft_along_the_targets_text(
     sampling: SamplingConfig,
 ) -> None:
+    """Of two independent draws at each position: their joint distribution is q x q."""
     target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
     completion = [4, 5, 6, 7, 8]
-    work = labeller(target, draft, sampling)
+    work = labeller(target, draft, sampling, draws=2)
     # Rows with one sequence and many names: every name has its own uniforms.
     labels = work([rollout(n, completion) for n in range(1500)])
     row = labels[-1]
@@ -60,10 +61,13 @@ def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_tar
         nats = -sum(chance * math.log(chance) for chance in q.tolist() if chance)
         assert row["entropy"][index] == pytest.approx(nats, abs=1e-5)
         assert row["log_q_max"][index] == pytest.approx(float(q.max().log()), abs=1e-6)
-        distribution = {(token,): float(chance) for token, chance in enumerate(q) if chance > 0}
-        counts = Counter((label["draft_ids"][index],) for label in labels)
-        assert counts.keys() <= distribution.keys()
-        assert len(distribution) == 1 or p_value(counts, distribution) > 1e-6
+        other = row["more_draft_ids"][index]
+        expected = min(1.0, float(p[other] / q[other]))
+        assert row["more_accept_prob"][index] == pytest.approx(expected, abs=1e-6)
+        joint = torch.outer(q, q).double()
+        distribution = {(a, b): float(joint[a, b]) for a, b in joint.nonzero().tolist()}
+        counts = Counter((row["draft_ids"][index], row["more_draft_ids"][index]) for row in labels)
+        assert p_value(counts, distribution) > 1e-6
 
 
 def test_texts_of_like_length_go_together_longest_first_as_many_as_fit() -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -26,7 +26,6 @@ from distill.batches import check_context, fitted
 from heads.rows import LabelRows
 from specdata.errors import ManifestError, trouble_outside
 from specdata.processes import rank
-from specdata.storage import files
 from specdata.storage.dataset import (
     example_ids,
     fill_dataset,
@@ -133,65 +132,6 @@ def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(ManifestError, match=r"shard-00002\.parquet is listed"):
         fill(tmp_path, shards([]))
-
-
-def test_making_a_shard_lists_no_files_however_many_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed: list[Any] = []
-    scan = os.scandir
-
-    class Scanned:
-        """Entries of a folder, noted when they are read."""
-
-        def __init__(self, *where: Any) -> None:
-            self.entries = scan(*where)
-            self.close = self.entries.close
-
-        def __enter__(self) -> Iterator[Any]:
-            return iter(self)
-
-        def __exit__(self, *_: object) -> None:
-            self.close()
-
-        def __iter__(self) -> Iterator[Any]:
-            for entry in self.entries:
-                listed.append(entry)
-                yield entry
-
-    monkeypatch.setattr(os, "scandir", Scanned)
-    before: list[int] = []
-
-    def shard(index: int) -> list[Rollout]:
-        before.append(len(listed))
-        return [row(index)]
-
-    fill(tmp_path, [partial(shard, index) for index in range(20)])
-    assert len(before) == 20
-    assert len({*before}) == 1
-    assert example_ids(tmp_path, "train")
-    assert len(listed) >= before[0] + 20, "what is listed is counted"
-
-
-def test_a_shard_is_hashed_once_however_often_a_process_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(tmp_path, shards([]))
-    hashed: list[str] = []
-    digest = files.hashlib.file_digest
-
-    def counted(handle: Any, name: str) -> Any:
-        hashed.append(Path(handle.name).name)
-        return digest(handle, name)
-
-    monkeypatch.setattr(files.hashlib, "file_digest", counted)
-    monkeypatch.setattr(files, "TICK", -1)  # as if they had been written long ago
-    for _ in range(2):
-        load_stored(tmp_path)
-        files.digests(tmp_path)
-        fill(tmp_path, shards([]))
-    names = sorted(name for name in hashed if name.endswith(".parquet"))
-    assert names == [f"shard-{index:05d}.parquet" for index in range(4)]
 
 
 def test_a_training_begins_without_reading_a_row_by_itself(
@@ -324,9 +264,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_dataset_whose_processes_are_killed_at_any_time_ends_with_the_same_bytes(
-    tmp_path: Path, whole: dict[str, bytes], count: int, server: ForkServerContext
+    tmp_path: Path, whole: dict[str, bytes], server: ForkServerContext
 ) -> None:
     folder = tmp_path / "dataset"
     for pattern in (
@@ -334,12 +273,12 @@ def test_a_dataset_whose_processes_are_killed_at_any_time_ends_with_the_same_byt
         ".shard-00008.parquet.tmp",
         ".progress/shard-00005.parquet.json",
     ):
-        processes = start(server, folder, count, 0.05)
+        processes = start(server, folder, 2, 0.05)
         wait_for(folder, pattern, processes)
         kill(processes)
     assert not read_manifest(folder)["finished"]
     # It may go on with another number of processes.
-    finish(start(server, folder, 3 - count, 0.0))
+    finish(start(server, folder, 1, 0.0))
     assert content(folder) == whole
 
 

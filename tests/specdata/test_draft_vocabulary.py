@@ -24,7 +24,6 @@ from heads.inputs import FEATURES, DraftedTokens
 from specdata.draft_models.draft_vocabulary import (
     draft_vocabulary_ids,
     reduce_vocabulary,
-    restore_vocabulary,
     substitute_row,
 )
 from specdata.errors import ConfigError
@@ -110,8 +109,6 @@ def test_a_draft_is_reduced_once_and_to_tokens_that_it_has() -> None:
     for wrong in ([], [40], [-1, 2]):
         with pytest.raises(ConfigError, match="from 0 to 39"):
             reduce_vocabulary(tiny("llama", 0), wrong)
-    with pytest.raises(ConfigError, match="not reduced"):
-        restore_vocabulary(tiny("llama", 0), torch.zeros(16))
 
 
 # PEFT asks models of transformers 5 by a former name.

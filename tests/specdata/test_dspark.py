@@ -1,6 +1,6 @@
 """Drafts in blocks: what one forward gives, how long a draft may be, what heads read, bad input.
 
-What every draft must do is in `test_states_draft.py`, where they are a row.
+What every draft must do is in `test_draft_decoding.py`, where they are a row.
 """
 
 from __future__ import annotations

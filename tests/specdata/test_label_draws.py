@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -12,11 +11,10 @@ import torch
 from specdata.config import LabelsConfig
 from specdata.errors import ConfigError
 from specdata.labels.make import are_greedy
-from specdata.probability import SamplingConfig, probabilities
+from specdata.probability import SamplingConfig
 from specdata.storage.dataset import load_stored, of_split, read_manifest
 from specdata.storage.schema import LABELS, MORE_DRAWS, Label
-from tests.support.acceptance import labelled, labeller, rollout, rollouts, stored
-from tests.support.chi_square import p_value
+from tests.support.acceptance import labelled, rollout, rollouts, stored
 from tests.support.tiny import tiny_llama
 
 V, PLAIN = 40, SamplingConfig()
@@ -78,28 +76,6 @@ def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: P
             assert torch.equal(few.view(length, 2), many.view(length, 4)[:, :2])
             trained += 1
     assert trained == 12
-
-
-@pytest.mark.exhaustive
-def test_draws_at_a_position_are_independent_and_each_has_the_drafts_distribution() -> None:
-    """The joint distribution of three draws is q x q x q, over 1,500 rows of one sequence."""
-    target, draft = tiny_llama(0), tiny_llama(1)
-    work = labeller(target, draft, SamplingConfig(), draws=3)
-    rows = work([rollout(n, [2]) for n in range(1500)])
-    with torch.inference_mode():
-        p, q = (
-            probabilities(model(input_ids=torch.tensor([[2, 3]])).logits[0, -1], SamplingConfig())
-            for model in (target, draft)
-        )
-    counts = Counter((*row["draft_ids"], *row["more_draft_ids"]) for row in rows)
-    tokens = range(len(q))
-    joint = {(a, b, c): float(q[a] * q[b] * q[c]) for a in tokens for b in tokens for c in tokens}
-    assert p_value(counts, joint) > 1e-6
-    for row in rows:
-        drawn = torch.tensor(row["more_draft_ids"])
-        assert row["more_accept_prob"] == pytest.approx(
-            (p / q)[drawn].clamp(max=1.0).tolist(), abs=1e-6
-        )
 
 
 def test_at_temperature_0_there_is_one_draw_because_all_are_equal(tmp_path: Path) -> None:

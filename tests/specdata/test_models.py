@@ -404,3 +404,13 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(
     assert "y/N" not in capsys.readouterr().out
     assert "auto_map" in str(refusal.value)
     assert "architecture transformers itself has" in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [0, -3, 10**18])
+def test_a_model_of_no_or_endless_layers_is_refused_before_it_is_made(
+    tmp_path: Path, value: int
+) -> None:
+    config = LlamaConfig().to_dict() | {"num_hidden_layers": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"from 1 to 4096, it is {value}"):
+        load_model(str(tmp_path))

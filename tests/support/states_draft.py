@@ -1,4 +1,4 @@
-"""What several files of tests use of `test_states_draft`."""
+"""Drafts on states, in masks or blocks, and what each must draft by definition."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from distill.config import DistilConfig
-from distill.distillation import DistilResult, distil
-from distill.trainer import DistilTrainer, draft_trainer
+from distill.distillation import DistilResult, DistilTrainer, distil, draft_trainer
 from specdata.config import Config
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig

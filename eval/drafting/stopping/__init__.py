@@ -3,9 +3,8 @@
 To add one: write a frozen class with its own parameters, what it needs, and `start`, which returns
 what is asked after each drafted token (`rule.py` has the contract, `thresholds.py` the shortest
 examples); then add its line to `STOPPING_RULES`. Configuration, decoder, replay, results and report
-find the rest in the class: the name under which it is asked for, its parameters as keys beside
-`stop:`, the settings that are tried, whether it needs a head, labels or times. Tests drive every
-entry by the examples of its class.
+find the rest in the class: its name, its parameters as keys beside `stop:`, whether it needs a
+head, labels or times. Tests drive every entry by the examples of its class.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from eval.drafting.stopping.cost import Cost
-from eval.drafting.stopping.drafted import DraftedToken
 from eval.drafting.stopping.logistic import Logit
 from eval.drafting.stopping.recorded import Reals, RecordedTokens
-from eval.drafting.stopping.rule import ActiveRule, StoppingRule
+from eval.drafting.stopping.rule import ActiveRule, DraftedToken, StoppingRule
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed, Head
 from specdata.config import nearest
 

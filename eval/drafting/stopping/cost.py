@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from eval.drafting.stopping.drafted import DraftedToken, largest
 from eval.drafting.stopping.logistic import CalibratedRule, OnlineLogistic, odds_of
-from eval.drafting.stopping.rule import ActiveRule, StoppingRule
+from eval.drafting.stopping.rule import ActiveRule, DraftedToken, largest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,11 +69,6 @@ class Cost(CalibratedRule):
         default=True, description="whether to ask the acceptance head, if there is one"
     )
 
-    @classmethod
-    def settings(cls) -> list[StoppingRule]:
-        """With a head and without."""
-        return [cls(), cls(head=False)]
-
     @property
     def reads_head(self) -> bool:
         """As it was told."""
@@ -89,19 +83,6 @@ class Cost(CalibratedRule):
     def reported(self) -> dict[str, Any]:
         """The parameters; whether a head was asked is seen from the head that results name."""
         return {name: value for name, value in super().reported().items() if name != "head"}
-
-    def with_costs(
-        self, *, draft_seconds: float, token_seconds: float, mean_acceptance: float
-    ) -> Cost:
-        """The same rule as if it had measured these; itself if it measures nothing."""
-        if not self.measured:
-            return self
-        measured = {
-            "draft_seconds": self.draft_seconds or draft_seconds,
-            "token_seconds": self.token_seconds or token_seconds,
-            "mean_acceptance": mean_acceptance,
-        }
-        return self.model_copy(update=measured)
 
     def start(self, head: BaseHead | None) -> CostEstimates:
         """Begin with the given costs and first guesses."""

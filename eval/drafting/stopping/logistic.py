@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from eval.drafting.stopping.drafted import DraftedToken, largest
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule
+from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, Compared, largest
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Reals, RecordedTokens
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 Pair = tuple[float, float]
 """Intercept and slope."""
 
-THRESHOLDS = (*(step / 20 for step in range(1, 20)), 0.98)
-"""Tried of rules that compare the probability of a rejection."""
 MEMORY = 1000.0
 """Outcomes that are remembered: each new one makes all earlier ones count 1/1000 less."""
 INFORMATION: Pair = (4.0, 20.0)
@@ -175,9 +172,6 @@ class Logit(CalibratedRule):
     """
 
     name: ClassVar[str] = "logit"
-    varies: ClassVar[str] = "threshold"
-    grid: ClassVar[tuple[float, ...]] = THRESHOLDS
-    symbol: ClassVar[str] = "h="
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"threshold": 0.5, "calibration": (0.5, 0.8)},
     )
@@ -191,21 +185,13 @@ class Logit(CalibratedRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the modelled acceptance probabilities of a round's tokens."""
-        return _LogitModel(self)
-
-
-class _LogitModel(ActiveRule):
-    def __init__(self, rule: Logit) -> None:
-        super().__init__(rule.limit, largest)
-        self.model, self.threshold = rule.model, rule.threshold
-        self.prefix_acceptance = 1.0  # that all tokens of the round so far are accepted
-
-    def begin(self) -> None:
-        self.prefix_acceptance = 1.0
-
-    def should_stop(self, drafted: DraftedToken) -> bool:
-        self.prefix_acceptance *= self.model.accept(drafted.read(largest)[0])
-        return 1.0 - self.prefix_acceptance > self.threshold
+        return Compared(
+            self.limit,
+            largest,
+            lambda alive: 1.0 - alive > self.threshold,
+            multiplies=True,
+            accept=self.model.accept,
+        )
 
 
 def fit_calibration(accept: Reals, q_max: Reals) -> Calibration:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from eval.drafting.stopping.drafted import DraftedToken
 from eval.drafting.stopping.logistic import OnlineLogistic, sigmoid
+from eval.drafting.stopping.rule import DraftedToken
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,18 +11,75 @@ it. How to add one: see `eval.drafting.stopping`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field
 
-from eval.drafting.stopping.drafted import DraftedToken, Numbers
 from specdata.config import Config, Few
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from eval.drafting.stopping.recorded import Reals, RecordedTokens
     from eval.rounds import Round
     from heads import BaseHead
+
+
+Embed = Callable[["Tensor"], "Tensor | None"]
+
+
+def _no_embedding(_ids: Tensor) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedToken:
+    """One drafted token, as a stopping rule sees it.
+
+    Args:
+        token: its id; a tensor (1,) for `Numbers` that are read together with it.
+        distribution: (V,) the distribution q that it was drawn from.
+        state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
+            token before this one, which for the first drafted token is the last committed token.
+            None if hidden states are not captured, because the rule reads no head.
+        embed: gives the draft's input embeddings (..., E) of tokens (...); None as for `state`.
+        numbers: what the rule `reads` of it, where it was read together with the token.
+    """
+
+    token: int | Tensor
+    distribution: Tensor
+    state: Tensor | None
+    embed: Embed = _no_embedding
+    numbers: tuple[float, ...] | None = None
+
+    def read(self, numbers: Numbers) -> tuple[float, ...]:
+        """The numbers that `ActiveRule.reads`, from the device now if the drafter has not."""
+        return tuple(numbers(self).tolist()) if self.numbers is None else self.numbers
+
+
+Numbers = Callable[[DraftedToken], "Tensor"]
+"""(m,) numbers of a token that may still be on the device."""
+
+
+def chance(drafted: DraftedToken) -> Tensor:
+    """(1,) the probability of the token itself."""
+    if isinstance(drafted.token, int):
+        return drafted.distribution[drafted.token : drafted.token + 1]
+    return drafted.distribution.index_select(0, drafted.token)
+
+
+def largest(drafted: DraftedToken) -> Tensor:
+    """(1,) the probability of the most probable token."""
+    return drafted.distribution.max().view(1)
+
+
+def nats(drafted: DraftedToken) -> Tensor:
+    """(1,) the entropy of the distribution."""
+    from specdata.probability import entropy
+
+    return entropy(drafted.distribution).view(1)
 
 
 class ActiveRule:
@@ -52,13 +109,45 @@ class ActiveRule:
         """Take note of a finished round."""
 
 
+class Compared(ActiveRule):
+    """Compares a number of each token, or the product of a round's numbers, with a threshold.
+
+    Args:
+        reads: the number of a token.
+        ends: whether a draft ends at a number or product.
+        multiplies: whether products are compared.
+        accept: the acceptance probability that a number stands for, by default itself.
+    """
+
+    def __init__(
+        self,
+        longest: int,
+        reads: Numbers,
+        ends: Callable[[float], bool],
+        *,
+        multiplies: bool = False,
+        accept: Callable[[float], float] = lambda number: number,
+    ) -> None:
+        super().__init__(longest, reads)
+        self._number, self._ends = reads, ends
+        self._multiplies, self._accept = multiplies, accept
+        self._value = 1.0
+
+    def begin(self) -> None:
+        """Start a round."""
+        self._value = 1.0
+
+    def should_stop(self, drafted: DraftedToken) -> bool:
+        """True if the draft ends with this token."""
+        number = self._accept(drafted.read(self._number)[0])
+        self._value = self._value * number if self._multiplies else number
+        return self._ends(self._value)
+
+
 class StoppingRule(Config):
     """The parameters of a rule, checked and frozen; `start` puts it to work.
 
     Attributes:
-        varies: the parameter whose best value is looked for on held-out rollouts; "" for none.
-        grid: its values that are tried there, in its own unit.
-        symbol: what stands before the value where a setting is named, as in "K=4".
         examples: parameters that tests try it with, on drafts of at most three tokens over three:
             each must end drafts of several lengths there, unless it is not adaptive.
         adaptive: whether the length depends on the tokens drafted. If so, it ends chains only, and
@@ -69,9 +158,6 @@ class StoppingRule(Config):
     """
 
     name: ClassVar[str]
-    varies: ClassVar[str] = ""
-    grid: ClassVar[tuple[float, ...]] = ()
-    symbol: ClassVar[str] = ""
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
@@ -81,16 +167,6 @@ class StoppingRule(Config):
     @abstractmethod
     def longest(self) -> int:
         """Most tokens drafted in a round."""
-
-    @classmethod
-    def settings(cls) -> list[StoppingRule]:
-        """The rule at every setting that is tried, each with its own `label`."""
-        return [cls.model_validate({cls.varies: value}) for value in cls.grid] or [cls()]
-
-    @property
-    def label(self) -> str:
-        """What its setting is called, as in "K=4"."""
-        return f"{self.symbol}{getattr(self, self.varies):g}" if self.varies else ""
 
     @property
     def reads_head(self) -> bool:
@@ -128,12 +204,6 @@ class StoppingRule(Config):
     def reported(self) -> dict[str, Any]:
         """Name -> value of the parameters that results keep beside the rule's name."""
         return self.model_dump(mode="json")
-
-    def with_costs(
-        self, *, draft_seconds: float, token_seconds: float, mean_acceptance: float
-    ) -> StoppingRule:
-        """The same rule as if it had measured these; itself if it measures nothing."""
-        return self
 
     @abstractmethod
     def start(self, head: BaseHead | None) -> ActiveRule:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from eval.drafting.stopping.drafted import DraftedToken, Numbers, chance, nats
-from eval.drafting.stopping.logistic import THRESHOLDS
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, StoppingRule
+from eval.drafting.stopping.rule import (
+    ActiveRule,
+    AdaptiveRule,
+    Compared,
+    DraftedToken,
+    StoppingRule,
+    chance,
+    nats,
+)
 from specdata.config import Few
 
 if TYPE_CHECKING:
     from heads import BaseHead
-
-CHANCES = (1e-5, 1e-4, 3e-4, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
-"""Tried of rules that compare the draft's probabilities; those of a product are small."""
 
 
 class Fixed(StoppingRule):
@@ -27,9 +29,6 @@ class Fixed(StoppingRule):
     """
 
     name: ClassVar[str] = "fixed"
-    varies: ClassVar[str] = "length"
-    grid: ClassVar[tuple[float, ...]] = tuple(range(1, 21))
-    symbol: ClassVar[str] = "K="
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"length": 2},)
     adaptive: ClassVar[bool] = False
 
@@ -55,8 +54,6 @@ class Confidence(AdaptiveRule):
     """
 
     name: ClassVar[str] = "confidence"
-    varies: ClassVar[str] = "threshold"
-    grid: ClassVar[tuple[float, ...]] = CHANCES
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 0.5},)
 
     threshold: float = Field(
@@ -68,16 +65,7 @@ class Confidence(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare each token's own probability."""
-        return _Compared(self.limit, chance, lambda value: value < self.threshold)
-
-
-class _Compared(ActiveRule):
-    def __init__(self, longest: int, numbers: Numbers, ends: Callable[[float], bool]) -> None:
-        super().__init__(longest, numbers)
-        self.numbers, self.ends = numbers, ends
-
-    def should_stop(self, drafted: DraftedToken) -> bool:
-        return self.ends(drafted.read(self.numbers)[0])
+        return Compared(self.limit, chance, lambda value: value < self.threshold)
 
 
 class Entropy(AdaptiveRule):
@@ -90,8 +78,6 @@ class Entropy(AdaptiveRule):
     """
 
     name: ClassVar[str] = "entropy"
-    varies: ClassVar[str] = "threshold"
-    grid: ClassVar[tuple[float, ...]] = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 1.02},)
 
     threshold: float = Field(
@@ -102,7 +88,7 @@ class Entropy(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare the entropy of each token's distribution."""
-        return _Compared(self.limit, nats, lambda value: value > self.threshold)
+        return Compared(self.limit, nats, lambda value: value > self.threshold)
 
 
 class Cumulative(AdaptiveRule):
@@ -115,8 +101,6 @@ class Cumulative(AdaptiveRule):
     """
 
     name: ClassVar[str] = "cumulative"
-    varies: ClassVar[str] = "threshold"
-    grid: ClassVar[tuple[float, ...]] = CHANCES
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"threshold": 0.25},)
 
     threshold: float = Field(
@@ -128,21 +112,7 @@ class Cumulative(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the probabilities of a round's tokens."""
-        return _ImprobableDraft(self.limit, self.threshold)
-
-
-class _ImprobableDraft(ActiveRule):
-    def __init__(self, longest: int, threshold: float) -> None:
-        super().__init__(longest, chance)
-        self.threshold = threshold
-        self.product = 1.0
-
-    def begin(self) -> None:
-        self.product = 1.0
-
-    def should_stop(self, drafted: DraftedToken) -> bool:
-        self.product *= drafted.read(chance)[0]
-        return self.product < self.threshold
+        return Compared(self.limit, chance, lambda value: value < self.threshold, multiplies=True)
 
 
 class Head(AdaptiveRule):
@@ -158,9 +128,6 @@ class Head(AdaptiveRule):
     """
 
     name: ClassVar[str] = "head"
-    varies: ClassVar[str] = "threshold"
-    grid: ClassVar[tuple[float, ...]] = THRESHOLDS
-    symbol: ClassVar[str] = "h="
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"threshold": 0.6},
         {"threshold": 0.4, "cumulative": False},

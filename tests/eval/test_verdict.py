@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.table import beside_table
 from eval.decode_config import Method
 from eval.measuring.intervals import Interval
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
-from eval.reporting.recommendation import fastest_lengths, lengths_table, longest_measured
+from eval.publishing.release import fastest_lengths, lengths_table
 from eval.reporting.report import (
     Context,
     basis,
@@ -27,9 +28,8 @@ from eval.reporting.report import (
     sections,
     terminal,
 )
-from eval.reporting.table import beside_table, readme_table, shown_methods
+from eval.reporting.table import readme_table, shown_methods
 from eval.reporting.verdict import verdict
-from specdata.errors import ManifestError
 from tests.support.synthetic_results import PROMPTS, T_DRAFT, T_TARGET, only, rebuilt, slower
 
 # --- pooled ---
@@ -219,7 +219,7 @@ def test_whether_it_pays_is_said_only_where_the_best_length_has_neighbours_on_bo
     some = rebuilt(only(results, "plain", "head-0.5", *named), of_length)
     said = verdict(some)
     assert wanted in said
-    assert ("to find the best, add" in said) == bool(wanted)
+    assert ("to find the best, measure" in said) == bool(wanted)
     assert "The head does not pay" in said if fastest_of else "pays is not known" in said
     faster = rebuilt(some, lambda run: slower(run, 0.2) if run.head else run)
     assert ("The head pays: " in verdict(faster)) != bool(wanted)
@@ -398,6 +398,3 @@ def test_a_length_measured_on_some_prompt_sets_only_is_no_best_length(results: R
     fewer = [r for r in results.runs if (r.name, r.dataset) != (best, "gsm8k")]
     left = fastest_lengths(results.model_copy(update={"runs": fewer}))["draftsmith"]
     assert [row.name for row in left] == others
-    none = [r for r in results.runs if not r.method.fixed_length]
-    with pytest.raises(ManifestError, match="fixed length"):
-        longest_measured(results.model_copy(update={"runs": none}))

@@ -1,4 +1,4 @@
-"""Linear maps that are fitted to rollouts: how a draft begins without training."""
+"""Linear maps that are fitted to rollouts (ridge regression): how a draft begins untrained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from specdata.terminal import progress
 FITTED_ROWS = 128
 """Rollouts that maps and output matrices are fitted on: some ten thousand positions."""
 RIDGE = 1e-3
-"""Added to the diagonal, of columns scaled to unit mean square."""
+"""Added to the diagonal, of columns scaled to unit mean square.
+
+States of few rollouts may not span the space; this keeps the map small where they do not.
+"""
 PART = 1 << 27
 """Numbers of inputs that the least squares hold at a time: a GiB in float64."""
 
