@@ -1,11 +1,13 @@
-"""vLLM or llama.cpp on this CPU with drafts of several kinds, beside our decoder.
+"""vLLM, llama.cpp or OpenVINO on this CPU with drafts of several kinds, beside our decoder.
 
     python benchmarks/engines.py VLLM --config CONFIG --serve 'NAME={"method": ...}' ... [OPTIONS]
     python benchmarks/engines.py LLAMA_SERVER --gguf TARGET --config CONFIG --serve 'NAME={}' ...
+    python benchmarks/engines.py OPENVINO --openvino TARGET --config CONFIG --serve 'NAME={}' ...
 
-VLLM is a Python with vLLM in it (`make test-engines` makes one), LLAMA_SERVER a llama-server. Each
---serve is a server with that --speculative-config, or with such options of llama-server
-({"spec-type": "draft-dspark", ...}), all beside one that has no draft. They answer the evaluation
+VLLM is a Python with vLLM in it (`make test-engines` makes one), LLAMA_SERVER a llama-server,
+OPENVINO a Python with OpenVINO GenAI. Each --serve is a server with that --speculative-config, or
+with such options of llama-server ({"spec-type": "draft-dspark", ...}) or of `in_openvino serve`
+({"draft": FOLDER, "length": 2}), all beside one that has no draft. They answer the evaluation
 of CONFIG in turns, a prompt at a time: OPTIONS are those of run_eval, and with the same
 --eval.folder it goes on where it ended.
 """
@@ -28,6 +30,7 @@ from typing import Any
 import httpx2
 
 from eval.measuring.methods import SERVED
+from recipes import in_openvino
 from recipes.config import parse
 from recipes.run_eval import RECIPE
 
@@ -131,11 +134,21 @@ def llama(server: str, gguf: str, log: Path, options: Mapping[str, Any], *, at: 
     return started(command, log, at=at)
 
 
+def openvino(
+    python: str, target: str, log: Path, options: Mapping[str, Any], *, at: int = 0
+) -> Any:
+    """A context of a server of a converted target, by the name "target"; its address."""
+    command = [python, in_openvino.__file__, "serve", target, "--port", "{port}"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    return started(command, log, at=at)
+
+
 def main() -> int:
     """Start the servers, evaluate, stop them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("engine", help="a Python with vLLM, or a llama-server")
+    parser.add_argument("engine", help="a Python with vLLM or OpenVINO, or a llama-server")
     parser.add_argument("--gguf", help="the target as llama-server loads it")
+    parser.add_argument("--openvino", help="the target as OpenVINO GenAI loads it")
     parser.add_argument("--serve", action="append", default=[], help="NAME=SETTINGS")
     given, options = parser.parse_known_args()
     config = parse(options, "", ("eval",), None).config
@@ -148,6 +161,8 @@ def main() -> int:
             log, at = logs / f"{name}.log", FIRST_PORT + number  # the same when it is run again
             if given.gguf:
                 server = llama(given.engine, given.gguf, log, settings, at=at)
+            elif given.openvino:
+                server = openvino(given.engine, given.openvino, log, settings, at=at)
             else:
                 target, dtype = config.models.target, config.models.dtype
                 server = vllm(given.engine, target, log, settings, dtype=dtype, at=at)

@@ -214,7 +214,10 @@ def batch(size: int) -> Callable[[], int]:
     from eval.decoder import DecodeConfig, SpeculativeDecoder
 
     decoder = SpeculativeDecoder.from_config(
-        loaded("pair/target"), loaded("draft/model"), DecodeConfig(length=DRAFTED)
+        loaded("pair/target"),
+        loaded("draft/model"),
+        DecodeConfig(length=DRAFTED),
+        engine="captured",
     )
 
     def decode(new: int) -> int:

@@ -1,9 +1,11 @@
 """The target of `make real` in an engine, alone and with drafts of the same 512 rollouts.
 
-    python benchmarks/real_engines.py ENGINE MODEL [--float32]      # make real-engines
+    python benchmarks/real_engines.py ENGINE MODEL [--float32] [--draft NAME=FOLDER ...]
 
 ENGINE is a llama-server, in llama.cpp's tree and beside its llama-quantize, or a Python with vLLM
-in it (docs/engines.md). Run again, it goes on where it ended.
+or OpenVINO in it (docs/engines.md; `make real-engines`). For OpenVINO drafts learn from all
+rollouts of MODEL. Run again, it goes on where it ended. With --draft nothing is trained: NAME is
+eagle3 or plain, and FOLDER a draft, a plain one's release.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ TRAINING = {
     "dspark": ["--draft.learning_rate", "1.5e-3", "--head", "{kind: confidence, epochs: 6}"],
 }
 """What else differs from the model's configuration."""
+OPENVINO = {"eagle3": (1, 2, 3, 4), "plain": (2,)}
+"""Tokens to draft at most."""
 LLAMA_CPP = {"plain": "draft-simple", "eagle3": "draft-eagle3", "dspark": "draft-dspark"}
 """Their names in llama.cpp."""
 LENGTHS = {"plain": (2, 4), "eagle3": (2, 4), "dspark": (2, 4, 7)}
@@ -147,12 +151,45 @@ def in_llama_cpp(
     run("benchmarks/table.py", *folders, "--beside")
 
 
+def in_openvino(
+    python: str, target: str, drafts: dict[str, Path], options: list[str | Path], out: Path
+) -> None:
+    """The drafts with weights of 32 and of 8 bits, greedily, beside lookup in the prompt."""
+    folders = []
+    options = [*options, "--eval.methods", f"[{ALONE}]", "--eval.max_new_tokens", "48"]
+    options += ["--sampling.temperature", "0"]
+    for weights in ("fp32", "int8"):
+        made, rows = out / "openvino" / weights, {}
+        for name, draft in drafts.items():
+            if not (made / name).exists():
+                write = [draft, "--target", target, "--out", made / name, "--for", "openvino"]
+                write += ["--int8"] * (weights == "int8")
+                run("-m", "recipes.command", "export", "--python", python, *write)
+            for length in OPENVINO[name]:
+                row = {"draft": str(made / name / "draft"), "length": length}
+                rows[f"{name} K={length}"] = row
+        for size, length in LOOKUPS:
+            rows[f"lookup {size} K={length}"] = {"lookup": size, "length": length}
+        folders.append(out / f"eval-openvino-{weights}")
+        alone = made / next(iter(drafts)) / "target"
+        given = [*options, "--openvino", alone, "--eval.folder", folders[-1].name]
+        measure(python, [*given, *asked("test", 16)], rows)
+    run("benchmarks/table.py", *folders, "--beside")
+
+
+def has_openvino(python: str) -> bool:
+    """Whether GenAI is installed beside a Python."""
+    command = "import importlib.util as u, sys; sys.exit(not u.find_spec('openvino_genai'))"
+    return not subprocess.run([python, "-c", command], check=False).returncode
+
+
 def main() -> None:
     """Train the drafts, write them for the engine, and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("engine", help="a llama-server, or a Python with vLLM")
+    parser.add_argument("engine", help="a llama-server, or a Python with vLLM or OpenVINO")
     parser.add_argument("model", help="smollm2-135m")
     parser.add_argument("--float32", action="store_true", help="as `make real` without bfloat16")
+    parser.add_argument("--draft", action="append", default=[], help="NAME=FOLDER, trained before")
     given = parser.parse_args()
     model, out = given.model, Path("runs") / f"{given.model}-served"
     is_llama = Path(given.engine).name == "llama-server"
@@ -160,15 +197,44 @@ def main() -> None:
         tree_of(given.engine)
         if not (quantize := Path(given.engine).with_name("llama-quantize")).exists():
             raise SystemExit(f"{quantize} must be built, too")
+    is_openvino = not is_llama and has_openvino(given.engine)
+    if is_openvino:
+        out = Path("runs") / f"{model}-openvino"
     config = ["--config", f"recipes/configs/{model}.yaml"]
     dtype = ["--models.dtype", "float32"] if given.float32 else []
     training = [*dtype, *(["--draft.precision", "float32"] if given.float32 else [])]
+    drafts = {
+        name: Path(folder) for name, _, folder in (each.partition("=") for each in given.draft)
+    }
+    if not drafts:
+        drafts = trained(model, out, config, training, is_llama=is_llama, is_long=is_openvino)
+    options = [*config, *dtype, "--output", out, "--models.draft", [*drafts.values()][-1]]
+    options += ["--draft", "null", "--head", "null"]
+    if is_llama:
+        in_llama_cpp(given.engine, f"runs/{model}/target", drafts, options, out)
+    elif is_openvino:
+        in_openvino(given.engine, f"runs/{model}/target", drafts, options, out)
+    else:
+        in_vllm(given.engine, drafts, options, longest=1 if given.float32 else 2)
 
-    learnt = sets("train", 171)[:3]  # the last domain is never trained on
-    learnt[-1]["count"] = 170
-    training += ["--rollouts.sets", json.dumps([*learnt, *sets("dev", 48)])]
-    run("recipes/make_rollouts.py", *config, *training, "--output", out)
-    training += ["--draft.epochs", "2", "--draft.held_out_share", "0"]
+
+def trained(
+    model: str,
+    out: Path,
+    config: list[str],
+    training: list[str],
+    *,
+    is_llama: bool,
+    is_long: bool,
+) -> dict[str, Path]:
+    """The drafts by name, of two passes of 512 rollouts, or `is_long` of three of all of them."""
+    training = [*training, "--draft.held_out_share", "0"]
+    if not is_long:
+        learnt = sets("train", 171)[:3]  # the last domain is never trained on
+        learnt[-1]["count"] = 170
+        training += ["--rollouts.sets", json.dumps([*learnt, *sets("dev", 48)])]
+    run("recipes/make_rollouts.py", *config, *training, "--output", out, "--head", "null")
+    training += ["--draft.epochs", "3" if is_long else "2"]
 
     def beside_rollouts(name: str) -> Path:
         """A folder with these rollouts."""
@@ -189,6 +255,9 @@ def main() -> None:
             run("recipes/train_head.py", *options, "--labels.greedy", "true")
             head = ["--head", folder / "head" / "model"]
         drafts[name] = folder / "export"
+        if is_long:
+            drafts[name] = folder / "draft" / "model"  # it is converted later
+            continue
         shutil.rmtree(drafts[name], ignore_errors=True)
         made = [folder / "draft" / "model", "--out", drafts[name], *head]
         run("-m", "recipes.command", "export", *made)
@@ -197,14 +266,7 @@ def main() -> None:
     options = ["--config", f"recipes/configs/{model}-plain.yaml", *training, "--output", plain]
     options += ["--eval.sets", "[{name: chat-maths, count: 2}]"]
     run("recipes/pipeline.py", *options, "--eval.methods", f"[{PLAIN}, {{name: K=2, length: 2}}]")
-    drafts["plain"] = plain / "release" / "draft"
-
-    options = [*config, *dtype, "--output", out, "--models.draft", drafts["plain"]]
-    options += ["--draft", "null", "--head", "null"]
-    if is_llama:
-        in_llama_cpp(given.engine, f"runs/{model}/target", drafts, options, out)
-    else:
-        in_vllm(given.engine, drafts, options, longest=1 if given.float32 else 2)
+    return {**drafts, "plain": plain / "release" / "draft"}
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _shown(given: argparse.Namespace) -> str:
-    """What is printed; evidence is written on the way."""
+    """Return what is printed; evidence is written on the way."""
     paths = [each / RESULTS if each.is_dir() else each for each in given.results]
     evaluations = [read_results(path) for path in paths]
     for each, path in zip(evaluations, paths, strict=True):

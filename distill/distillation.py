@@ -120,20 +120,13 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     A killed run goes on from its last checkpoint when called again; a finished one returns its
     stored result. Works in one process, under `accelerate launch` and under DeepSpeed. Each
     step is taken on the same rollouts however many processes there are, so a run may go on in
-    another number of them.
+    another number of them. Models are folders or Hub ids; `out`, of this training alone, appears
+    once it is complete.
 
-    Args:
-        target: folder or Hub id of the teacher.
-        draft: folder or Hub id of the draft to start from.
-        train: rollouts with `prompt_ids` and `completion_ids`.
-        dev: rollouts that acceptance is measured on.
-        out: the new model folder, of this training alone; it appears once it is complete.
-        config: loss and schedule.
-        sampling: the warp of serving, applied to both models.
-        seed: decides the order of the rollouts.
-        teacher_load: how the frozen target is loaded: in the precision that it is served in.
-        top_logits: what `train` and `dev` keep of the target's logits (columns of `TOP_LOGITS`), if
-            the draft learns from them; then the weights of the target are not read.
+    Acceptance is measured on `dev`. `sampling` is the warp of serving, applied to both models, and
+    `teacher_load` has the precision in which the target is served. `top_logits` say what `train`
+    and `dev` keep of the target's logits (columns of `TOP_LOGITS`), if the draft learns from them;
+    then the weights of the target are not read. The seed decides the order of the rollouts.
     """
     for name, rollouts in (("train", train), ("dev", dev)):
         if len(rollouts) == 0:

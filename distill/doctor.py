@@ -38,7 +38,7 @@ from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.sampling import SamplingConfig
 
 BETTER = 0.02
-"""By so much of the tokens of a round other taps must be better to be named."""
+"""By so much of the tokens of a round other flags or taps must be better to be named."""
 LOW, FLAG = 0.2, 0.01
 """Acceptance below which a draft slows decoding down, whatever its cost, or is read wrongly."""
 SPREAD, TAIL, LEAST = 0.02, 0.15, 8_000
@@ -167,20 +167,19 @@ def _of_settings(
         )
     figures = held.measure(draft).overall
     rounds = figures.expected_tokens["token_4"]
-    others: dict[str, tuple[float, list[int], dict[str, bool]]] = {
-        f"{flag} {not flags[flag]}": (layout.better, taps, {**flags, flag: not flags[flag]})
-        for flag in flags
-        if flag in layout.turned
+    others: dict[str, tuple[list[int], dict[str, bool]]] = {
+        f"{flag} {not flags[flag]}": (taps, {**flags, flag: not flags[flag]})
+        for flag in layout.turned
     }
     last = target.config.get_text_config().num_hidden_layers
     for step in (-1, 1):
         moved = [tap + step for tap in taps]
         if moved[0] >= 0 and moved[-1] <= last:
-            others[f"taps {moved}"] = (BETTER, moved, flags)
+            others[f"taps {moved}"] = (moved, flags)
     is_better = False
     measured = {
         what: held.measure(layout.build(given, other, turned)).overall
-        for what, (_, other, turned) in others.items()
+        for what, (other, turned) in others.items()
     }
     if not max(each.acceptance for each in (figures, *measured.values())) >= LOW:
         yield Finding(
@@ -192,7 +191,7 @@ def _of_settings(
         measured = {}
     for what, each in measured.items():
         better = each.expected_tokens["token_4"]
-        if better > rounds * (1 + others[what][0]):
+        if better > rounds * (1 + BETTER):
             is_better = True
             yield Finding(
                 "problem",

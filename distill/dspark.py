@@ -359,56 +359,37 @@ class _Blocks(published.Read):
 def _taps_of(
     settings: dict[str, Any], target: PreTrainedModel
 ) -> tuple[list[int], dict[str, bool]]:
-    """The taps of a config.json, and what it must say of the first slot."""
-    said, text = read_stored(_Blocks, settings, "config.json"), target.config.get_text_config()
+    """The taps of a config.json; no flag decides what is computed."""
+    blocks, text = read_stored(_Blocks, settings, "config.json"), target.config.get_text_config()
     layers, vocabulary = text.num_hidden_layers, text.vocab_size
-    taps = said.aux_hidden_state_layer_ids or [each + 1 for each in said.target_layer_ids or ()]
+    taps = blocks.aux_hidden_state_layer_ids or [id_ + 1 for id_ in blocks.target_layer_ids or ()]
     if not taps or taps[-1] >= layers:
         raise ConfigError(
             f"target_layer_ids in config.json must be layers whose output enters another, of the "
             f"target's {layers} those from 0 to {layers - 2}, got {[tap - 1 for tap in taps]}: "
             "llama.cpp hands out nothing of the last one's"
         )
-    if (said.num_target_layers or layers) != layers or said.mask_token_id >= vocabulary:
+    if (blocks.num_target_layers or layers) != layers or blocks.mask_token_id >= vocabulary:
         raise ConfigError(
-            f"config.json describes a target of {said.num_target_layers or layers} layers and mask "
-            f"{said.mask_token_id}, and the target has {layers} layers and {vocabulary} tokens: "
+            f"config.json describes a target of {blocks.num_target_layers or layers} layers, mask "
+            f"{blocks.mask_token_id}, and the target has {layers} layers and {vocabulary} tokens: "
             "give the one that the draft was trained for"
         )
-    return taps, {ANCHOR: True}
+    return taps, {}
 
 
 def _build(
-    given: published.Published, taps: Sequence[int], flags: Mapping[str, bool]
+    given: published.Published, taps: Sequence[int], _flags: Mapping[str, bool]
 ) -> PreTrainedModel:
-    said, record = (
+    read, record = (
         read_stored(_Blocks, given.settings, "config.json"),
         record_of(given.target, taps),
     )
     tensors = {**given.whole().tensors, SCALE: torch.ones(record["width"])}
-    blocks = {"size": said.block_size, "mask": said.mask_token_id, "rank": said.markov_rank}
+    blocks = {"size": read.block_size, "mask": read.mask_token_id, "rank": read.markov_rank}
     settings = {**given.layers(BlockLayers), KEY: {**record, "blocks": blocks}}
     given = given._replace(settings=settings, tensors=tensors)
-    draft: Any = published.filled(LAYOUT, Qwen3ForCausalLM, dspark_class, given)
-    if not flags[ANCHOR]:
-        draft.model.norm = _FilledIn(draft.model.norm)
-    return cast(PreTrainedModel, draft)
-
-
-class _FilledIn(nn.Module):
-    """The last norm of a draft whose anchor proposes nothing, and each mask the token in its place.
-
-    So what slot i would say here is the state of slot i + 1.
-    """
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.width = norm, norm.width
-
-    def forward(self, states: Tensor) -> Tensor:
-        """(B, n, 2 H + r) -> (B, n, H + r)."""
-        read: Tensor = self.norm(states)
-        return torch.cat([read[..., : self.width].roll(-1, dims=-2), read[..., self.width :]], -1)
+    return published.filled(LAYOUT, Qwen3ForCausalLM, dspark_class, given)
 
 
 def _written(
@@ -426,8 +407,8 @@ def _written(
         shared["lm_head.weight"] = model.get_output_embeddings()
         given = {name: each for name, each in given.items() if name not in published.MAPS}
     for name, module in shared.items():
-        own, theirs = given.pop(name).float(), module.weight.detach().float().cpu()
-        if not (own - theirs).norm() <= ROUNDING * theirs.norm():
+        weight, expected = given.pop(name).float(), module.weight.detach().float().cpu()
+        if not (weight - expected).norm() <= ROUNDING * expected.norm():
             raise ConfigError(
                 f"{LAYOUT.theirs(name)} of the draft must be the target's, {record.target}, whose "
                 "own engines take: train a draft with this target"
@@ -510,8 +491,6 @@ LAYOUT: published.Layout = published.Layout(
     taps_of=_taps_of,
     build=_build,
     written=_written,
-    turned=(ANCHOR,),
-    better=0.25,  # a token depends on the one before it alone: slots are nearly as good elsewhere
     unsaid={ANCHOR: "write true if the anchor's slot proposes the token behind it, as here"},
     traps=_traps,
 )

@@ -43,15 +43,10 @@ class ChunkedLoss(nn.Module):
     """The sum of a loss over positions; its gradient reaches the states and the output embedding.
 
     A module, because engines prepare weights for a module's forward and backward: the trainer tells
-    ZeRO-3 that this one takes those of the output embedding.
-
-    Args:
-        head: makes logits of states; called, or if it is a plain linear layer read.
-        loss: gives the sum over a chunk; positions must not depend on each other.
-        at_once: positions of a chunk (default: as many as fit into `CHUNK_BYTES`).
-        entry_bytes: that each logit takes with all that is made of it.
-        is_narrow: the loss takes the logits of the tokens of a reduced vocabulary alone, and
-            `head.embedding` is its `draft_models.draft_vocabulary.ReducedOutput`.
+    ZeRO-3 that this one takes those of the output embedding. The head makes logits of states, and
+    the loss sums over a chunk, whose positions must not depend on each other: `at_once` of them
+    (default: as many as fit into `CHUNK_BYTES`), if each logit takes `entry_bytes` with all that is
+    made of it. If it `is_narrow`, the loss takes the logits of a reduced vocabulary's tokens alone.
     """
 
     def __init__(
@@ -88,20 +83,15 @@ class Objective(nn.Module):
 
     Its forward gives the sum of the loss over the learnt tokens of a batch, which a gradient
     reaches, and their number. The `step` decides what may differ from step to step.
-
-    Attributes:
-        head: makes the draft's logits.
-        chunked: sums the loss of the draft's states.
-        config: the draft's, which engines and reports ask for.
     """
 
-    chunked: ChunkedLoss
+    chunked: ChunkedLoss  # sums the loss of the draft's states
 
     def __init__(self, draft: PreTrainedModel) -> None:
         super().__init__()
         self.draft = draft.eval()
         self.head = find_lm_head(base_of(draft))
-        self.config = draft.config
+        self.config = draft.config  # engines and reports ask for it
 
     def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
         """Sum the loss of a batch with (B, T) `input_ids` and `labels`, and count its tokens."""

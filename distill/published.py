@@ -125,10 +125,8 @@ class Layout:
     # what that says of the target, and its tensors; the name of one of the kind's layouts; and
     # weight and bias of a linear acceptance head whose sigmoid is a probability, if one is asked.
     written: Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]
-    turned: tuple[str, ...]  # flags that may be wrong in a config.json whose tensors are right
+    turned: tuple[str, ...] = ()  # flags that may be wrong in a config.json whose tensors are right
     ignored: tuple[str, ...] = ()  # as `METADATA`, of this layout
-    # Share of the tokens of a round by which a draft with another flag must be better to be right.
-    better: float = 0.02
     # Keys that config.json must have, since engines differ in what silence means, and why.
     unsaid: Mapping[str, str] = field(default_factory=dict)
     # Of a config.json, tensors' names and a target, what engines take otherwise than was meant.

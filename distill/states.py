@@ -103,14 +103,8 @@ def fit_inputs(
 
     First those that read the target: x_t = A e_t + C g_(t-1) nearest to the target's last state at
     t, scaled as a tap is. Then those that read the draft itself: x_t = A' e_t + D h_(t-1), where h
-    is what its output matrix reads with the first maps.
-
-    Args:
-        model: the draft, whose layers are silent.
-        target: its target.
-        taps: that it reads.
-        rollouts: with `prompt_ids` and `completion_ids`, and the taps if they are stored.
-        normed: makes the draft's states of the target's last, where they are not the same.
+    is what its output matrix reads with the first maps. The draft's layers are silent; `normed`
+    makes its states of the target's last, where they are not the same.
     """
     reads, last = states_input(model), len(decoder_layers(target)[1])
     assert reads is not None

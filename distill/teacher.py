@@ -96,16 +96,13 @@ class TargetTeacher:
         tapped: Dataset | None = None,
         warp: SamplingConfig | None = None,
     ) -> None:
-        """Choose what is kept.
+        """Choose what is kept of the target `model`.
 
-        Args:
-            model: the target.
-            rollouts: what the draft trains on, if it pays to keep what the target says of it.
-            part: what the draft can learn of it, if that is less than all; left aside where the
-                output embedding is not a linear layer, of which rows can be taken.
-            store: has room for what is kept.
-            tapped: what the draft trains on, if it is stored with the target's states inside.
-            warp: of serving, if the draft is compared after it; else models are at temperature 1.
+        `rollouts` are what the draft trains on, if it pays to keep what the target says in the
+        `store`, and `tapped`, if they are stored with the target's states inside. The `part` of the
+        target that the draft can learn is left aside where the output embedding is not a linear
+        layer, of which rows can be taken. `warp` is that of serving; without it models are compared
+        at temperature 1.
         """
         self.warp, self._tapped = warp, tapped
         self.model = model.eval().requires_grad_(False)

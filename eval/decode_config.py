@@ -144,7 +144,7 @@ class Method(Config):
         # Transformers' own loop is known by its threshold.
         by_threshold = given.get("decoder") == "assisted" and "threshold" in rest
         stop = settings.get("stop", Confidence.name if by_threshold else Fixed.name)
-        rule = read_rule(stop, rest, others=list(cls.model_fields), strict=cls.strict_parameters)
+        rule = read_rule(stop, rest, known=list(cls.model_fields), strict=cls.strict_parameters)
         return {**settings, "stop": rule}
 
     @model_serializer(mode="wrap")
@@ -330,7 +330,7 @@ class Method(Config):
             )
 
     def _unread(self) -> tuple[str, list[str]]:
-        """What does not read some settings that were given, and these."""
+        """Name the decoder or drafter that does not read some of the settings, and these."""
         default = Method.model_construct(name=self.name).model_dump()
         given = [k for k, value in self.model_dump().items() if default.get(k, ...) != value]
         if self.decoder != "speculative":

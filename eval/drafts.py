@@ -298,8 +298,6 @@ class DraftTree:
             raise ValueError(
                 f"these parents do not make a draft of form {self.shape}: children a node {widths}"
             )
-        if self.planned is not None and self.planned < count:
-            raise ValueError(f"planned must be the length {count} or more, got {self.planned}")
         for siblings in self.children_of:
             tokens = [self.token_list[child - 1] for child in siblings]
             if self.how != "iid" and len(set(tokens)) < len(tokens):

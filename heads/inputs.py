@@ -80,12 +80,10 @@ class DraftedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something that a head can read as soon as a token is drawn.
-
-    A "number" (...), or a vector as long as the draft's "hidden" states or "embedding".
-    """
+    """Something that a head can read as soon as a token is drawn."""
 
     compute: Callable[[DraftedTokens], Tensor]
+    # A number (...), or a vector as long as the draft's states or embeddings.
     shape: Literal["number", "hidden", "embedding"] = "number"
 
 

@@ -69,7 +69,7 @@ def launch_command(
 
 
 def environment(command: Sequence[str]) -> dict[str, str]:
-    """What a launch command tells its processes, as far as a plan reads it.
+    """Find what a launch command tells its processes, as far as a plan reads it.
 
     So a launch on several machines is planned on one, in one process, without their GPUs.
     """

@@ -229,8 +229,8 @@ class PipelineConfig(Config):
         return str(self.head_folder / "model") if self.head else None
 
     @property
-    def head_asked(self) -> str | None:
-        """The same if a method of the evaluation asks it."""
+    def evaluated_head(self) -> str | None:
+        """The trained head, if a method of the evaluation asks it."""
         asks = any(method.stop.reads_head for method in self.eval.methods)
         return self.head_in_use if asks else None
 
@@ -241,7 +241,7 @@ class PipelineConfig(Config):
 
     @property
     def held_out_setting(self) -> dict[str, Any]:
-        """The same as a setting of a stage; nothing where it is 0."""
+        """The held-out share as a setting of a stage; nothing where it is 0."""
         return {"held_out_share": self.held_out_share} if self.held_out_share else {}
 
     @property
@@ -450,14 +450,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """
 
     def get_single_node(self) -> yaml.Node | None:
-        """As yaml's own."""
+        """Compose the document, and refuse what its aliases would make too large."""
         node: yaml.Node | None = super().get_single_node()
         if node is not None:
             _written_out(node, {})
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As yaml's own, which it calls; keys that `<<` adds later may be given once more."""
+        """Compose a mapping, and refuse a key that is given twice other than by `<<`."""
         node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value]
         for place, (key, _) in enumerate(node.value):
@@ -485,7 +485,7 @@ def _written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
 
 
 def load_yaml(text: str) -> Any:
-    """What YAML of a user holds. Raises yaml.YAMLError, ValueError or RecursionError."""
+    """Read a user's YAML. Raises yaml.YAMLError, ValueError or RecursionError."""
     return yaml.load(text, Loader=_UniqueKeyLoader)
 
 

@@ -56,7 +56,7 @@ def load_experiment(
         prompts.append(replace(each, dataset=name))
     target, (draft, *others) = load_models(config, *names)
     head, fitted = None, None
-    if head_name := config.head_asked:
+    if head_name := config.evaluated_head:
         remedy = f"remove {config.head_folder} and train it again with recipes/train_head.py"
         head = load_head(head_name, f"; {remedy}")
     if needs_fit(evaluation):

@@ -27,7 +27,7 @@ class OfDraft(Stage):
 
     @property
     def draft(self) -> DistilConfig:
-        """Its section."""
+        """The section `draft`."""
         draft: DistilConfig = self.section
         return draft
 
@@ -59,7 +59,7 @@ class Initial(OfDraft):
     name = "initial"
 
     @property
-    def is_asked(self) -> bool:
+    def is_configured(self) -> bool:
         """True if `draft.init` makes or changes it."""
         return self.config.makes_initial_draft
 
@@ -137,12 +137,12 @@ class Finetuned(OfDraft):
 
     @property
     def tuning(self) -> FinetuneConfig:
-        """Its own part of that section."""
+        """The section `draft.finetune`."""
         assert self.draft.finetune is not None  # or it is not asked for
         return self.draft.finetune
 
     @property
-    def is_asked(self) -> bool:
+    def is_configured(self) -> bool:
         """True if there is a section draft.finetune."""
         return self.config.draft is not None and self.draft.finetune is not None
 

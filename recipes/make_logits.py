@@ -34,7 +34,7 @@ class Logits(Stage):
     name, sections = "logits", ("logits",)
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section, and how the target is loaded."""
+        """Return its section, and how the target is loaded."""
         return {"logits": self.section.stored_settings(), **self.config.loaded("target")}
 
     @property
@@ -45,7 +45,7 @@ class Logits(Stage):
 
     @property
     def size(self) -> str:
-        """As many rows as rollouts."""
+        """The size of as many rows as there are rollouts."""
         # Three numbers a token beside the logits.
         return rows_size(self.config, ROLLOUT_TOKEN + PAIR * self.section.top_logits + 12)
 
@@ -62,7 +62,7 @@ class Logits(Stage):
         config = self.config
         tokenizer = load_tokenizer(config.models.target)
         rollouts = load_stored(config.folder("rollouts"))
-        source = made_of(self, vocabulary_fingerprint(tokenizer))
+        source = provenance(self, vocabulary_fingerprint(tokenizer))
         with (
             progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar,
             ExitStack() as stack,
@@ -118,7 +118,7 @@ def _source(
     return source, {"served": served}
 
 
-def made_of(stage: Stage, tokenizer: str) -> dict[str, Any]:
+def provenance(stage: Stage, tokenizer: str) -> dict[str, Any]:
     """The settings that labels and top logits are made of, beside the draft.
 
     The main process has hashed the rollouts for the run.json of a stage that is at work.

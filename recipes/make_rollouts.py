@@ -43,12 +43,12 @@ class Pair(Stage):
     size = "target and draft"
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section and the seed."""
+        """Return its section and the seed."""
         return {"toy": self.section.model_dump(mode="json"), "seed": self.config.seed}
 
     @property
     def inputs(self) -> dict[str, str]:
-        """None: its texts are embedded."""
+        """Nothing: its texts are embedded."""
         return {}
 
     def check(self) -> None:
@@ -81,7 +81,7 @@ class Rollouts(Stage):
     name, sections = "rollouts", ("rollouts",)
 
     @property
-    def is_asked(self) -> bool:
+    def is_configured(self) -> bool:
         """True if something is trained."""
         return bool(self.config.toy or self.config.draft or self.config.head)
 
@@ -91,7 +91,7 @@ class Rollouts(Stage):
         return {"train", "dev"} if self.config.draft or self.config.head else set()
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section, and how the target is sampled."""
+        """Return its section, and how the target is sampled."""
         return {"rollouts": self.section.stored_settings(), **self.config.sampled("target")}
 
     @property

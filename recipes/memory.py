@@ -32,7 +32,7 @@ from distill.objective import Objective
 from distill.teacher import TargetTeacher, learnt_part
 from distill.watch import HeldOut
 from recipes.config import PipelineConfig
-from recipes.models import described
+from recipes.models import model_config
 from recipes.run import Stage, say
 from specdata.draft_models.depths import add_masks
 from specdata.draft_models.draft_vocabulary import reduce_vocabulary
@@ -65,7 +65,7 @@ BUCKET, LIVE = 4 * 500_000_000, 4 * 1_000_000_000
 
 @dataclass(frozen=True)
 class Engine:
-    """How a launcher has a training divided among its processes.
+    """The division of a training among the processes of a launcher.
 
     Attributes:
         zero: DeepSpeed's stage; None without it.
@@ -78,7 +78,7 @@ class Engine:
 
     @classmethod
     def of_launcher(cls) -> Engine:
-        """As accelerate hands it to its processes, in the environment."""
+        """Read what accelerate tells its processes in the environment."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in TRUE:
             return cls(process_count())
         file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
@@ -98,12 +98,12 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The engine in words."""
         kind = "DDP" if self.zero is None else f"ZeRO-{self.zero}"
         return f"{self.processes} processes, {kind}" if self.processes > 1 else "one process"
 
     def memory(self, held: int, trained: int, moments: int, made: int) -> Memory:
-        """Of a training whose weights, updates and all, are float32.
+        """Divide the bytes of a training whose weights and updates are float32.
 
         Bytes of all weights, of those that are trained and of their moments, and what a step makes
         beyond weights, gradients included. DeepSpeed's own estimates are of weights in 16 bits.
@@ -124,7 +124,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run's stages hold on a kind of device, "cuda" or "cpu"."""
+    """The memory of a run's stages on a kind of device, "cuda" or "cpu"."""
 
     config: PipelineConfig
     engine: Engine
@@ -173,29 +173,29 @@ class Planned:
 
     @property
     def sampling(self) -> SamplingConfig:
-        """Without top_p: how many tokens that leaves depends on numbers."""
+        """The sampling without top_p: how many tokens that leaves depends on numbers."""
         return replace(self.config.sampling, top_p=1.0)
 
-    def of(self, stage: str) -> Memory | None:
-        """What a stage holds; None: nothing to speak of."""
+    def stage(self, name: str) -> Memory | None:
+        """Find what a stage holds; None if that is nothing to speak of."""
         config = self.config
         rollouts, evaluation, logits = config.rollouts, config.eval, config.logits
-        if stage == "rollouts" and rollouts.backend != "vllm":
-            return self._writing([self.target], rollouts.batch_size, rollouts.max_new_tokens)
-        if stage == "eval":
-            return self._writing(
+        if name == "rollouts" and rollouts.backend != "vllm":
+            return self._generating([self.target], rollouts.batch_size, rollouts.max_new_tokens)
+        if name == "eval":
+            return self._generating(
                 [self.target, self.used], evaluation.batch, evaluation.max_new_tokens
             )
-        if stage == "logits" and logits and logits.backend == "transformers":
+        if name == "logits" and logits and logits.backend == "transformers":
             return self._reading(self.target, self.target)
-        if stage == "labels" and not config.labels.logits:
+        if name == "labels" and not config.labels.logits:
             return self._reading(self.target, self.used)
-        if stage in ("labels", "head"):  # a draft on states has its target read the texts
+        if name in ("labels", "head"):  # a draft on states has its target read the texts
             reads = states_input(self.used) is not None
             return self._reading(self.target if reads else self.used, self.used)
-        if stage == "initial":
+        if name == "initial":
             return self._beginning()
-        return self._training(stage) if stage in ("finetuned", "draft") else None
+        return self._training(name) if name in ("finetuned", "draft") else None
 
     @cached_property
     def used(self) -> Any:
@@ -209,8 +209,8 @@ class Planned:
         here = 0 if load.device_map == "cpu" else target // (parts if load.tp_plan else 1)
         return size_of(*models) - target + here
 
-    def _writing(self, models: Sequence[Any], rows: int, new: int) -> Memory:
-        """Of models that write so many texts together."""
+    def _generating(self, models: Sequence[Any], rows: int, new: int) -> Memory:
+        """Find what models hold that write so many texts together."""
         made = cached = 0
         for model in models:
             lengths = (self.texts[0], new)
@@ -220,7 +220,7 @@ class Planned:
         return Memory(self._held(*models) + packed, activations=made, cache=cached)
 
     def _reading(self, target: Any, draft: Any) -> Memory:
-        """Of models that read rollouts, and whose distributions are compared."""
+        """Find what models hold that read rollouts, while their distributions are compared."""
         rows = self.batch(max(1, TOKENS_AT_ONCE[self.device] // sum(self.texts)))
         texts = TextBatch.of(rows.to_list(), range(len(rows)))
         held_out = HeldOut(target, rows, self.sampling, store=StateStore(0))
@@ -233,7 +233,7 @@ class Planned:
         return Memory(self._held(target, draft), activations=most - size_of(target, draft))
 
     def _beginning(self) -> Memory:
-        """Of a draft that is made, from a target in float32, in one process."""
+        """Find what one process holds that makes a draft of a target in float32."""
         target = of_shapes(without_weights(self.config.models.target), torch.float32)
         draft, made = self.draft("float32"), 0
         if (reads := states_input(draft)) is not None:  # least squares of the target's last state
@@ -245,7 +245,7 @@ class Planned:
         return Memory(size_of(target) * is_here + size_of(draft), activations=made)
 
     def _training(self, stage: str) -> Memory:
-        """Of a draft's training: it, a copy that is measured and saved, and its target."""
+        """Find what a training holds: the draft, a copy to measure and save, and the target."""
         config, parts = self.config.draft, self.engine.processes
         assert config is not None
         keeps = {"keeps_gradients": self.engine.keeps_gradients}
@@ -334,7 +334,7 @@ def show_memory(stages: Sequence[Stage], size: int | None) -> None:
     device = "cuda" if size or torch.cuda.is_available() else "cpu"
     if size is None and device == "cuda":
         size = torch.cuda.get_device_properties(0).total_memory
-    if absent := [name for name in config.given_models if not described(name)]:
+    if absent := [name for name in config.given_models if not model_config(name)]:
         say(f"memory is not known: no config.json of {', '.join(absent)} is on this machine")
         return
     planned = Planned(config, Engine.of_launcher(), device)
@@ -348,7 +348,7 @@ def show_memory(stages: Sequence[Stage], size: int | None) -> None:
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # said below
     for stage in stages:
         try:
-            memory = planned.of(stage.name)
+            memory = planned.stage(stage.name)
         except RuntimeError as error:  # torch's, of experts above all: who is asked decides sizes
             reason = str(error).partition("\n")[0]
             say(f"{stage.name:<12}is not known: shapes are not enough for its models ({reason})")

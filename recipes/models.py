@@ -72,27 +72,27 @@ def json_of(model: str, name: str) -> Mapping[str, Any]:
         return {}
 
 
-def described(model: str) -> Mapping[str, Any]:
+def model_config(model: str) -> Mapping[str, Any]:
     """The language model's part of a model's config.json."""
     values = json_of(model, "config.json")
     values = values.get("text_config", values)
     return values if isinstance(values, dict) else {}
 
 
-def generation_of(model: str) -> Mapping[str, Any]:
+def generation_config_of(model: str) -> Mapping[str, Any]:
     """A model's generation_config.json."""
     return json_of(model, "generation_config.json")
 
 
-def left_out_of(model: str) -> str:
+def unapplied_settings(model: str) -> str:
     """The settings of its generation_config.json that nothing here applies, in words."""
-    return unapplied_words(generation_of(model))
+    return unapplied_words(generation_config_of(model))
 
 
 def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
     """The config.json of a model, as it is or as this run will make it; empty if unknown."""
     if config.toy is None or not is_made_here(config, model):
-        return described(model)
+        return model_config(model)
     is_target = absolute(model) == absolute(config.models.target)
     toy = config.toy
     return {
@@ -115,7 +115,7 @@ def kind_in(config: PipelineConfig) -> DraftKind:
     """The kind of the draft, as it is or as this run will make it, but for masks."""
     if config.draft and config.draft.init.kind != "model":
         return config.draft.init.form
-    return kind_of(described(config.models.draft) if config.models.draft else {})
+    return kind_of(model_config(config.models.draft) if config.models.draft else {})
 
 
 def block_of(config: PipelineConfig) -> int | None:
@@ -125,7 +125,7 @@ def block_of(config: PipelineConfig) -> int | None:
     if config.draft and config.draft.init.kind != "model":
         return config.draft.init.block or BLOCK
     try:
-        return int(kind.depths(described(str(config.models.draft))))
+        return int(kind.depths(model_config(str(config.models.draft))))
     except (KeyError, TypeError, ValueError):  # loading it says what is wrong
         return None
 
@@ -196,7 +196,7 @@ def check_depths_of(config: PipelineConfig) -> None:
     """Refuse a head of states that a draft with masks does not have. Raises ConfigError."""
     depths = block_of(config) or (config.draft.depths if config.draft else 1)
     if depths == 1 and config.models.draft:  # as many as it has learnt to
-        depths = described(config.models.draft).get("depths", 1)
+        depths = model_config(config.models.draft).get("depths", 1)
     if config.head:
         check_depths(config.head.kind, depths)
 
@@ -287,7 +287,7 @@ def check_decodable(config: PipelineConfig) -> None:
     models = [
         name
         for name in dict.fromkeys((*config.given_models, *path_drafts(config.eval)))
-        if not is_made_here(config, name) and "model_type" in described(name)
+        if not is_made_here(config, name) and "model_type" in model_config(name)
     ]
     if not models:
         return

@@ -17,7 +17,7 @@ from eval.measuring.results import read_results
 from eval.publishing.serving import serving_lines
 from eval.reporting.verdict import verdict
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
-from recipes.models import described
+from recipes.models import model_config
 from recipes.recipe import Recipe
 from recipes.releases import draft_release, head_release, measurements
 from recipes.run import Stage, remove_caches, say
@@ -37,7 +37,7 @@ class Release(Stage):
     is_alone, is_copy = True, True
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section."""
+        """Return its section."""
         return {"publish": self.config.publish.model_dump(mode="json")}
 
     @property
@@ -154,13 +154,13 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     Nothing of a draft that no engine loads, and if the models' output sizes are known and differ,
     because vLLM refuses such a pair.
     """
-    target, kind = config.models.target, kind_of(described(config.draft_in_use))
+    target, kind = config.models.target, kind_of(model_config(config.draft_in_use))
     if kind.reads_states and not kind.layouts:
         return []
-    released = described(str(config.folder("release") / "draft"))
-    if len({each.get("vocab_size") for each in (described(target), released)} - {None}) > 1:
+    released = model_config(str(config.folder("release") / "draft"))
+    if len({each.get("vocab_size") for each in (model_config(target), released)} - {None}) > 1:
         return []
-    depths = kind.depths(described(config.draft_in_use))
+    depths = kind.depths(model_config(config.draft_in_use))
     line = serving_lines(draft, target, kind, depths)["vLLM"]
     if depths == 1:
         line += "  # which length pays in vLLM, draftsmith engine measures"

@@ -17,12 +17,12 @@ from recipes.config import SHARED, PipelineConfig, absolute, named, parse
 from recipes.models import (
     check_decodable,
     check_models,
-    generation_of,
+    generation_config_of,
     has_chat_template,
     is_without_weights,
-    left_out_of,
     on_this_machine,
     positions_of,
+    unapplied_settings,
 )
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
 from recipes.steps import CommandLine
@@ -61,10 +61,10 @@ class Recipe:
         """The keys of the configuration that it reads."""
         return (*SHARED, *dict.fromkeys(key for stage in self.stages for key in stage.sections))
 
-    def asked(self, config: PipelineConfig) -> list[Stage]:
+    def stages_of(self, config: PipelineConfig) -> list[Stage]:
         """The stages of a run. Raises ConfigError if there are none."""
         *_, last = every = [stage(config) for stage in self.stages]
-        asked = [stage for stage in every if stage.is_asked]
+        asked = [stage for stage in every if stage.is_configured]
         section = last.sections[0]
         if not asked and getattr(config, section) is None:
             raise ConfigError(
@@ -74,7 +74,7 @@ class Recipe:
 
     def check(self, config: PipelineConfig) -> tuple[bool, bool]:
         """Refuse what a run would; whether all is made already, and whether it is of many parts."""
-        stages = self.asked(config)
+        stages = self.stages_of(config)
         is_made, is_whole = check_stages(stages), len({stage.recipe for stage in stages}) > 1
         if is_whole and not is_made:
             check_whole_run(config)
@@ -82,7 +82,7 @@ class Recipe:
 
     def main(self, config: PipelineConfig) -> None:
         """Do every stage, after a look at all of them."""
-        begun, stages = time.perf_counter(), self.asked(config)
+        begun, stages = time.perf_counter(), self.stages_of(config)
         is_made, is_whole = self.check(config)
         answers = []
         for stage in stages:
@@ -126,7 +126,7 @@ class Recipe:
             command = parse(given, self.description, self.sections, program)
             config = command.config
             if command.plan:
-                stages = self.asked(config)
+                stages = self.stages_of(config)
                 is_made = check_stages(stages)
                 read = {key: each for key, each in command.given.items() if key in self.sections}
                 show_plan(read, stages)
@@ -138,7 +138,7 @@ class Recipe:
                     show_doubts(stages)
             else:
                 self.main(config)
-                for step in self.asked(config)[-1].next(CommandLine(given, program)):
+                for step in self.stages_of(config)[-1].next(CommandLine(given, program)):
                     say(f"{step.purpose:<8} {step.line}")
         except KeyboardInterrupt as stop:
             return interrupted(stop)
@@ -224,10 +224,10 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
     config = stages[0].config
-    models, generation = config.given_models, generation_of(config.models.target)
+    models, generation = config.given_models, generation_config_of(config.models.target)
     for words in (
         sampling_words(config.sampling, generation),
-        left_out_of(config.models.target),
+        unapplied_settings(config.models.target),
         shorter(models[-1], *(positions_of(config, each) for each in reversed(models))),
     ):
         if words:

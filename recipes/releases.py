@@ -12,7 +12,7 @@ from distill.config import DistilConfig
 from eval.analysis.prediction import Predictions
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
-from recipes.models import described, load_head, source_model
+from recipes.models import load_head, model_config, source_model
 from recipes.run import stage_record
 from specdata.config import PromptSet
 from specdata.draft_kinds import kind_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> Callable[..., Path]:
-    """What assembles a run's draft, by default in its own layout, with all that its card says."""
+    """Return what assembles a run's draft, by default in its own layout, and its card."""
     from eval.publishing.release import release_draft
 
     assert config.draft is not None
@@ -47,7 +47,7 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
         datasets=_texts_of_draft(config, config.draft),
         measures=rates,
     )
-    kind = kind_of(described(str(draft)))
+    kind = kind_of(model_config(str(draft)))
     if engines is None and kind.layouts:
         head = config.head_in_use if kind.asks_head else None
         asked = head if head and load_head(head).for_engines() else None
@@ -56,7 +56,7 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
 
 
 def head_release(config: PipelineConfig) -> Callable[..., Path]:
-    """What assembles a run's head, with all that its card says."""
+    """Return what assembles a run's head and its card."""
     from eval.publishing.release import release_head
     from eval.reporting.rendering import public_name
 
@@ -91,7 +91,7 @@ def for_engines(
     from eval.publishing.release import ForEngines
 
     confidence = _confidence(draft, target, head) if head else None
-    of_kind = LAYOUTS[kind_of(described(str(draft))).name]
+    of_kind = LAYOUTS[kind_of(model_config(str(draft))).name]
     writes = partial(write, of_kind, draft, name=layout, target=target, confidence=confidence)
     return ForEngines(layout, writes, is_asked=confidence is not None)
 
@@ -134,7 +134,7 @@ def measurements(config: PipelineConfig) -> Results:
 
 
 def _about(config: PipelineConfig) -> About:
-    """What every card of a run says."""
+    """Collect what every card of a run says."""
     from eval.publishing.metadata import About
 
     certificate, sentence = config.eval_folder / CERTIFICATE, None

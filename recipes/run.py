@@ -102,11 +102,11 @@ class Stage(ABC):
 
     @property
     def section(self) -> Any:
-        """Its own section of the configuration; None if that does not ask for it."""
+        """The stage's section of the configuration; None if it is left out."""
         return getattr(self.config, self.sections[0])
 
     @property
-    def is_asked(self) -> bool:
+    def is_configured(self) -> bool:
         """True if the configuration asks for it."""
         return self.section is not None
 
@@ -117,7 +117,7 @@ class Stage(ABC):
 
     @property
     def folder(self) -> Path:
-        """Where it writes."""
+        """The folder that it writes."""
         return self.config.folder(self.name)
 
     @abstractmethod
@@ -167,7 +167,7 @@ class Stage(ABC):
         return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *made]))}"
 
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
-        """What decides its dataset, with what its models hold; where they are may differ."""
+        """Add what its models hold to its settings; where the models lie may differ."""
         values = {**self.stored_settings(), **made_of}
         return Settings(values, self.remedy, free=("target.name", "draft.name"))
 
@@ -350,7 +350,7 @@ def stage_record(folder: Path) -> dict[str, Any]:
     return {**record, **{key: portable(record[key], was) for key in ("settings", "inputs")}}
 
 
-def command_of(folder: Path) -> str:
+def command_line(folder: Path) -> str:
     """The command line that began a stage, without passwords; "" if it is not known."""
     if not (folder / RUN).is_file():
         return ""
@@ -398,7 +398,7 @@ def wait_for(folder: Path, patience: float, done: Callable[[Path], bool] = finis
         patience: seconds that the lock may be free before the stage is finished.
         done: whether it is, or has come as far as is waited for.
     """
-    free_since = said = time.monotonic()
+    free_since = reported = time.monotonic()
     is_new = True
     while not done(folder):
         time.sleep(PAUSE)
@@ -411,14 +411,14 @@ def wait_for(folder: Path, patience: float, done: Callable[[Path], bool] = finis
                 f"no main process has been at work in {folder} for {patience:.0f} s: rank 0 ended, "
                 f"was lost, or never began, and rank {rank()} waited for it"
             )
-        if now - said > REMINDER and (is_new or not at_work):
+        if now - reported > REMINDER and (is_new or not at_work):
             state = "is at work" if at_work else "is not at work"
             print(
                 f"rank {rank()} waits for rank 0, which {state} in {folder}",
                 file=sys.stderr,
                 flush=True,
             )
-            said, is_new = now, False
+            reported, is_new = now, False
 
 
 def remove_caches(config: PipelineConfig) -> None:

@@ -31,12 +31,12 @@ from recipes.models import (
     check_shared,
     has_chat_template,
     kind_in,
-    left_out_of,
     positions_of,
     shared_tokenizer,
+    unapplied_settings,
 )
 from recipes.recipe import Recipe
-from recipes.run import Stage, command_of, console, say
+from recipes.run import Stage, command_line, console, say
 from recipes.sizes import prompt_count
 from recipes.steps import CommandLine, Step
 from specdata.errors import ConfigError
@@ -58,7 +58,7 @@ class Eval(Stage):
         return self.config.eval_folder
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section, the methods by name, so that a refusal lists those that differ."""
+        """Return its section, methods by name, so that a refusal lists those that differ."""
         values = self.section.model_dump(mode="json")
         methods = {method["name"]: method for method in values["methods"]}
         values |= {"methods": methods, "folder": self.folder.name}
@@ -66,7 +66,7 @@ class Eval(Stage):
 
     @property
     def remedy(self) -> str:
-        """Another folder."""
+        """The advice to measure into another folder."""
         return (
             "choose another folder for another list of methods with --eval.folder NAME, or remove "
             f"{self.folder} to measure again"
@@ -81,7 +81,7 @@ class Eval(Stage):
         inputs |= prompt_inputs(config.eval.sets)
         if config.eval.reward_model:
             inputs["reward model"] = config.eval.reward_model
-        if head := config.head_asked:
+        if head := config.evaluated_head:
             inputs["head"] = head
         if config.head and needs_fit(config.eval):
             inputs["labels"] = str(config.folder("labels"))
@@ -187,8 +187,8 @@ class Eval(Stage):
             where, draft = config.folder("labels"), experiment.models.draft
             predicted = predictions_on(where, draft, head.to(draft.device), config.sampling)
         # 6. The report.
-        left_out = left_out_of(config.models.target)
-        context = Context(predicted, command_of(self.folder), samples, left_out)
+        left_out = unapplied_settings(config.models.target)
+        context = Context(predicted, command_line(self.folder), samples, left_out)
         write_report(results, self.folder, context)
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
         return {

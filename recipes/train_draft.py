@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.initial_draft import Finetuned, Initial, OfDraft
-from recipes.make_logits import check_logits, made_of, rows_with_logits
+from recipes.make_logits import check_logits, provenance, rows_with_logits
 from recipes.models import check_depths_of, check_loading, draft_width, positions_of
 from recipes.recipe import Recipe
 from recipes.run import say
@@ -87,7 +87,7 @@ class Draft(OfDraft):
         top_logits = None
         if logits := self.draft.logits:
             tokenizer = vocabulary_fingerprint(load_tokenizer(config.models.target))
-            source = made_of(self, tokenizer)
+            source = provenance(self, tokenizer)
             train, dev = (
                 rows_with_logits(config, logits, "draft.logits", source, rows)
                 for rows in (train, dev)

@@ -16,7 +16,7 @@ from recipes.make_logits import (
     check_logits,
     check_stored_states,
     identity,
-    made_of,
+    provenance,
     rows_with_logits,
 )
 from recipes.models import (
@@ -40,12 +40,12 @@ class Labels(Stage):
     name, sections = "labels", ("labels",)
 
     @property
-    def is_asked(self) -> bool:
+    def is_configured(self) -> bool:
         """True if a head learns from them."""
         return self.config.head is not None
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section, and how both models are sampled."""
+        """Return its section, and how both models are sampled."""
         labels, config = self.section.model_dump(mode="json"), self.config
         return {"labels": labels, **config.sampled("target", "draft"), **config.held_out_setting}
 
@@ -62,7 +62,7 @@ class Labels(Stage):
 
     @property
     def size(self) -> str:
-        """As many rows as rollouts, but of the prompts held out for the head if there are any."""
+        """The size of as many rows as rollouts, or as are held out for the head."""
         labels = self.section
         is_drawn = self.config.sampling.temperature > 0 and not labels.greedy
         further = (labels.draws - 1) * is_drawn
@@ -101,7 +101,7 @@ class Labels(Stage):
                 ]
             )
         # 2. The draft, and the target or its top logits.
-        source = made_of(self, vocabulary_fingerprint(tokenizer))
+        source = provenance(self, vocabulary_fingerprint(tokenizer))
         target: Any
         if logits := self.section.logits:
             rows = rows_with_logits(config, logits, "labels.logits", source, rollouts)
@@ -150,7 +150,7 @@ class Head(Stage):
 
     @property
     def remedy(self) -> str:
-        """Another folder."""
+        """The advice to train into another folder."""
         beside = (self.config.folder(f"head-{n}") for n in itertools.count(2))
         other = next(each.name for each in beside if not each.exists())
         return (
@@ -159,7 +159,7 @@ class Head(Stage):
         )
 
     def stored_settings(self) -> dict[str, Any]:
-        """Its section, and how the draft is loaded."""
+        """Return its section, and how the draft is loaded."""
         values = {"head": self.section.stored_settings(), "seed": self.config.seed}
         return {**values, **self.config.held_out_setting, **self.config.loaded("draft")}
 

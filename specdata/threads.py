@@ -90,7 +90,7 @@ class Threads:
     def begin(self, step: int = 0, *, is_unit: bool = True) -> None:
         """Begin a unit with the number that is to be used now, at a training's `step`, from 1.
 
-        One that `is_unit` no more than a beginning is not compared.
+        Without `is_unit` it is unlike the others, and is done with the number in use.
         """
         global _working
         self._step, self._is_unit = step, is_unit

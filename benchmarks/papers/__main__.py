@@ -39,16 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--prompts", type=whole_number, metavar="N", help="of each set, not its `count`")
     add("--drafts", nargs="+", default=[], metavar="DRAFT", help="further ones (mcsd)")
     add("--out", type=Path, help="folder of page and figures (default: OUTPUT/papers/PAPER)")
-    given, further = parser.parse_known_args(arguments)
+    args, further = parser.parse_known_args(arguments)
     with stopping_on_signals():
         try:
             written = reproduce(
-                given.paper,
-                ["--config", str(given.config), *further],
-                quick=given.quick,
-                prompts=given.prompts,
-                out=given.out,
-                drafts=given.drafts,
+                args.paper,
+                ["--config", str(args.config), *further],
+                quick=args.quick,
+                prompts=args.prompts,
+                out=args.out,
+                drafts=args.drafts,
             )
         except KeyboardInterrupt as stop:
             return interrupted(stop)

@@ -27,7 +27,7 @@ from eval.verifiers.biased import opt_loss, uno_loss
 from eval.verifiers.importance import as_distribution
 from eval.verifiers.kseq import any_accepted, discount
 from eval.verifiers.optimum import optimal_acceptance
-from eval.verifiers.selection.groups import largest
+from eval.verifiers.selection.pairs import largest
 from eval.verifiers.selection.solvers import Solver, selector
 from specdata.probability import nucleus, overlap
 

@@ -100,7 +100,7 @@ class ModelPair:
         return self.loaded[name]
 
     def identity(self) -> dict[str, Any]:
-        """What decides every measurement, paths in the run's output relative to it."""
+        """Collect what decides every measurement, paths in the run's output relative to it."""
         names = {"target": self.config.models.target, "draft": self.config.draft_in_use}
         names |= {f"draft-{n}": path for n, path in enumerate(self.further.values())}
         values = {
@@ -192,7 +192,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
 def evaluated(
     pair: ModelPair, spec: Mapping[str, Any]
 ) -> tuple[EvalConfig, SamplingConfig, list[dict[str, Any]]]:
-    """What an evaluation measures: its configuration, its sampling, and the expanded methods."""
+    """Find an evaluation's configuration, its sampling, and the expanded methods."""
     given, methods = pair.given["eval"], expanded(spec["methods"])
     section = {"batch": 16, "engine": "eager", "threads": given.get("threads", 0)}
     if spec.get("timed"):
@@ -301,7 +301,7 @@ def _records(
 
 
 def as_long(records: Sequence[Record]) -> Iterator[Record]:
-    """Of each set SD once more, as long as the fastest k-configuration (MCSD, Table 2)."""
+    """Repeat each set's SD that is as long as its fastest k-configuration (MCSD, Table 2)."""
     trees = [record for record in records if record.get("of") == "MCSD"]
     rising = sorted(trees, key=lambda tree: float(tree["speedup"]["value"]))
     fastest = {tree["set"]: tree["length"] for tree in rising}
@@ -347,7 +347,7 @@ def fit_times(counts: Array, seconds: Array) -> list[float]:
 
 
 def formula(_pair: ModelPair, spec: Mapping[str, Any], _folder: Path) -> list[Record]:
-    """What follows from formulas alone: a function of `benchmarks.papers.examples`."""
+    """Compute what follows from formulas alone: a function of `benchmarks.papers.examples`."""
     from benchmarks.papers.examples import FORMULAS
 
     arguments = {key: value for key, value in spec.items() if key not in ("kind", "of")}
@@ -572,7 +572,7 @@ def sampling_of(pair: ModelPair, spec: Mapping[str, Any]) -> SamplingConfig:
 
 
 def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Of each prompt set its name and the target's texts, those with a token at least."""
+    """Yield each prompt set's name and the target's texts of at least a token."""
     import torch
 
     from eval.decode_config import DecodeConfig

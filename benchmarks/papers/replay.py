@@ -29,7 +29,7 @@ from eval.measuring.intervals import Interval, resamples
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a round is made of.
+    """The times of a round.
 
     Attributes:
         draft_seconds: t_d, of one more drafted token.
@@ -45,7 +45,7 @@ class NotRecordedError(Exception):
 
 
 class RecordedToken:
-    """As `DraftedToken`, but of drafts from every position at once: numbers are arrays (R, N).
+    """A `DraftedToken` of drafts from every position at once: numbers are arrays (R, N).
 
     `position` is the token's place in these drafts, from 0.
     """
@@ -57,7 +57,7 @@ class RecordedToken:
         self.position = position
 
     def at(self, values: Reals) -> Reals:
-        """Those of this token; what stands behind the end of a row means nothing."""
+        """Select the values of this token; behind the end of a row they mean nothing."""
         return np.roll(values, -self.position, axis=1)
 
     def read(self, numbers: Numbers) -> tuple[Reals]:
@@ -112,7 +112,7 @@ class Counts:
         return times.draft_seconds * self.n_draft + times.target_seconds * self.n_target
 
     def seconds_per_token(self, times: Times) -> float:
-        """The same of all rollouts together, for one emitted token."""
+        """Divide the seconds of all rollouts by their emitted tokens."""
         return float(self.seconds(times).sum() / self.tokens.sum())
 
 

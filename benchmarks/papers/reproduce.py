@@ -53,7 +53,7 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
     stages = [stage(config) for stage in TRAINING]
     names = [stage.name for stage in stages]
     last = names.index("draft" if config.draft else "pair")  # a draft may be given as it is
-    asked = [stage for stage in stages[: last + 1] if stage.is_asked]
+    asked = [stage for stage in stages[: last + 1] if stage.is_configured]
     if asked and not check_stages(asked):
         check_whole_run(config)
     for stage in asked:

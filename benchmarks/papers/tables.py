@@ -136,7 +136,7 @@ def _words(keys: str | Sequence[str], words: Mapping[str, str]) -> str:
 
 
 def paper_figures(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the paper prints, row label -> column label -> figure.
+    """Return the paper's figures, row label -> column label -> figure.
 
     A row may be a list, of figures in the columns `paper_columns`.
     """

@@ -134,9 +134,9 @@ class Subject:
 
     def round(self, pair: Pair, ids: list[int]) -> Text:
         """The new tokens of one round."""
-        asked = torch.tensor([ids], device=pair[0].device)
-        given = self.function(draft=pair[1], target=pair[0], ids=asked)
-        found = torch.as_tensor(given).flatten().tolist()
+        batch = torch.tensor([ids], device=pair[0].device)
+        returned = self.function(draft=pair[1], target=pair[0], ids=batch)
+        found = torch.as_tensor(returned).flatten().tolist()
         if found[: len(ids)] != ids or len(found) == len(ids):
             raise ConfigError(
                 f"{self.name} must return the ids that it was given and at least one after them; "
@@ -158,21 +158,21 @@ class Subject:
                 texts.append(text[:new])
             return texts
         more = {"target": pair[0], "draft": pair[1], "temperature": temperature}
-        given = self.function(
+        returned = self.function(
             prompts=[list(each) for each in prompts],
             max_new_tokens=new,
             seeds=[seed * len(prompts) + row for row in range(len(prompts))],
             **{name: each for name, each in more.items() if name in self.takes},
         )
-        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], float):
-            given, rate = given
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], float):
+            returned, rate = returned
             self.rates.append(rate)
-        if len(given) != len(prompts):
+        if len(returned) != len(prompts):
             raise ConfigError(
                 f"{self.name} must return a text for each of {len(prompts)} prompts, it returned "
-                f"{len(given)}"
+                f"{len(returned)}"
             )
-        return [tuple(torch.as_tensor(each).flatten().tolist()) for each in given]
+        return [tuple(torch.as_tensor(each).flatten().tolist()) for each in returned]
 
     def greedy(self, pair: Pair, prompts: Prompts, new: int) -> list[Text] | None:
         """Greedy texts; None if it cannot be made greedy."""
@@ -351,16 +351,16 @@ def rows_check(subject: Subject, settings: CheckSettings) -> Found:
 @contextmanager
 def reading(model: Any) -> Iterator[list[tuple[int, list[int]]]]:
     """What a model reads in each forward of one row: where its first token stands, and the ids."""
-    seen: list[tuple[int, list[int]]] = []
+    forwards: list[tuple[int, list[int]]] = []
 
-    def look(_model: Any, given: Any, named: dict[str, Any]) -> None:
-        ids: Tensor = given[0] if given else named["input_ids"]
+    def note(_model: Any, args: Any, named: dict[str, Any]) -> None:
+        ids: Tensor = args[0] if args else named["input_ids"]
         cache = next((named[name] for name in NAMES if named.get(name) is not None), None)
-        seen.append((0 if cache is None else int(cache.get_seq_length()), ids[0].tolist()))
+        forwards.append((0 if cache is None else int(cache.get_seq_length()), ids[0].tolist()))
 
-    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        yield seen
+        yield forwards
     finally:
         hook.remove()
 
@@ -372,13 +372,13 @@ def same_check(subject: Subject, settings: CheckSettings) -> Found:
     target, kept, subject.rates = settings.models[0], [], []
     draft, is_drafted = copy.deepcopy(target), False
     for number, prompt in enumerate(settings.prompts):
-        with reading(target) as seen, reading(draft) as drafting:
+        with reading(target) as forwards, reading(draft) as drafting:
             [text] = subject.texts((target, draft), [prompt], settings.new, number)
         is_drafted |= bool(drafting)
         whole = [*prompt, *text]
-        for place, ids in seen:
-            places = range(max(place, len(prompt)), min(place + len(ids), len(whole)))
-            kept += [ids[at - place] == whole[at] for at in places]
+        for place, ids in forwards:
+            tokens = range(max(place, len(prompt)), min(place + len(ids), len(whole)))
+            kept += [ids[index - place] == whole[index] for index in tokens]
     if not kept or not is_drafted:
         return None, f"it does not call the {'draft' if kept else 'target'}"
     finding = (

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from eval.analysis.ties import greedy_differences
 from eval.decode_config import Method
+from eval.decoder import SpeculativeDecoder
 from eval.drafts import DraftTree, How
 from eval.measuring.experiment import Experiment
 from eval.measuring.methods import PLAIN, EvalConfig
@@ -367,6 +368,13 @@ def judge_greedy(
     )
 
 
+def greedily(decoder: SpeculativeDecoder, max_new_tokens: int) -> Callable[[Tensor], Tensor]:
+    """What gives a greedy decoder's new tokens (n,) after a prompt (T,)."""
+    return lambda prompt: (
+        decoder.generate(prompt, max_new_tokens=max_new_tokens, generator=torch.Generator()).tokens
+    )
+
+
 # --- the certificate ----------------------------------------------------------------------------
 
 
@@ -424,12 +432,6 @@ def certify(
         with warnings.catch_warnings():  # greedy texts need no calibrated head
             warnings.simplefilter("ignore", OtherSamplingWarning)
             greedy = replace(experiment, sampling=SamplingConfig(0.0)).decoder(method)
-
-        def decoded(prompt: Tensor) -> Tensor:
-            return greedy.generate(
-                prompt, max_new_tokens=max_new_tokens, generator=torch.Generator()
-            ).tokens
-
         compared = prompts[:: -(-len(prompts) // GREEDY_TEXTS)]
         judged = judge_sampled(
             pair,
@@ -437,7 +439,9 @@ def certify(
             sampling,
             method.name,
             seed=experiment.seed,
-            greedy=judge_greedy(pair[0], compared, decoded, max_new_tokens),
+            greedy=judge_greedy(
+                pair[0], compared, greedily(greedy, max_new_tokens), max_new_tokens
+            ),
         )
         return Certified(
             method=method.name,

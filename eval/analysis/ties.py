@@ -68,8 +68,7 @@ class Difference:
 
     Args:
         position: new tokens before the first that differs.
-        plain: plain decoding's choice there; None if its output has ended.
-        decoded: the method's; None if its output has ended.
+        plain: plain decoding's choice there; None if its output has ended. So with `decoded`.
         worst: the token of the method's output from there on whose logit is furthest below the
             largest.
         complete: whether the method's output ends at its first end token or at the budget.
@@ -138,22 +137,22 @@ def judge_difference(
 ) -> Difference:
     """Judge a method's new tokens that are not plain decoding's, of the same budget."""
     pairs = zip(plain, decoded, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(decoded)))
-    worst = at
-    if at < len(decoded):
-        # The position, from the difference on, whose token's logit is furthest below the largest.
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(decoded)))
+    worst = first
+    if first < len(decoded):
+        # The position, from there on, whose token's logit is furthest below the largest.
         ids = torch.tensor([[*prompt, *decoded[:-1]]], device=model.device)
-        rows = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 + at :].float()
-        tokens = torch.tensor(decoded[at:], device=rows.device)
+        rows = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 + first :].float()
+        tokens = torch.tensor(decoded[first:], device=rows.device)
         gaps = rows.amax(-1) - rows.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        worst = at + int(gaps.argmax())
+        worst = first + int(gaps.argmax())
     ends = end_ids(model.generation_config)
     early = any(token in ends for token in decoded[:-1])
     ended = bool(decoded) and (decoded[-1] in ends or len(decoded) == max_new_tokens)
     return Difference(
-        at,
-        _choice(model, prompt, plain, at),
-        _choice(model, prompt, decoded, at),
+        first,
+        _choice(model, prompt, plain, first),
+        _choice(model, prompt, decoded, first),
         _choice(model, prompt, decoded, worst),
         ended and not early,
     )

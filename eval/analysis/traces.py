@@ -177,8 +177,7 @@ def tree_states(
         draft: a causal language model that takes a mask with a row for each token.
         input_ids: (B, T) ids of the texts, padded on the right.
         tokens: (B, M) ids of drafted tokens, padded anyhow.
-        positions: (B, M) where each stands in its text, from 0: it has read the text before that.
-            Several tokens may stand at one position.
+        positions: (B, M) where each stands in its text, from 0; several may stand at one position.
 
     Returns:
         (B, T, H) states after the texts' tokens, and (B, M, H) after the drafted ones, both in the
@@ -187,16 +186,16 @@ def tree_states(
     batch, length = input_ids.shape
     drafted = tokens.shape[1]
     device = input_ids.device
-    at = torch.arange(length, device=device)
+    text_places = torch.arange(length, device=device)
     allowed = torch.zeros(
         batch, length + drafted, length + drafted, dtype=torch.bool, device=device
     )
-    allowed[:, :length, :length] = at <= at[:, None]
-    allowed[:, length:, :length] = at < positions[:, :, None]
+    allowed[:, :length, :length] = text_places <= text_places[:, None]
+    allowed[:, length:, :length] = text_places < positions[:, :, None]
     allowed[:, length:, length:] = torch.eye(drafted, dtype=torch.bool, device=device)
     mask = torch.zeros(allowed.shape, dtype=draft.dtype, device=device)
     mask.masked_fill_(~allowed, torch.finfo(draft.dtype).min)
-    places = torch.cat([at.expand(batch, -1), positions], dim=1)
+    places = torch.cat([text_places.expand(batch, -1), positions], dim=1)
     ids = known_ids(torch.cat([input_ids, tokens], dim=1), draft)
     if (reads := states_input(draft)) is None and has_rules(draft):
         with seeing(draft, Sight(mask[:, None], places, places)):
@@ -210,10 +209,10 @@ def tree_states(
             last = (positions - 1).clamp(min=0, max=length - 1)
             x = reads(text)
             # Drafted tokens come after the draft's own states, which the text's forward gives.
-            along = draft.base_model(inputs_embeds=x, use_cache=False)[0]
-            own = along.gather(1, last[..., None].expand(-1, -1, along.shape[-1]))
+            of_text = draft.base_model(inputs_embeds=x, use_cache=False)[0]
+            before = of_text.gather(1, last[..., None].expand(-1, -1, of_text.shape[-1]))
             states = draft.base_model(
-                inputs_embeds=torch.cat([x, reads.after_own(chosen, own)], dim=1),
+                inputs_embeds=torch.cat([x, reads.after_own(chosen, before)], dim=1),
                 attention_mask=mask[:, None],
                 position_ids=places,
                 use_cache=False,

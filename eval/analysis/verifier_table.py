@@ -56,7 +56,7 @@ from eval.measuring.results import ENOUGH, Results, VerifierRow
 from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.rule import Drawn, Verifier, Walk
-from eval.verifiers.selection.groups import BUCKETS, group_masses, groups_by_ratio
+from eval.verifiers.selection.pairs import BUCKETS, group_masses, groups_by_ratio
 from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.sampling import SamplingConfig, generator_for, seed_for
@@ -291,11 +291,10 @@ class Expected:
         # A resample may have none of the texts in which places were taken.
         return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
 
-    def over(self, other: Expected) -> Reals:
+    def over(self, base: Expected) -> Reals:
         """Tokens a call over another's, at the places of both, resampled: (1 + RESAMPLES,)."""
-        both = min(len(self.text), len(other.text))
-        above, below = (each.mean(each.tokens[:both]) for each in (self, other))
-        return np.asarray(above / below)
+        shared = min(len(self.text), len(base.text))
+        return np.asarray(self.mean(self.tokens[:shared]) / base.mean(base.tokens[:shared]))
 
 
 def expected(
@@ -316,8 +315,8 @@ def expected(
         tokens, accepted, _ = verifier(place)
         weight = 1.0
         if place.before is not None:
-            met = sum(reference(place.before)[2] for reference in references) / len(references)
-            weight = min(MOST_WEIGHT, verifier(place.before)[2] / met) if met > 0 else 1.0
+            chance = sum(reference(place.before)[2] for reference in references) / len(references)
+            weight = min(MOST_WEIGHT, verifier(place.before)[2] / chance) if chance > 0 else 1.0
         rows.append((number[place.text], weight, tokens, accepted))
     text, *others = np.array(rows, dtype=np.float64).reshape(-1, 4).T
     return Expected(len(number), text.astype(np.int64), *others)
@@ -453,12 +452,12 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
                 continue  # no place of this set was taken, or none where its rounds start
             # A ratio over few places may be off, but no call emits less than one token.
             emitted = Interval.of(np.maximum(1.0, tokens))
-            both = slice(0, min(len(best), len(part.text)))
-            most = part.mean(best[both])
+            known = slice(0, min(len(best), len(part.text)))
+            most = part.mean(best[known])
             share = None  # where no place of a set has a weight, its means are of nothing
             if most[0] > 0:
                 most[most == 0] = np.nan
-                share = Interval.of(part.mean(part.accepted[both]) / most)
+                share = Interval.of(part.mean(part.accepted[known]) / most)
             ceiling = 1.0 + (emitted.value - 1.0) / share.value if share and share.value else None
             speedup = None
             if measured.times:

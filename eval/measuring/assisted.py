@@ -88,9 +88,9 @@ def assisted_generate(
     what was written last (`prompt_lookup_num_tokens`). Both generation configurations, and torch's
     global generator, which `generate` draws from, are restored afterwards. A draft ends with the
     first token to which it gave less probability than the threshold
-    (`assistant_confidence_threshold`); 0 always drafts `length` tokens. Where scikit-learn is
-    installed, transformers itself moves the threshold during a call. Where the draft has no
-    positions left, the target goes on alone.
+    (`assistant_confidence_threshold`), which transformers itself moves during a call where
+    scikit-learn is installed; 0 always drafts `length` tokens. Where the draft has no positions
+    left, the target goes on alone.
     """
     readable = sys.maxsize if draft is None else positions(draft.config) + 1 - len(prompt_ids)
     if readable < max_new_tokens:
@@ -117,13 +117,13 @@ def assisted_generate(
     ids = prompt_ids.unsqueeze(0).to(target.device)
     devices = [target.device] if target.device.type == "cuda" else []
     with ExitStack() as closing:
-        asked = plain_generation(
+        settings = plain_generation(
             target,
             sampling,
             max_new_tokens=max_new_tokens,
             prompt_lookup_num_tokens=lookup or None,
         )
-        config = closing.enter_context(asked)
+        config = closing.enter_context(settings)
         hooks = [target.register_forward_pre_hook(observer.on_target, with_kwargs=True)]
         if draft is not None:
             # The draft's own generation configuration decides how it drafts.

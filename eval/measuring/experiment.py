@@ -38,9 +38,8 @@ from heads import BaseHead
 from specdata.config import ServerConfig
 from specdata.draft_models.depths import most_tokens
 from specdata.interruption import stop_if_asked
-from specdata.models import end_ids, positions
+from specdata.models import positions
 from specdata.prompts.prompt import Prompt
-from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.server.client import ServerClient
 from specdata.storage.files import PROGRESS, locked, share_out
@@ -48,14 +47,11 @@ from specdata.storage.resume import Settings
 from specdata.texts import pair_columns
 from specdata.threads import threads_of, using_threads
 
-Progress = Callable[[int], object]
-"""Called with the number of generations that are done since the last call."""
 BATCHES = 4
 """Batches in a group, which is decoded and stored as a whole; rows are refilled within a group."""
 WARMUP_TOKENS = 16
 """Tokens that each method decodes before anything is timed, at most."""
 DECODING = "decoding"
-"""What is repeated, to `specdata.threads`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +89,10 @@ class Experiment:
     environment: Environment
     scorer: Scorer | None = None
 
-    def measure(self, report: Progress) -> None:
+    def measure(self, report: Callable[[int], object]) -> None:
         """Have every prompt decoded with every method and stored.
 
+        `report` is called with the number of generations that are done since the last call.
         Processes that call this on the same experiment, but for the device, share the work; each
         returns when all prompts are stored.
         """
@@ -176,16 +173,8 @@ class Experiment:
         client = ServerClient(where, f"method {method.name!r}")
         closing.callback(client.close)
         client.check(name)
-        backend = VllmBackend(
-            client=client,
-            model=name,
-            sampling=self.sampling,
-            max_new_tokens=self.config.max_new_tokens,
-            ends=frozenset(end_ids(target.generation_config)),
-            vocabulary=target.config.get_text_config().vocab_size,
-            seed=self.seed,
-        )
-        engine = ServedEngine(backend)
+        tokens = self.config.max_new_tokens
+        engine = ServedEngine.of(client, name, target, self.sampling, tokens, self.seed)
         engine.probe(target, self.prompts[0].ids)
         return engine
 
@@ -219,8 +208,7 @@ class Experiment:
 
     def _setup(self, method: Method, dataset: str, split: str) -> Setup:
         """What results record of a method on a dataset."""
-        names, eager = self.models.names, method.decoder in THEIRS
-        most = most_tokens(self.models.draft)
+        names, most = self.models.names, most_tokens(self.models.draft)
         return Setup(
             dataset=dataset,
             split=split,
@@ -234,7 +222,7 @@ class Experiment:
                 "max_new_tokens": self.config.max_new_tokens,
                 "seed": self.seed,
             },
-            engine="eager" if eager else self.engine,
+            engine="eager" if method.decoder in THEIRS else self.engine,
         )
 
 
@@ -242,7 +230,11 @@ class _Share:
     """What one process does of an experiment: groups of prompts, decoded and stored as wholes."""
 
     def __init__(
-        self, experiment: Experiment, store: RecordStore, report: Progress, closing: ExitStack
+        self,
+        experiment: Experiment,
+        store: RecordStore,
+        report: Callable[[int], object],
+        closing: ExitStack,
     ) -> None:
         prompts, config = experiment.prompts, experiment.config
         self.experiment, self.store, self.report = experiment, store, report
@@ -310,56 +302,49 @@ class _Share:
             stop_if_asked()
             if timed:
                 limit = self.experiment.config.max_new_tokens
-                generations[method.name] = [
-                    self.generate(method, prompt, limit) for prompt in group
-                ]
+                outs = [self.generate(method, prompt, limit) for prompt in group]
                 self.report(1)
             else:
-                generations[method.name] = self.generate_batch(method, group)
+                outs = self.generate_batch(method, group)
+            generations[method.name] = outs
         self.threads.end()
         for number, prompt in enumerate(group):
-            outs = {method.name: generations[method.name][number] for method in self.methods}
-            records = {
-                method.name: self.experiment.record(method, prompt, outs[method.name])
-                for method in self.methods
-            }
-            kept = {
-                method.name: outs[method.name].tokens.tolist()
-                for method in self.methods
-                if prompt in self.shown and method.uses_draft
-            }
+            records, kept = {}, {}
+            for method in self.methods:
+                out = generations[method.name][number]
+                records[method.name] = self.experiment.record(method, prompt, out)
+                if prompt in self.shown and method.uses_draft:
+                    kept[method.name] = out.tokens.tolist()
             self.store.put(prompt, records, kept)
 
     def generate(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Generation:
-        """Continue one prompt, timed; on a CPU also by this thread's clock (`busy`)."""
-        begun = time.thread_time()
-        out = self._generate(method, prompt, max_new_tokens)
-        if self.experiment.environment.device != "cpu" or method.decoder == "server":
-            return out
-        return replace(out, cpu_seconds=time.thread_time() - begun)
-
-    def _generate(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Generation:
+        """Continue one prompt, timed; on a CPU also by this thread's clock (`verdict.busy`)."""
         experiment, ids = self.experiment, torch.tensor(prompt.ids)
         if method.decoder == "server":
             server = self.servers[method.name]
             return server.generate(prompt.ids, prompt.example_id, max_new_tokens)
-        if method.decoder not in THEIRS:
-            return self.decoders[method.name].generate(
+        begun = time.thread_time()
+        if method.decoder in THEIRS:
+            out = assisted_generate(
+                experiment.models.target,
+                experiment.models.draft if method.uses_draft else None,
+                ids,
+                length=method.stop.longest,
+                lookup=method.lookup,
+                threshold=method.stop.reported().get("threshold", 0.0),
+                sampling=experiment.sampling,
+                max_new_tokens=max_new_tokens,
+                seed=seed_for(experiment.seed, "eval", prompt.example_id),
+            )
+        else:
+            out = self.decoders[method.name].generate(
                 ids,
                 max_new_tokens=max_new_tokens,
                 generator=generator_for(experiment.seed, "eval", prompt.example_id),
             )
-        return assisted_generate(
-            experiment.models.target,
-            experiment.models.draft if method.uses_draft else None,
-            ids,
-            length=method.stop.longest,
-            lookup=method.lookup,
-            threshold=method.stop.reported().get("threshold", 0.0),
-            sampling=experiment.sampling,
-            max_new_tokens=max_new_tokens,
-            seed=seed_for(experiment.seed, "eval", prompt.example_id),
-        )
+        if experiment.environment.device != "cpu":
+            return out
+        return replace(out, cpu_seconds=time.thread_time() - begun)
 
     def generate_batch(self, method: Method, group: Sequence[Prompt]) -> list[Generation]:
         """Continue prompts together: the same tokens and counts, but no times.

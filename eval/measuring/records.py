@@ -90,14 +90,8 @@ def record_prompt(
     """Sum the rounds of one generation, in order, of a prompt that is named within its dataset.
 
     The seconds are wall time of the whole call, after the caller has synchronised the device; None
-    if it was not measured, as of prompts that are decoded together. Raises ValueError if there are
-    no rounds, or `seconds` is neither None nor positive.
+    if it was not measured, as of prompts that are decoded together.
     """
-    if not rounds or not (seconds is None or seconds > 0):
-        raise ValueError(
-            f"prompt {prompt_id!r} needs at least one round and a positive time,"
-            f" got {len(rounds)} rounds and {seconds} s"
-        )
     deepest = range(max(r.depth for r in rounds))
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     return PromptRecord(

@@ -81,24 +81,24 @@ def method_of(row: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
     is_assisted = draft or "lookup" in parameters
     decoders = {None: "plain", "transformers": "assisted" if is_assisted else "generate"}
     decoders["server"] = "server"
-    given = {"name": row["method"], "decoder": decoders.get(drafter, "speculative")}
-    if ours := given["decoder"] == "speculative":
+    fields = {"name": row["method"], "decoder": decoders.get(drafter, "speculative")}
+    if ours := fields["decoder"] == "speculative":
         verifier = row["verifier"]
         named = VERIFIERS[verifier].parameters if verifier in VERIFIERS else ()
         read = (*ONLY_READ_BY, "lookup", "match")
-        given |= {"drafter": drafter, "verifier": verifier}
-        given |= {name: parameters[name] for name in read if name in parameters}
-        given["verifier_args"] = {n: parameters[n] for n in named if n in parameters}
+        fields |= {"drafter": drafter, "verifier": verifier}
+        fields |= {name: parameters[name] for name in read if name in parameters}
+        fields["verifier_args"] = {n: parameters[n] for n in named if n in parameters}
     if not draft:
-        return Method(**(given if ours else given | parameters))
+        return Method(**(fields if ours else fields | parameters))
     if (kind := STOPPING_RULES.get(row["stop"])) is None:
         raise ValueError(f"unknown stopping rule {row['stop']!r}")
     rule = {"threshold": row["threshold"], "head": head, **parameters}
     if drafter not in ("tree", "dynamic_tree"):  # their length is in their own settings
         rule |= dict.fromkeys(("length", "limit"), row["length"])
     settings = {name: rule[name] for name in kind.model_fields if rule.get(name) is not None}
-    given["stop"] = kind.model_validate(settings)
-    return Method(**given)
+    fields["stop"] = kind.model_validate(settings)
+    return Method(**fields)
 
 
 class Setup(Strict):
@@ -279,18 +279,11 @@ def build_results(
 ) -> Results:
     """Turn raw records into everything results.json holds.
 
-    `measured` is what was run (another evaluation's run, for example) with its generations; `PLAIN`
-    once a dataset at most. Raises ValueError if two methods of a dataset share a name, if methods
-    of a dataset cover other prompts than its plain run, or if counts contradict each other.
+    `measured` is what was run (another evaluation's run, for example) with its generations; names
+    are unique within a dataset. Raises ValueError if methods of a dataset cover other prompts than
+    its plain run, or if counts contradict each other.
     """
-    rows: dict[tuple[str, str], tuple[Setup, Sequence[PromptRecord]]] = {}
-    for setup, records in measured:
-        key = (setup.dataset, setup.method.name)
-        if key in rows:
-            raise ValueError(f"method names must be unique within a dataset, got {key} twice")
-        if (setup.method.name == PLAIN) != (setup.method.decoder == "plain"):
-            raise ValueError(f"the name {PLAIN!r} belongs to the target alone, got {setup.method}")
-        rows[key] = (setup, records)
+    rows = {(setup.dataset, setup.name): (setup, records) for setup, records in measured}
     runs = []
     for (dataset, name), (setup, records) in rows.items():
         plain = rows.get((dataset, baseline(setup.method)))
@@ -298,7 +291,7 @@ def build_results(
             metrics = compute_metrics(records, plain and plain[1])
         except ValueError as error:
             raise ValueError(f"{dataset}, {name}: {error}") from error
-        settings = {name: getattr(setup, name) for name in Setup.model_fields}
+        settings = {field: getattr(setup, field) for field in Setup.model_fields}
         runs.append(Run(**settings, **dict(metrics), generations=list(records)))
     return Results(schema_version=SCHEMA_VERSION, environment=environment, runs=runs)
 
@@ -306,12 +299,10 @@ def build_results(
 def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
     """Refuse results in which a published metric is not what its generations give."""
     for run in results.runs:
-        where = f"{run.dataset}, {run.method.name}"
+        where, over = f"{run.dataset}, {run.name}", baseline(run.method)
+        plain = [each.generations for each in results.of(run.dataset) if each.name == over]
         try:
-            over = baseline(run.method)
-            plain = next((each for each in results.of(run.dataset) if each.name == over), None)
-            base = None if plain is None else plain.generations
-            expected = compute_metrics(run.generations, base)
+            expected = compute_metrics(run.generations, plain[0] if plain else None)
         except ValueError as error:
             raise ManifestError(
                 f"{path} was changed: {where}: unusable generations: {error}; {REMEDY}"

@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 
 from eval.rounds import Generation, Round
 from specdata.errors import ConfigError
+from specdata.models import end_ids
 from specdata.rollouts.backend import Request
 from specdata.rollouts.vllm import VllmBackend
 from specdata.sampling import SamplingConfig
+from specdata.server.client import ServerClient
 
 COUNTED = re.compile(
     r"^(?:vllm|llamacpp):spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)"
@@ -43,6 +45,28 @@ class ServedEngine:
     """An engine that is asked for completions, one at a time."""
 
     backend: VllmBackend
+
+    @classmethod
+    def of(
+        cls,
+        client: ServerClient,
+        name: str,
+        target: PreTrainedModel,
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        seed: int = 0,
+    ) -> ServedEngine:
+        """What a server serves under a name: the target, with its end tokens and vocabulary."""
+        backend = VllmBackend(
+            client=client,
+            model=name,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            ends=frozenset(end_ids(target.generation_config)),
+            vocabulary=target.config.get_text_config().vocab_size,
+            seed=seed,
+        )
+        return cls(backend)
 
     def generate(self, ids: list[int], key: str, max_new_tokens: int) -> Generation:
         """Continue one prompt, timed; again if it was asked for twice, for it waited meanwhile."""

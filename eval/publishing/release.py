@@ -128,8 +128,8 @@ def release_draft(
             # The lengths were measured without a second stop rule; the default is 0.4.
             assistant_confidence_threshold=0.0,
         )
-    own = push_to or loadable(name)
-    card = _of_draft(model.config, engines, own, loadable(target))
+    released = push_to or loadable(name)
+    card = _of_draft(model.config, engines, released, loadable(target))
     kind, states = card["kind"], card["states"]
     assert (engines is None) == (not kind.layouts), "what engines hold is released in a layout"
     front = {
@@ -149,7 +149,7 @@ def release_draft(
         private=private,
         name=name,
         target=target,
-        load={"own": own, "target": loadable(target)},
+        load={"own": released, "target": loadable(target)},
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
         positions=positions(model.config.get_text_config()),
@@ -204,7 +204,7 @@ def lengths_table(fastest: Mapping[str, Sequence[PooledRow]]) -> Table:
     return Table([(heading, "") for heading in ("best", "tokens/s", "measured")], rows, "engine")
 
 
-def _of_draft(config: Any, engines: ForEngines | None, own: str, target: str) -> dict[str, Any]:
+def _of_draft(config: Any, engines: ForEngines | None, name: str, target: str) -> dict[str, Any]:
     """What a card says of a draft by its configuration, and how engines serve it."""
     kind, vocabulary = kind_of(config), config.get_text_config().vocab_size
     depths, reduced = kind.depths(vars(config)), getattr(config, SIZE, None)
@@ -216,7 +216,7 @@ def _of_draft(config: Any, engines: ForEngines | None, own: str, target: str) ->
         "depths": depths,
         "vocabulary": vocabulary,
         "reduced": None if reduced == vocabulary else reduced,  # of an engine's layout
-        "serving": serving_lines(own, target, kind, depths, is_asked=is_asked),
+        "serving": serving_lines(name, target, kind, depths, is_asked=is_asked),
         "served_lengths": served_lengths(kind, depths),
     }
 
@@ -230,13 +230,13 @@ def _save(model: Any, folder: Path, target: str) -> None:
 
 def release_unmeasured(source: Path, out: Path, target: str, engines: ForEngines) -> None:
     """Assemble a draft for engines that no results measure; its card has no figures."""
-    own, named = loadable(out.name), loadable(target)
+    released, loaded = loadable(out.name), loadable(target)
     card = render(
         "unmeasured_card.md.jinja",
         name=out.name,
         target=public_name(target),
-        local=[path for path in (own, named) if path.startswith(ELSEWHERE)],
-        **_of_draft(load_configs(str(source))[0], engines, own, named),
+        local=[path for path in (released, loaded) if path.startswith(ELSEWHERE)],
+        **_of_draft(load_configs(str(source))[0], engines, released, loaded),
     )
     with atomic_folder(out) as folder:
         engines.write(folder)

@@ -186,43 +186,46 @@ def lengths_to_measure(rows: Sequence[PooledRow]) -> str:
 def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> str:
     """What to try where nothing is faster than the target alone, from the run's own figures."""
 
-    def each(row: PooledRow, part: str, count: str) -> float:
+    def cost(row: PooledRow, part: str, count: str) -> float:
         """Seconds of a part of decoding for one of what is counted."""
         counted: int = sum(getattr(run, count) for run in row.runs)
         return sum(run.seconds[part] for run in row.runs) / counted
 
     def verifying(row: PooledRow) -> float:
         """Seconds of a forward of the target, but for those that read a prompt."""
-        records = [each for run in row.runs for each in run.generations]
-        seconds = sum(each.target_seconds - each.prompt_seconds for each in records)
-        return seconds / max(1, sum(each.rounds - (each.prompt_seconds > 0) for each in records))
+        records = [record for run in row.runs for record in run.generations]
+        seconds = sum(record.target_seconds - record.prompt_seconds for record in records)
+        return seconds / max(1, sum(r.rounds - (r.prompt_seconds > 0) for r in records))
 
-    chains = [row for row in fixed_lengths(rows) if row.method.decoder == "speculative"]
-    chains = [row for row in chains if all(run.n_draft for run in row.runs)]
-    said, tries, more = "", [], lengths_to_measure(rows)
+    chains = [
+        row
+        for row in fixed_lengths(rows)
+        if row.method.decoder == "speculative" and all(run.n_draft for run in row.runs)
+    ]
+    text, tries, more = "", [], lengths_to_measure(rows)
     others = [f"other numbers of drafted tokens ({more} among eval.methods)"] if more else []
     if chains and (alone := verifying(plain)):
-        token, best = each(plain, "total", "tokens"), chains[0]
+        token, best = cost(plain, "total", "tokens"), chains[0]
         first = np.mean([run.acceptance_by_position[0] for run in best.runs])
         shown = sorted(chains, key=lambda row: row.method.deepest)[:MOST_LENGTHS]
         costs = _listed([f"{verifying(row) / alone:.2f}" for row in shown])
         free = max(
-            token / (each(row, "total", "tokens") - each(row, "draft", "tokens")) for row in chains
+            token / (cost(row, "total", "tokens") - cost(row, "draft", "tokens")) for row in chains
         )
-        said = (
+        text = (
             f"With {best.name} {100 * first:.0f} % of first drafted tokens were accepted, a round"
             f" emitted {best.value('block_efficiency'):.2f}; a drafted token costs"
-            f" {each(best, 'draft', 'n_draft') / token:.2f} of a token of the target alone, and"
+            f" {cost(best, 'draft', 'n_draft') / token:.2f} of a token of the target alone, and"
             f" verifying {_listed([row.method.deepest + 1 for row in shown])} tokens {costs} times"
             " what one costs. "
         )
         learn = "more rollouts (rollouts.sets) or passes (draft.epochs)"
         if free > 1:
-            said += f"A draft that costs nothing would run at {free:.2f} times. "
+            text += f"A draft that costs nothing would run at {free:.2f} times. "
             tries = ["a cheaper draft (fewer draft.init.layers, a smaller draft.init.vocabulary)"]
             others.append(learn)
         else:
-            said += f"Even a draft that costs nothing would not pay ({free:.2f} times). "
+            text += f"Even a draft that costs nothing would not pay ({free:.2f} times). "
             tries = [f"what raises acceptance: {learn}"]
             if best.runs[0].sampling["temperature"]:
                 others.append("a lower temperature, if you can serve with one")
@@ -232,7 +235,7 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
     tries += others
     if not any(row.method.lookup for row in rows):
         tries.append("lookup, which needs no draft (decoder: assisted, lookup: 3)")
-    return f"{said}Try {'; '.join(tries)}." if tries else said.strip()
+    return f"{text}Try {'; '.join(tries)}." if tries else text.strip()
 
 
 def _listed(words: Sequence[object]) -> str:

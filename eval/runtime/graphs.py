@@ -9,7 +9,8 @@ runs forwards by one of two engines, with the same results but for rounding:
   fewer operators (`eval.runtime.prepack`), its large matrices kept a second time in oneDNN's
   blocked layout. For CPUs: elsewhere it is "eager".
 
-Batches and long prompts always run eagerly.
+Long prompts always run eagerly. The tokens of a batch are packed in one row
+(`eval.runtime.transformers_models`), for which there are graphs of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.kv_cache import CacheLayer, LayerKind
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.prepack import Prepacker, simplify
-from eval.runtime.transformers_models import WeightVersions, cached_layers, weight_versions
+from eval.runtime.transformers_models import (
+    WeightVersions,
+    attending_packed,
+    cached_layers,
+    weight_versions,
+)
 from specdata.cache import cache_argument
 from specdata.draft_models.draft_vocabulary import narrow_logits
 from specdata.draft_models.states_draft import is_in_blocks, states_input
@@ -41,17 +47,17 @@ from specdata.lm_head import capturing_hidden
 from specdata.models import length_dependent_rope
 from specdata.prepack import multiplies, prepacked
 
-# Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
-# candidates enough to be unlike every other size of a model.
-TOKEN_LENGTHS = (11, 13, 17, 19, 23)
+# Lengths to trace with: for the tokens and slots of a forward, and for the cache. All unlike each
+# other, and candidates enough to be unlike every other size of a model.
+TOKEN_LENGTHS = (11, 13, 17, 19, 23, 29, 31)
 CACHE_LENGTHS = (131, 137, 139, 149, 151)
 # A graph must reproduce the eager logits to this share of their largest; ropes are in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
 Graph = Callable[..., tuple[Tensor, ...]]
-"""A forward of tensors: (token ids or what stands for them, positions, mask if there is one, keys
-and values of each layer) to (logits, hidden states, taps if any are asked for); see
-`ForwardGraphs.__call__` for the shapes."""
+"""A forward of tensors: (token ids or what stands for them, positions, mask or `Sight` if there is
+one, places if the tokens are packed, keys and values of each layer) to (logits, hidden states, taps
+if any are asked for); see `ForwardGraphs.__call__` for the shapes."""
 
 Key = tuple[str, tuple[int, ...]]
 _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[Key, ForwardGraphs]] = (
@@ -91,13 +97,15 @@ class _GraphKind(NamedTuple):
     """Which forwards a graph serves.
 
     Args:
-        masks: 0 without one, 1 with one, 2 with those of a `Sight`.
+        masks: tensors that say what is attended to: 0, 1 (a mask) or 3 (a `Sight`).
         keep: logits after so many of the last tokens only; 0: after all.
+        places: tensors that say where tokens of several slots go: 3, or 0 if there is one slot.
     """
 
     single: bool
     masks: int
     keep: int
+    places: int
 
 
 class ForwardGraphs:
@@ -144,6 +152,7 @@ class ForwardGraphs:
         mask: Tensor | Sight | None,
         cache: Sequence[Tensor],
         logits_to_keep: int,
+        places: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
         """Run one forward, which writes keys and values of the new tokens into the cache.
 
@@ -155,6 +164,9 @@ class ForwardGraphs:
             cache: keys and values of each layer, (1, heads, length, size); the new tokens take the
                 last n positions.
             logits_to_keep: logits are needed after this many of the last tokens.
+            places: of tokens packed from B slots the slots, columns and cache positions, (n,) each;
+                the mask is then (B, 1, m, length) and the cache (B, heads, length, size). See
+                `layout.Packing`.
 
         Returns:
             Logits (1, logits_to_keep or more, V'), what the lm_head read (1, as many, H), and taps
@@ -163,12 +175,13 @@ class ForwardGraphs:
         count = ids.shape[1]
         kind = _GraphKind(
             single=count == 1,
-            masks=0 if mask is None else 2 if isinstance(mask, Sight) else 1,
+            masks=0 if mask is None else 3 if isinstance(mask, Sight) else 1,
             keep=logits_to_keep if self._in_blocks or logits_to_keep == 1 < count else 0,
+            places=len(places),
         )
         graph = self._graphs.get(kind)
-        masks = (mask.mask, mask.keys) if isinstance(mask, Sight) else (mask,)
-        inputs = (ids, positions, *(each for each in masks if each is not None), *cache)
+        masks = mask if isinstance(mask, Sight) else () if mask is None else (mask,)
+        inputs = (ids, positions, *masks, *places, *cache)
         if graph is None:
             graph = self._graphs[kind] = self._capture(inputs, kind)
         return graph(*inputs)
@@ -177,7 +190,7 @@ class ForwardGraphs:
         """Make the graph of a kind, and compare it with the eager forward on the given inputs."""
         model = self._model()
         assert model is not None
-        forward = eager_forward(model, kind.masks, kind.keep, self._taps)
+        forward = eager_forward(model, kind.masks, kind.keep, self._taps, kind.places)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 make = make_fx(
@@ -244,11 +257,13 @@ def named_inputs(inputs: Tensor) -> dict[str, Tensor]:
     return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
 
 
-def eager_forward(model: PreTrainedModel, masks: int, keep: int, taps: Sequence[int] = ()) -> Graph:
+def eager_forward(
+    model: PreTrainedModel, masks: int, keep: int, taps: Sequence[int] = (), placed: int = 0
+) -> Graph:
     """The model's forward as a function of tensors only, which gives `taps`, too.
 
-    `masks` and `keep` are as of `_GraphKind`, masks of a sight with its key positions. What a draft
-    in blocks keeps is its block.
+    `masks`, `keep` and `placed`, the places, are as of `_GraphKind`. What a draft in blocks keeps
+    is its block.
     """
     in_blocks = is_in_blocks(model)
     kinds, cached = cached_layers(model.config), cache_argument(model)
@@ -256,9 +271,10 @@ def eager_forward(model: PreTrainedModel, masks: int, keep: int, taps: Sequence[
     def forward(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         hidden: list[Tensor] = []
         tapped: list[Tensor] = []
-        sight = seeing(model, Sight(rest[0], positions, rest[1])) if masks == 2 else nullcontext()
+        places, buffers = rest[masks : masks + placed], rest[masks + placed :]
         with (
-            sight,
+            seeing(model, Sight(*rest[:masks])) if masks > 1 else nullcontext(),
+            attending_packed(model, *places[:2]) if places else nullcontext(),
             narrow_logits(model),
             capturing_hidden(model, hidden.append),
             capturing_taps(model, taps, tapped.append),
@@ -267,7 +283,7 @@ def eager_forward(model: PreTrainedModel, masks: int, keep: int, taps: Sequence[
                 **named_inputs(ids),
                 position_ids=positions,
                 attention_mask=rest[0] if masks == 1 else None,
-                **{cached: _CacheView(kinds, rest[masks:])},
+                **{cached: _CacheView(kinds, buffers, places)},
                 use_cache=True,
                 logits_to_keep=keep,
                 **({"contexts": ids.shape[1] - keep} if in_blocks else {}),
@@ -282,46 +298,50 @@ def _examples(inputs: Sequence[Tensor], kind: _GraphKind) -> list[Tensor]:
 
     Sizes that are equal while tracing would be taken for one.
     """
-    ids, masks, cache = inputs[0], kind.masks, inputs[2 + kind.masks :]
-    sizes = {size for buffer in cache for size in buffer.shape}
+    ids, masks, placed = inputs[0], kind.masks, kind.places
+    cache = inputs[2 + masks + placed :]
+    sizes = {size for buffer in cache for size in buffer.shape[1:]}
     block = kind.keep if kind.keep > 1 else 0  # behind the contexts
-    lengths = (block + n for n in TOKEN_LENGTHS)
-    count = 1 if kind.single else next(n for n in lengths if n not in sizes)
+    lengths = (block + n for n in TOKEN_LENGTHS if block + n not in sizes)
+    count = 1 if kind.single else next(lengths)
+    slots, width = (next(lengths), next(lengths)) if placed else (1, count)
     length = next(n for n in CACHE_LENGTHS if n not in sizes)
-    examples = [ids.new_zeros(1, count, *ids.shape[2:]), inputs[1].new_zeros(1, count)]
-    if masks:
-        mask = inputs[2]
-        examples.append(torch.zeros(1, 1, count, length, dtype=mask.dtype, device=ids.device))
-    if masks == 2:
-        examples.append(torch.arange(length, device=ids.device)[None])
-    return examples + [
-        torch.zeros(
-            1, buffer.shape[1], length, buffer.shape[3], dtype=buffer.dtype, device=buffer.device
-        )
-        for buffer in cache
-    ]
+    shapes = [(1, count, *ids.shape[2:]), (1, count)]
+    shapes += [(slots, 1, width, length), (slots, width), (slots, length)][:masks]
+    shapes += [(count,)] * placed
+    shapes += [(slots, buffer.shape[1], length, buffer.shape[3]) for buffer in cache]
+    return [like.new_zeros(shape) for like, shape in zip(inputs, shapes, strict=True)]
 
 
 class _CacheView(Cache):  # type: ignore[misc]
     """A cache over given keys and values, whose last positions are free for the new tokens."""
 
-    def __init__(self, kinds: Sequence[LayerKind], buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self, kinds: Sequence[LayerKind], buffers: Sequence[Tensor], places: Sequence[Tensor]
+    ) -> None:
         pairs = iter(zip(buffers[::2], buffers[1::2], strict=True))
-        layers = [_LayerView(*next(pairs)) if kind.attends else kind.layer() for kind in kinds]
+        layers = [
+            _LayerView(*next(pairs), places) if kind.attends else kind.layer() for kind in kinds
+        ]
         super().__init__(layers=layers)
 
 
 class _LayerView(CacheLayer):
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, places: Sequence[Tensor]) -> None:
         super().__init__()
         self.keys, self.values = keys, values
         self.start = self.end = keys.shape[2]
+        if places:
+            self.slot_of, _, self.cache_positions = places
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new tokens at the end."""
-        count = key_states.shape[2]
-        self.keys[:, :, -count:].copy_(key_states)
-        self.values[:, :, -count:].copy_(value_states)
+        """Store the new tokens at the end, or at their places."""
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if self.slot_of is None:
+                buffer[:, :, -states.shape[2] :].copy_(states)
+            else:
+                by_position = buffer.transpose(1, 2)
+                by_position[self.slot_of, self.cache_positions] = states[0].transpose(0, 1)
         return self.keys, self.values

@@ -96,18 +96,17 @@ class KVCache(Cache):  # type: ignore[misc]
         state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return state
 
-    def views(self, slot: int, end: int) -> list[Tensor] | None:
-        """Keys and values of every layer, as views (1, heads, end, size) of one slot.
+    def views(self, slots: slice, end: int) -> list[Tensor] | None:
+        """Keys and values of every layer, as views (B, heads, end, size) of B slots.
 
         None before the first forward, which shows the sizes.
         """
         first = self.stores[0].keys
-        fits = first is not None and slot < first.shape[0] and end <= first.shape[2]
-        if not fits and not self.reserve(slot + 1, end):
+        fits = first is not None and slots.stop <= first.shape[0] and end <= first.shape[2]
+        if not fits and not self.reserve(slots.stop, end):
             return None
-        row = slice(slot, slot + 1)
         return [
-            buffer[row, :, :end] for layer in self.stores for buffer in (layer.keys, layer.values)
+            buffer[slots, :, :end] for layer in self.stores for buffer in (layer.keys, layer.values)
         ]
 
     def move(self, slot: int, source: list[int], target: int) -> None:

@@ -175,11 +175,13 @@ class CachedModel:
         sight: Tensor | Sight | None = mask
         if traits.has_rules and mask is not None:
             sight = Sight(mask, positions, layout.key_positions[None].to(self.device))
-        inputs, keep, slot = part.inputs[None], part.logits_to_keep, part.slot
-        if not traits.mixers:
-            outputs = self._run_slot(slot, layout.start, inputs, positions, sight, keep)
-        else:
-            self.kv_cache.place(slice(slot, slot + 1), layout.start, layout.start + count)
+        inputs, keep = part.inputs[None], part.logits_to_keep
+        slots, end = slice(part.slot, part.slot + 1), layout.start + count
+        outputs = None
+        if count <= LONGEST_GRAPH_FORWARD:
+            outputs = self._run_graph(slots, end, inputs, positions, sight, keep)
+        if outputs is None:
+            self.kv_cache.place(slots, layout.start, end)
             layers, committed = self.kv_cache.layers, count - part.drafted
             with keeping_states(traits.mixers, layers, committed, count):
                 outputs = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
@@ -188,23 +190,27 @@ class CachedModel:
     def read_packed(self, parts: Sequence[Part]) -> list[Outputs]:
         """Run one forward over tokens of several sequences, all in one row."""
         packing = pack({part.slot: part.layout for part in parts})
-        slots = packing.slots.to(self.device)
-        self.kv_cache.place(
-            slice(packing.first, packing.first + len(packing.visible)),
-            max(part.layout.start for part in parts),
-            packing.visible.shape[-1],
-            packing.cache_positions.to(self.device),
-            slots,
-        )
+        count, _, end = packing.visible.shape
+        slots = slice(packing.first, packing.first + count)
         mask = self._additive(packing.visible).unsqueeze(1)
         sight: Tensor | Sight = mask
         if self.traits.has_rules:
             known = places(packing, {part.slot: part.layout for part in parts})
             sight = Sight(mask, *(each.to(self.device) for each in known))
         inputs = torch.cat([part.inputs for part in parts])[None]
-        positions = packing.positions.to(self.device)
-        with attending_packed(self.model, slots[0], packing.columns[0].to(self.device)):
-            row = self._run_eager(self.kv_cache, inputs, positions, sight, inputs.shape[1])
+        positions, keep = packing.positions.to(self.device), inputs.shape[1]
+        slot_of, columns, cache_positions = (
+            each.to(self.device)
+            for each in (packing.slots, packing.columns, packing.cache_positions)
+        )
+        row = self._run_graph(
+            slots, end, inputs, positions, sight, keep, (slot_of[0], columns[0], cache_positions[0])
+        )
+        if row is None:
+            start = max(part.layout.start for part in parts)
+            self.kv_cache.place(slots, start, end, cache_positions, slot_of)
+            with attending_packed(self.model, slot_of[0], columns[0]):
+                row = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
         ends = [packing.ends[part.slot] for part in parts]
         return [
             row.of(0, slice(end - len(part.inputs), end), part.logits_to_keep)
@@ -266,28 +272,26 @@ class CachedModel:
         """Ids of the model's own tokens, numbers below N, in the vocabulary."""
         return columns if self.traits.ids is None else self.traits.ids[columns]
 
-    def _run_slot(
+    def _run_graph(
         self,
-        slot: int,
-        start: int,
+        slots: slice,
+        end: int,
         inputs: Tensor,
         positions: Tensor,
         mask: Tensor | Sight | None,
         logits_to_keep: int,
-    ) -> Outputs:
-        """Run n tokens of one slot, by a graph if there may be one; inputs and positions (1, n)."""
-        end = start + inputs.shape[1]
-        if self.graphs is not None and inputs.shape[1] <= LONGEST_GRAPH_FORWARD:
-            views = self.kv_cache.views(slot, end)
-            if views is not None:
-                try:
-                    outputs = Outputs(*self.graphs(inputs, positions, mask, views, logits_to_keep))
-                except CaptureError as error:
-                    self._run_eagerly(str(error))
-                else:
-                    return outputs if self._capture_hidden else outputs._replace(hidden=None)
-        self.kv_cache.place(slice(slot, slot + 1), start, end)
-        return self._run_eager(self.kv_cache, inputs, positions, mask, logits_to_keep)
+        places: tuple[Tensor, ...] = (),
+    ) -> Outputs | None:
+        """Run a row of tokens by a graph, if there may be one; see `ForwardGraphs`."""
+        views = None if self.graphs is None else self.kv_cache.views(slots, end)
+        if self.graphs is None or views is None:
+            return None
+        try:
+            outputs = Outputs(*self.graphs(inputs, positions, mask, views, logits_to_keep, places))
+        except CaptureError as error:
+            self._run_eagerly(str(error))
+            return None
+        return outputs if self._capture_hidden else outputs._replace(hidden=None)
 
     def _run_eager(
         self,

@@ -127,8 +127,8 @@ def _gives_its_input(node: Any) -> bool:
     """True of a conversion to the type that a tensor has, a slice of all of it, or an alias."""
     source, *rest = node.args
     if node.target in (ATEN.to.dtype, ATEN.to.device):
-        given, made = source.meta["val"], node.meta["val"]
-        same = (given.dtype, given.device) == (made.dtype, made.device)
+        before, after = source.meta["val"], node.meta["val"]
+        same = (before.dtype, before.device) == (after.dtype, after.device)
         return same and not node.kwargs
     if node.target is ATEN.slice.Tensor:
         return bool(rest[1:] == [0, sys.maxsize])
@@ -219,7 +219,7 @@ def _share(graph: fx.Graph) -> None:
 
 @cache
 def _direct(target: Any) -> Any:
-    """What calls an operator without Python code of torch's.
+    """Find what calls an operator without Python code of torch's.
 
     A frame of a graph's many variables may fill what Python has mapped for frames, which then maps
     memory anew for every Python function that the graph calls.

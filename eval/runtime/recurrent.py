@@ -77,7 +77,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.go_back(slot)
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **options: Any) -> Tensor:
-        """As transformers', of a number that is noted."""
+        """Update a state as transformers does, and note its number."""
         self.used.add(state_idx)
         state: Tensor = super().update_conv_state(conv_states, state_idx, **options)
         return state
@@ -85,7 +85,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, **options: Any
     ) -> Tensor:
-        """As transformers', of a number that is noted."""
+        """Update a state as transformers does, and note its number."""
         self.used.add(state_idx)
         state: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **options)
         return state
@@ -183,8 +183,8 @@ def _in_parts(
         piece = slice(start, end)
 
         def cut(value: Any, piece: slice = piece) -> Any:
-            along = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count
-            return value[:, piece] if along else value
+            has_tokens = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count
+            return value[:, piece] if has_tokens else value
 
         outputs.append(
             forward(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})

@@ -322,7 +322,7 @@ def packed_attention(
     """
     slots, columns = (places.to(query.device) for places in _PLACES.get())
     _, heads, _, size = query.shape
-    by_slot = query.new_zeros(len(key), attention_mask.shape[2], heads, size)
+    by_slot = query.new_zeros(key.shape[0], attention_mask.shape[2], heads, size)
     by_slot[slots, columns] = query[0].transpose(0, 1)
     attended, _ = sdpa_attention_forward(
         module, by_slot.transpose(1, 2), key, value, attention_mask, **kwargs

@@ -23,7 +23,7 @@ def biased_uno(epsilon: float) -> NodeRule:
     _check(epsilon)
 
     def rule(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
-        return 0 if _accepts(candidates, rng, epsilon) else p
+        return 0 if rng.bernoulli((candidates.p[0] + epsilon) / candidates.q[0]) else p
 
     return rule
 
@@ -39,7 +39,7 @@ def biased_opt(epsilon: float) -> NodeRule:
     _check(epsilon)
 
     def rule(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
-        if _accepts(candidates, rng, epsilon):
+        if rng.bernoulli((candidates.p[0] + epsilon) / candidates.q[0]):
             return 0
         # b q = min(q, p + epsilon), also where q is 0.
         return residual(p, torch.minimum(candidates.distributions[0], p + epsilon))
@@ -56,10 +56,6 @@ def uno_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
     """Bias of Decoding-UNO at one position, p and q (V,): TV(b q + R p, p), R the rejected mass."""
     accepted = torch.minimum(q, p + epsilon)
     return float(0.5 * (accepted + (q - accepted).sum() * p - p).abs().sum())
-
-
-def _accepts(candidates: Candidates, rng: Rng, epsilon: float) -> bool:
-    return rng.bernoulli((candidates.p[0] + epsilon) / candidates.q[0])
 
 
 def _check(epsilon: float) -> None:

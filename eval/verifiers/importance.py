@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eval.verifiers.multi_candidate import follow_if_drafted, token
 from eval.verifiers.rule import Candidates, NodeRule, Rng, remembered
-from eval.verifiers.selection.groups import Array, largest
+from eval.verifiers.selection.pairs import Array, largest
 from eval.verifiers.selection.solvers import Solver, selector
 from specdata.probability import residual
 

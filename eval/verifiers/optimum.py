@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eval.verifiers.selection.groups import Array
+from eval.verifiers.selection.pairs import Array
 
 # Gap at which the search over independent drafts stops.
 TOLERANCE = 1e-11

@@ -45,8 +45,6 @@ from specdata.storage.resume import Settings
 from specdata.terminal import positive_number, progress, whole_number
 
 if TYPE_CHECKING:
-    import torch
-
     from specdata.prompts.prompt import Prompt
     from specdata.rollouts.backend import Request
 
@@ -58,8 +56,7 @@ METHODS = (
     "{verifier: traversal, drafter: tree, widths: [4, 2, 2]}",
     "{verifier: rrs, drafter: paths, paths: 2, length: 4}",
 )
-
-"""That a pair is compared with, where none are named."""
+"""What a pair is compared with, where no method is named."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -92,20 +89,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     of_server("--out", type=Path, default=Path("runs/certificate"), help="(runs/certificate)")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run the command line; returns the exit status."""
-    folder, texts = given.folder, given.texts
+    folder, texts = args.folder, args.texts
     if texts < 2:
         raise ConfigError(f"--texts must be 2 or larger, got {texts}")
-    if given.server:
+    if args.server:
         with ExitStack() as closing:
-            return _certify_server(given, closing)
-    if given.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be 1 or larger, got {given.max_new_tokens}")
-    if given.callable:
-        return _certify_callable(given)
-    if folder is None and given.target and given.draft:
-        return _compare_greedy(given)
+            return _certify_server(args, closing)
+    if args.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be 1 or larger, got {args.max_new_tokens}")
+    if args.callable:
+        return _certify_callable(args)
+    if folder is None and args.target and args.draft:
+        return _compare_greedy(args)
     if folder is None:
         raise ConfigError(
             "give the folder of a finished evaluation, or --target and --draft, or --server and "
@@ -171,9 +168,9 @@ def read_method(text: str) -> DecodeConfig:
         raise ConfigError(f"method {text[:80]!r}: {error}") from error
 
 
-def _certify_callable(given: argparse.Namespace) -> int:
+def _certify_callable(args: argparse.Namespace) -> int:
     """Print what the checks of a function find; returns the exit status."""
-    module, _, name = given.callable.partition(":")
+    module, _, name = args.callable.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), name)
@@ -186,17 +183,17 @@ def _certify_callable(given: argparse.Namespace) -> int:
         ) from error
     from eval.analysis.callables import CheckSettings, certify_callable
 
-    settings = CheckSettings(texts=given.texts, seconds=given.seconds)
-    if given.target:
-        given.draft = given.draft or given.target  # loaded once more
-        target, draft, prompts = _load(given)
+    settings = CheckSettings(texts=args.texts, seconds=args.seconds)
+    if args.target:
+        args.draft = args.draft or args.target  # loaded once more
+        target, draft, prompts = _load(args)
         ids = [each.ids for each in prompts]
-        settings = replace(settings, pair=(target, draft), prompts=ids, new=given.max_new_tokens)
-    findings = certify_callable(function, given.callable, settings, lambda each: say(str(each)))
+        settings = replace(settings, pair=(target, draft), prompts=ids, new=args.max_new_tokens)
+    findings = certify_callable(function, args.callable, settings, lambda each: say(str(each)))
     return int(any(each.holds is False for each in findings))
 
 
-def _load(given: argparse.Namespace, room: int | None = None) -> tuple[Any, Any, list[Prompt]]:
+def _load(args: argparse.Namespace, room: int | None = None) -> tuple[Any, Any, list[Prompt]]:
     """The named target, the draft (None if none is named), and prompts.
 
     `room` is the context of a server in tokens, if it is known.
@@ -206,36 +203,36 @@ def _load(given: argparse.Namespace, room: int | None = None) -> tuple[Any, Any,
     from specdata.models import check_shared_vocabulary, load_model, load_tokenizer, prompt_limits
     from specdata.prompts.loading import load_prompts
 
-    tokenizer = load_tokenizer(given.target)
-    limits = prompt_limits(given.target, given.max_new_tokens)
+    tokenizer = load_tokenizer(args.target)
+    limits = prompt_limits(args.target, args.max_new_tokens)
     if room is not None:
-        limits["max_tokens"] = min(limits["max_tokens"], room - given.max_new_tokens)
-    if given.draft:
-        check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
+        limits["max_tokens"] = min(limits["max_tokens"], room - args.max_new_tokens)
+    if args.draft:
+        check_shared_vocabulary(tokenizer, load_tokenizer(args.draft))
     with named("--prompts"):
-        sets = [PromptSet(given.prompts, count=given.count)]
+        sets = [PromptSet(args.prompts, count=args.count)]
         prompts = list(load_prompts(sets, tokenizer, seed=0, **limits).prompts)
-    target = load_model(given.target, dtype=given.dtype)
-    draft = load_model(given.draft, dtype=given.dtype) if given.draft else None
+    target = load_model(args.target, dtype=args.dtype)
+    draft = load_model(args.draft, dtype=args.dtype) if args.draft else None
     if draft is not None and states_input(draft) is not None:
         attach(draft, target)
     return target, draft, prompts
 
 
-def _compare_greedy(given: argparse.Namespace) -> int:
+def _compare_greedy(args: argparse.Namespace) -> int:
     """Print how each method's texts differ; returns the exit status."""
-    configs = {text: read_method(text) for text in given.method or METHODS}
+    configs = {text: read_method(text) for text in args.method or METHODS}
     import torch
 
-    from eval.analysis.certificate import judge_greedy
+    from eval.analysis.certificate import greedily, judge_greedy
     from eval.decoder import SpeculativeDecoder
     from eval.runtime.transformers_models import check_trees
     from recipes.models import load_head
     from specdata.draft_models.depths import most_tokens
 
-    target, draft, prompts = _load(given)
-    head, bugs = load_head(given.head) if given.head else None, 0
-    if not given.method:
+    target, draft, prompts = _load(args)
+    head, bugs = load_head(args.head) if args.head else None, 0
+    if not args.method:
         try:
             check_trees(target, by_mask=False)
         except ConfigError as error:
@@ -247,16 +244,10 @@ def _compare_greedy(given: argparse.Namespace) -> int:
             configs = {text: each for text, each in configs.items() if each.deepest <= most}
     for text, config in configs.items():
         asked = head if config.stop.reads_head else None
-        decoder = SpeculativeDecoder.from_config(target, draft, config, asked, engine=given.engine)
-
-        def decode(prompt: torch.Tensor, decoder: SpeculativeDecoder = decoder) -> torch.Tensor:
-            out = decoder.generate(
-                prompt, max_new_tokens=given.max_new_tokens, generator=torch.Generator()
-            )
-            return out.tokens
-
+        decoder = SpeculativeDecoder.from_config(target, draft, config, asked, engine=args.engine)
         ids = [torch.tensor(prompt.ids) for prompt in prompts]
-        found = judge_greedy(target, ids, decode, given.max_new_tokens)
+        tokens = args.max_new_tokens
+        found = judge_greedy(target, ids, greedily(decoder, tokens), tokens)
         counts = f"{found.same} of {found.texts} texts identical, {found.ties} tied"
         say(f"{text}: {counts}, {found.bugs} wrong", style="red" if found.bugs else "")
         for difference in found.differences:
@@ -265,84 +256,77 @@ def _compare_greedy(given: argparse.Namespace) -> int:
     return int(bugs > 0)
 
 
-def _certify_server(given: argparse.Namespace, closing: ExitStack) -> int:
+def _certify_server(args: argparse.Namespace, closing: ExitStack) -> int:
     """Certify a served engine; returns the exit status."""
-    if not given.target or given.folder or min(given.count, given.max_new_tokens) < 1:
+    if not args.target or args.folder or min(args.count, args.max_new_tokens) < 1:
         raise ConfigError("--server needs --target, at least one prompt and one token, no folder")
-    sampling = SamplingConfig(given.temperature, given.top_k, given.top_p, given.min_p)
+    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p)
     try:
-        server = ServerConfig(url=given.server, model=given.model, key_variable=given.key_variable)
+        server = ServerConfig(url=args.server, model=args.model, key_variable=args.key_variable)
     except ValidationError as error:
         raise ConfigError(f"--server {error.errors()[0]['msg']}") from error
     import torch
 
     from eval.analysis.certificate import certify_server
     from eval.measuring.served import ServedEngine
-    from specdata.models import end_ids
-    from specdata.rollouts.vllm import VllmBackend
     from specdata.server.client import ServerClient
 
     prepare_libraries()
-    client, name = ServerClient(server, "--server"), given.model or given.target
+    client, name = ServerClient(server, "--server"), args.model or args.target
     closing.callback(client.close)
-    target, draft, prompts = _load(given, client.check(name))
-    parts = given.out / ".answers"
+    target, draft, prompts = _load(args, client.check(name))
+    parts = args.out / ".answers"
     parts.mkdir(parents=True, exist_ok=True)
     identity: dict[str, Any] = {
-        key: str(value) for key, value in vars(given).items() if key != "texts"
+        key: str(value) for key, value in vars(args).items() if key != "texts"
     }
-    identity |= {"target": fingerprint(given.target), "ids": [prompt.ids for prompt in prompts]}
+    identity |= {"target": fingerprint(args.target), "ids": [prompt.ids for prompt in prompts]}
     settings = Settings(identity, remedy=f"give another --out, or remove {parts}")
     if settings.check_file(parts / "settings.json"):
         say(f"going on with the answers of an interrupted run, {parts}: of the same server?")
     else:
         settings.write(parts / "settings.json")
 
-    backend = VllmBackend(
-        client=client,
-        model=name,
-        sampling=sampling,
-        max_new_tokens=given.max_new_tokens,
-        ends=frozenset(end_ids(target.generation_config)),
-        vocabulary=target.config.get_text_config().vocab_size,
-        seed=0,
-    )
+    engine = ServedEngine.of(client, name, target, sampling, args.max_new_tokens)
 
     def answers(requests: Sequence[Request], sampling: SamplingConfig) -> list[list[int]]:
-        asked = replace(backend, sampling=sampling)
+        backend = replace(engine.backend, sampling=sampling)
         stored = {each.key: parts / f"{each.key[0]}-{each.key[1]}.json" for each in requests}
 
         with progress(len(requests), f"{requests[0].key[0]} texts", "text") as bar:
 
             def answer(request: Request) -> None:
                 if not stored[request.key].exists():
-                    write_json(stored[request.key], asked.complete([request])[0].ids)
+                    write_json(stored[request.key], backend.complete([request])[0].ids)
                 bar.update()
 
             client.each(answer, requests)
         return [json.loads(stored[each.key].read_bytes()) for each in requests]
 
-    before = ServedEngine(backend).counts()
+    before = engine.counts()
     found = certify_server(
         answers,
         target,
         draft,
         [torch.tensor(prompt.ids) for prompt in prompts],
         sampling,
-        texts=given.texts,
-        max_new_tokens=given.max_new_tokens,
+        texts=args.texts,
+        max_new_tokens=args.max_new_tokens,
         seed=0,
     )
-    said, is_exact = f"{found} Up to {server.concurrency} were asked for at once.", found.is_exact
-    if given.draft == given.target:
-        drafted, lost, longest = ServedEngine(backend).lost_since(before)
+    sentence, is_exact = (
+        f"{found} Up to {server.concurrency} were asked for at once.",
+        found.is_exact,
+    )
+    if args.draft == args.target:
+        drafted, lost, longest = engine.lost_since(before)
         # At the end of a text a server may leave out what it drafted beyond.
-        is_exact &= lost <= longest * (len(prompts) + given.texts)
-        said += f" It counts {drafted:,} tokens drafted by the target itself, {lost:,} lost."
-    values = {"sentence": said, **found.model_dump(mode="json")}
-    write_json(given.out / CERTIFICATE, values)
+        is_exact &= lost <= longest * (len(prompts) + args.texts)
+        sentence += f" It counts {drafted:,} tokens drafted by the target itself, {lost:,} lost."
+    values = {"sentence": sentence, **found.model_dump(mode="json")}
+    write_json(args.out / CERTIFICATE, values)
     shutil.rmtree(parts)  # the server may be another when it is asked again
     for difference in found.differences:
         say(f"  greedy, {difference}")
-    say(f"{said}\nwritten to {given.out / CERTIFICATE}")
+    say(f"{sentence}\nwritten to {args.out / CERTIFICATE}")
     return int(not is_exact)

@@ -31,28 +31,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=1.0, help="of target and draft (default: 1)")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Examine and print; return 1 if there is a problem."""
-    if min(given.count, given.max_new_tokens) < 1:
+    if min(args.count, args.max_new_tokens) < 1:
         raise ConfigError(
             "--count and --max-new-tokens must be at least 1, got "
-            f"{given.count} and {given.max_new_tokens}"
+            f"{args.count} and {args.max_new_tokens}"
         )
-    sampling = SamplingConfig(given.temperature)
+    sampling = SamplingConfig(args.temperature)
     from distill.doctor import examine  # here: it needs torch
     from specdata.prompts.loading import check_sets
 
-    if given.prompts:
+    if args.prompts:
         with named("--prompts"):
-            check_sets([PromptSet(given.prompts, count=1)], 0)
+            check_sets([PromptSet(args.prompts, count=1)], 0)
 
     problems = 0
     for each in examine(
-        given.folder,
-        given.target,
-        prompts=given.prompts,
-        count=given.count,
-        max_new_tokens=given.max_new_tokens,
+        args.folder,
+        args.target,
+        prompts=args.prompts,
+        count=args.count,
+        max_new_tokens=args.max_new_tokens,
         sampling=sampling,
     ):
         say(f"{each.kind:<8} {each.about}: {each.text}")

@@ -43,49 +43,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default="", help="their name of the target (default: models.target)")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Measure, and print the answer; returns the exit status."""
-    further = given.further
+    further = args.further
     if not any(each.split("=")[0] == "--eval.folder" for each in further):
         further = [*further, "--eval.folder", "eval-server"]
-    servers = {given.name: given.url}
-    if not given.url.startswith("http"):
-        raise ConfigError(f"give a URL (http://...) first, then the options; got {given.url!r}")
+    servers = {args.name: args.url}
+    if not args.url.startswith("http"):
+        raise ConfigError(f"give a URL (http://...) first, then the options; got {args.url!r}")
     alone = None
-    if given.alone and given.alone.startswith("http"):
-        servers = {SERVED: given.alone, **servers}
-    elif given.alone and not (Path(given.alone) / RESULTS).is_file():
+    if args.alone and args.alone.startswith("http"):
+        servers = {SERVED: args.alone, **servers}
+    elif args.alone and not (Path(args.alone) / RESULTS).is_file():
         raise ConfigError(
-            f"--alone must be a URL (http://...) or the folder of an evaluation, got {given.alone}"
+            f"--alone must be a URL (http://...) or the folder of an evaluation, got {args.alone}"
         )
-    elif given.alone and (alone := _rows(Path(given.alone)).get(SERVED)) is None:
-        raise ConfigError(f"{given.alone} must be an evaluation with a method named {SERVED!r}")
+    elif args.alone and (alone := _rows(Path(args.alone)).get(SERVED)) is None:
+        raise ConfigError(f"{args.alone} must be an evaluation with a method named {SERVED!r}")
     for name, url in servers.items():
-        method = {"name": name, "decoder": "server", "url": url, "served_model": given.model}
+        method = {"name": name, "decoder": "server", "url": url, "served_model": args.model}
         further = [*further, "--method", yaml.safe_dump(method, default_flow_style=True, width=999)]
     config = parse(further, "", ("eval",), None).config
     folder = config.eval_folder
     if "--plan" not in further and not folder.exists():  # once begun it is of these servers
         for name, url in servers.items():
             client = ServerClient(ServerConfig(url=url), name)
-            client.check(given.model or config.models.target)
+            client.check(args.model or config.models.target)
             client.close()
     if (status := RECIPE.run(further)) or "--plan" in further:
         return status
     rows = _rows(folder)
-    row, alone = rows[given.name], alone or rows.get(SERVED)
+    row, alone = rows[args.name], alone or rows.get(SERVED)
     speed = row.rate("tokens_per_second")
     assert speed is not None
-    said = f"{given.name}: {speed.within(1, ' tokens/s')}"
+    answer = f"{args.name}: {speed.within(1, ' tokens/s')}"
     if alone is not None and alone is not row:
         if _asked(alone) != _asked(row):
-            raise ConfigError(f"{given.alone} must be of the same prompts, sampling and budget")
+            raise ConfigError(f"{args.alone} must be of the same prompts, sampling and budget")
         ratio = row.over(alone, "tokens_per_second")
-        said += f", {ratio.within(2, 'x')} the server alone"
+        answer += f", {ratio.within(2, 'x')} the server alone"
     if drafted := sum(run.n_draft for run in row.runs):
         accepted = drafted - sum(run.n_discarded for run in row.runs)
-        said += f"; it accepted {accepted:,} of {drafted:,} drafted tokens"
-    say(f"{said}\nkept in  {folder}")
+        answer += f"; it accepted {accepted:,} of {drafted:,} drafted tokens"
+    say(f"{answer}\nkept in  {folder}")
     return 0
 
 

@@ -1,23 +1,36 @@
 """Write a draft in a layout of engines.
 
     draftsmith export DRAFT --out FOLDER [--layout LAYOUT] [--head HEAD] [--target TARGET]
+    draftsmith export DRAFT --out FOLDER --for openvino [--int8] [--target TARGET]
 
 DRAFT is one of `draft.init.layout`, or an imported one. That of a kind whose head engines ask has a
 slot for HEAD, of `head.kind: confidence`. If DRAFT is OUTPUT/draft/model of a run that has measured
 it, its card is that of `publish`.
+
+OpenVINO GenAI loads models that were converted: FOLDER/target and FOLDER/draft, of a draft in
+EAGLE-3's layout or a plain one. A Python that has OpenVINO does it (`recipes.in_openvino`).
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from eval.publishing.serving import serving_lines
+from recipes import in_openvino
 from recipes.config import RESULTS, PipelineConfig, absolute, build
 from recipes.releases import draft_release, for_engines, measurements
 from recipes.run import say, stage_record
 from specdata.draft_kinds import KINDS, is_for_engines, kind_of
 from specdata.errors import ConfigError
+
+OPENVINO = ".venv-openvino/bin/python"
+"""That of `make .venv-openvino/installed`."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,44 +44,98 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--head", type=Path, help="its acceptance head, where engines ask one")
     parser.add_argument("--target", help="its target, if that is not where it was at training")
+    add = parser.add_argument_group("OpenVINO GenAI").add_argument
+    add("--for", dest="engine", choices=["openvino"], help="the engine that models are made for")
+    add("--int8", action="store_true", help="weights of 8 bits (default: of 32)")
+    add("--python", default=OPENVINO, help=f"one that has OpenVINO (default: {OPENVINO})")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Write a folder for engines; returns the exit status."""
     from distill.published import config_of, of_layout
     from eval.publishing.release import release_unmeasured
     from specdata.draft_models.draft_vocabulary import SIZE
 
-    settings, run = config_of(given.folder), given.folder.absolute().parents[1]
-    if given.out.exists():
-        raise ConfigError(f"{given.out} exists: give another --out, or remove it")
+    settings, run = config_of(args.folder), args.folder.absolute().parents[1]
+    if args.out.exists():
+        raise ConfigError(f"{args.out} exists: give another --out, or remove it")
     kind = kind_of(settings)
+    if args.engine:
+        return _for_openvino(args, settings)
     if not kind.reads_states:
         if is_for_engines(settings):
-            raise ConfigError(f"{given.folder} is in a layout of engines: they load it as it is")
+            raise ConfigError(f"{args.folder} is in a layout of engines: they load it as it is")
         where = "engines load it as it is"
-        if given.folder.absolute() == run / "draft" / "model":  # and not the target, say
+        if args.folder.absolute() == run / "draft" / "model":  # and not the target, say
             released = run / "release" / "draft"
             where = f"is {released}" if released.is_dir() else "draftsmith publish writes"
             where = f"vLLM loads its release, which {where}"
-        raise ConfigError(f"{given.folder} is a plain model and needs no other layout: {where}")
-    record = of_layout(given.folder, given.target)[1]
-    layout: str = given.layout or next(iter(kind.layouts))
-    if layout not in kind.layouts or (given.head and not kind.asks_head):
+        raise ConfigError(f"{args.folder} is a plain model and needs no other layout: {where}")
+    record = of_layout(args.folder, args.target)[1]
+    layout: str = args.layout or next(iter(kind.layouts))
+    if layout not in kind.layouts or (args.head and not kind.asks_head):
         asked = " or ".join(each.name for each in KINDS.values() if each.asks_head)
         raise ConfigError(
-            f"{given.folder} is a draft of layout {kind.name}: --layout must be "
+            f"{args.folder} is a draft of layout {kind.name}: --layout must be "
             f"{' or '.join(kind.layouts)}, and --head is for {asked} alone"
         )
-    engines = for_engines(given.folder, record.target, layout, given.head)
-    if config := _measured_by(run, given.folder, record.target):
-        draft_release(config, engines)(out=given.out, results=measurements(config))
+    engines = for_engines(args.folder, record.target, layout, args.head)
+    if config := _measured_by(run, args.folder, record.target):
+        draft_release(config, engines)(out=args.out, results=measurements(config))
     else:
-        release_unmeasured(given.folder, given.out, record.target, engines)
+        release_unmeasured(args.folder, args.out, record.target, engines)
     tokens = settings.get(SIZE, settings["vocab_size"])
-    say(f"{given.out}: {tokens:,} tokens, taps {record.taps}, for {record.target}")
-    lines = serving_lines(str(given.out), record.target, kind, kind.depths(settings))
+    say(f"{args.out}: {tokens:,} tokens, taps {record.taps}, for {record.target}")
+    lines = serving_lines(str(args.out), record.target, kind, kind.depths(settings))
     say(f"serve    {lines['vLLM']}")
+    return 0
+
+
+def _for_openvino(given: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """Write a target and its draft as GenAI loads them; returns the exit status."""
+    from distill.kinds import LAYOUTS
+    from distill.published import of_layout, write
+    from specdata.draft_models.draft_vocabulary import SIZE
+    from specdata.storage.files import atomic_folder
+
+    kind, draft, target = kind_of(settings), given.folder, given.target
+    command = [given.python, in_openvino.__file__, "convert", *["--int8"] * given.int8]
+    with ExitStack() as closing:
+        if kind.reads_states:
+            record = of_layout(draft, target)[1]
+            target, taps = record.target, record.taps
+            flags = asdict(record.form) if kind.name == "eagle3" else {kind.name: True}
+            if wrong := [name for name, value in flags.items() if value]:
+                raise ConfigError(
+                    f"{draft} must be of EAGLE-3's layout without norms of its own, all that "
+                    f"OpenVINO GenAI computes, and has {', '.join(wrong)}"
+                )
+            if len(taps) != 3 or taps[0] == 0:
+                raise ConfigError(
+                    f"OpenVINO GenAI reads the states before three layers, the first of which is "
+                    f"not layer 0; {draft} has taps {taps}"
+                )
+            command += ["--taps", *map(str, taps)]
+            draft = Path(closing.enter_context(TemporaryDirectory()))
+            write(LAYOUTS[kind.name], given.folder, draft, name="eagle3", target=target)
+        elif settings.get(SIZE) or not target:
+            raise ConfigError(
+                f"{draft} is a plain draft: give --target, and if it has a vocabulary of its own "
+                "its release, which draftsmith publish writes with all tokens"
+            )
+        folder = closing.enter_context(atomic_folder(given.out))
+        command += ["--", str(folder), str(target), str(draft)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ConfigError(
+                f"--python must be one that has OpenVINO (make .venv-openvino/installed): {error}"
+            ) from error
+        if done.returncode:
+            raise ConfigError(f"{given.python} could not convert: {done.stderr.strip()[-800:]}")
+    lengths = f"--draft {given.out}/draft --length 3"
+    say(f"{given.out}: target and draft")
+    say(f"serve    {given.python} {in_openvino.__file__} serve {given.out}/target {lengths}")
     return 0
 
 

@@ -40,52 +40,52 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Read a folder and write another; returns the exit status."""
-    config = given.folder / "config.json"
+    config = args.folder / "config.json"
     if not config.is_file():
-        raise ConfigError(f"{given.folder} must be a folder with a config.json, and has none")
-    if given.out.exists():
-        raise ConfigError(f"{given.out} exists: give another --out, or remove it")
+        raise ConfigError(f"{args.folder} must be a folder with a config.json, and has none")
+    if args.out.exists():
+        raise ConfigError(f"{args.out} exists: give another --out, or remove it")
     settings = read_record(config, (), "restore it")
     if kind_of(settings).reads_states:
         raise ConfigError(
-            f"{given.folder} is a draft as this project has it and needs no import: name it as "
+            f"{args.folder} is a draft as this project has it and needs no import: name it as "
             "models.draft"
         )
     if "num_layers" in settings:
-        _import_head(given)
-    elif given.target:
-        _import_draft(given)
+        _import_head(args)
+    elif args.target:
+        _import_draft(args)
     else:
         raise ConfigError(
-            f"{given.folder} is not of a head (its config.json has no num_layers), and a draft is "
+            f"{args.folder} is not of a head (its config.json has no num_layers), and a draft is "
             "read with the model that it was trained for: give --target"
         )
     return 0
 
 
-def _import_head(given: argparse.Namespace) -> None:
+def _import_head(args: argparse.Namespace) -> None:
     from heads.released import from_released  # here: it needs torch
 
-    head = from_released(given.folder, rejection_weight=given.rejection_weight, draft=given.draft)
-    with atomic_folder(given.out) as temporary:
+    head = from_released(args.folder, rejection_weight=args.rejection_weight, draft=args.draft)
+    with atomic_folder(args.out) as temporary:
         head.save_pretrained(temporary)
-    say(f"{given.out}: head of {head.depth} blocks, width {head.hidden_size}")
+    say(f"{args.out}: head of {head.depth} blocks, width {head.hidden_size}")
 
 
-def _import_draft(given: argparse.Namespace) -> None:
+def _import_draft(args: argparse.Namespace) -> None:
     from distill.engine_layouts import read_published
     from distill.training import save_model
     from specdata.models import ends_first, load_model
     from specdata.saving import copy_tokenizer
 
-    target = load_model(given.target)
-    draft = read_published(given.folder, target)
-    with atomic_folder(given.out) as temporary:
+    target = load_model(args.target)
+    draft = read_published(args.folder, target)
+    with atomic_folder(args.out) as temporary:
         save_model(draft, temporary)
-        copy_tokenizer(given.target, temporary)
+        copy_tokenizer(args.target, temporary)
     taps = draft.config.target_states["taps"]
-    say(f"{given.out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
-    if words := ends_first(draft, target, str(given.out)):
+    say(f"{args.out}: {draft.config.draft_vocab_size:,} tokens, taps {taps}")
+    if words := ends_first(draft, target, str(args.out)):
         say(words)

@@ -23,7 +23,7 @@ from recipes.config import PipelineConfig, build, load_yaml, parse
 from recipes.models import (
     block_of,
     check_decodable,
-    generation_of,
+    generation_config_of,
     has_chat_template,
     on_this_machine,
 )
@@ -96,14 +96,14 @@ def _fetch(target: str) -> None:
         snapshot_download(source, revision=revision, allow_patterns=files)
 
 
-def _of_target(given: argparse.Namespace) -> dict[str, str]:
-    """What is written of the target, and of the device that it runs on."""
+def _of_target(args: argparse.Namespace) -> dict[str, str]:
+    """Find what is written of the target and of its device."""
     import torch  # here: it is heavy
 
-    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     processor = Path("/proc/cpuinfo")
     has_bfloat16 = processor.is_file() and "bf16" in processor.read_text(encoding="utf-8")
-    generation, source = generation_of(given.target), "as you serve"
+    generation, source = generation_config_of(args.target), "as you serve"
     if generation:
         source = "of its generation_config.json, as vLLM serves it"
     sampling = {"temperature": 1.0, **served_sampling(generation)}
@@ -144,79 +144,79 @@ def _kind(draft: str) -> DraftKind | None:
     return DRAFTS.get(draft)
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     from specdata.prompts.loading import check_sets, dropped
 
     written: list[Path] = []
     try:
-        if not given.prompts.is_file():  # a pipe would be waited for
-            raise ConfigError(f"--prompts must be a file that is there; got {given.prompts}")
-        if not given.out.name:
-            raise ConfigError(f"--out must be a file; got {given.out}")
-        whole = given.prompts.read_bytes().removeprefix(codecs.BOM_UTF8)
+        if not args.prompts.is_file():  # a pipe would be waited for
+            raise ConfigError(f"--prompts must be a file that is there; got {args.prompts}")
+        if not args.out.name:
+            raise ConfigError(f"--out must be a file; got {args.out}")
+        whole = args.prompts.read_bytes().removeprefix(codecs.BOM_UTF8)
         lines = {line.strip() for line in whole.split(b"\n")} - {b""}
-        if given.prompts.suffix != ".jsonl" or len(lines) < 3:
+        if args.prompts.suffix != ".jsonl" or len(lines) < 3:
             raise ConfigError(
                 "--prompts must be a .jsonl file of three different lines or more, such as "
-                f'{{"prompt": "..."}} or {{"messages": [...]}}; got {given.prompts}'
+                f'{{"prompt": "..."}} or {{"messages": [...]}}; got {args.prompts}'
             )
-        prompts = PromptSet(str(given.prompts), "train", 0, template=given.template)
+        prompts = PromptSet(str(args.prompts), "train", 0, template=args.template)
         check_sets([prompts], 0)  # by the file's own name
         # By hash, so that equal lines are one, and a line stays in its split whatever their order.
         ordered = sorted(lines, key=lambda line: hashlib.sha256(line).digest())
         part = max(1, len(ordered) // 10, min(16, len(ordered) // 4))  # few say nothing
         dev, test, train = ordered[:part], ordered[part : 2 * part], ordered[2 * part :]
         splits = {"train": train, "dev": dev, "test": test}
-        files = {name: given.out.with_name(f"{given.out.stem}-{name}.jsonl") for name in splits}
-        if there := [str(path) for path in (given.out, *files.values()) if path.exists()]:
+        files = {name: args.out.with_name(f"{args.out.stem}-{name}.jsonl") for name in splits}
+        if there := [str(path) for path in (args.out, *files.values()) if path.exists()]:
             raise ConfigError(f"{', '.join(there)} must not be there yet: give another --out")
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        written = [given.out, *files.values()]
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        written = [args.out, *files.values()]
         for name, path in files.items():
             path.write_bytes(b"".join(line + b"\n" for line in splits[name]))
-        if not on_this_machine(given.target):
-            _fetch(given.target)
-        kind = _kind(given.draft)
+        if not on_this_machine(args.target):
+            _fetch(args.target)
+        kind = _kind(args.draft)
         training, head = (
             (kind.section, kind.head) if kind else ("objective: lk_hybrid", "immediate")
         )
-        names = {"output": f"runs/{given.out.stem}", "target": given.target, **files}
-        names |= {"draft": given.draft, "template": given.template}
+        names = {"output": f"runs/{args.out.stem}", "target": args.target, **files}
+        names |= {"draft": args.draft, "template": args.template}
         values = {key: json.dumps(str(each), ensure_ascii=False) for key, each in names.items()}
-        values["draft"] = "" if given.draft in DRAFTS else f"draft: {values['draft']}, "
-        values["asked"] = f", template: {values['template']}" if given.template else ""
+        values["draft"] = "" if args.draft in DRAFTS else f"draft: {values['draft']}, "
+        values["asked"] = f", template: {values['template']}" if args.template else ""
         values |= {"tried": str(min(32, part)), "judged": str(min(64, part))}
         values |= {"training": training, "head": f"{{kind: {head}}}" if head else "null"}
-        values |= _of_target(given)
+        values |= _of_target(args)
         config = build(load_yaml(WRITTEN.format(**values)))
         has_template, one = has_chat_template(config), config.rollouts.sets[:1]  # true of all
         if "as_text" in check_sets(one, 0, has_template=has_template)[0]:
             values["asked"] += ", chat: true"
         text = WRITTEN.format(**values) + "".join(f"    - {each}\n" for each in _methods(config))
-        given.out.write_text(text, encoding="utf-8")
+        args.out.write_text(text, encoding="utf-8")
         # What a plan would refuse is refused here, and leaves nothing.
-        config = parse([str(given.out)]).config
-        check_stages(RECIPE.asked(config))
+        config = parse([str(args.out)]).config
+        check_stages(RECIPE.stages_of(config))
         notes = dropped(check_sets(config.rollouts.sets[:1], 0, has_template=has_template))
     except Exception as error:
-        said = str(error)
+        message = str(error)
         for path in written:
             path.unlink(missing_ok=True)
-            if path != given.out:
-                said = said.replace(str(path), str(given.prompts))  # which is still there
+            if path != args.out:
+                message = message.replace(str(path), str(args.prompts))  # which is still there
         if isinstance(error, OSError | ConfigError):
-            raise ConfigError(said) from error
+            raise ConfigError(message) from error
         raise
     few = ["too few of test for a verdict"] if len(test) < prompts_needed(1) else []
     counts = ", ".join([*(f"{len(lines)} {name}" for name, lines in splits.items()), *few])
-    print(f"wrote {given.out} and its prompts ({counts})")
+    print(f"wrote {args.out} and its prompts ({counts})")
     for note in notes:
         print(note)
-    if not on_this_machine(given.target):
+    if not on_this_machine(args.target):
         print(
-            f"{given.target} is neither here nor reached on the Hub: set sampling as you serve it, "
+            f"{args.target} is neither here nor reached on the Hub: set sampling as you serve it, "
             "and if it chats, add chat: true to each set of texts"
         )
-    print(f"plan     draftsmith pipeline {shlex.quote(str(given.out))} --plan")
+    print(f"plan     draftsmith pipeline {shlex.quote(str(args.out))} --plan")
     return 0

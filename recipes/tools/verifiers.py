@@ -51,34 +51,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=whole_number, default=0, help="of everything drawn (default: 0)")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    rows = _measured(given)
+    rows = _measured(args)
     from eval.reporting.verifiers import bars, verifier_pays, verifier_sentence, verifiers_table
 
     answer = f"{verifier_sentence(rows)} {verifier_pays(rows)}"
     table = verifiers_table(rows).markdown()
     say(f"{answer}\n\n{table}")
-    if given.out:
+    if args.out:
         from eval.reporting.charts import write_bars
 
-        write_text(given.out / "verifiers.md", f"{answer}\n\n{table}")
+        write_text(args.out / "verifiers.md", f"{answer}\n\n{table}")
         stored = [row.model_dump(mode="json") for row in rows]
-        write_json(given.out / "verifiers.json", {"answer": answer, "verifiers": stored})
+        write_json(args.out / "verifiers.json", {"answer": answer, "verifiers": stored})
         meaning = "expected tokens a call of the target; line: ceiling"
-        write_bars(given.out / "verifiers.png", bars(rows), meaning)
-        say(f"written: {given.out}/verifiers.md, .json, .png")
+        write_bars(args.out / "verifiers.png", bars(rows), meaning)
+        say(f"written: {args.out}/verifiers.md, .json, .png")
     return 0
 
 
-def _measured(given: argparse.Namespace) -> list[VerifierRow]:
+def _measured(args: argparse.Namespace) -> list[VerifierRow]:
     """The table of the pair."""
-    if given.max_new_tokens < 2 or given.count < 1:
+    if args.max_new_tokens < 2 or args.count < 1:
         raise ConfigError(
             "--max-new-tokens must be at least 2 and --count at least 1; got "
-            f"{given.max_new_tokens} and {given.count}"
+            f"{args.max_new_tokens} and {args.count}"
         )
-    sampling = SamplingConfig(given.temperature, given.top_k, given.top_p, given.min_p)
+    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p)
     import torch
 
     from eval.analysis.round_times import measure_times
@@ -93,17 +93,17 @@ def _measured(given: argparse.Namespace) -> list[VerifierRow]:
     from specdata.prompts.loading import dropped, load_prompts
 
     begun, log = time.perf_counter(), Console(stderr=True, highlight=False, soft_wrap=True)
-    tokenizer = load_tokenizer(given.target)
-    check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
-    limits = prompt_limits(given.target, given.max_new_tokens)
+    tokenizer = load_tokenizer(args.target)
+    check_shared_vocabulary(tokenizer, load_tokenizer(args.draft))
+    limits = prompt_limits(args.target, args.max_new_tokens)
     # Of a file all are read first: it may hold fewer.
-    sets = [PromptSet(given.prompts, count=given.count if given.prompts in EMBEDDED else 0)]
+    sets = [PromptSet(args.prompts, count=args.count if args.prompts in EMBEDDED else 0)]
     with named("--prompts"):
-        loaded = load_prompts(sets, tokenizer, seed=given.seed, **limits)
+        loaded = load_prompts(sets, tokenizer, seed=args.seed, **limits)
     for line in dropped(loaded.report):
         log.print(line, markup=False)
-    ids = [torch.tensor(prompt.ids) for prompt in loaded.prompts[: given.count]]
-    target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
+    ids = [torch.tensor(prompt.ids) for prompt in loaded.prompts[: args.count]]
+    target, draft = (load_model(name, dtype=args.dtype) for name in (args.target, args.draft))
     if words := ends_first(draft, target):
         log.print(words, markup=False)
     read = f"{len(ids)} prompts of up to {max(map(len, ids)):,} tokens"
@@ -113,13 +113,13 @@ def _measured(given: argparse.Namespace) -> list[VerifierRow]:
         draft,
         [("prompts", each) for each in ids],
         sampling,
-        measure_times(target, draft, ids, sampling, engine=given.engine, seed=given.seed),
-        seed=given.seed,
-        max_new_tokens=given.max_new_tokens,
+        measure_times(target, draft, ids, sampling, engine=args.engine, seed=args.seed),
+        seed=args.seed,
+        max_new_tokens=args.max_new_tokens,
     )
-    left = given.seconds - (time.perf_counter() - begun)
+    left = args.seconds - (time.perf_counter() - begun)
     if left < 1.0:
-        spent = f"--seconds {given.seconds:g} went by with loading, {read} and times"
+        spent = f"--seconds {args.seconds:g} went by with loading, {read} and times"
         log.print(f"{spent}: the table is given one second")
     with tempfile.TemporaryDirectory() as folder:
         rows = verifier_table(

@@ -87,49 +87,46 @@ class RowReader:
                 f"{where} holds conversations, which only a chat template renders: leave `chat` "
                 "out, or give a `template` for their text"
             )
+        chat = dataset.chat
+        if chat is None:
+            chat = bool(form.questions or form.ask) and has_template
         if form.questions and dataset.turns == "last":
             raise ConfigError(
                 f"{where}: a later turn depends on the model's answer, so `turns` may be all "
                 "(later ones are asked in order) or first"
             )
-        if form.questions and dataset.turns != "first":
-            if dataset.chat is False:
-                raise ConfigError(
-                    f"{where}: later turns need the chat template, so with `chat: false` give "
-                    "`turns: first`"
-                )
-            if not has_template and dataset.chat is None:
-                raise ConfigError(
-                    f"{where} has questions of several turns, and the target has no chat template, "
-                    "which later turns need: save one with its tokenizer (chat_template.jinja in "
-                    "its folder), or ask the first alone with `turns: first`"
-                )
-        chat = dataset.chat
-        if chat is None:
-            chat = bool(form.questions or form.ask) and has_template
+        if form.questions and dataset.turns == "all" and not chat:
+            remedy = "leave `chat: false` out"
+            if dataset.chat is None:
+                remedy = "save one with its tokenizer (chat_template.jinja in its folder)"
+            raise ConfigError(
+                f"{where} has questions of several turns, and the target has no chat template for "
+                f"the later ones, or may not use it: {remedy}, or ask the first alone with `turns: "
+                "first`"
+            )
         return cls(dataset, form, chat or bool(form.messages))
 
     def prompts(self, number: int, row: Mapping[str, Any]) -> Iterator[RawPrompt | Unusable]:
         """The prompts of a row, one at least, or why it has none."""
         dataset, form = self.dataset, self.form
         require_columns(columns_of(form), row, f"prompt set {dataset.name!r}, row {number},")
-        unread: tuple[str, ...] = ()
+        unread: list[str] = []
+        if dataset.template is None and dataset.name not in {*EMBEDDED, *CATALOGUE}:
+            unread = unread_in(row, form)
         prompts: Iterable[RawPrompt | Unusable]
         if form.messages:
             prompts = self._of_conversation(row, form.messages)
-        elif form.questions and self.chat:
-            prompts = self._of_questions(row[form.questions])
-        else:
-            prompts = self._of_text(row)
-        if dataset.template is None and (media := _media(row, form.messages or "prompt")):
+        elif dataset.template is None and (media := _media(row, "prompt")):
             prompts = [media]
-        elif dataset.template is None and dataset.name not in {*EMBEDDED, *CATALOGUE}:
-            unread = tuple(unread_in(row, form))
+        elif form.questions and self.chat:
+            prompts = [self._of_questions(row[form.questions])]
+        else:
+            prompts = [self._of_text(row)]
         for prompt in prompts:
             if isinstance(prompt, Unusable):
                 yield prompt._replace(why=f"row {number}: {prompt.why}")
             else:
-                yield dataclasses.replace(prompt, unread=unread) if unread else prompt
+                yield dataclasses.replace(prompt, unread=tuple(unread))
 
     def _of_conversation(
         self, row: Mapping[str, Any], column: str
@@ -153,29 +150,25 @@ class RowReader:
         for end in ends[chosen[self.dataset.turns]]:
             yield RawPrompt(messages=tuple(messages[:end]), variables=variables)
 
-    def _of_questions(self, questions: Any) -> Iterator[RawPrompt | Unusable]:
-        if not questions or not _are(str, questions):
-            yield Unusable("undecodable", f"`{self.form.questions}` must be a list of texts")
-        else:
-            later = tuple(questions[1:]) if self.dataset.turns == "all" else ()
-            first = {"role": "user", "content": questions[0]}
-            yield RawPrompt(messages=(first,), follow_ups=later)
+    def _of_questions(self, questions: Any) -> RawPrompt | Unusable:
+        if not questions or not _is_list_of(str, questions):
+            return Unusable("undecodable", f"`{self.form.questions}` must be a list of texts")
+        later = tuple(questions[1:]) if self.dataset.turns == "all" else ()
+        return RawPrompt(messages=({"role": "user", "content": questions[0]},), follow_ups=later)
 
-    def _of_text(self, row: Mapping[str, Any]) -> Iterator[RawPrompt | Unusable]:
+    def _of_text(self, row: Mapping[str, Any]) -> RawPrompt | Unusable:
         form = self.form
         text = _fill((form.ask if self.chat else ()) or form.plain, row)
         if text is None:
             columns = ", ".join(f"`{name}`" for name in columns_of(form))
-            yield Unusable("undecodable", f"{columns} must hold text")
-            return
+            return Unusable("undecodable", f"{columns} must hold text")
         if form.keep < 1:
             words = text.split()
             text = " ".join(words[: max(1, int(form.keep * len(words)))])
         reference = (_fill([form.reference], row) or None) if form.reference else None
         if self.chat:
-            yield RawPrompt(messages=({"role": "user", "content": text},), reference=reference)
-        else:
-            yield RawPrompt(text, reference=reference)
+            return RawPrompt(messages=({"role": "user", "content": text},), reference=reference)
+        return RawPrompt(text, reference=reference)
 
 
 def _form_of(dataset: PromptSet, row: Mapping[str, Any]) -> Form:
@@ -209,7 +202,7 @@ def recorded_in(row: Mapping[str, Any]) -> str | None:
     return next((name for name in ("messages", "conversations") if name in row), prompt)
 
 
-def _are(kind: type, values: Any) -> bool:
+def _is_list_of(kind: type, values: Any) -> bool:
     """True for a sequence of values of a kind that is no text itself."""
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
     return is_list and all(isinstance(value, kind) for value in values)
@@ -237,7 +230,7 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | Unusa
     functions = [{"type": "function", "function": each} for each in functions]
     tools = [_schema(each) for each in (*tools, *functions)]
     flags = {name: _read_json(row[name]) for name in FLAGS if row.get(name) is not None}
-    if not _are(Mapping, [variables, *(each.get("function", {}) for each in tools)]):
+    if not _is_list_of(Mapping, [variables, *(each.get("function", {}) for each in tools)]):
         return undecodable
     messages: list[Message] = []
     first = [{"role": "system", "content": system}] if system else []
@@ -252,7 +245,7 @@ def conversation_of(row: Mapping[str, Any], column: str) -> Conversation | Unusa
         calls = [_call(each) for each in chain(*(objects or [] for objects in called))]
         text = "" if calls and (content is None or role in CALLING) else _text(content)
         fields = {name: turn[name] for name in FIELDS if name != "tool_calls" and turn.get(name)}
-        if text is None or None in (*called, *calls) or not _are(str, [*fields.values()]):
+        if text is None or None in (*called, *calls) or not _is_list_of(str, [*fields.values()]):
             return undecodable
         if role not in ROLES:
             return Unusable("unknown_role")
@@ -279,9 +272,9 @@ def first_of(values: Mapping[str, Any], *names: str) -> Any:
 def _text(content: Any) -> str | None:
     """A message's content, a text or a list of text parts (lines of one text); None if neither."""
     parts: Any = [content] if isinstance(content, str) else content
-    if _are(Mapping, parts):
+    if _is_list_of(Mapping, parts):
         parts = [part.get("text") if part.get("type") == "text" else None for part in parts]
-    return "\n".join(parts) if _are(str, parts) else None
+    return "\n".join(parts) if _is_list_of(str, parts) else None
 
 
 def _call(recorded: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -319,7 +312,7 @@ def _media(row: Mapping[str, Any], column: str) -> Unusable | None:
     """The first key of a row, message or part, or text in one, that stands for more than text."""
     turns = objects_in(row.get(column)) or []
     contents = [first_of(turn, "content", "value") for turn in turns]
-    parts = [part for each in contents if _are(Mapping, each) for part in each]
+    parts = [part for each in contents if _is_list_of(Mapping, each) for part in each]
     contents += [part.get("text") for part in parts]
     held = [item for each in (row, *turns, *parts) for item in each.items()]
     held += [(str(part.get("type")), part) for part in parts]
@@ -353,7 +346,7 @@ def objects_in(value: Any) -> list[Mapping[str, Any]] | None:
     values = [value] if isinstance(value, Mapping) else value
     if isinstance(values, Sequence) and not isinstance(values, str):
         values = [_read_json(each) for each in values]
-    return values if _are(Mapping, values) else None
+    return values if _is_list_of(Mapping, values) else None
 
 
 def _read_json(value: Any) -> Any:

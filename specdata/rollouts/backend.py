@@ -104,7 +104,7 @@ class TransformersBackend:
     def complete(
         self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
     ) -> list[Completion]:
-        """The same requests always make the same batches, hence the same bits."""
+        """Complete in batches; the same requests always make the same ones, hence the same bits."""
         vocabulary = self.model.config.get_text_config().vocab_size
         for each in requests:
             check_ids(vocabulary, min(each.ids), max(each.ids))

@@ -42,7 +42,7 @@ class VllmBackend:
     def complete(
         self, requests: Sequence[Request], report: Report = lambda ended, drawn: None
     ) -> list[Completion]:
-        """Completions of many requests that are under way at once."""
+        """Complete many requests at once."""
 
         def one(request: Request) -> Completion:
             completion = self._complete(request)

@@ -267,32 +267,12 @@ def test_each_trap_of_dsparks_layout_is_named(
     assert expected in said_of(folder, trained_pair, capsys)[1]
 
 
-def test_a_sound_draft_in_dsparks_layout_is_told_from_one_whose_anchor_proposes_nothing(
-    in_blocks: Path, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_nothing_is_wrong_with_a_sound_draft_in_dsparks_layout(
+    in_blocks: Path, trained_pair: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, said = said_of(in_blocks, trained_pair, capsys)
     assert (status, "problem" in said, "warning" in said) == (0, False, False), said
-    assert "taps [1], sample_from_anchor: no other is better" in said
-    target = load_model(str(trained_pair / "target"))
-    with torch.inference_mode():
-        after = target(input_ids=torch.arange(target.config.vocab_size)[:, None]).logits[:, 0]
-    left, values, right = torch.linalg.svd(after.log_softmax(-1), full_matrices=False)
-
-    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-        """What follows a token is in the bias alone, which the anchor's own state drowns."""
-        rank, mask = config["markov_rank"], config["mask_token_id"]
-        tensors["markov_head.markov_w1.weight"] = (left * values)[:, :rank].contiguous()
-        tensors["markov_head.markov_w2.weight"] = right[:rank].T.contiguous()
-        for name in (
-            "layers.0.self_attn.o_proj.weight",
-            "layers.0.mlp.down_proj.weight",
-            "norm.weight",
-        ):
-            tensors[name].fill_(1e-9)
-        tensors["norm.weight"][target.get_input_embeddings().weight[mask].abs().argmin()] = 30.0
-
-    status, said = said_of(changed(in_blocks, tmp_path / "ill", change), trained_pair, capsys)
-    assert "with sample_from_anchor False the draft is accepted more" in said
+    assert "taps [1], no norm flags: no other is better" in said
 
 
 @pytest.mark.parametrize("draft", ["released", "in_blocks"])

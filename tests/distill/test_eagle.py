@@ -414,19 +414,18 @@ def test_taps_that_are_not_said_are_the_default(target: Path) -> None:
     assert taps_of({**LAYER, "eagle_config": {AUX: None}}, model) == taps_of(LAYER, model)
 
 
-@pytest.mark.parametrize("layout", ["eagle3", "dspark"])
 def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_draft(
-    target: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Card included, and DSpark's head."""
+    """Card and head included."""
+    layout = "dspark"
     given = with_train_and_dev(target, tmp_path) | {"output": str(tmp_path / "run")}
     given["models"] = {"target": str(target)}
-    head = layout == "dspark"
     given["draft"] = {"init": {"kind": "states", "layers": 1, "layout": layout}, "epochs": 1}
-    given["head"] = {"kind": "confidence", "epochs": 1} if head else None
+    given["head"] = {"kind": "confidence", "epochs": 1}
     methods = [{"name": "plain", "decoder": "plain"}, {"name": "K=1", "length": 1}]
     given["eval"]["max_new_tokens"] = 12
-    given["eval"]["methods"] = [*methods, *([{"name": "head", "stop": "head"}] * head)]
+    given["eval"]["methods"] = [*methods, {"name": "head", "stop": "head"}]
     given["publish"] = {"license": "mit"}
     config = ["--config", str(tmp_path / "pair.yaml")]
     Path(config[1]).write_text(json.dumps(given))
@@ -435,8 +434,8 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
     release = tmp_path / "run" / "release" / "draft"
     served = f'"method": "{layout}", "model": '
     assert f'{served}"{release}"' in capsys.readouterr().out
-    asked = ["--head", str(tmp_path / "run" / "head" / "model")] if head else []
-    assert run_tool("export", [str(made), "--out", str(out), "--layout", layout, *asked]) == 0
+    head = ["--head", str(tmp_path / "run" / "head" / "model")]
+    assert run_tool("export", [str(made), "--out", str(out), "--layout", layout, *head]) == 0
     assert f'{served}"{out}"' in capsys.readouterr().out
     files = {path.name: path.read_bytes() for path in release.iterdir()}
     assert files == {path.name: path.read_bytes() for path in out.iterdir()}

@@ -84,19 +84,13 @@ def test_alone_and_with_a_lookup_of_what_followed_before_it_writes_the_targets_o
     assert all(turn.draft_forwards == 0 for turn in looked.rounds)
 
 
-def method(**given: object) -> Method:
-    return read_config(Method, {"name": "theirs", "decoder": "assisted", **given})
-
-
 def test_a_threshold_means_the_rule_of_confidence_and_transformers_own_limit() -> None:
-    made = method(threshold=0.4)
-    assert made.stop == Confidence(threshold=0.4, limit=20)
-    assert made == method(stop="confidence", threshold=0.4)
-    assert method(threshold=0.4, limit=6).deepest == 6
-    assert method(length=8).stop == Fixed(length=8)
-    assert read_config(Method, made.model_dump(mode="json")) == made
-    plain = Method(name="plain", decoder="plain")
-    both = EvalConfig(
-        sets=[PromptSet("maths", "test", 1)], methods=[plain, made, method(length=8, name="b")]
+    made, fixed = (
+        read_config(Method, {"name": name, "decoder": "assisted", name: value})
+        for name, value in (("threshold", 0.4), ("length", 8))
     )
+    assert made.stop == Confidence(threshold=0.4, limit=20)
+    assert fixed.stop == Fixed(length=8)
+    plain = Method(name="plain", decoder="plain")
+    both = EvalConfig(sets=[PromptSet("maths", "test", 1)], methods=[plain, made, fixed])
     check_methods(both, SAMPLING, head=False)

@@ -10,6 +10,7 @@ from transformers import NemotronConfig, NemotronForCausalLM
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.runtime import batches, kv_cache
+from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward, sequence_of
 from specdata.probability import SamplingConfig
@@ -28,18 +29,25 @@ def counts(out: Generation) -> list[tuple[int, ...]]:
     return [(r.drafted, r.depth, r.accepted, r.emitted, r.draft_forwards) for r in out.rounds]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_each_sequence_of_a_batch_is_what_decoding_it_alone_gives(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "engine"), [*((name, "eager") for name in CASES), ("chain", "captured")]
+)
+def test_each_sequence_of_a_batch_is_what_decoding_it_alone_gives(
+    name: str, engine: Engine
+) -> None:
     """In float64, so that rounding cannot decide a draw."""
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
-    decoder = SpeculativeDecoder.from_config(
-        target, None if name == "plain" else draft, CASES[name], head().double()
-    )
+    models = target, None if name == "plain" else draft
+    decoder = SpeculativeDecoder.from_config(*models, CASES[name], head().double())
     alone = [
         decoder.generate(prompt, max_new_tokens=20, generator=generator)
         for prompt, generator in zip(PROMPTS, generators(), strict=True)
     ]
     done: list[int] = []
+    if engine != "eager":
+        decoder = SpeculativeDecoder.from_config(
+            *models, CASES[name], head().double(), engine=engine
+        )
     batch = decoder.generate_batch(
         PROMPTS, max_new_tokens=20, generators=generators(), size=3, report=done.append
     )

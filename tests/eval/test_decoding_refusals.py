@@ -17,10 +17,8 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping.logistic import fit_calibration
 from eval.drafting.stopping.recorded import RecordedTokens
 from eval.drafts import DraftTree
-from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import compute_metrics
 from eval.measuring.records import check_identity, record_prompt
-from eval.measuring.results import build_results
 from eval.runtime.transformers_models import cached_layers
 from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
@@ -31,7 +29,6 @@ from specdata.sources import hub_source
 from tests.support.decoder import head
 from tests.support.families import tiny
 from tests.support.metrics import by_hand, one_round
-from tests.support.synthetic_results import ENVIRONMENT, setup
 from tests.support.tiny import tiny_llama
 
 P, Q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
@@ -107,10 +104,6 @@ def drafted_to_the_end() -> object:
     return expected_counts(Traces(tokens, ones), np.array([[1, 1]]))
 
 
-def results_of(*names: str) -> object:
-    return build_results(ENVIRONMENT, [(setup("d", name=name), by_hand()) for name in names])
-
-
 HEAD = DecodeConfig(stop="head")
 SHARED, OTHER = torch.Generator(), torch.Generator()
 GREEDY: Any = "greedy"
@@ -140,8 +133,6 @@ CALLS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, "the target gives the last token", drafted_to_the_end),
     (ValueError, "same prompts", lambda: compute_metrics(by_hand(), ANOTHER_PROMPT)),
     (ValueError, "n_draft", lambda: check_identity(replace(by_hand()[0], n_discarded=1))),
-    (ValueError, "unique", lambda: results_of("x", "x")),
-    (ValueError, PLAIN, lambda: results_of(PLAIN)),
     (ValueError, "top_k", lambda: SamplingConfig(top_k=-1)),
     (ConfigError, "dtype must be one of float32", lambda: load_model("any", dtype="int8")),
     (ConfigError, "must hold no password", lambda: hub_source("https://user:hunter2@host/name")),

@@ -96,10 +96,6 @@ BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
         lambda: DraftTree(ids(0, 1), ids(0, 0), Q2, ids(0, 0), "chain").checked(),
         r"these parents do not make a draft of form chain: children a node \[2, 0, 0\]",
     ),
-    "planned": (
-        lambda: DraftTree(ids(0, 1), ids(0, 1), Q2, ids(0, 1), "chain", planned=1).checked(),
-        "planned must be the length 2 or more, got 1",
-    ),
 }
 
 

@@ -156,14 +156,11 @@ def test_evaluations_of_other_settings_stand_beside_one_another(
 
     evaluations = {"T=1": results, "T=.5": rebuilt(results, changed)}
     for name, each in evaluations.items():
-        for folder in (name, f"{name}/eval"):
-            write_results(tmp_path / folder / "results.json", each)
-    assert main([*(str(tmp_path / name / "eval") for name in evaluations), "--beside"]) == 0
-    names = cells(capsys.readouterr().out)["method"]
-    assert names == [str(tmp_path / name / "eval").replace("_", "\\_") for name in evaluations]
-    assert main([*(str(tmp_path / name) for name in evaluations), "--beside"]) == 0
+        write_results(tmp_path / name / "eval" / "results.json", each)
+    folders = [str(tmp_path / name / "eval") for name in evaluations]
+    assert main([*folders, "--beside"]) == 0
     rows = cells(printed := capsys.readouterr().out)
-    assert rows["method"] == list(evaluations)
+    assert rows["method"] == [name.replace("_", "\\_") for name in folders]
     assert PLAIN not in rows
     for each, cell in zip(evaluations.values(), rows["fixed-4"], strict=True):
         (row,) = (row for row in pool(each) if row.name == "fixed-4")

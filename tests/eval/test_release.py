@@ -1,3 +1,5 @@
+"""Releases: what is published loads, decodes as it was measured, and says only what was found."""
+
 from __future__ import annotations
 
 import ast
@@ -14,14 +16,12 @@ import pytest
 import torch
 from huggingface_hub import (
     ModelCard,
-    ModelCardData,
     constants,
     metadata_load,
     snapshot_download,
 )
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.repocard_data import model_index_to_eval_results
-from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -91,7 +91,9 @@ def uncommented(code: str) -> str:
 
 
 @pytest.mark.smoke
-def test_a_released_draft_loads_with_the_same_weights(pair: Pair, draft: Path) -> None:
+def test_a_released_draft_loads_with_the_same_weights(
+    pair: Pair, draft: Path, tmp_path: Path
+) -> None:
     ours = load_file(draft / "model.safetensors")
     theirs = load_file(pair.draft / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -102,6 +104,9 @@ def test_a_released_draft_loads_with_the_same_weights(pair: Pair, draft: Path) -
     assert AutoTokenizer.from_pretrained(draft)(text)["input_ids"] == expected
     for file in pair.target.glob("tokenizer*"):
         assert (draft / file.name).read_bytes() == file.read_bytes()
+    (tmp_path / "new").touch()
+    for path in draft.rglob("*"):  # readable as any new file is
+        assert path.is_dir() or path.stat().st_mode == (tmp_path / "new").stat().st_mode, path
 
 
 def test_the_card_of_a_draft_without_positions_says_none(tmp_path: Path) -> None:
@@ -145,6 +150,11 @@ def test_the_model_index_survives_the_hubs_own_reader(pair: Pair, draft: Path, h
             assert method[1].startswith((drafter, "block-"))
             (run,) = [r for r in pair.results.of(result.dataset_name) if r.name == method[1]]
             assert result.metric_value == pytest.approx(getattr(run, result.metric_type), abs=1e-4)
+    data = [ModelCard.load(folder / "README.md").data for folder in (draft, head)]
+    assert data[0].tags[-4:] == ["draft-model", "vllm", "sglang", "llama-cpp"]
+    assert data[1].tags[-2:] == ["acceptance-head", "arxiv:2405.19715"]
+    # A pipeline only where transformers has one.
+    assert [each.pipeline_tag for each in data] == ["text-generation", None]
 
 
 def test_the_profile_of_a_draft_is_counted_over_the_rounds_that_drafted(
@@ -163,43 +173,37 @@ def test_the_profile_of_a_draft_is_counted_over_the_rounds_that_drafted(
     assert prompts == {run.dataset: run.prompts for run in best.runs}
 
 
-def test_a_card_names_the_kind_and_a_pipeline_only_where_transformers_has_one(
-    draft: Path, head: Path
+@pytest.mark.parametrize(
+    ("base", "target", "bases", "unnamed"),
+    [
+        (
+            "acme/draft-160m",
+            "acme/target-7b@main",
+            ["acme/draft-160m", "acme/target-7b"],
+            [],
+        ),
+        ("runs/toy/draft/model", "acme/target-7b", "acme/target-7b", ["runs/toy/draft/model"]),
+        (None, "target", None, ["target"]),
+    ],
+)
+def test_base_models_of_a_card_are_the_draft_and_the_target_that_are_on_the_hub(
+    base: str | None, target: str, bases: list[str] | str | None, unnamed: list[str]
 ) -> None:
-    data = [ModelCard.load(folder / "README.md").data for folder in (draft, head)]
-    assert data[0].tags[-4:] == ["draft-model", "vllm", "sglang", "llama-cpp"]
-    assert data[1].tags[-2:] == ["acceptance-head", "arxiv:2405.19715"]
-    assert [each.pipeline_tag for each in data] == ["text-generation", None]
-
-
-def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
-    runs = [run for run in synthetic_results("alpaca").runs if run.name == "fixed-4"]
-
-    def front_matter(base: str | None, target: str) -> ModelCardData:
-        data, unnamed = metadata(
-            About(base),
-            name="acme/head",
-            target=target,
-            library="draftsmith",
-            tags=["acceptance-head"],
-            relation="adapter",
-            measured=runs,
-        )
-        assert unnamed == [name for name in (base, target) if name and "acme" not in name]
-        return data
-
-    both = front_matter("acme/draft-160m", "acme/target-7b@main")
-    assert both.base_model == ["acme/draft-160m", "acme/target-7b"]
-    assert both["base_model_relation"] == "adapter"
-    alone = front_matter("runs/toy/draft/model", "acme/target-7b")
-    assert alone.base_model == "acme/target-7b"
-    assert "base_model_relation" not in alone.to_dict()
-    assert front_matter(None, "target").base_model is None
-    for data in (both, alone):
-        for base in data.base_model if isinstance(data.base_model, list) else [data.base_model]:
-            validate_repo_id(base)
-        read = ModelCard(f"---\n{data.to_yaml()}\n---\n").data
-        assert read.to_dict() == data.to_dict()
+    data, left_out = metadata(
+        About(base),
+        name="acme/head",
+        target=target,
+        library="draftsmith",
+        tags=["acceptance-head"],
+        relation="adapter",
+        measured=[run for run in synthetic_results("alpaca").runs if run.name == "fixed-4"],
+    )
+    assert (data.base_model, left_out) == (bases, unnamed)
+    assert data.to_dict().get("base_model_relation") == (
+        "adapter" if base and not unnamed else None
+    )
+    read = ModelCard(f"---\n{data.to_yaml()}\n---\n").data
+    assert read.to_dict() == data.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -335,47 +339,39 @@ def same_rounds(shown: dict[str, Any], decoder: SpeculativeDecoder) -> None:
     assert found == wanted
 
 
-def test_both_cards_begin_with_the_verdict_and_the_heads_says_how_well_it_predicts(
-    pair: Pair, draft: Path, head: Path, tmp_path: Path
-) -> None:
+def test_both_cards_begin_with_the_verdict(pair: Pair, draft: Path, head: Path) -> None:
     for folder in (draft, head):
         text = ModelCard.load(folder / "README.md").text.strip()
         assert text.startswith(f"# {folder.name}\n\n**{verdict(pair.results)}**\n")
     assert "How well it predicts" not in (head / "README.md").read_text()
-    predicted = synthetic_predictions()
+
+
+@pytest.mark.parametrize("has_lag", [True, False])
+def test_the_card_of_a_head_says_what_it_reads_when_it_judges_and_how_well_it_predicts(
+    pair: Pair, tmp_path: Path, has_lag: bool
+) -> None:
+    torch.manual_seed(0)
+    prompt = ImmediateHead(hidden_size=HIDDEN, width=8, depth=1, draft=str(pair.draft))
+    prompt.save_pretrained(tmp_path / "head")
+    source = pair.head if has_lag else tmp_path / "head"
+    results, predicted = measured_of(pair.results, head=source), synthetic_predictions()
     trained = "512 rollouts of instruct, code with 6 drafted tokens a position"
-    out = release_head(
-        pair.head, tmp_path / "out", pair.results, trained=trained, predictions=predicted
-    )
+    out = release_head(source, tmp_path / "out", results, trained=trained, predictions=predicted)
     card = ModelCard.load(out / "README.md").text
-    stopping = head_run(pair.results).method.stop
+    stopping = head_run(results).method.stop
     assert f"threshold={stopping.threshold},  # most tokens a second" in card  # type: ignore[attr-defined]
     section = head_predictors(predicted)
     assert section is not None
     assert section.table.markdown() in card
-    assert "on 512 rollouts of instruct, code with 6 drafted tokens a position" in card
-    assert "so the newest token is sent unjudged" in card
+    assert f"on {trained}" in card
     is_rectangular(card)
-
-
-def test_the_card_of_a_head_without_lag_says_what_it_reads_and_when(
-    pair: Pair, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    ours = ImmediateHead(hidden_size=HIDDEN, width=8, depth=1, draft=str(pair.draft))
-    ours.save_pretrained(tmp_path / "head")
-    results = measured_of(pair.results, head=tmp_path / "head")
-    out = release_head(
-        tmp_path / "head", tmp_path / "out", results, predictions=synthetic_predictions()
-    )
-    card = (out / "README.md").read_text()
-    assert "kind `immediate`" in card
-    assert "unjudged" not in card
-    for name in ours.reads:
-        assert f"`{name}`" in card
-    assert "as soon as the token is drawn" in card
-    assert "1 residual block of width 8" in card
-    assert isinstance(BaseHead.from_pretrained(out), ImmediateHead)
+    assert ("so the newest token is sent unjudged" in card) == has_lag
+    assert ("It judges a token as soon as the token is drawn" in card) != has_lag
+    if not has_lag:
+        assert "kind `immediate`" in card
+        assert all(f"`{name}`" in card for name in prompt.reads)
+        assert "1 residual block of width 8" in card
+        assert isinstance(BaseHead.from_pretrained(out), ImmediateHead)
 
 
 def test_a_release_names_models_on_the_hub_and_no_folder_of_this_machine(
@@ -408,15 +404,6 @@ def test_a_release_names_no_server_and_a_draft_on_states_needs_no_times(
     stored = (out / "results.json").read_text()
     assert "http://SERVER" in stored
     assert not re.search(r"10\.0\.0|/data", stored)
-
-
-def test_files_of_a_release_are_readable_as_any_new_file_is(
-    draft: Path, head: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "new").touch()
-    usual = (tmp_path / "new").stat().st_mode
-    for path in (*draft.rglob("*"), *head.rglob("*")):
-        assert path.is_dir() or path.stat().st_mode == usual, path
 
 
 def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: Path) -> None:

@@ -111,30 +111,18 @@ def printed(results: Results, width: int = 80) -> str:
 # --- the page ---
 
 
-def test_the_page_refers_to_nothing_outside_itself(html: str, page: Page) -> None:
-    assert "http:" not in html
-    assert "https:" not in html
-    assert "@import" not in html
-    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "img", "iframe", "object"})
-    for _, attributes in page.tags:
-        for name in ("href", "src", "srcset", "xlink:href"):
-            assert (attributes.get(name) or "#").startswith("#")
-    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
-
-
-def test_what_the_target_asks_and_no_method_applies_is_named_once(html: str) -> None:
-    assert html.count("asks for repetition_penalty 1.1, which nothing here applies") == 1
-
-
-def test_every_id_is_unique_and_every_reference_has_one(page: Page) -> None:
+def test_the_page_is_whole_refers_to_nothing_outside_itself_and_names_its_tables_and_pictures(
+    html: str, page: Page
+) -> None:
+    assert not re.search("https?:|@import", html)
+    tags = [tag for tag, _ in page.tags]
+    assert {*tags}.isdisjoint({"script", "link", "img", "iframe", "object"})
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     for _, attributes in page.tags:
-        assert not attributes.get("href") or attributes["href"][1:] in ids  # type: ignore[index]
-
-
-def test_tables_have_captions_and_pictures_have_names(page: Page) -> None:
-    tags = [tag for tag, _ in page.tags]
+        for name in ("href", "src", "srcset", "xlink:href"):
+            assert not (link := attributes.get(name)) or (link[0] == "#" and link[1:] in ids)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
     assert tags.count("table") == tags.count("caption") >= 4
     assert all(a.get("aria-hidden") == "true" for tag, a in page.tags if tag == "svg")
     groups = [a for _, a in page.tags if a.get("class") == "groups"]
@@ -144,7 +132,10 @@ def test_tables_have_captions_and_pictures_have_names(page: Page) -> None:
     assert "lang" in dict(page.tags[0][1])
 
 
-def test_the_page_shows_every_method_with_its_figures(page: Page, results: Results) -> None:
+def test_the_page_shows_every_method_with_its_figures(
+    html: str, page: Page, results: Results
+) -> None:
+    assert html.count("asks for repetition_penalty 1.1, which nothing here applies") == 1
     text = " ".join(" ".join(page.text).split())
     for run in results.runs:
         assert run.name in text
@@ -244,6 +235,23 @@ def test_how_well_acceptance_is_predicted_is_a_section(results: Results) -> None
     assert len(shown.table.rows) == 4
     assert "on 32 test rollouts" in shown.sentence
     assert "fitted on 24 dev rollouts." in shown.sentence
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_stand_out_from_the_paper_behind_them(html: str, dark: bool) -> None:
+    """By the contrast of WCAG 2, of which 4.5 is asked for text."""
+    colours = dict(
+        re.findall(r"--(\w+): #(\w{6});", html.split("{ :root {" if dark else ":root {")[1])
+    )
+
+    def light(name: str) -> float:
+        parts = [int(colours[name][place : place + 2], 16) / 255 for place in (0, 2, 4)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return sum(x * share for x, share in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+    for name in ("ink", "soft", "accent"):
+        low, high = sorted((light(name), light("paper")))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, name
 
 
 def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:

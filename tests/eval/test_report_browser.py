@@ -95,31 +95,3 @@ def test_on_paper_no_column_is_cut_and_no_table_needs_scrolling(
     printed = browser.pdf()
     assert printed.startswith(b"%PDF")
     assert printed.count(b"/Type /Page\n") > 3, "folds are open on paper"
-
-
-CONTRAST = """(() => {
-  const numbers = c => c.match(/[\\d.]+/g).map(Number);
-  const light = c => numbers(c).slice(0, 3).map(v => v / 255)
-    .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
-  const below = e => { const c = getComputedStyle(e).backgroundColor;
-    return !e.parentElement || (numbers(c)[3] ?? 1) === 1 ? c : below(e.parentElement); };
-  const words = [...document.querySelectorAll("body *")].filter(e => !e.closest("svg")
-    && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
-  return words.map(e => { const [a, b] = [light(getComputedStyle(e).color), light(below(e))];
-    return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.tagName + " " + e.textContent]; })
-})()"""
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_words_stand_out_from_what_is_behind_them(dark: bool, browser: Browser, page: Path) -> None:
-    browser.open(page, width=1280, dark=dark)
-    paper = browser.ask("getComputedStyle(document.body).backgroundColor")
-    assert paper == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
-    browser.ask(OPEN)
-    found = browser.ask(CONTRAST)
-    assert len(found) > 300
-    assert [words[:40] for contrast, words in found if contrast < 4.5] == []
-    whiskers = '[...document.querySelectorAll(".bars .within")]'
-    inks = f"[...new Set({whiskers}.map(e => getComputedStyle(e).stroke))]"
-    assert browser.ask(inks) == [browser.ask("getComputedStyle(document.body).color")]

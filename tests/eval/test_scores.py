@@ -91,7 +91,7 @@ def test_what_is_not_installed_is_refused_with_the_command(
 
 
 @pytest.mark.slow
-def test_an_evaluation_scores_what_has_a_reference_and_goes_on_where_it_stopped(
+def test_an_evaluation_scores_what_has_a_reference_and_refuses_sets_without_one(
     trained_pair: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -138,15 +138,6 @@ def test_an_evaluation_scores_what_has_a_reference_and_goes_on_where_it_stopped(
     assert "Scores of the texts" in page
     assert f"{uno.dataset}, uno<" in page
     assert f"{uno.scores['win_rate']:.3f}" in page
-
-    # As if it had been killed after two prompts.
-    record = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(record | {"finished": False, "results": None}))
-    (folder / "results.json").unlink()
-    sorted((folder / "prompts").glob("*.json"))[0].unlink()
-    RECIPE.main(build(asked))
-    again = read_results(folder / "results.json")
-    assert [run.scores for run in again.runs] == [run.scores for run in results.runs]
 
     asked["eval"]["sets"] = [{"name": "chat-letters", "count": 2}]
     asked["eval"]["folder"] = "eval-other"

@@ -202,23 +202,23 @@ def test_a_large_vocabulary_is_enumerated_over_a_smaller_one_with_the_same_count
     assert most > 0.4, "drafts that are never accepted would show nothing"
 
 
+PATHS: dict[str, Any] = {"drafter": "paths", "paths": 2, "length": 3}
+DYNAMIC: dict[str, Any] = {"drafter": "dynamic_tree", "nodes": 5, "depth": 3, "gain": 0.5}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("settings", "references", "names"),
+    ("settings", "references", "names", "trained"),
     [
-        (CHAIN, ("token", "block", "naive"), ["token", "block", "traversal"]),
-        (TREE, ("rrs", "traversal", "naive"), ["rrs", "kseq", "importance", "traversal", "naive"]),
-        ({**TREE, "siblings": "distinct"}, ("rrs_wor", "traversal", "naive"), ["rrs_wor"]),
-        ({**TREE, "siblings": "greedy"}, ("greedy_draft", "naive"), ["greedy_draft"]),
-        (
-            {"drafter": "paths", "paths": 2, "length": 3},
-            ("rrs", "traversal", "naive"),
-            ["batch", "multipath_block"],
-        ),
-        ({"drafter": "dynamic_tree", "nodes": 5, "depth": 3, "gain": 0.5}, ("naive",), ["naive"]),
+        (CHAIN, ("token", "block", "naive"), ["token", "block", "traversal"], False),
+        (CHAIN, ("token", "block", "naive"), ["token", "block", "traversal"], True),
+        (TREE, ("rrs", "traversal", "naive"), ["rrs", "kseq", "importance", "naive"], False),
+        ({**TREE, "siblings": "distinct"}, ("rrs_wor", "naive"), ["rrs_wor"], True),
+        ({**TREE, "siblings": "greedy"}, ("greedy_draft", "naive"), ["greedy_draft"], False),
+        (PATHS, ("rrs", "traversal", "naive"), ["batch", "multipath_block"], False),
+        (DYNAMIC, ("naive",), ["naive"], False),
     ],
 )
-@pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])
 def test_tokens_a_call_are_those_of_decoding(
     settings: dict[str, Any],
     references: tuple[str, ...],

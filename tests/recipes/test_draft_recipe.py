@@ -36,7 +36,7 @@ def arguments(target: Path, *more: str) -> list[str]:
 
 def finish(config: PipelineConfig) -> None:
     """Folders of finished stages, as the recipes write them, around no models."""
-    for stage in [Rollouts(config), *train_draft.RECIPE.asked(config)]:
+    for stage in [Rollouts(config), *train_draft.RECIPE.stages_of(config)]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(stage), "run", lambda _stage: ACCEPTANCE)
             run_stage(stage)
@@ -124,7 +124,7 @@ def test_what_cannot_be_made_or_trained_is_refused_before_anything_runs(
     config = parse(arguments(Path("target"), *shlex.split(asked))).config
     outcome = nullcontext() if said is None else pytest.raises(ConfigError, match=said)
     with outcome:
-        for stage in train_draft.RECIPE.asked(config):
+        for stage in train_draft.RECIPE.stages_of(config):
             stage.check()
 
 

@@ -20,7 +20,7 @@ GIVEN = ["--output", "runs/my #1", "--toy", "null", "--seed", "2"]
 def steps(recipe: str, *more: str, program: str | None = "draftsmith x") -> list[Step]:
     """The next steps of a recipe that was called with GIVEN and more."""
     given = [*GIVEN, *more]
-    return RECIPES[recipe].asked(parse(given).config)[-1].next(CommandLine(given, program))
+    return RECIPES[recipe].stages_of(parse(given).config)[-1].next(CommandLine(given, program))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -176,12 +176,11 @@ def test_every_stage_makes_what_it_makes_on_the_cpu(
     [
         ({"kind": "target", "layers": 1}, {"depths": 3, "optimizer": "muon"}, "immediate"),
         ({"kind": "target", "layers": 1}, {"lora": {"rank": 4}, "on_policy": 0.4}, "specdec++"),
-        ({"kind": "fresh", "architecture": "toy"}, {}, "immediate"),
         ({"taps": [1]}, {}, "immediate"),
         ({"layout": "eagle3", "taps": [0, 1, 2]}, {}, "immediate"),
         ({"layout": "dspark", "block": 3, "taps": [1]}, {}, "confidence"),
     ],
-    ids=["depths, muon", "adapters, on policy", "fresh", "states", "eagle3", "dspark"],
+    ids=["depths, muon", "adapters, on policy", "states", "eagle3", "dspark"],
 )
 def test_a_draft_of_every_layout_with_its_head_is_that_of_the_cpu(
     init: Any,

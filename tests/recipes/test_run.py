@@ -196,7 +196,7 @@ class Failing(Recipe):
         if self.error:
             raise self.error
 
-    def asked(self, config: PipelineConfig) -> list[Any]:
+    def stages_of(self, config: PipelineConfig) -> list[Any]:
         return [Work(config)]
 
 

@@ -83,7 +83,11 @@ def test_the_size_of_a_batch_of_a_piece_and_of_a_forward_change_no_label(
     close(whole, [work([row])[0] for row in rows])
     monkeypatch.setattr(texts, "VALUES_AT_ONCE", 1)
     monkeypatch.setattr(texts, "POSITIONS", {"cpu": 3})
+    rows_of_logits: list[int] = []
+    for model in (target, draft):
+        model.lm_head.register_forward_hook(lambda *run: rows_of_logits.append(len(run[-1])))
     close(whole, work(rows))
+    assert max(rows_of_logits) == 3, "no logits of all positions are made"
     close(whole, Labeller(work.source, work.draft, WARPED, 0, tokens_at_once=1)(rows))
 
 

@@ -7,8 +7,10 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -37,7 +39,6 @@ from specdata.storage.files import is_locked, locked
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 from tests.support.acceptance import rollout
-from tests.support.datasets import small_disk
 from tests.support.tiny import tiny_llama
 from tests.support.two_processes import as_rank, finish, kill, wait_for
 
@@ -291,6 +292,22 @@ def test_any_number_of_processes_makes_the_same_bytes_and_shares_the_work(
     assert all(made), "every process makes some"
     assert sorted(int(index) for part in made for index in part) == list(range(SHARDS))
     assert content(tmp_path / "3") == whole
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A real file system of this size; the test is skipped where none may be mounted."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this container may not mount: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        # Lazily: a dataset that this process has loaded is still mapped from there.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def loaded_by_datasets(path: Path) -> None:

@@ -59,7 +59,7 @@ def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["DDP", "ZeRO-3"])
 def test_any_number_of_processes_and_any_engine_train_the_same_head_and_draft(
     pair: Path, alone: Path, tmp_path: Path, server: ForkServerContext, engine: str, count: int
 ) -> None:
@@ -78,13 +78,10 @@ def test_any_number_of_processes_and_any_engine_train_the_same_head_and_draft(
     ("engine", "counts", "changes"),
     [
         ("DDP", (1, 2), {"epochs": 4}),
-        ("DDP", (2, 1), {"epochs": 4}),
-        ("ZeRO-1", (4, 2, 1), {}),
         ("ZeRO-2", (4, 2, 1), {}),
-        ("ZeRO-3", (4, 2, 1), {}),
         ("ZeRO-3", (4, 2, 1), {"lora": {"rank": 4}}),
     ],
-    ids=["1 -> 2", "2 -> 1", "ZeRO-1", "ZeRO-2", "ZeRO-3", "adapters"],
+    ids=["DDP", "ZeRO-2", "ZeRO-3, adapters"],
 )
 def test_a_killed_draft_goes_on_in_another_number_of_processes(
     pair: Path,

@@ -23,7 +23,7 @@ from specdata.prompts.conversations import Account, read_conversations
 from specdata.prompts.loading import check_sets, dropped, load_prompts
 from tests.support.chats import chat_tokenizer
 from tests.support.hub import Server
-from tests.support.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts
+from tests.support.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, load, parquet, texts
 
 __all__ = ["datasets_cache"]
 pytestmark = pytest.mark.usefixtures("cache")
@@ -35,7 +35,7 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
     lines = [b'{"prompt": "good"}', b'{"prompt": "good"}', b'{"prompt": "  ?! "}', long.encode()]
     lines += [b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud800 half"}', b'{"prompt": 7}', b""]
     path.write_bytes(b"\n".join([*lines, b'{"prompt": "also good"}']))
-    loaded = load_prompts([PromptSet(str(path), "train", 0)], PLAIN, seed=0, max_tokens=40)
+    loaded = load(str(path), PLAIN, max_tokens=40)
     assert texts(loaded) == ["good", "also good"]
     (entry,) = loaded.report
     reasons = {"duplicate": 1, "near_empty": 1, "over_long": 1, "undecodable": 3}
@@ -71,7 +71,7 @@ def test_prompts_with_an_id_that_the_model_has_no_row_for_are_counted_by_its_tok
     tokenizer, rows = copy.deepcopy(PLAIN), len(PLAIN)
     tokenizer.add_tokens(["<image>"])
     asked = jsonl(tmp_path / "two.jsonl", [{"prompt": "good"}, {"prompt": "see <image> there"}])
-    loaded = load_prompts([PromptSet(asked, "train", 0)], tokenizer, seed=0, vocabulary=rows)
+    loaded = load(asked, tokenizer, vocabulary=rows)
     assert texts(loaded) == ["good"]
     (line,) = dropped(loaded.report)
     assert f"1 out_of_vocabulary. the tokenizer's '<image>' is id {rows}, and the" in line
@@ -89,7 +89,7 @@ def test_a_prompt_files_path_is_taken_literally_whatever_it_holds(
         path = folder / f"{stem}{end}"
         _ = parquet(path, rows) if end == ".parquet" else jsonl(path, rows)
     for source in (f"{name}{end}", str(folder / f"{name}{end}")):
-        assert texts(load_prompts([PromptSet(source, "train", 0)], PLAIN, seed=0)) == [f"of {name}"]
+        assert texts(load(source, PLAIN)) == [f"of {name}"]
 
 
 def test_an_empty_question_is_not_made_a_prompt_by_its_template(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
 def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) -> None:
     wanted, message = bad_sets(tmp_path)[number]
     with pytest.raises(ConfigError, match=message):
-        load_prompts([wanted], PLAIN, seed=0)
+        load(wanted, PLAIN)
     if "chat template" not in message:  # all else is found before a model is loaded
         with pytest.raises(ConfigError, match=message):
             check_sets([wanted], 0)
@@ -233,7 +233,7 @@ def test_of_the_hub_what_is_asked_is_read_and_again_offline_or_refused_with_what
         "from specdata.errors import ConfigError\n"
         "from tests.support.prompt_files import PLAIN, texts\n"
         f"for wanted in {HUB_SETS}:\n"
-        "    try:\n        print(texts(load_prompts([wanted], PLAIN, seed=0)))\n"
+        "    try:\n        print(texts(load(wanted, PLAIN)))\n"
         "    except ConfigError as error:\n        print(error)\n"
     )
     with Server(root) as server:
@@ -335,10 +335,9 @@ def test_what_a_row_holds_beside_its_messages_is_given_to_the_template(tmp_path:
         "{{ mode }}{{ level }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
         "{% for message in messages %}{{ message.content }}{% endfor %}"
     )
-    loaded = load_prompts(
-        [PromptSet(source, "train", 0)],
+    loaded = load(
+        source,
         tokenizer,
-        seed=0,
         template_variables={"mode": "long", "level": "low"},
     )
     assert tokenizer.decode(loaded.prompts[0].ids) == "shortlowrainBe brief.Rain in Oslo?"
@@ -410,7 +409,7 @@ def test_rows_of_more_than_text_are_left_out_and_counted(row: Any, tmp_path: Pat
     text = "<image> is a tag:\n<image>\n</image>"
     good = {"messages": [{**HI, "content": text}], "prompt": text, "image": None, "imagined": "x"}
     source = jsonl(tmp_path / "a.jsonl", [row, {name: good[name] for name in good if name in row}])
-    loaded = load_prompts([PromptSet(source, "train", 0)], CHAT, seed=0)
+    loaded = load(source, CHAT)
     assert (loaded.report[0]["kept"], loaded.report[0]["dropped"]["media"]) == (1, 1)
     assert "1 media. row 1: `" in dropped(loaded.report)[0]
 
@@ -419,7 +418,7 @@ def test_a_row_with_sounds_costs_itself_alone_where_nothing_decodes_them(tmp_pat
     sounds = ({"bytes": b"RIFF", "path": None}, None)
     rows = datasets.Dataset.from_list([{"messages": [HI], "audio": each} for each in sounds])
     rows.cast_column("audio", datasets.Audio()).to_parquet(source := str(tmp_path / "a.parquet"))
-    (entry,) = load_prompts([PromptSet(source, "train", 0)], CHAT, seed=0).report
+    (entry,) = load(source, CHAT).report
     assert (entry["read"], entry["kept"]) == (2, 1)
 
 
@@ -437,7 +436,7 @@ def test_keys_that_nothing_reads_are_named_and_counted(tmp_path: Path) -> None:
     list(read_conversations(account := Account(source), 0))
     assert str(account) == "`enable_thinking`, not read, in 2; `toxic` of messages, not read, in 1"
     source = jsonl(tmp_path / "b.jsonl", [{"prompt": "Hi.", "system": "x", "completion": "y"}])
-    (said,) = dropped(load_prompts([PromptSet(source, "train", 0)], PLAIN, seed=0).report)
+    (said,) = dropped(load(source, PLAIN).report)
     assert said.endswith("rows: `system` in 1")
 
 
@@ -449,6 +448,6 @@ def test_a_bad_character_costs_its_row_alone_in_every_kind_of_file(
     whole = b"\r\n".join(rows) if "jsonl" in end else b"[%s]" % b",\r\n".join(rows)
     path = tmp_path / f"a{end}"
     path.write_bytes((gzip.compress if end.endswith("gz") else bytes)(codecs.BOM_UTF8 + whole))
-    loaded = load_prompts([PromptSet(str(path), "train", 0)], PLAIN, seed=0)
+    loaded = load(str(path), PLAIN)
     assert texts(loaded) == ["good"]
     assert loaded.report[0]["dropped"]["undecodable"] == 2

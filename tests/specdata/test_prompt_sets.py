@@ -20,7 +20,7 @@ from specdata.prompts.loading import check_sets, dropped, load_prompts
 from specdata.prompts.prompt import Prompt
 from specdata.prompts.reading import prompt_inputs
 from specdata.prompts.stored import Prompts
-from tests.support.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts
+from tests.support.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, load, parquet, texts
 
 __all__ = ["datasets_cache"]
 pytestmark = pytest.mark.usefixtures("cache")
@@ -127,10 +127,10 @@ def test_a_row_in_its_true_schema_becomes_the_text_or_the_message(
     source = write(tmp_path / f"copy.{write.__name__}", [row])
     split = "train" if name in ("alpaca", "dolly") else "test"
     wanted = PromptSet(name, split, 1, source=source, turns="first")
-    (prompt,) = load_prompts([wanted], PLAIN, seed=0).prompts
+    (prompt,) = load(wanted, PLAIN).prompts
     assert PLAIN.decode(prompt.ids[1:]) == plain
     assert (prompt.dataset, prompt.split, prompt.messages) == (name, split, ())
-    (prompt,) = load_prompts([wanted], CHAT, seed=0).prompts
+    (prompt,) = load(wanted, CHAT).prompts
     if asked:
         assert prompt.messages == ({"role": "user", "content": asked},)
         assert prompt.ids == chat_ids(CHAT, prompt.messages)
@@ -163,10 +163,10 @@ def test_the_order_follows_the_seed_and_a_larger_count_appends(tmp_path: Path) -
     first, other = (texts(load_prompts([wanted], PLAIN, seed=seed)) for seed in (0, 1))
     assert len(first) == 10
     assert first != other
-    assert first == texts(load_prompts([wanted], PLAIN, seed=0))
+    assert first == texts(load(wanted, PLAIN))
     more = dataclasses.replace(wanted, count=20)
-    assert texts(load_prompts([more], PLAIN, seed=0))[:10] == first
-    all_there_are = load_prompts([dataclasses.replace(wanted, count=41)], PLAIN, seed=0)
+    assert texts(load(more, PLAIN))[:10] == first
+    all_there_are = load(dataclasses.replace(wanted, count=41), PLAIN)
     assert len(all_there_are.prompts) == 40
     assert "40 of 40 kept; it has no more (41 were asked for)" in dropped(all_there_are.report)[0]
 
@@ -197,9 +197,9 @@ def test_a_copy_of_the_repository_is_read_with_its_configurations_and_splits(
     inputs = prompt_inputs(sets)
     assert sum(name.endswith(".parquet") for name in inputs.values()) == 4
     with pytest.raises(ConfigError, match=r"cannot be read.*source_split"):
-        load_prompts([dataclasses.replace(sets[2], source_split="tests")], PLAIN, seed=0)
+        load(dataclasses.replace(sets[2], source_split="tests"), PLAIN)
     with pytest.raises(ConfigError, match=r"cannot be read.*subset"):
-        load_prompts([dataclasses.replace(sets[2], subset="mian")], PLAIN, seed=0)
+        load(dataclasses.replace(sets[2], subset="mian"), PLAIN)
 
 
 SHAREGPT = {
@@ -220,7 +220,7 @@ def test_a_recorded_conversation_gives_a_prompt_a_turn(
     path = tmp_path / "share.json"
     path.write_text(json.dumps([SHAREGPT]))
     wanted = PromptSet("sharegpt", "train", 0, source=str(path), turns=turns)
-    prompts = load_prompts([wanted], CHAT, seed=0).prompts
+    prompts = load(wanted, CHAT).prompts
     assert [len(prompt.messages) for prompt in prompts] == lengths
     own = PromptSet(jsonl(tmp_path / "own.jsonl", [SHAREGPT]), "train", 0, turns=turns)
     assert [each.ids for each in load_prompts([own], CHAT, seed=0).prompts] == [
@@ -229,7 +229,7 @@ def test_a_recorded_conversation_gives_a_prompt_a_turn(
     assert prompts[-1].messages[-1]["role"] == "user"
     assert prompts[-1].ids == chat_ids(CHAT, prompts[-1].messages)
     with pytest.raises(ConfigError, match="has no chat template"):
-        load_prompts([wanted], PLAIN, seed=0)
+        load(wanted, PLAIN)
 
 
 def test_conversations_are_cut_by_what_they_say_whatever_their_keys(tmp_path: Path) -> None:
@@ -246,18 +246,18 @@ def test_conversations_are_cut_by_what_they_say_whatever_their_keys(tmp_path: Pa
 def test_questions_that_depend_on_an_answer_wait_as_follow_ups(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "question.jsonl", [ROWS["spec-bench"][0]])
     wanted = PromptSet("spec-bench", "test", 1, source=source)
-    (prompt,) = load_prompts([wanted], CHAT, seed=0).prompts
+    (prompt,) = load(wanted, CHAT).prompts
     assert prompt.follow_ups == ("Now in one line.",)
-    (first,) = load_prompts([dataclasses.replace(wanted, turns="first")], CHAT, seed=0).prompts
+    (first,) = load(dataclasses.replace(wanted, turns="first"), CHAT).prompts
     assert first.follow_ups == ()
     assert first.ids == prompt.ids
     assert first.example_id != prompt.example_id
     with pytest.raises(ConfigError, match=r"has no chat template.*`turns: first`"):
-        load_prompts([wanted], PLAIN, seed=0)
-    with pytest.raises(ConfigError, match="with `chat: false` give `turns: first`"):
-        load_prompts([dataclasses.replace(wanted, chat=False)], CHAT, seed=0)
+        load(wanted, PLAIN)
+    with pytest.raises(ConfigError, match="leave `chat: false` out, or ask the first"):
+        load(dataclasses.replace(wanted, chat=False), CHAT)
     with pytest.raises(ConfigError, match="may be all"):
-        load_prompts([dataclasses.replace(wanted, turns="last")], CHAT, seed=0)
+        load(dataclasses.replace(wanted, turns="last"), CHAT)
 
 
 @pytest.mark.parametrize("write", [parquet, jsonl], ids=["parquet", "jsonl"])
@@ -308,7 +308,7 @@ def test_prompts_are_tokenized_once_and_many_at_once(chat: bool, tmp_path: Path)
     loaded = load_prompts(sets, counting(CHAT, calls), seed=0)
     assert calls == [1024, 1024, 2400 - 2048]
     assert (len(loaded.prompts), loaded.report[0]["dropped"]["duplicate"]) == (2400, 100)
-    alone = [load_prompts([dataclasses.replace(sets[0], count=n)], CHAT, seed=0) for n in (1, 9)]
+    alone = [load(dataclasses.replace(sets[0], count=n), CHAT) for n in (1, 9)]
     assert [each.prompts[-1] for each in alone] == [loaded.prompts[n] for n in (0, 8)]
 
 

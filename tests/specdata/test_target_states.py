@@ -142,7 +142,11 @@ def said(
 @pytest.mark.parametrize("kept", [None, range(3, 20, 2)], ids=["whole", "reduced"])
 @pytest.mark.parametrize(
     ("source", "which"),
-    [*product(["states", "all logits"], SAMPLERS), *product(["top logits"], DECIDED)],
+    [
+        *product(["states", "all logits"], ["plain", "truncated", "greedy"]),
+        ("states", "warmer"),
+        *product(["top logits"], DECIDED),
+    ],
 )
 def test_labels_measurements_and_training_are_those_of_the_target_run_here(
     source: str,

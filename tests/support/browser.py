@@ -57,12 +57,11 @@ class Browser:
         os.close(self._asking)
         os.close(self._answering)
 
-    def open(self, page: Path, *, width: int, dark: bool = False, media: str = "") -> None:
+    def open(self, page: Path, *, width: int, media: str = "") -> None:
         """Show a file, in a window so many CSS pixels wide; `media` may be "print"."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         self._send("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._send("Emulation.setEmulatedMedia", media=media, features=[scheme])
+        self._send("Emulation.setEmulatedMedia", media=media)
         self._send("Page.navigate", url=page.resolve().as_uri())
         self._wait_for("Page.loadEventFired")
 

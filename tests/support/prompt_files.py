@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specdata.config import PromptSet
+from specdata.prompts.loading import load_prompts
 from specdata.prompts.prompt import LoadedPrompts
 from tests.support.chats import chat_tokenizer
 
@@ -32,6 +34,12 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def load(wanted: str | PromptSet, tokenizer: Any, **options: Any) -> LoadedPrompts:
+    """The prompts of a set of seed 0; a source stands for all its rows, of split train."""
+    dataset = PromptSet(wanted, "train", 0) if isinstance(wanted, str) else wanted
+    return load_prompts([dataset], tokenizer, seed=0, **options)
 
 
 def texts(loaded: LoadedPrompts) -> list[str]:

@@ -47,14 +47,14 @@ STOPPING_RULES: dict[str, type[StoppingRule]] = {
 
 
 def read_rule(
-    stop: Any, parameters: Mapping[str, Any], *, others: Collection[str], strict: bool
+    stop: Any, parameters: Mapping[str, Any], *, known: Collection[str], strict: bool
 ) -> StoppingRule:
     """The rule that flat settings ask for; ValidationError has each mistake under its own key.
 
     Args:
         stop: the rule's name, or a rule whose parameters are already in it.
         parameters: settings that belong to no other part of the configuration.
-        others: names of the settings of other parts, for the hint at an unknown name.
+        known: names of the settings of other parts, for the hint at an unknown name.
         strict: refuse (ValueError) a parameter that only other rules have. Otherwise it is ignored,
             so that one call can name the parameters of several rules.
     """
@@ -65,7 +65,7 @@ def read_rule(
         raise _mistakes({"stop": f"unknown stop {stop!r}; choose from {names}"}, {"stop": stop})
     of_rules = {name for each in (*STOPPING_RULES.values(), kind) for name in each.model_fields}
     if unknown := [name for name in parameters if name not in of_rules]:
-        keys = [*others, *sorted(of_rules)]
+        keys = [*known, *sorted(of_rules)]
         hints = {name: f"unknown key: {nearest(name, keys)}" for name in unknown}
         raise _mistakes(hints, parameters)
     fields = kind.model_fields if rule is None else ()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from heads import BaseHead
 
 MEAN_ACCEPTANCE = 0.8
-"""Of a drafted token, before anything is known."""
+"""Acceptance probability of a drafted token before anything is known."""
 PRIOR_TOKENS = 20
 """Drafted tokens that count as much as the first guess of the mean acceptance."""
 DRAFT_SHARE = 0.3
@@ -71,7 +71,7 @@ class Cost(CalibratedRule):
 
     @property
     def reads_head(self) -> bool:
-        """As it was told."""
+        """True unless it was told to ask none."""
         return self.head
 
     @property
@@ -92,7 +92,7 @@ class Cost(CalibratedRule):
 def gain(
     prefix_acceptance: float, *, mean_acceptance: float, token_seconds: float, draft_seconds: float
 ) -> float:
-    """What one more drafted token is expected to save: lambda prod_{i<=k} a_i abar_{k+1} - t_d.
+    """The expected saving of one more drafted token: lambda prod_{i<=k} a_i abar_{k+1} - t_d.
 
     One more token saves lambda, the time of an emitted token (`token_seconds`), if it and all
     before it are accepted, and costs t_d (`draft_seconds`). With lambda the least reachable time

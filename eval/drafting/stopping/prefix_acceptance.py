@@ -70,7 +70,7 @@ class PrefixAcceptance:
         newest: float = 1.0,
         answers: Sequence[float] | None = None,
     ) -> float:
-        """That all tokens drafted so far are accepted, once another one is drawn."""
+        """Estimate that all tokens so far are accepted, once another one is drawn."""
         self._drafted += 1
         if self._drafted > self._lag:
             raw = self._judge.logit(drafted) if answers is None else answers[0]

@@ -28,7 +28,7 @@ def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
 
 @dataclass(frozen=True, slots=True)
 class RecordedHead:
-    """What an acceptance head says of recorded tokens, and a judge of them, as heads have one.
+    """The outputs of an acceptance head for recorded tokens; it judges them as a head does.
 
     Attributes:
         logits: raw logits (R, N) of the token at each position.
@@ -44,13 +44,13 @@ class RecordedHead:
         return np.roll(self.logits, self.lag - drawn.position, axis=1)
 
     def judge(self) -> RecordedHead:
-        """Itself."""
+        """Return itself."""
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTokens:
-    """What rules read of the drafted tokens of R rollouts; every array is (R, N).
+    """The drafted tokens of R rollouts, as rules read them; every array is (R, N).
 
     Attributes:
         lengths: (R,) positions of each rollout, at least 1.

@@ -40,7 +40,7 @@ class Fixed(StoppingRule):
         return self.length
 
     def start(self, head: BaseHead | None) -> ActiveRule:
-        """Nothing is asked of the tokens."""
+        """Ask nothing of the tokens."""
         return ActiveRule(self.length)
 
 

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eval.verifiers.selection.groups import (
+from eval.verifiers.selection.pairs import (
     BUCKETS,
     Array,
     Ids,
+    PairRule,
+    Selection,
     group_masses,
     groups_by_ratio,
     largest,
 )
-from eval.verifiers.selection.pairs import PairRule, Selection
 
 # Tokens with a theta of their own.
 HEAD = 64

@@ -3,7 +3,8 @@
 A rule for two drafts X1 ~ q1, X2 ~ q2 is given by shares of unordered pairs: the pair {i, j} has
 mass q1(i) q2(j) + q1(j) q2(i), and the rule decides which share of it goes to i. (Khisti
 et al. 2025, arXiv:2410.18234, equation 197, lets the share depend on who drew which; averaging
-over that reaches the same distributions with half the variables.)
+over that reaches the same distributions with half the variables.) A large vocabulary is reduced
+to a few groups: likely tokens by themselves, the others by their p/q.
 """
 
 from __future__ import annotations
@@ -12,8 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from eval.verifiers.selection.groups import Array, Ids, group_masses
+Array = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+# Ratios p/q from 1/16 to 16 in steps of an eighth of an octave.
+OCTAVES, PER_OCTAVE = 4, 8
+BUCKETS = 2 * OCTAVES * PER_OCTAVE
 
 NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 
@@ -114,3 +122,30 @@ def _after(masses: Array) -> Array:
     """(n,) for every entry the sum of those after it."""
     later: Array = np.cumsum(masses[::-1])[::-1]
     return np.append(later[1:], 0.0)
+
+
+def largest(scores: Array, count: int) -> Ids:
+    """Ids (count,) of the largest of scores (V,), largest first; all ids if there are fewer."""
+    ids: Ids = torch.from_numpy(scores).topk(min(count, len(scores))).indices.numpy()
+    return ids
+
+
+def groups_by_ratio(p: Array, q: Array, head: Ids) -> Ids:
+    """A group for every head token, and `BUCKETS` groups of other tokens with similar p/q.
+
+    Tokens with equal p/q should be selected with equal preference, so a group loses no more than
+    the width of its interval costs. The h head tokens get the groups 0 .. h-1.
+    """
+    # Single precision suffices: any assignment gives an exact rule.
+    target, draft = torch.from_numpy(p).float(), torch.from_numpy(q).float()
+    octaves = target.div_(draft).log2_().nan_to_num_(nan=0.0)
+    bucket = ((octaves + OCTAVES) * PER_OCTAVE).clamp_(0, BUCKETS - 1)
+    group: Ids = bucket.long().numpy() + len(head)
+    group[head] = np.arange(len(head))
+    return group
+
+
+def group_masses(group: Ids, distribution: Array, count: int) -> Array:
+    """(count,) probability of every group under a distribution (V,)."""
+    masses: Array = np.bincount(group, distribution, count).astype(np.float64, copy=False)
+    return masses

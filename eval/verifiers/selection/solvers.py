@@ -19,16 +19,19 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from eval.verifiers.selection.groups import (
+from eval.verifiers.selection.luce import fit_pair, fit_race
+from eval.verifiers.selection.pairs import (
     BUCKETS,
+    NO_IDS,
     Array,
     Ids,
+    PairRule,
+    Selection,
     group_masses,
     groups_by_ratio,
     largest,
+    pair_masses,
 )
-from eval.verifiers.selection.luce import fit_pair, fit_race
-from eval.verifiers.selection.pairs import NO_IDS, PairRule, Selection, pair_masses
 
 Solver = Literal["lp", "truncated", "truncated_nosort", "luce"]
 
