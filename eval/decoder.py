@@ -90,9 +90,10 @@ class SpeculativeDecoder:
         """Build a decoder for transformers models that share a vocabulary.
 
         Without a draft it is plain decoding, or lookups; if `config.path_drafts` names several,
-        they are those of `config.drafts` in their order. The acceptance head serves stop="head" (and "cost"): the
-        module itself is moved to the draft's device, as `head.to` does. How forwards run is in
-        `eval.runtime.graphs`. A verifier takes the place of the configuration's own.
+        they are those of `config.drafts` in their order. The acceptance head serves stop="head"
+        (and "cost"): the module itself is moved to the draft's device, as `head.to` does. How
+        forwards run is in `eval.runtime.graphs`. A verifier takes the place of the configuration's
+        own.
 
         Raises:
             ConfigError: if the configuration needs a head or more drafts than are given, if the
@@ -105,8 +106,9 @@ class SpeculativeDecoder:
         """
         vocabulary = target.config.get_text_config().vocab_size
         verifier = verifier or config.make_verifier()
-        drafts = tuple(draft) if isinstance(draft, Sequence) else (draft,) if draft else ()
-        drafts = () if config.drafter == "lookup" else drafts
+        drafts = () if draft is None else tuple(draft) if isinstance(draft, Sequence) else (draft,)
+        if config.drafter == "lookup":
+            drafts = ()
         if drafts:
             if len(drafts) != len(config.drafts):
                 raise ConfigError(
