@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Nodes of a draft: each takes a distribution over the vocabulary, of both models.
 MOST_NODES = 4096
-DrafterName = Literal["chain", "paths", "tree", "dynamic_tree"]
+DrafterName = Literal["chain", "paths", "tree", "dynamic_tree", "lookup"]
 SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
 
 
@@ -71,7 +71,7 @@ class Method(Config):
         default="speculative",
         description="plain (target alone), speculative (ours), generate (transformers' own, target "
         "alone), assisted (transformers' own, which drafts `length` tokens, or stops by "
-        "confidence if it is given a `threshold`, or looks tokens up if it is given `lookup`), or "
+        "confidence if it is given a `threshold`, or has no draft if it is given `lookup`), or "
         "server (an engine at `url`, whatever it drafts with)",
     )
     url: str = Field(default="", description="address of the engine of decoder server")
@@ -81,8 +81,12 @@ class Method(Config):
     lookup: Few = Field(
         default=0,
         ge=0,
-        description="tokens that decoder assisted takes from the prompt, which follow there what "
-        "was written last, and no draft (transformers' prompt_lookup_num_tokens); 0: by the draft",
+        description="tokens that are taken from the text where what was written last stands in it "
+        "already: the drafter drafts only where it does not. Decoder assisted has no drafter then "
+        "(transformers' prompt_lookup_num_tokens). 0: none",
+    )
+    match: Few = Field(
+        default=3, ge=1, description="tokens that must stand in the text already for a lookup"
     )
     verifier: str = Field(default="token", description="acceptance rule: a name in `VERIFIERS`")
     verifier_args: dict[str, Any] = Field(
@@ -90,8 +94,9 @@ class Method(Config):
     )
     drafter: DrafterName = Field(
         default="chain",
-        description="chain, paths (independent rollouts of one length), tree (a k-configuration) "
-        "or dynamic_tree (the draft's most probable continuations)",
+        description="chain, paths (independent rollouts of one length), tree (a k-configuration), "
+        "dynamic_tree (the draft's most probable continuations) or lookup (no draft, `lookup` "
+        "alone)",
     )
     paths: Few = Field(default=1, ge=1, description="number of paths")
     widths: tuple[int, ...] = Field(
@@ -216,6 +221,27 @@ class Method(Config):
         return self
 
     @model_validator(mode="after")
+    def _check_lookup(self) -> Self:
+        if self.decoder != "speculative":
+            return self
+        if self.drafter == "lookup" and not self.lookup:
+            raise ConfigError("drafter lookup needs the number of its tokens, such as lookup: 8")
+        # Rounds of two kinds share no residual, and a bias is that of the draft's own tokens.
+        fit = [
+            name
+            for name, each in VERIFIERS.items()
+            if {"chain", self.kind} <= {*each.takes}
+            and each.lossless
+            and not each.residual_persists
+        ]
+        if self.lookup and self.verifier not in fit:
+            raise ConfigError(
+                f"lookups are chains, and verifier {self.verifier!r} cannot take turns between "
+                f"them and {self.kind}: take {' or '.join(fit)}, or leave lookup out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_read(self) -> Self:
         reader, unread = self._unread() if self.strict_parameters else ("", [])
         if unread:
@@ -254,7 +280,8 @@ class Method(Config):
     @property
     def uses_draft(self) -> bool:
         """True if the draft model proposes tokens."""
-        return self.speculates and not self.lookup
+        alone = self.lookup if self.decoder == "assisted" else self.drafter == "lookup"
+        return self.speculates and not alone
 
     @property
     def speculates(self) -> bool:
@@ -279,13 +306,13 @@ class Method(Config):
     @property
     def branches(self) -> bool:
         """True if a draft may have several candidates for a position."""
-        return self.decoder == "speculative" and self.drafter != "chain"
+        return self.decoder == "speculative" and self.drafter not in ("chain", "lookup")
 
     @property
     def fixed_length(self) -> int | None:
         """Positions that are drafted in every round; None if their number may change."""
-        fixed = self.uses_draft and not self.stop.adaptive and self.drafter != "dynamic_tree"
-        return self.deepest if fixed else None
+        varies = self.stop.adaptive or self.drafter == "dynamic_tree" or self.lookup
+        return self.deepest if self.uses_draft and not varies else None
 
     @property
     def deepest(self) -> int:
@@ -318,8 +345,10 @@ class Method(Config):
             return f"decoder {self.decoder}", unread
         drafter = self.drafter
         unread = [name for name in given if drafter not in ONLY_READ_BY.get(name, (drafter,))]
-        unread += [name for name in (*SERVED_BY, "lookup") if name in given]
-        if drafter in ("tree", "dynamic_tree"):  # these have depths of their own
+        unread += [name for name in SERVED_BY if name in given]
+        if "match" in given and not self.lookup:
+            unread.append("match")
+        if drafter in ("tree", "dynamic_tree", "lookup"):  # these have depths of their own
             unread += [name for name in type(self.stop).model_fields if name in given]
         return f"drafter {drafter}", unread
 
@@ -337,7 +366,7 @@ class Method(Config):
     @property
     def kind(self) -> str:
         """The `DraftTree.kind` of its drafts."""
-        if self.drafter == "chain":
+        if self.drafter in ("chain", "lookup"):
             return "chain"
         if self.drafter == "paths":
             distributions = max(len(set(self.path_temperatures)), len(set(self.path_drafts)))

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from eval.decode_config import DecodeConfig
 from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath, drawn_chain
 from eval.drafting.dynamic_tree import DynamicTreeDrafter
+from eval.drafting.lookup import LookupDrafter
 from eval.rounds import Generation, Round
 from eval.runtime.batches import ForwardCoroutine, drive, run_batch
 from eval.runtime.engines import Engine
@@ -49,7 +50,7 @@ class SpeculativeDecoder:
     """Decodes with a target, perhaps drafts, and a verifier. Not for concurrent use.
 
     Args:
-        drafts: those of `config.drafts`, in their order; none is plain decoding.
+        drafts: those of `config.drafts`, in their order; none is plain decoding, but for lookups.
         head: the acceptance head of the stopping rule, on the drafts' device.
         verifier: in place of the configuration's own.
     """
@@ -88,10 +89,11 @@ class SpeculativeDecoder:
     ) -> SpeculativeDecoder:
         """Build a decoder for transformers models that share a vocabulary.
 
-        Without a draft it is plain decoding; if `config.path_drafts` names several, they are those
-        of `config.drafts` in their order. The acceptance head serves stop="head" (and "cost"): the
-        module itself is moved to the draft's device, as `head.to` does. How forwards run is in
-        `eval.runtime.graphs`. A verifier takes the place of the configuration's own.
+        Without a draft it is plain decoding, or lookups; if `config.path_drafts` names several,
+        they are those of `config.drafts` in their order. The acceptance head serves stop="head"
+        (and "cost"): the module itself is moved to the draft's device, as `head.to` does. How
+        forwards run is in `eval.runtime.graphs`. A verifier takes the place of the configuration's
+        own.
 
         Raises:
             ConfigError: if the configuration needs a head or more drafts than are given, if the
@@ -105,6 +107,8 @@ class SpeculativeDecoder:
         vocabulary = target.config.get_text_config().vocab_size
         verifier = verifier or config.make_verifier()
         drafts = () if draft is None else tuple(draft) if isinstance(draft, Sequence) else (draft,)
+        if config.drafter == "lookup":
+            drafts = ()
         if drafts:
             if len(drafts) != len(config.drafts):
                 raise ConfigError(
@@ -321,6 +325,11 @@ class SpeculativeDecoder:
             new = len(self._slots)
             sequence = sequence_of(self._target, new, self._config.sampling)
             new_drafter = self._drafter(new) if self._drafts else None
+            if lookup := self._config.lookup:
+                vocabulary, match = self._target.vocabulary, self._config.match
+                new_drafter = LookupDrafter(
+                    lookup, match, vocabulary, self._verified_on, self._end_tokens, new_drafter
+                )
             if new_drafter is not None:
                 new_drafter.follow(sequence)
             self._slots.append((sequence, new_drafter))

@@ -246,9 +246,9 @@ class PromptSet:
 
     name: str = Field(
         description="embedded (natural, for chat models: chat-assistant, chat-maths, chat-code, "
-        "chat-letters; long, lists of such texts; for the embedded pair: instruct, maths, code), "
-        "catalogued (alpaca, gsm8k, ...), a JSONL, JSON or parquet file, a folder, or a Hub id "
-        "OWNER/NAME[@REVISION]"
+        "chat-letters, chat-edits; long, lists of such texts; for the embedded pair: instruct, "
+        "maths, code), catalogued (alpaca, gsm8k, ...), a JSONL, JSON or parquet file, a folder, "
+        "or a Hub id OWNER/NAME[@REVISION]"
     )
     split: str = Field(default="test", description="train, dev or test; stored with each row")
     count: Count = Field(

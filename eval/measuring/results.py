@@ -47,12 +47,12 @@ def columns(method: Method) -> dict[str, Any]:
     rule = method.stop.reported() if method.uses_draft else {}
     settings = {
         name: value
-        for name in (*ONLY_READ_BY, "verifier_args")
+        for name in (*ONLY_READ_BY, "lookup", "match", "verifier_args")
         if method.drafter in ONLY_READ_BY.get(name, (method.drafter,))
         and (value := getattr(method, name)) != Method.model_fields[name].default
     }
     parameters: dict[str, Any] = dict(settings.pop("verifier_args", {}))
-    parameters |= {n: v for n in (*SERVED_BY, "lookup") if (v := getattr(method, n))}
+    parameters |= {n: v for n in SERVED_BY if (v := getattr(method, n))}
     if method.drafter == "paths":
         settings["paths"] = method.paths
     if method.drafter == "tree":
@@ -82,8 +82,15 @@ def method_of(row: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
     decoders = {None: "plain", "transformers": "assisted" if is_assisted else "generate"}
     decoders["server"] = "server"
     fields = {"name": row["method"], "decoder": decoders.get(drafter, "speculative")}
+    if ours := fields["decoder"] == "speculative":
+        verifier = row["verifier"]
+        named = VERIFIERS[verifier].parameters if verifier in VERIFIERS else ()
+        read = (*ONLY_READ_BY, "lookup", "match")
+        fields |= {"drafter": drafter, "verifier": verifier}
+        fields |= {name: parameters[name] for name in read if name in parameters}
+        fields["verifier_args"] = {n: parameters[n] for n in named if n in parameters}
     if not draft:
-        return Method(**fields, **parameters)
+        return Method(**(fields if ours else fields | parameters))
     if (kind := STOPPING_RULES.get(row["stop"])) is None:
         raise ValueError(f"unknown stopping rule {row['stop']!r}")
     rule = {"threshold": row["threshold"], "head": head, **parameters}
@@ -91,12 +98,6 @@ def method_of(row: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
         rule |= dict.fromkeys(("length", "limit"), row["length"])
     settings = {name: rule[name] for name in kind.model_fields if rule.get(name) is not None}
     fields["stop"] = kind.model_validate(settings)
-    if drafter != "transformers":
-        verifier = row["verifier"]
-        named = VERIFIERS[verifier].parameters if verifier in VERIFIERS else ()
-        fields |= {"drafter": drafter, "verifier": verifier}
-        fields |= {name: parameters[name] for name in ONLY_READ_BY if name in parameters}
-        fields["verifier_args"] = {n: parameters[n] for n in named if n in parameters}
     return Method(**fields)
 
 

@@ -84,7 +84,7 @@ def shown_methods(results: Results, methods: Sequence[str] = ()) -> list[str]:
         method = row.method
         if method.name != PLAIN:
             kind: tuple[str, ...]
-            asks = "asks the head" * method.stop.reads_head
+            asks = "asks the head" * method.stop.reads_head + "lookup" * bool(method.lookup)
             kind = (method.decoder, method.drafter, method.verifier, method.stop.name, asks)
             if method.decoder == "assisted":  # with a draft, or without: the rest are settings
                 kind = ("assisted", "lookup" if method.lookup else "draft")

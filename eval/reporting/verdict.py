@@ -234,7 +234,7 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
             others.append(f"{engine}, where verifying several tokens costs less")
     tries += others
     if not any(row.method.lookup for row in rows):
-        tries.append("lookup, which needs no draft (decoder: assisted, lookup: 3)")
+        tries.append("lookup, which needs no draft (drafter: lookup, lookup: 8)")
     return f"{text}Try {'; '.join(tries)}." if tries else text.strip()
 
 

@@ -60,8 +60,10 @@ LENGTHS = (1, 2, 3, 4, 5)
 TREES = (
     "{name: tree 4, verifier: traversal, drafter: tree, widths: [4], siblings: distinct}",
     "{name: dynamic tree, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 4, gain: 0.5}",
+    "{name: dynamic tree and lookup, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 4, "
+    "gain: 0.5, lookup: 8}",
 )
-LOOKUP = "{name: lookup, decoder: assisted, lookup: 3}"
+LOOKUP = "{name: lookup, verifier: naive, drafter: lookup, lookup: 8, match: 2}"
 DRAFTS = {"target": KINDS["plain"]} | {
     name: kind for name, kind in KINDS.items() if kind.section and kind.reads_states
 }

@@ -22,10 +22,10 @@ from pydantic import TypeAdapter
 
 from specdata.toy.corpus import FAMILIES
 
-NATURAL = ("chat-assistant", "chat-maths", "chat-code", "chat-letters")
+NATURAL = ("chat-assistant", "chat-maths", "chat-code", "chat-letters", "chat-edits")
 """Natural English prompts for chat models; `NAME.json.xz` beside this file holds the splits. What a
 prompt is about is in one split alone. A program wrote the texts out of phrases; no other data set
-is in them."""
+is in them. Of the last, which asks for small changes to a text, most answers repeat the text."""
 LONG = "long"
 """Long plain texts, for what windows do: each lists `LISTED` texts of each of the first three sets
 above, of the same split."""
@@ -37,7 +37,8 @@ MEASURED = 1000
 def natural_prompts(name: str, split: str, count: int, *, seed: int) -> list[str]:
     """The first `count` prompts of a split, each another text.
 
-    A set of `NATURAL` has 2,000 in train, 5,000 in dev and 4,000 in test, `LONG` a fifth as many.
+    A set of `NATURAL` has 2,000 in train, 5,000 in dev and 4,000 in test, but chat-edits has 380,
+    379 and 376; `LONG` has a fifth as many.
     Seed 0 is the order of the file, any other shuffles it; a larger count only appends. Raises
     ValueError if the split is unknown, or has fewer prompts.
     """
@@ -49,7 +50,8 @@ def natural_prompts(name: str, split: str, count: int, *, seed: int) -> list[str
     splits = _splits_of(name)
     if split not in splits:
         raise ValueError(f"unknown split {split!r}; choose from {', '.join(splits)}")
-    prompts = splits[split][MEASURED if split == "test" else 0 :]
+    skipped = MEASURED if split == "test" and len(splits[split]) > MEASURED else 0
+    prompts = splits[split][skipped:]
     if count > len(prompts):
         raise ValueError(
             f"the {split} split of {name!r} has {len(prompts)} prompts, {count} were asked for: "

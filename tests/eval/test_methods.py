@@ -92,6 +92,15 @@ def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, mess
         ("verifier: naive, drafter: dynamic_tree, nodes: 5", "needs nodes and depth of 1 or more"),
         ("verifier: traversal, drafter: dynamic_tree, nodes: 5, depth: 3", "gives tree, chosen"),
         ("path_drafts: [other]", "drafter chain does not use path_drafts"),
+        ("drafter: lookup", "needs the number of its tokens, such as lookup: 8"),
+        ("drafter: lookup, lookup: 8, stop: cost", "stop='cost' ends chains"),
+        ("match: 2", "drafter chain does not use match"),
+        ("verifier: greedy_block, lookup: 8", "cannot take turns .*: take token or block"),
+        ("verifier: biased_uno, verifier_args: {epsilon: 0.1}, lookup: 8", "cannot take turns"),
+        (
+            "verifier: rrs_wor, drafter: tree, widths: [2], siblings: distinct, lookup: 8",
+            "lookups are chains, .* and tree, distinct: take naive or traversal, or leave lookup",
+        ),
         (
             "drafter: paths, paths: 2, verifier: rrs, path_drafts: [other]",
             "path_drafts must name one draft .* each of 2 paths",
@@ -193,6 +202,9 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
         {"verifier": "rrs_wor", "drafter": "tree", "widths": [2, 2], "siblings": "distinct",
          "tree_attention": False},
         {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 5, "depth": 3, "gain": 0.5},
+        {"verifier": "kseq", "drafter": "paths", "paths": 2, "length": 3, "lookup": 8, "match": 2},
+        {"verifier": "importance", "drafter": "lookup", "lookup": 8,
+         "verifier_args": {"solver": "luce"}},
     ],
     ids=str,
 )  # fmt: skip

@@ -278,7 +278,7 @@ def test_the_example_of_the_readme_is_what_init_writes_and_a_plan_names_what_dif
         ("eagle3", LLAMA, "layout: eagle3, layers: 1}}\nhead: null", "stop: cost}"),
         ("dspark", LLAMA, "head: {kind: confidence}", "head: null"),
         ("my-org/my-160m", LLAMA, 'draft: "my-org/my-160m", dtype', "init"),
-        ("my-org/my-160m", MAMBA, "head: false}\n    - {name: cost, verifier", "lookup"),
+        ("my-org/my-160m", MAMBA, "head: false}\n    - {name: cost, verifier", "tree"),
     ],
 )
 def test_init_writes_a_file_for_each_kind_of_draft_without_what_it_cannot_do(

@@ -19,5 +19,9 @@ CASES = {
         verifier="naive", drafter="dynamic_tree", nodes=5, depth=3, gain=0.1
     ),
     "paths": DecodeConfig(verifier="kseq", drafter="paths", paths=3, length=3),
+    "lookup": DecodeConfig(drafter="lookup", lookup=3, match=1),
+    "lookup, tree": DecodeConfig(
+        verifier="traversal", drafter="tree", widths=(2, 2), lookup=3, match=1
+    ),
     "plain": DecodeConfig(),
 }
