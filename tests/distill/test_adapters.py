@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.config import DistilConfig, LoraConfig
-from recipes.models import described
+from recipes.models import model_config
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_configs, load_model, load_tokenizer
@@ -214,7 +214,7 @@ def test_adapters_that_cannot_be_merged_are_refused_by_name(
 ) -> None:
     made = {"base_model_name_or_path": "me/base", "peft_type": "LORA"} | settings
     (tmp_path / "adapter_config.json").write_text(json.dumps(made))
-    for load in (load_model, load_tokenizer, load_configs, described):  # a plan asks the last
+    for load in (load_model, load_tokenizer, load_configs, model_config):  # a plan asks the last
         with pytest.raises(ConfigError, match="of me/base that cannot be merged") as refusal:
             load(str(tmp_path))
         found = settings.get("peft_type") or next(iter(settings))
