@@ -134,8 +134,7 @@ def test_each_check_finds_its_fault_and_passes_what_is_right(fault: str) -> None
             assert "next 3 tokens" in finding
 
 
-@pytest.mark.parametrize("how", ["in place", "its own"])
-@pytest.mark.parametrize("fault", ["", "accepts too much"])
+@pytest.mark.parametrize(("how", "fault"), [("in place", ""), ("its own", "accepts too much")])
 def test_draws_that_cannot_be_walked_are_judged_by_samples(how: str, fault: str) -> None:
     subject = Subject(partial(generate, fault=fault, how=how), how)
     holds, finding = CHECKS["law"](subject, CheckSettings(texts=90, new=20, seconds=math.inf))

@@ -129,12 +129,9 @@ def found(fault: Fault, sampling: SamplingConfig, seed: int, *, knows_draft: boo
 
 FULL, WARPED = SamplingConfig(), SamplingConfig(0.7, 0, 0.8)
 FAULTS = {
-    "a quarter of the rejected kept": (Fault(kept=0.25), FULL),
     "a quarter of the rejected kept, warped": (Fault(kept=0.25), WARPED),
     "first token not verified": (Fault(kept_first=True), FULL),
     "top-p on the draft alone": (Fault(raw=SamplingConfig(0.7)), WARPED),
-    "top-p on the draft alone, one drafted": (Fault(raw=SamplingConfig(0.7), length=1), WARPED),
-    "row of a rejected token": (Fault(stale=1.0), FULL),
     "row of a rejected token, half the time": (Fault(stale=0.5), WARPED),
     "min-p dropped": (Fault(raw=SamplingConfig()), SamplingConfig(min_p=0.3)),
     "temperature dropped": (Fault(raw=SamplingConfig(1.0, 0, 0.8)), WARPED),

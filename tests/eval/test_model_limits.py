@@ -45,13 +45,9 @@ def pair(kind: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("kind", "engine", "settings"),
     [
-        ("gpt2", "captured", {"length": 4}),
-        ("gpt2", "eager", {"stop": "head", "threshold": 0.6}),
         ("gpt2", "eager", {"stop": "confidence", "threshold": 0.05}),
         ("gpt2", "captured", {"verifier": "rrs_wor", "drafter": "tree", "widths": (2, 2, 1)}),
-        ("gpt2", "eager", {"verifier": "kseq", "drafter": "paths", "paths": 2}),
         ("gpt2", "eager", {"verifier": "naive", "drafter": "dynamic_tree", "nodes": 4, "depth": 3}),
-        ("states", "captured", {"verifier": "greedy_block", "length": 4}),
         ("masks", "eager", {"verifier": "block", "length": 4}),
         ("blocks", "captured", {"verifier": "greedy_block", "length": 4}),
         ("blocks", "eager", {"stop": "confidence", "threshold": 0.05}),
