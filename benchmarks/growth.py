@@ -226,6 +226,7 @@ def batch(size: int) -> Callable[[], int]:
         outs = decoder.generate_batch(prompts, max_new_tokens=new, generators=draws, size=size)
         return sum(len(out.tokens) for out in outs)
 
+    decoder.warm_up()
     decode(4)
     return partial(decode, NEW)
 
