@@ -118,10 +118,8 @@ def spent(work: Callable[[], object]) -> dict[str, float]:
 def found(name: str, *modules: str) -> Any:
     """What has this name in the first of the modules that there is: builds differ in it."""
     for module in modules:
-        if find_spec(module):
-            known = import_module(module)
-            if hasattr(known, name):
-                return getattr(known, name)
+        if find_spec(module) and hasattr(known := import_module(module), name):
+            return getattr(known, name)
     raise ImportError(f"{name} is in none of {', '.join(modules)}")
 
 
@@ -287,11 +285,10 @@ def training(size: int, draft: str) -> Any:
     from distill.config import DistilConfig
 
     target, made = pair(draft)
-    if find_spec("distill.objective"):
-        from distill.distillation import Distillation
+    if kind := getattr(import_module("distill.distillation"), "Distillation", None):
         from distill.teacher import TargetTeacher
 
-        objective: Any = Distillation(made, TargetTeacher(target), DistilConfig())
+        objective = kind(made, TargetTeacher(target), DistilConfig())
         objective.train()
     else:
         objective = earlier_objective(made, target, DistilConfig())
