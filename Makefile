@@ -3,9 +3,9 @@
 #             make real-more: temperature 1, transformers, public sets, prompts of yours; make real-choose
 # make papers PAPER=block   a paper's tables on a pair (docs/papers.md)
 # make test   what a change must pass; make test-all: everything    make bench  the demo's pair beside transformers -> runs/bench/
-# make test-engines   drafts of `make demo` in vLLM on this CPU, in an environment of its own; with
+# make test-engines   drafts of `make demo` in vLLM and OpenVINO on this CPU, in environments of their own; with
 #                     LLAMA_SERVER=FILE, built in llama.cpp's tree, there, too. make real-engines: `make real`'s target in
-#                     llama.cpp, by LLAMA_SERVER=FILE beside its llama-quantize, else in vLLM
+#                     llama.cpp, by LLAMA_SERVER=FILE beside its llama-quantize, in OpenVINO by ENGINE=openvino, else in vLLM
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
 #                                      allows, each in an environment of its own; make newest smoke-newest: a few
 #                                      of its tests with the newest, as .ci/run does
@@ -94,10 +94,21 @@ $(ENGINES)/installed: $(INSTALLED) tests/support/vllm_cpu_expand.py
 	cat tests/support/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
 	@touch $@
 
-# The target of `make real` in llama.cpp, or in vLLM, alone and with drafts of 512 rollouts.
-real-engines: recipes/configs/$(MODEL)-plain.yaml $(if $(LLAMA_SERVER),$(INSTALLED),$(ENGINES)/installed)
+# optimum-intel converts for OpenVINO GenAI; torch first, or a build for GPUs comes.
+OPENVINO := .venv-openvino
+$(OPENVINO)/installed: $(INSTALLED)
+	rm -rf $(OPENVINO)
+	$(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/pip install $(CPU_WHEELS) torch==2.13.0
+	$(OPENVINO)/bin/pip install $(CPU_WHEELS) torch==2.13.0 optimum-intel==2.2.0 transformers==5.5.4 nncf==3.4.0 \
+		openvino==2026.4.1 openvino-tokenizers==2026.4.1.0 openvino-genai==2026.4.1.0
+	@touch $@
+
+# The target of `make real` in llama.cpp, in OpenVINO GenAI (ENGINE=openvino), or in vLLM, alone and with drafts.
+BESIDE := $(if $(filter openvino,$(ENGINE)),$(OPENVINO),$(ENGINES))
+real-engines: recipes/configs/$(MODEL)-plain.yaml $(if $(LLAMA_SERVER),$(INSTALLED),$(BESIDE)/installed)
 	@$(RUN) $(BIN)/python benchmarks/real_target.py $(MODEL) --out runs/$(MODEL)/target
-	@$(RUN) $(BIN)/python benchmarks/real_engines.py $(or $(LLAMA_SERVER),$(ENGINES)/bin/python) $(MODEL) $(if $(IN_FLOAT32),--float32)
+	@$(RUN) $(BIN)/python benchmarks/real_engines.py $(or $(LLAMA_SERVER),$(BESIDE)/bin/python) $(MODEL) $(if $(IN_FLOAT32),--float32)
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)
@@ -106,8 +117,8 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
-test-engines: demo $(ENGINES)/installed
-	@$(RUN) VLLM=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python -m pytest -m engines tests/recipes/test_real_engines.py $(PYTEST)
+test-engines: demo $(ENGINES)/installed $(OPENVINO)/installed
+	@$(RUN) VLLM=$(CURDIR)/$(ENGINES)/bin/python OPENVINO=$(CURDIR)/$(OPENVINO)/bin/python $(BIN)/python -m pytest -m engines tests/recipes/test_real_engines.py $(PYTEST)
 
 test-oldest:
 	@$(MAKE) test-all VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt

@@ -166,15 +166,10 @@ def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset
 
     fitted = ridge(later()).float()
     of_anchor, of_context, of_before, constant = torch.split(fitted, [width, width, width, 1])
-    # The token before, in as many dimensions as keep most of what it adds.
-    spread = torch.cat(tokens).double()
-    spread = spread.T @ spread / len(spread)
-    spread.diagonal().add_(1e-6)
-    root = torch.linalg.cholesky(spread)
-    left, strength, right = torch.linalg.svd(root.T @ of_before.double())
+    # The token before, in as many dimensions as the bias has.
+    left, strength, right = torch.linalg.svd(of_before)
     half = strength[: reads.blocks.rank].sqrt()
-    w1 = torch.linalg.solve(root.T, left[:, : len(half)] * half).float()
-    w2 = (right[: len(half)].T * half).float()
+    w1, w2 = left[:, : len(half)] * half, right[: len(half)].T * half
     reads.markov.weight.copy_(unit(reads.tokens.weight, 1) @ w1)
     # The final norm makes states of one size, which logits and the bias share.
     alone = torch.cat([of_anchor, of_context, torch.zeros_like(of_before), constant])
@@ -220,8 +215,8 @@ def _set_attention(
     many = mask.expand(len(tokens), -1)
     zeros, ones = tokens.new_zeros(len(tokens), 1), tokens.new_ones(len(tokens), 1)
     is_mask = ridge([(contexts, zeros), (tokens, zeros), (many, ones)])[:, 0].float()
-    is_anchor = _at_least_one(tokens, many)
-    side = _at_least_one(torch.cat([contexts, -tokens]), many)  # of contexts, not of tokens
+    is_anchor = _one_but_on_masks(tokens, many)
+    side = _one_but_on_masks(torch.cat([contexts, -tokens]), many)  # of contexts, not of tokens
     pairs = size // 2
     slow = max(1, pairs // 8)
     near, still = contexts.new_zeros(2, pairs)
@@ -249,16 +244,10 @@ def _set_attention(
     attention.o_proj.weight.copy_(parts.flatten(1))
 
 
-def _at_least_one(x: Tensor, mask: Tensor) -> Tensor:
-    """(H,) a linear function of 1 or more on vectors (n, H), by squared hinges, and 0 on masks."""
-    function = x.new_zeros(x.shape[1])
-    for _ in range(16):
-        short = x[x @ function < 1]
-        if not len(short):
-            break
-        wanted = [(short, short.new_ones(len(short), 1)), (10 * mask, mask.new_zeros(len(mask), 1))]
-        function = ridge(wanted)[:, 0].float()
-    return function
+def _one_but_on_masks(x: Tensor, masks: Tensor) -> Tensor:
+    """(H,) a linear function, nearly 1 on vectors (n, H) and 0 on masks (m, H)."""
+    wanted = [(x, x.new_ones(len(x), 1)), (10 * masks, masks.new_zeros(len(masks), 1))]
+    return ridge(wanted)[:, 0].float()
 
 
 def _nearness(frequencies: Tensor) -> Tensor:

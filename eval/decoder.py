@@ -88,15 +88,10 @@ class SpeculativeDecoder:
     ) -> SpeculativeDecoder:
         """Build a decoder for transformers models that share a vocabulary.
 
-        Args:
-            target: the target.
-            draft: the draft; if `config.path_drafts` names several, those of `config.drafts` in
-                their order; None is plain decoding.
-            config: how to decode.
-            head: the acceptance head, for stop="head" (and "cost", if there is one). The module
-                itself is moved to the draft's device, as `head.to` does.
-            engine: how forwards run: see `eval.runtime.graphs`.
-            verifier: in place of the configuration's own.
+        Without a draft it is plain decoding; if `config.path_drafts` names several, they are those
+        of `config.drafts` in their order. The acceptance head serves stop="head" (and "cost"): the
+        module itself is moved to the draft's device, as `head.to` does. How forwards run is in
+        `eval.runtime.graphs`. A verifier takes the place of the configuration's own.
 
         Raises:
             ConfigError: if the configuration needs a head or more drafts than are given, if the
@@ -146,12 +141,9 @@ class SpeculativeDecoder:
     def generate(
         self, prompt_ids: Tensor, *, max_new_tokens: int, generator: torch.Generator
     ) -> Generation:
-        """Continue a prompt.
+        """Continue a prompt (T,) int64, T >= 1, by at most `max_new_tokens` >= 1.
 
-        Args:
-            prompt_ids: (T,) int64, T >= 1.
-            max_new_tokens: at least 1; never exceeded, and nothing is drafted beyond it.
-            generator: every draw of this call.
+        Nothing is drafted beyond them. The generator makes every draw of this call.
 
         Raises:
             ValueError: for an empty prompt or a budget below 1.
@@ -183,12 +175,8 @@ class SpeculativeDecoder:
         rounding only. Times of single rounds are not known and recorded as 0, and
         `Generation.seconds` is that of the whole call.
 
-        Args:
-            prompts: each (T,) int64, T >= 1.
-            max_new_tokens: as in `generate`.
-            generators: one for each prompt, used for no other.
-            size: sequences decoded at the same time.
-            report: called with 1 when a prompt is done.
+        Each prompt (T,) has a generator that no other has. `size` sequences are decoded at the same
+        time; `report` is called with 1 when one is done.
         """
         if len(generators) != len(prompts) or len({*map(id, generators)}) < len(generators):
             raise ValueError(

@@ -181,13 +181,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Tensor, q: Tensor, tail: Tensor | None = None) -> DraftTree:
-        """One path.
-
-        Args:
-            tokens: (L,).
-            q: (L, V) the distribution that each token was drawn from.
-            tail: (V,) the distribution after the last token, if known.
-        """
+        """Build one path (L,) drawn from q (L, V); the tail (V,) is q after its last token."""
         _require(tokens.ndim == 1 and q.ndim == 2, "a chain needs tokens (L,) and q (L, V)", q)
         length = tokens.shape[0]
         _require(q.shape[0] == length, f"q needs one row a token, {length}", q)
@@ -196,12 +190,7 @@ class DraftTree:
 
     @classmethod
     def paths(cls, tokens: Tensor, q: Tensor) -> DraftTree:
-        """K independent rollouts.
-
-        Args:
-            tokens: (K, L).
-            q: (K, L, V) the distribution that each token was drawn from; it may differ by path.
-        """
+        """Build K independent rollouts (K, L) drawn from q (K, L, V), which may differ by path."""
         _require(tokens.ndim == 2 and q.ndim == 3, "paths need tokens (K, L) and q (K, L, V)", q)
         count, length = tokens.shape
         _require(q.shape[:2] == tokens.shape, f"q needs shape ({count}, {length}, V)", q)
@@ -216,13 +205,9 @@ class DraftTree:
 
     @classmethod
     def siblings(cls, tokens: Tensor, q: Tensor, how: How = "iid") -> DraftTree:
-        """K candidates for one position.
+        """Build K candidates for one position from tokens (K,) in draw order.
 
-        Args:
-            tokens: (K,) in draw order.
-            q: (V,) the distribution that all were drawn from, or (K, V) one for each if
-                how="iid".
-            how: how they were drawn.
+        All were drawn from q (V,), or each from its own (K, V) if how="iid".
         """
         _require(tokens.ndim == 1 and q.ndim in (1, 2), "siblings need tokens (K,), q (V,)", q)
         count = tokens.shape[0]

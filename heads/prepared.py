@@ -64,24 +64,17 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
 
 @dataclass(slots=True)
 class PreparedHead:
-    """A head and a new AdamW, wrapped for a group of processes.
-
-    `model` is the head as accelerate wrapped it, which is called; `head` is the head itself, to
-    reach its parameters. Without DeepSpeed `zero_stage` is None.
-    """
+    """A head and a new AdamW, wrapped for a group of processes."""
 
     accelerator: Accelerator
-    head: BaseHead
-    model: Any
+    head: BaseHead  # itself, to reach its parameters
+    model: Any  # as accelerate wrapped it, which is called
     optimizer: Any
-    zero_stage: int | None
+    zero_stage: int | None  # None without DeepSpeed
 
     @classmethod
     def of(cls, accelerator: Accelerator, head: BaseHead, config: HeadConfig) -> PreparedHead:
-        """Wrap a head; batch sizes are ours, not the launcher's.
-
-        Raises RuntimeError under DeepSpeed, if accelerate wrapped the head in something else.
-        """
+        """Wrap a head; batch sizes are ours, not the launcher's."""
         size = config.micro_batch_size
         accumulation = math.ceil(config.batch_size / (size * accelerator.num_processes))
         accelerator.gradient_accumulation_steps = accumulation
@@ -90,8 +83,6 @@ class PreparedHead:
         if accelerator.distributed_type != DistributedType.DEEPSPEED:
             model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
             return cls(accelerator, head, model, optimizer, None)
-        from deepspeed import DeepSpeedEngine  # here, because it is heavy and rarely needed
-
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         zero = settings["zero_optimization"]  # sizes that are filled in by a transformers model's
         settings.update(
@@ -104,10 +95,6 @@ class PreparedHead:
             fp16={"enabled": False},
         )
         model, optimizer = accelerator.prepare(head, optimizer)
-        if not isinstance(model, DeepSpeedEngine):
-            raise RuntimeError(
-                f"accelerate wrapped the head in {type(model).__name__}, not DeepSpeed"
-            )
         return cls(accelerator, head, model, optimizer, model.zero_optimization_stage())
 
     @property

@@ -48,24 +48,24 @@ Pair = tuple[Any, Any]
 """A target and its draft."""
 Prompts = Sequence[Sequence[int]]
 Found = tuple[bool | None, str]
-"""Whether a check holds, None if it could not be seen, and what was found."""
+"""The answer of a check, None if it could not be seen, and the finding in words."""
 
 ROUNDING = 1e-5
 """Total variation that rounding in float32 explains."""
 WALKED, DEPTH = 4, 3
 """Tokens of the vocabulary in which draws are walked, and next tokens at most."""
 VOCABULARY, NEW = 16, 24
-"""Of the pair that is made for all else, and the tokens of its texts."""
+"""The vocabulary of the pair that is made for all else, and the tokens of its texts."""
 ROWS = 3
 LARGE, NEVER = 1e5, -1e4
 """The factor that makes logits so large that drawing from them is greedy; the logit of padding."""
 WALKED_PROMPT = [1, 2, 3]
 PROMPTS = ([3, 5, 7, 4, 2], [8, 5, 7, 4, 2], [6, 2], [9, 1, 1, 4, 10, 3, 12])
-"""Of several lengths; two differ in their first token alone."""
+"""Prompts of several lengths; two differ in their first token alone."""
 
 
 class Finding(Strict):
-    """What one check found; `holds` is None if it could not be seen."""
+    """The finding of one check; `holds` is None if it could not be seen."""
 
     check: str
     holds: bool | None
@@ -106,7 +106,7 @@ def made_pair(vocabulary: int, end: int | None = None) -> Pair:
 
 @contextmanager
 def sharp(pair: Pair) -> Iterator[None]:
-    """What is drawn from the models is greedy."""
+    """Enlarge the models' logits, so that draws from them are greedy."""
 
     def enlarge(_model: Any, _given: Any, output: Any) -> Any:
         output.logits = output.logits * LARGE
@@ -186,7 +186,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSettings:
-    """What the checks ask for.
+    """The models, prompts and sizes of the checks.
 
     Attributes:
         pair: target and draft that texts are generated from, or None for those made here.
@@ -350,7 +350,7 @@ def rows_check(subject: Subject, settings: CheckSettings) -> Found:
 
 @contextmanager
 def reading(model: Any) -> Iterator[list[tuple[int, list[int]]]]:
-    """What a model reads in each forward of one row: where its first token stands, and the ids."""
+    """Note what a model reads in each forward of one row: its first token's place, and the ids."""
     forwards: list[tuple[int, list[int]]] = []
 
     def note(_model: Any, args: Any, named: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ Laws = Sequence[Tensor]
 
 
 class Judged(Strict):
-    """What a target says of texts that something else generated in its place.
+    """The judgement of a target on texts that something else generated in its place.
 
     Attributes:
         texts: greedy texts; those that are neither tied nor bugs are `generate`'s.
@@ -116,7 +116,7 @@ class Judged(Strict):
 
 
 class Certified(Judged):
-    """What was found of one way of decoding.
+    """The findings of one way of decoding.
 
     Attributes:
         total_variation: between the next `DEPTH` + 1 tokens and the target's, at the worst one.
@@ -282,7 +282,7 @@ def count_cells(
     sampling: SamplingConfig,
     generator: torch.Generator,
 ) -> NDArray[np.int64]:
-    """How often neighbouring tokens of texts, one after the other, fell into `BINS` x `BINS` cells.
+    """Count into which of `BINS` x `BINS` cells neighbouring tokens of texts fell, text after text.
 
     A token's place is its randomised rank in the target's distribution given all before it, tokens
     ordered by q/p: a verifier that accepts too much moves it up. Under plain sampling places are
@@ -369,7 +369,7 @@ def judge_greedy(
 
 
 def greedily(decoder: SpeculativeDecoder, max_new_tokens: int) -> Callable[[Tensor], Tensor]:
-    """What gives a greedy decoder's new tokens (n,) after a prompt (T,)."""
+    """Return the function from a prompt (T,) to a greedy decoder's new tokens (n,)."""
     return lambda prompt: (
         decoder.generate(prompt, max_new_tokens=max_new_tokens, generator=torch.Generator()).tokens
     )
@@ -379,7 +379,7 @@ def greedily(decoder: SpeculativeDecoder, max_new_tokens: int) -> Callable[[Tens
 
 
 def ways(config: EvalConfig, sampling: SamplingConfig) -> list[Method]:
-    """Of an evaluation's methods the first of each form of draft, verifier and stopping rule."""
+    """Return the first method of each form of draft, verifier and stopping rule."""
     methods: dict[tuple[str, ...], Method] = {}
     for method in config.methods:
         if method.decoder == "speculative":

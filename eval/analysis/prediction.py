@@ -1,4 +1,4 @@
-"""How well a head predicts acceptance on held-out rollouts, beside what needs no head.
+"""The quality of a head's predictions on held-out rollouts, beside what needs no head.
 
 Labels are probabilities, never 0/1, and metrics are those of `heads.loss`. Prompts are resampled,
 not tokens, and predictors that are compared share the resamples.
@@ -32,8 +32,8 @@ Reals = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 GROUPS = 256
-"""Into so many groups scores are told apart in resamples, where ranking all tokens each time is
-slow; the AUROC itself tells all of them apart."""
+"""Groups that scores are told apart into in resamples, where ranking all tokens each time is slow;
+the AUROC itself tells all of them apart."""
 EDGE = 1e-6
 """Predictions are kept this far from 0 and 1, whose KL from another label is infinite."""
 ROLLOUTS = 256
@@ -178,7 +178,7 @@ def scores(accept: Reals, predicted: Reals, prompt: Ids) -> Scores:
     weights = resamples(len(names))  # (1 + B, P)
 
     def sums(values: Reals, group: Ids | int = 0, groups: int = 1) -> Reals:
-        """Of the tokens of each group in each resample: (1 + B, groups)."""
+        """Sum over the tokens of each group in each resample: (1 + B, groups)."""
         cells = np.bincount(number * groups + group, values, len(names) * groups)
         return np.asarray(weights @ cells.reshape(len(names), groups))
 

@@ -47,7 +47,7 @@ class Traces:
         return self.tokens.inside
 
     def mean_accept(self) -> float:
-        """Of all tokens."""
+        """The mean over all tokens."""
         return float(self.accept[self.inside].mean())
 
 

@@ -68,11 +68,11 @@ if TYPE_CHECKING:
 
 Reals = NDArray[np.float64]
 MOST_WEIGHT = 8.0
-"""Where the references hardly ever end a round as v does, a weight would be a rare large one."""
+"""The largest weight; where references hardly ever end a round as v does, one would be huge."""
 LARGE, NAMED = 4096, 48
-"""Beyond so many tokens, verifiers are enumerated over fewer: see `reduced`."""
+"""Tokens beyond which verifiers are enumerated over fewer: see `reduced`."""
 BYTES = 1 << 30
-"""No more texts of a kind are made when its distributions take so much."""
+"""Memory of the distributions of a kind, beyond which no more texts are made."""
 TEXTS = 10
 """The texts of a kind take about as long as so many of its rows."""
 TIMED = 12
@@ -139,7 +139,7 @@ def reduced(tree: DraftTree, target: Tensor, token: int) -> tuple[DraftTree, Ten
 
 @dataclass(frozen=True, slots=True)
 class _Recorder(Verifier):
-    """Has each round verified by one of several verifiers, drawn at random, and keeps it.
+    """A verifier that has one of several, drawn at random, verify each round, and keeps the round.
 
     `rounds` holds by the `id` of a text's generator the rounds that drafted; `timed` gets the first
     few drafts over the whole vocabulary.
@@ -234,7 +234,7 @@ class Enumerated:
         self._outcome: dict[Scored, tuple[float, float, float]] = {}
 
     def __call__(self, scored: Scored) -> tuple[float, float, float]:
-        """Of a round: expected emitted tokens, accepted ones, and the chance to end as it did."""
+        """The expected emitted and accepted tokens of a round, and the chance to end as it did."""
         if scored not in self._outcome:
             begun = time.perf_counter()
             self._outcome[scored] = self._enumerate(scored)
@@ -324,7 +324,7 @@ def expected(
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a table is of.
+    """The models, prompts and times that a table is made of.
 
     Attributes:
         prompts: the name of its prompt set and the tokens (T,) of each.
@@ -487,7 +487,7 @@ def verifier_rows(kind: DraftKind, measured: Measured, seconds: float) -> list[V
 
 
 def _unnamed(config: DecodeConfig) -> DecodeConfig:
-    """How it decodes: without a name, and with the siblings that `auto` stands for."""
+    """The configuration without a name, and with the siblings that `auto` stands for."""
     return config.model_copy(update={"name": "", "siblings": config.how})
 
 

@@ -209,7 +209,7 @@ class BranchingDrafter(Drafter):
         # The draft, by its index, that drafts each path.
         self._draft_of = [sequences.index(path.sequence) for path in self._paths]
         # Distributions of a level are made together, unless paths have samplings of their own.
-        self._own_samplings = any(path.sampling is not None for path in paths)
+        self._differ_in_sampling = any(path.sampling is not None for path in paths)
         self._widths = tuple(widths)
         self._how = how
         self._shape = shape
@@ -252,7 +252,7 @@ class BranchingDrafter(Drafter):
                 if not nodes:
                     continue
                 logits = yield from draft.append(nodes, builder.tokens, builder.parents)
-            rows = logits if self._own_samplings else sequence.distribution(logits)
+            rows = logits if self._differ_in_sampling else sequence.distribution(logits)
             scores |= {(index, node): row for node, row in zip(nodes, rows, strict=True)}
         return scores
 
@@ -276,7 +276,7 @@ class BranchingDrafter(Drafter):
             for number in numbers:
                 path, draft = self._paths[number], self._draft_of[number]
                 distribution = scores[draft, node]
-                if self._own_samplings:
+                if self._differ_in_sampling:
                     distribution = path.sequence.distribution(distribution, path.sampling)
                 index = builder.add_distribution(node, distribution, (draft, path.sampling))
                 token = draw_one(builder.distributions[index], generator)
@@ -317,20 +317,13 @@ def _candidates(
 
 
 class TreeBuilder:
-    """A draft tree to which nodes are added, parents before their children; it needs no check.
-
-    Attributes:
-        tokens: the token of node i + 1.
-        parents: the node that node i + 1 follows.
-        path_numbers: which path node i + 1 is on; paths are numbered by their first node.
-        distributions: the distinct distributions (V,) that tokens were drawn from.
-    """
+    """A draft tree to which nodes are added, parents before their children; it needs no check."""
 
     def __init__(self, how: How, shape: TreeShape) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.path_numbers: list[int] = []
-        self.distributions: list[Tensor] = []
+        self.tokens: list[int] = []  # of node i + 1
+        self.parents: list[int] = []  # the node that node i + 1 follows
+        self.path_numbers: list[int] = []  # the path that node i + 1 is on, by its first node
+        self.distributions: list[Tensor] = []  # the distinct ones (V,) that tokens were drawn from
         self._how, self._shape = how, shape
         self._distribution_index: list[int] = []
         self._index_of: dict[Hashable, int] = {}

@@ -71,18 +71,13 @@ class DynamicTreeDrafter(Drafter):
 
 
 class _Seen:
-    """All nodes that one draft has looked at; node 0 is the last committed token.
-
-    Attributes:
-        values: probability of the path down to each node, node 0 first.
-        best: the `count` most valuable nodes, in the order in which they were seen.
-        newest: those of them that the last `extend` added.
-    """
+    """All nodes that one draft has looked at; node 0 is the last committed token."""
 
     def __init__(self, model: CachedModel, count: int) -> None:
-        self.tokens, self.parents, self.values = list[int](), list[int](), [1.0]
-        self.best: list[int] = []
-        self.newest: list[int] = []
+        self.tokens, self.parents = list[int](), list[int]()
+        self.values = [1.0]  # probability of the path down to each node, node 0 first
+        self.best: list[int] = []  # the `count` most valuable, in the order in which they were seen
+        self.newest: list[int] = []  # those of them that the last `extend` added
         self._model, self._count = model, count
         self._at_root = torch.empty(0, 0)
 

@@ -1,4 +1,4 @@
-"""Where something was measured: hardware, package versions, commit.
+"""The environment of a measurement: hardware, package versions, commit.
 
 Cores and memory come from psutil, which reads them on every system. The processor's name does not:
 psutil has none, and py-cpuinfo takes about a second, in subprocesses, for the line of /proc/cpuinfo
@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "transformers", "numpy", "accelerate", "huggingface_hub", 
 
 
 class Environment(Strict):
-    """Where and with what something was measured; a speed means nothing without it.
+    """The machine, packages and commit of a measurement; a speed means nothing without them.
 
     Attributes:
         hardware: cpu, cores this process may use, threads of torch, memory_gib, gpu and cuda.
@@ -115,7 +115,7 @@ def _git_state(source: Path) -> tuple[str | None, bool | None]:
 def who_measures(
     *, timed: bool, rank: int, local_rank: int, processes: int, local_processes: int, devices: int
 ) -> tuple[bool, str]:
-    """Whether a process decodes prompts of an evaluation, and the message that says who does.
+    """Decide whether a process decodes prompts of an evaluation, and say in words which do.
 
     Counts and texts do not depend on who decodes: every process works. Times do: two processes on
     one device would spoil each other's clock, so prompts are timed by one process a device, and by

@@ -153,7 +153,7 @@ class Experiment:
         return RecordStore(self.folder / "prompts", names, Settings(values, remedy))
 
     def decoder(self, method: Method) -> SpeculativeDecoder:
-        """What decodes with a method of ours."""
+        """The decoder of a method of ours."""
         return SpeculativeDecoder.from_config(
             self.models.target,
             self._drafts(method) if method.uses_draft else None,
@@ -207,7 +207,7 @@ class Experiment:
         return replace(record, variation=variation, variation_tokens=record.tokens)
 
     def _setup(self, method: Method, dataset: str, split: str) -> Setup:
-        """What results record of a method on a dataset."""
+        """The settings that results record of a method on a dataset."""
         names, most = self.models.names, most_tokens(self.models.draft)
         return Setup(
             dataset=dataset,
@@ -227,7 +227,7 @@ class Experiment:
 
 
 class _Share:
-    """What one process does of an experiment: groups of prompts, decoded and stored as wholes."""
+    """The work of one process: groups of prompts, decoded and stored as wholes."""
 
     def __init__(
         self,

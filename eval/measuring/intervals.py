@@ -36,7 +36,7 @@ End = Annotated[
 
 @cache
 def coverage(prompts: tuple[int, ...]) -> float:
-    """How often a 95 % interval over sets of so many prompts holds the truth, by theory.
+    """The share of 95 % intervals over sets of so many prompts that hold the truth, by theory.
 
     A percentile bootstrap of a mean over n prompts covers what Student's t with n - 1 degrees of
     freedom has within 1.96 sqrt((n - 1) / n): 75 % for 3 prompts, 85 % for 5 and 90 % for 10.
@@ -67,7 +67,7 @@ class Interval:
 
     @classmethod
     def of(cls, values: Array) -> Interval:
-        """Of values (1 + RESAMPLES,) in the order of `resamples`."""
+        """The interval of values (1 + RESAMPLES,) in the order of `resamples`."""
         return cls(float(values[0]), *interval(values[1:]))
 
     @property
@@ -76,16 +76,16 @@ class Interval:
         return not math.isnan(self.low)
 
     def stored(self) -> dict[str, float | None]:
-        """As JSON has it: ends that do not exist are None."""
+        """The interval as JSON has it: ends that do not exist are None."""
         return {name: None if math.isnan(x) else x for name, x in asdict(self).items()}
 
     def within(self, decimals: int, unit: str = "") -> str:
-        """As text, such as "2.55x [2.28, 2.91]"."""
+        """The interval as text, such as "2.55x [2.28, 2.91]"."""
         value, low, high = (f"{x:.{decimals}f}" for x in (self.value, self.low, self.high))
         return f"{value}{unit}" + f" [{low}, {high}]" * self.exists
 
     def __str__(self) -> str:
-        """In percent, such as "6.1 % [4.9, 7.2]"."""
+        """The interval in percent, such as "6.1 % [4.9, 7.2]"."""
         # Adding 0 makes 0.0 of -0.0.
         percent = (round(100 * x, 1) + 0.0 for x in (self.value, self.low, self.high))
         return Interval(*percent).within(1, " %")

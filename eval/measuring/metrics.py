@@ -1,4 +1,4 @@
-"""From the records of generations to the published metrics, with intervals.
+"""The published metrics of generations' records, with intervals.
 
 Every rate is a ratio of sums over prompts, never a mean of ratios: a prompt weighs as much as the
 work it caused. Every interval is a 95 % percentile bootstrap that resamples prompts, because the
@@ -144,7 +144,7 @@ def resampled_counts(
     seed: int = 0,
     sets: tuple[int, ...] = (),
 ) -> dict[str, Array]:
-    """Each of COUNTS, summed over all prompts and then over each resample: (1 + RESAMPLES,).
+    """Sum each of COUNTS over all prompts and then over each resample: (1 + RESAMPLES,).
 
     Methods that are compared share the order of the prompts. `sets` are as in `resamples`.
     """
@@ -182,7 +182,7 @@ def resampled_scores(
 
 
 def rates_of(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Those of RATES that sums (1 + RESAMPLES,) have; NaN in a resample without the denominator."""
+    """The RATES that sums (1 + RESAMPLES,) have; NaN in a resample without the denominator."""
     rates = {name: divide(sums[above], sums[below]) for name, (above, below) in RATES.items()}
     return {name: values for name, values in rates.items() if not np.isnan(values[0])}
 

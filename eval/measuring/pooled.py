@@ -42,7 +42,7 @@ class PooledRow:
 
     @property
     def method(self) -> Method:
-        """How it decodes."""
+        """The method."""
         return self.runs[0].method
 
     @property
@@ -117,7 +117,7 @@ def medians(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
 
 
 def merit(row: PooledRow) -> tuple[float, float]:
-    """What methods are ranked by: speed, over the target's where it was timed; else tokens a call.
+    """The rank of a method: speed, over the target's where it was timed; else tokens a call.
 
     Speed-ups of several evaluations can be compared; tokens a second need a machine as fast.
     """

@@ -132,7 +132,7 @@ def check_identity(record: PromptRecord) -> None:
 
 
 def record_file(folder: Path, prompt: Prompt) -> Path:
-    """Where a folder of records has that of a prompt."""
+    """The file of a prompt in a folder of records."""
     return folder / f"{prompt.dataset}-{prompt.example_id}.json"
 
 

@@ -101,7 +101,7 @@ def method_of(row: Mapping[str, Any], *, draft: bool, head: bool) -> Method:
 
 
 class Setup(Strict):
-    """What is behind a row of a report: a method on a dataset.
+    """The settings behind a row of a report: a method on a dataset.
 
     Attributes:
         method: how it was decoded; its name is unique within the dataset, and `PLAIN` for the
@@ -218,10 +218,10 @@ class VerifierRow(Strict):
     @property
     def name(self) -> str:
         """The verifier with its parameters, as in "importance (luce)"."""
-        given = [
+        values = [
             f"{k} {v}" if isinstance(v, int | float) else v for k, v in self.parameters.items()
         ]
-        return f"{self.verifier} ({', '.join(given)})" if given else self.verifier
+        return f"{self.verifier} ({', '.join(values)})" if values else self.verifier
 
 
 class Results(Strict):
@@ -259,7 +259,7 @@ class Results(Strict):
         return [run for run in self.runs if run.dataset == dataset]
 
     def repetitions(self) -> list[Results]:
-        """Each evaluation that is in here by itself, the first one first."""
+        """The evaluations that are in here, each by itself, the first one first."""
         alone = [self.model_copy(update={"repeats": []})]
         for repeat in self.repeats:
             measured = []

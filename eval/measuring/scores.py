@@ -61,7 +61,7 @@ def text_score(name: str, text: str, reference: str) -> float:
 
 
 class Scorer:
-    """What scores the texts of an evaluation: by task scores, and a reward model if one is named.
+    """The scores of an evaluation's texts: task scores, and a reward model's if one is named.
 
     A prompt without a reference has no task score. Raises ConfigError if none has a reference, or
     the reward model, one for sequence classification, cannot be loaded.

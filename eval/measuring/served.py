@@ -56,7 +56,7 @@ class ServedEngine:
         max_new_tokens: int,
         seed: int = 0,
     ) -> ServedEngine:
-        """What a server serves under a name: the target, with its end tokens and vocabulary."""
+        """The engine that serves a target under a name, with the target's ends and vocabulary."""
         backend = VllmBackend(
             client=client,
             model=name,

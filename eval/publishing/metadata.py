@@ -68,7 +68,7 @@ def check_repository(push_to: str | None) -> None:
 
 
 def loadable(name: str) -> str:
-    """What code on a card loads: a Hub id as it is; for a folder a path that stands for it."""
+    """The name that code on a card loads: a Hub id as it is; for a folder a path in its place."""
     return name if hub_id(name) is not None else f"{ELSEWHERE}{public_name(name)}"
 
 

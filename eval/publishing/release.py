@@ -60,7 +60,7 @@ from specdata.storage.files import atomic_folder, write_json, write_text
 CARD = "README.md"
 PROFILE = "speculation_profile.json"
 UPLOAD = "upload.json"
-"""Where an artefact was uploaded to: here alone, beside what was."""
+"""The record of an upload: here alone, beside what was uploaded."""
 REDUCED = "reduced"
 """The folder, in that of a draft with a reduced vocabulary, that holds what was measured."""
 # Texts of so many tokens that a reduced draft writes itself, to find what stands for the tokens
@@ -205,7 +205,7 @@ def lengths_table(fastest: Mapping[str, Sequence[PooledRow]]) -> Table:
 
 
 def _of_draft(config: Any, engines: ForEngines | None, name: str, target: str) -> dict[str, Any]:
-    """What a card says of a draft by its configuration, and how engines serve it."""
+    """The values of a card that follow from a draft's configuration, and how engines serve it."""
     kind, vocabulary = kind_of(config), config.get_text_config().vocab_size
     depths, reduced = kind.depths(vars(config)), getattr(config, SIZE, None)
     is_asked = engines is not None and engines.is_asked

@@ -1,4 +1,4 @@
-"""What engines are told of a draft: their command lines, and how it was accepted.
+"""Command lines of engines for a draft, and how the draft was accepted.
 
 Options are those of vLLM 0.28 to main of September 2026 (`vllm/config/speculative.py`), SGLang main
 of the same time (`srt/arg_groups`) and llama.cpp b11434 (`common/arg.cpp`);

@@ -118,7 +118,7 @@ def source_and_revision(name: str) -> tuple[str, str | None]:
 
 
 def source_arguments(name: str) -> str:
-    """What `from_pretrained` is given in code."""
+    """The arguments of `from_pretrained` in code."""
     source, revision = source_and_revision(name)
     return json.dumps(source) + (f", revision={json.dumps(revision)}" if revision else "")
 

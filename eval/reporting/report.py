@@ -1,4 +1,4 @@
-"""From results.json to a table in the terminal and one HTML page.
+"""The report of results.json: a table in the terminal and one HTML page.
 
 The page is the verdict on one screen and then folded sections (`Section`: a title, one sentence, a
 `Table`, and perhaps `bars`, a picture that stands above the fold). To add one, write a function
@@ -92,7 +92,7 @@ class Context:
     command: str = ""
     samples: Sequence[Sample] = ()
     unapplied: str = ""
-    """What the target's generation configuration asks for and no method applies, in a sentence."""
+    """A sentence on what the target's generation configuration asks for and no method applies."""
 
 
 def methods_table(
@@ -184,7 +184,7 @@ def sections(results: Results, context: Context) -> list[Section]:
 
 
 def exactness(results: Results) -> str:
-    """Whether the best method's text is the target's, and what biased methods did."""
+    """The sentence on exactness: of the best method, and of biased ones."""
     text, rows = "", pool(results)
     if (best := best_of(rows)) is not None:
         ours = best.method.decoder == "speculative"
@@ -211,7 +211,7 @@ def basis(results: Results) -> str:
 
 
 PICTURE = {"speedup": "x", "tokens_per_second": " tokens/s", "block_efficiency": " tokens"}
-"""What the bars of the first screen show, the first that there is -> unit."""
+"""The rates that bars of the first screen may show, the first that there is -> unit."""
 
 
 def picture(
@@ -332,7 +332,7 @@ def positions_of(run: Run) -> list[Interval]:
 
 
 def _scores(results: Results) -> Section | None:
-    """Each score of each method on each prompt set that has it."""
+    """The scores of each method on each prompt set that has them."""
     scored = [run for run in results.judged if run.scores]
     names = list(dict.fromkeys(name for run in scored for name in run.scores))
     rows = [
@@ -390,7 +390,7 @@ def _texts(samples: Sequence[Sample], results: Results) -> list[tuple[str, str, 
 
 
 def environment_rows(results: Results) -> list[tuple[str, str]]:
-    """Where it was measured, as name and value."""
+    """The environment as name and value."""
     where = results.environment
     machine = [f"{name.replace('_', ' ')} {x}" for name, x in where.hardware.items() if x]
     rows: list[tuple[str, str | None]] = [

@@ -1,4 +1,4 @@
-"""What an evaluation found: one verdict, the same in the log, on the page, on cards, by `publish`.
+"""The verdict of an evaluation, the same in the log, on the page, on cards and by `publish`.
 
 Over all that was measured it says what is fastest, whether the head (or else the draft) pays, and
 where nothing is faster than the target alone what to try next. But for names of methods its words
@@ -26,7 +26,7 @@ MOST_LENGTHS, MOST_TOKENS = 5, 64
 
 
 def verdict(results: Results) -> str:
-    """What is fastest, whether it pays; warnings of a busy machine and of drafts that end early."""
+    """Say what is fastest and whether it pays; warn of a busy machine and drafts that end early."""
     text = _verdict(results)
     if results.timed and (found := busy(results)):
         text += f" This was {found}: measure again while nothing else runs."
@@ -42,7 +42,7 @@ def verdict(results: Results) -> str:
 
 
 def busy(results: Results) -> str:
-    """What shows that a machine was busy, in words with figures; empty where nothing does.
+    """Signs that a machine was busy, in words with figures; empty where there are none.
 
     A thread that waits for a core, or sleeps at a barrier for a partner that waits, does not run:
     its CPU time falls behind the wall time. That of the process does not, for waiting threads spin.
@@ -74,7 +74,7 @@ def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
 
 
 def fixed_lengths(rows: Sequence[PooledRow]) -> list[PooledRow]:
-    """Each lossless chain of a fixed length, from the best."""
+    """The lossless chains of a fixed length, from the best."""
     chains = [row for row in rows if row.method.lossless and not row.method.branches]
     return sorted((row for row in chains if row.method.fixed_length), key=merit, reverse=True)
 
@@ -122,7 +122,7 @@ def _verdict(results: Results) -> str:
 
 
 def _pays(rows: Sequence[PooledRow]) -> str:
-    """Whether the head pays, or the draft where no method asks a head.
+    """Say whether the head pays, or the draft where no method asks a head.
 
     It pays if it is surely faster than the target alone and than every measured method that does
     without it, and does not if it is surely slower than one; "surely" is a 95 % interval that does
@@ -184,7 +184,7 @@ def lengths_to_measure(rows: Sequence[PooledRow]) -> str:
 
 
 def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> str:
-    """What to try where nothing is faster than the target alone, from the run's own figures."""
+    """Suggest what to try where nothing is faster than the target alone, from the run's figures."""
 
     def cost(row: PooledRow, part: str, count: str) -> float:
         """Seconds of a part of decoding for one of what is counted."""
@@ -239,7 +239,7 @@ def _advice(results: Results, rows: Sequence[PooledRow], plain: PooledRow) -> st
 
 
 def _listed(words: Sequence[object]) -> str:
-    """Such as "2, 3 and 5"."""
+    """Words as a list, such as "2, 3 and 5"."""
     *others, last = map(str, words)
     return f"{', '.join(others)} and {last}" if others else last
 

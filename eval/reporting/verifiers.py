@@ -77,7 +77,7 @@ def verifier_sentence(rows: Sequence[VerifierRow]) -> str:
 
 
 def verifier_pays(rows: Sequence[VerifierRow]) -> str:
-    """Whether the best row is faster than the target alone, by its times."""
+    """Say whether the best row is faster than the target alone, by its times."""
     row = best_verifier(rows)
     speed, tokens = row.speedup or 0.0, row.expected_tokens
     pays = "so few places cannot tell whether it pays"

@@ -94,18 +94,12 @@ class CaptureError(Exception):
 
 
 class _GraphKind(NamedTuple):
-    """Which forwards a graph serves.
-
-    Args:
-        masks: tensors that say what is attended to: 0, 1 (a mask) or 3 (a `Sight`).
-        keep: logits after so many of the last tokens only; 0: after all.
-        places: tensors that say where tokens of several slots go: 3, or 0 if there is one slot.
-    """
+    """The kind of forwards that a graph serves."""
 
     single: bool
-    masks: int
-    keep: int
-    places: int
+    masks: int  # tensors that say what is attended to: 0, 1 (a mask) or 3 (a `Sight`)
+    keep: int  # logits after so many of the last tokens only; 0: after all
+    places: int  # tensors that say where tokens of several slots go: 3, or 0 if there is one slot
 
 
 class ForwardGraphs:
@@ -252,9 +246,35 @@ def check_same_logits(model: PreTrainedModel, expected: Tensor, actual: Tensor) 
         )
 
 
-def named_inputs(inputs: Tensor) -> dict[str, Tensor]:
-    """What a model reads, by the name that its forward has for it: ids, or vectors."""
-    return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
+def run_model(
+    model: PreTrainedModel,
+    inputs: Tensor,
+    mask: Tensor | Sight | None,
+    logits_to_keep: int,
+    taps: Sequence[int],
+    capture_hidden: bool = True,
+    **options: Any,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Run the model's own forward over ids, or vectors in their place.
+
+    Logits, and lists of what the lm_head read and of taps, empty where nothing is captured.
+    """
+    hidden, tapped = list[Tensor](), list[Tensor]()
+    # Hooked only while it runs: decoders that share a model must not slow each other down.
+    with (
+        seeing(model, mask) if isinstance(mask, Sight) else nullcontext(),
+        narrow_logits(model),
+        capturing_hidden(model, hidden.append) if capture_hidden else nullcontext(),
+        capturing_taps(model, taps, tapped.append),
+    ):
+        logits: Tensor = model(
+            **{"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs},
+            attention_mask=None if isinstance(mask, Sight) else mask,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            **options,
+        ).logits
+    return logits, hidden, tapped
 
 
 def eager_forward(
@@ -269,25 +289,15 @@ def eager_forward(
     kinds, cached = cached_layers(model.config), cache_argument(model)
 
     def forward(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        hidden: list[Tensor] = []
-        tapped: list[Tensor] = []
         places, buffers = rest[masks : masks + placed], rest[masks + placed :]
-        with (
-            seeing(model, Sight(*rest[:masks])) if masks > 1 else nullcontext(),
-            attending_packed(model, *places[:2]) if places else nullcontext(),
-            narrow_logits(model),
-            capturing_hidden(model, hidden.append),
-            capturing_taps(model, taps, tapped.append),
-        ):
-            logits: Tensor = model(
-                **named_inputs(ids),
-                position_ids=positions,
-                attention_mask=rest[0] if masks == 1 else None,
-                **{cached: _CacheView(kinds, buffers, places)},
-                use_cache=True,
-                logits_to_keep=keep,
-                **({"contexts": ids.shape[1] - keep} if in_blocks else {}),
-            ).logits
+        options: dict[str, Any] = {cached: _CacheView(kinds, buffers, places)}
+        if in_blocks:
+            options["contexts"] = ids.shape[1] - keep
+        mask = Sight(*rest[:masks]) if masks > 1 else rest[0] if masks else None
+        with attending_packed(model, *places[:2]) if places else nullcontext():
+            logits, hidden, tapped = run_model(
+                model, ids, mask, keep, taps, position_ids=positions, **options
+            )
         return logits, hidden[0], *tapped
 
     return forward

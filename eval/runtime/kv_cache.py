@@ -124,10 +124,10 @@ class KVCache(Cache):  # type: ignore[misc]
     def repeat_prefix(self, slot: int, length: int, copies: int) -> KVCache:
         """A new cache whose slots are `copies` of the first `length` cache positions of one."""
         copy = KVCache(self.kinds)
-        for mine, theirs in zip(self.stores, copy.stores, strict=True):
+        for layer, copied in zip(self.stores, copy.stores, strict=True):
             if length:
-                theirs.keys = mine.keys[slot, :, :length].repeat(copies, 1, 1, 1)
-                theirs.values = mine.values[slot, :, :length].repeat(copies, 1, 1, 1)
+                copied.keys = layer.keys[slot, :, :length].repeat(copies, 1, 1, 1)
+                copied.values = layer.values[slot, :, :length].repeat(copies, 1, 1, 1)
         return copy
 
     def copy_from(
@@ -135,13 +135,13 @@ class KVCache(Cache):  # type: ignore[misc]
     ) -> None:
         """Store entries of another cache, by row and column, in a slot from `start` on."""
         self.place(slice(slot, slot + 1), start, start + len(rows))
-        for mine, theirs in zip(self.stores, other.stores, strict=True):
+        for layer, source in zip(self.stores, other.stores, strict=True):
             # (n, heads, size) -> (1, heads, n, size)
             keys, values = (
                 buffer[rows, :, columns].transpose(0, 1).unsqueeze(0)
-                for buffer in (theirs.keys, theirs.values)
+                for buffer in (source.keys, source.values)
             )
-            mine.update(keys, values)
+            layer.update(keys, values)
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]

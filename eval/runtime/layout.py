@@ -16,22 +16,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the n tokens of one forward go, behind what the KV cache of their sequence holds.
+    """The places of the n tokens of one forward, behind what the KV cache of a sequence holds.
 
-    Args:
-        start: cache positions in use before the forward; the tokens are written from there on.
-        positions: n positions in the sequence; a node stands where it would stand if accepted, so
-            siblings share a position.
-        visible: (n, start + n) boolean, the cache positions that each token attends to; None if
-            that is everything up to the token itself.
-        ancestors: (m, m) boolean over the m nodes in the cache after the forward: whether node
-            j + 1 is on the path from the root to node i + 1, node i + 1 included.
+    A node stands where it would stand if accepted, so siblings share a position. Without `visible`
+    a token attends to everything up to itself. `ancestors` says whether node j + 1 is on the path
+    from the root to node i + 1, node i + 1 included.
     """
 
-    start: int
-    positions: list[int]
-    visible: Tensor | None
-    ancestors: Tensor
+    start: int  # cache positions in use before the forward; the tokens are written from there on
+    positions: list[int]  # n in the sequence
+    visible: Tensor | None  # (n, start + n) boolean, the cache positions that each token attends to
+    ancestors: Tensor  # (m, m) boolean over the m nodes in the cache after the forward
 
     @property
     def key_positions(self) -> Tensor:
@@ -48,11 +43,8 @@ def lay_out(length: int, ancestors: Tensor, count: int, parents: Sequence[int]) 
     Tree attention (Miao et al. 2023, SpecInfer; Yang et al. 2024, MCSD): a node attends to the
     committed tokens and its own ancestors, and its depth decides its position.
 
-    Args:
-        length: committed tokens in the cache.
-        ancestors: (m, m) as in `Layout`, of the nodes in the cache before the forward.
-        count: n tokens; the last `len(parents)` of them are nodes.
-        parents: the node that each node follows.
+    The cache holds `length` committed tokens and m nodes with these ancestors (m, m), as in
+    `Layout`. Of the n tokens (`count`) the last `len(parents)` are nodes that follow these.
     """
     cached, committed = len(ancestors), count - len(parents)
     assert not (cached and committed), "nodes are accepted or dropped before tokens are appended"
@@ -80,23 +72,16 @@ def lay_out(length: int, ancestors: Tensor, count: int, parents: Sequence[int]) 
 class Packing:
     """The n tokens of several forwards in one row, over B slots of a KV cache from the first on.
 
-    Args:
-        first: the first slot.
-        positions: (1, n), in the sequences.
-        slots: (1, n), whose sequence each token belongs to, counted from the first.
-        cache_positions: (1, n), where its keys and values are written.
-        columns: (1, n), its number among the tokens of its sequence; the longest has m tokens.
-        visible: (B, m, end) boolean, the cache positions that each token attends to.
-        ends: by slot, where in the row its tokens end.
+    The longest sequence has m tokens.
     """
 
-    first: int
-    positions: Tensor
-    slots: Tensor
-    cache_positions: Tensor
-    columns: Tensor
-    visible: Tensor
-    ends: dict[int, int]
+    first: int  # slot
+    positions: Tensor  # (1, n) in the sequences
+    slots: Tensor  # (1, n) whose sequence each token belongs to, counted from the first
+    cache_positions: Tensor  # (1, n) where its keys and values are written
+    columns: Tensor  # (1, n) its number among the tokens of its sequence
+    visible: Tensor  # (B, m, end) boolean, the cache positions that each token attends to
+    ends: dict[int, int]  # by slot, where in the row its tokens end
 
 
 def pack(layouts: Mapping[int, Layout]) -> Packing:

@@ -23,17 +23,11 @@ from eval.runtime.transformers_models import attention_name
 
 
 class Sight(NamedTuple):
-    """What the n tokens of a forward may see of the T in the cache, of B sequences.
+    """The keys that the n tokens of a forward may see of the T in the cache, of B sequences."""
 
-    Args:
-        mask: (B, 1, n, T) additive: what is committed, and their own ancestors.
-        queries: (B or 1, n) their positions.
-        keys: (B or 1, T) positions of the tokens in the cache.
-    """
-
-    mask: Tensor
-    queries: Tensor
-    keys: Tensor
+    mask: Tensor  # (B, 1, n, T) additive: what is committed, and their own ancestors
+    queries: Tensor  # (B or 1, n) their positions
+    keys: Tensor  # (B or 1, T) positions of the tokens in the cache
 
     def within(self, rule: Callable[..., Tensor]) -> Tensor:
         """The additive mask cut to what a rule of transformers allows."""

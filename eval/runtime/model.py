@@ -18,18 +18,15 @@ from eval.runtime.graphs import (
     CaptureError,
     EagerWarning,
     ForwardGraphs,
-    named_inputs,
+    run_model,
     shared_graphs,
 )
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, pack, places
-from eval.runtime.masks import Sight, seeing
+from eval.runtime.masks import Sight
 from eval.runtime.recurrent import keeping_states
 from eval.runtime.transformers_models import Traits, attending_packed
-from specdata.draft_models.draft_vocabulary import narrow_logits
 from specdata.draft_models.states_draft import token_embedding
-from specdata.draft_models.taps import capturing_taps
-from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
 
@@ -41,37 +38,22 @@ PIECE = 512
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The n tokens of one sequence in a forward.
+    """The n tokens of one sequence in a forward."""
 
-    Args:
-        slot: of the KV cache.
-        layout: where they go, behind what the slot holds.
-        inputs: (n,) ids, or (n, H) what stands for them.
-        logits_to_keep: logits are needed after this many of the last ones.
-        drafted: of a chain, this many of the last ones are not committed.
-        first: they attend to cache positions from this on, as far as themselves.
-    """
-
-    slot: int
-    layout: Layout
-    inputs: Tensor
-    logits_to_keep: int
-    drafted: int = 0
-    first: int = 0
+    slot: int  # of the KV cache
+    layout: Layout  # where they go, behind what the slot holds
+    inputs: Tensor  # (n,) ids, or (n, H) what stands for them
+    logits_to_keep: int  # logits are needed after this many of the last ones
+    drafted: int = 0  # of a chain, this many of the last ones are not committed
+    first: int = 0  # they attend to cache positions from this on, as far as themselves
 
 
 class Outputs(NamedTuple):
-    """What a model gives of the tokens of a forward, one dimension of rows before each.
+    """The outputs of a model for the tokens of a forward, one dimension of rows before each."""
 
-    Args:
-        logits: (B, logits_to_keep or more, V') after the last of them.
-        hidden: (B, as many, H) what the lm_head read there, if it was captured.
-        taps: (B, n, F) at all of them, if they were captured; see `draft_models.taps`.
-    """
-
-    logits: Tensor
-    hidden: Tensor | None = None
-    taps: Tensor | None = None
+    logits: Tensor  # (B, logits_to_keep or more, V') after the last of them
+    hidden: Tensor | None = None  # (B, as many, H) what the lm_head read there, if captured
+    taps: Tensor | None = None  # (B, n, F) at all of them, if captured; see `draft_models.taps`
 
     def of(self, rows: Any, columns: Any, keep: int) -> Outputs:
         """Those at some rows and columns, of which logits after the last `keep` alone.
@@ -141,20 +123,16 @@ class CachedModel:
             warnings.warn(f"{name} runs eagerly: {reason}", EagerWarning, stacklevel=3)
         self._engine, self.graphs = "eager", None
 
-    def piece(self, count: int, asked: int, in_use: int, *, reads_first: bool, tree: bool) -> int:
+    def piece(
+        self, count: int, together: int, in_use: int, *, reads_first: bool, tree: bool
+    ) -> int:
         """How many of the first of `count` tokens are to be read before the others; 0: none.
 
         A long text is read in pieces where it needs a mask. Only a tree behind it would need one:
         the text is read first. A first token that the others do not attend to is read by itself.
-
-        Args:
-            count: of the forward.
-            asked: the last tokens, which must be read together.
-            in_use: cache positions in use before.
-            reads_first: whether later tokens attend to the first one.
-            tree: whether the last tokens are nodes.
+        The last `together` of the tokens must be read in one forward.
         """
-        early, traits = count - asked, self.traits
+        early, traits = count - together, self.traits
         # Draft and target together should not need more memory than the target does alone.
         piece = PIECE if reads_first else -(-PIECE // 4)
         if early < piece or not traits.in_pieces:
@@ -309,27 +287,14 @@ class CachedModel:
         logits_to_keep: int,
     ) -> Outputs:
         """The model's own forward."""
-        hidden: list[Tensor] = []
-        taps: list[Tensor] = []
-        # Hooked only while it runs: decoders that share a model must not slow each other down.
-        capturing = (
-            capturing_hidden(self.model, hidden.append) if self._capture_hidden else nullcontext()
-        )
-        tapping = capturing_taps(self.model, self._taps, taps.append)
-        sighted = seeing(self.model, mask) if isinstance(mask, Sight) else nullcontext()
         options: dict[str, Any] = {self.traits.cache_argument: cache}
         if self.traits.takes_positions:
             options["position_ids"] = positions
         if self.traits.in_blocks:
             options["contexts"] = inputs.shape[1] - logits_to_keep
-        with narrow_logits(self.model), capturing, tapping, sighted:
-            logits = self.model(
-                **named_inputs(inputs),
-                attention_mask=None if isinstance(mask, Sight) else mask,
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
-                **options,
-            ).logits
+        logits, hidden, taps = run_model(
+            self.model, inputs, mask, logits_to_keep, self._taps, self._capture_hidden, **options
+        )
         return Outputs(
             logits,
             hidden[0].to(logits.device) if hidden else None,

@@ -26,22 +26,14 @@ NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Tokens for a model to read after what it has read of a sequence.
-
-    Args:
-        tokens: n tokens; the last `len(parents)` of them are nodes of a draft tree.
-        logits_to_keep: logits are needed after this many of the last tokens.
-        parents: the node that each node follows; 0 is the last committed token.
-        unrolled: score the whole tree as a batch of its paths, instead of by tree attention.
-        drafted: of a chain, this many of the last tokens are not committed.
-    """
+    """Tokens for a model to read after what it has read of a sequence."""
 
     sequence: CachedSequence
-    tokens: list[int]
-    logits_to_keep: int
-    parents: Sequence[int] = ()
-    unrolled: bool = False
-    drafted: int = 0
+    tokens: list[int]  # n; the last `len(parents)` of them are nodes of a draft tree
+    logits_to_keep: int  # logits are needed after this many of the last tokens
+    parents: Sequence[int] = ()  # the node that each node follows; 0 is the last committed token
+    unrolled: bool = False  # score the tree as a batch of its paths, not by tree attention
+    drafted: int = 0  # of a chain, this many of the last tokens are not committed
 
     @property
     def committed(self) -> int:
@@ -70,10 +62,10 @@ class Forward:
     def run(self) -> Tensor:
         """Run it by itself: logits (logits_to_keep, N), N = V but for a reduced vocabulary."""
         forward, sequence, model = self, self.sequence, self.sequence.model
-        asked, tree = max(self.logits_to_keep, self.drafted), bool(self.parents)
+        together, tree = max(self.logits_to_keep, self.drafted), bool(self.parents)
         first = sequence.reads_first
         while piece := model.piece(
-            len(forward.tokens), asked, sequence.in_use, reads_first=first, tree=tree
+            len(forward.tokens), together, sequence.in_use, reads_first=first, tree=tree
         ):
             sequence.read(sequence.append(forward.tokens[:piece], 1))
             forward = replace(forward, tokens=forward.tokens[piece:])
@@ -85,21 +77,8 @@ class CachedSequence:
     """The content of a model's KV cache for one sequence, and for a draft after it.
 
     The state changes in three places: `commit` when a forward has run, `keep` (by `crop`) when a
-    draft was verified, and `reset`.
-
-    Args:
-        sampling: how logits become distributions, the same for target and draft.
-
-    Attributes:
-        length: tokens in the cache, but for nodes of a tree.
-        drafted: of these, the last so many are of a drafted chain.
-        ancestors: (m, m) boolean over the m nodes in the cache; see `Layout.ancestors`.
-        states: (n, H) what the lm_head read at the last n tokens that were run, of which logits
-            were asked for; None before the first forward, and where the model does not capture
-            hidden states.
-        forwards: forwards so far, of this sequence and of those before it in the slot.
-        taps: (size, F) states inside the model by cache position, for drafts that read them; None
-            where the model does not capture them.
+    draft was verified, and `reset`. The sampling, which makes distributions of logits, is the same
+    for target and draft.
     """
 
     rereads = False
@@ -111,14 +90,17 @@ class CachedSequence:
         self.model = model
         self.slot = slot
         self.sampling = sampling
-        self.forwards = 0
+        self.forwards = 0  # of this sequence and of those before it in the slot
         self._target: CachedSequence | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget the sequence."""
-        self.length = self.drafted = 0
-        self.ancestors = NO_NODES
+        self.length = 0  # tokens in the cache, but for nodes of a tree
+        self.drafted = 0  # of these, the last so many are of a drafted chain
+        self.ancestors = NO_NODES  # (m, m) over the m nodes in the cache; see `Layout.ancestors`
+        # (n, H) what the lm_head read at the last n tokens of which logits were asked for, and
+        # (size, F) states inside the model by cache position; None where they are not captured.
         self.states: Tensor | None = None
         self.taps: Tensor | None = None
         # The first tokens, which need not be read again whatever is dropped behind them: those that
@@ -161,12 +143,9 @@ class CachedSequence:
     ) -> Forward:
         """The forward that appends nodes of a draft tree: logits after each node.
 
-        Args:
-            tokens: n tokens.
-            parents: the node that each follows, 0 being the last committed token.
-            uncached: committed tokens that are not in the cache yet and come first; only if no
-                node is in the cache. The logits after the last of them come first, too.
-            unrolled: score the tree as a batch of its paths; only if no node is in the cache.
+        Parents are the nodes that they follow, 0 being the last committed token. Only if no node is
+        in the cache may committed tokens come first that are not in it yet (`uncached`; the logits
+        after the last of them come first, too), or the tree be scored as a batch of its paths.
         """
         uncached = uncached or []
         logits_to_keep = len(tokens) + bool(uncached)
@@ -318,8 +297,8 @@ class StatesSequence(CachedSequence):
                     states[begin:] = self._target.taps[after_target[begin:]]
                 parts.append(embedding.after_target(ids[: len(after_target)], states))
             if len(after_target) < len(before):
-                own = torch.stack([self._draft_states[at] for at in before[len(after_target) :]])
-                parts.append(embedding.after_own(ids[len(after_target) :], own))
+                states = torch.stack([self._draft_states[at] for at in before[len(after_target) :]])
+                parts.append(embedding.after_own(ids[len(after_target) :], states))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_by_target(self) -> int:
@@ -399,10 +378,10 @@ class MaskedSequence(CachedSequence):
             self._depths = {self.length + len(tokens) - 1: 0}
             self._ahead = logits[keep:], None if states is None else states[keep:]
             logits, states = logits[:keep], None if states is None else states[:keep]
-        outputs = self.behind(tokens[-len(logits) :], logits, states)
+        outputs = self.after(tokens[-len(logits) :], logits, states)
         return self.commit(forward, layout, outputs)
 
-    def behind(self, _tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
+    def after(self, _tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
         """Logits and states behind these tokens, of what was read there."""
         return Outputs(logits, states)
 
@@ -441,7 +420,7 @@ class BlockSequence(MaskedSequence):
             x: Tensor = self._embedding.unread(taps, ids[contexts:])
         return x
 
-    def behind(self, tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
+    def after(self, tokens: list[int], logits: Tensor, states: Tensor | None) -> Outputs:
         """Logits and states of slots behind these tokens, of which the bias alone is computed."""
         markov = self._embedding.markov.weight[tokens]
         if states is not None:

@@ -29,27 +29,19 @@ Settings = tuple[Mapping[str, Any], ...]
 class VerifierSpec:
     """All that the project knows of a verifier.
 
-    Args:
-        name: what it is asked for by; its key in `VERIFIERS`.
-        rule: "module.function" in this folder: the rule, or what makes it of its parameters.
-        takes: the `DraftTree.kind`s that it has a proof for.
-        paper: where it comes from.
-        whole_draft: whether it is a `Rule`; if not, it is a `NodeRule`, applied by `walk`.
-        bias: "module.function" of (p (V,), q (V,), **parameters): the total variation between p and
-            the token emitted at one position. Empty: there is none, it is lossless.
-        residual_persists: see `Verifier`.
-        grid: settings worth trying; one without parameters has none but {}.
-        examples: settings that its tests drive it with, where the grid will not do. What all
-            settings in both have is required; {} says that nothing is.
+    The grid has settings worth trying, {} for one without parameters; where it will not do, tests
+    drive it with the examples. What all settings in both have is required.
     """
 
-    name: str
-    rule: str
-    takes: tuple[str, ...]
+    name: str  # its key in `VERIFIERS`
+    rule: str  # "module.function" in this folder: the rule, or what makes it of its parameters
+    takes: tuple[str, ...]  # the `DraftTree.kind`s that it has a proof for
     paper: str
-    whole_draft: bool = False
+    whole_draft: bool = False  # it is a `Rule`; if not, it is a `NodeRule`, applied by `Walk`
+    # "module.function" of (p (V,), q (V,), **parameters): the total variation between p and the
+    # token emitted at one position. Empty: it is lossless.
     bias: str = ""
-    residual_persists: bool = False
+    residual_persists: bool = False  # see `Verifier`
     grid: Settings = ({},)
     examples: Settings = ()
 

@@ -27,14 +27,12 @@ from specdata.probability import residual
 class PersistentResidual:
     """A modification of the target for the next tokens.
 
-    Args:
-        ratio: joint target probability over joint draft probability of the tokens since the start
-            of the round in which the rejection occurred.
-        remaining: tokens that are still to be drawn from the modified target, at least 1.
+    The ratio is the joint target probability over the joint draft probability of the tokens since
+    the start of the round in which the rejection occurred.
     """
 
     ratio: float
-    remaining: int
+    remaining: int  # tokens still to be drawn from the modified target, at least 1
 
 
 PersistentResiduals = tuple[PersistentResidual, ...]

@@ -47,17 +47,14 @@ class Rng(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Where the accepted path ends, and what comes next.
+    """The end of the accepted path, and what comes next.
 
-    Args:
-        node: the last accepted node; 0 if no drafted token was accepted.
-        distribution: (V,) distribution of the token that is emitted after it.
-        residual: the residual that persists over the tokens after `node`, the one drawn
-            from `distribution` being the first; None for all rules but greedy block verification.
+    A residual persists over the tokens after the node, the one drawn from `distribution` being the
+    first; only greedy block verification has one.
     """
 
-    node: int
-    distribution: Tensor
+    node: int  # the last accepted one; 0 if no drafted token was accepted
+    distribution: Tensor  # (V,) of the token that is emitted after it
     residual: PersistentResidual | None = None
 
 
@@ -67,21 +64,13 @@ Rule = Callable[[DraftTree, Tensor, Rng], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The drafted tokens for one position, in draw order.
+    """The drafted tokens for one position, in draw order."""
 
-    Args:
-        tokens: n token ids; they may repeat unless drawn without replacement.
-        distributions: n distributions (V,), the one that each token was drawn from.
-        how: "iid", "distinct", "greedy" or "chosen", as in `DraftTree`.
-        p: n probabilities, what the target's distribution at the position gives each.
-        q: n probabilities, what the distribution that each was drawn from gives it.
-    """
-
-    tokens: list[int]
-    distributions: list[Tensor]
-    how: str
-    p: list[float]
-    q: list[float]
+    tokens: list[int]  # n ids; they may repeat unless drawn without replacement
+    distributions: list[Tensor]  # n (V,), the one that each token was drawn from
+    how: str  # "iid", "distinct", "greedy" or "chosen", as in `DraftTree`
+    p: list[float]  # n probabilities that the target's distribution gives them
+    q: list[float]  # n probabilities that the distributions they were drawn from give them
 
     @classmethod
     def of(
@@ -165,55 +154,38 @@ def remembered(fit: Callable[[Tensor, Candidates], T]) -> Callable[[Tensor, Cand
 class Verdict:
     """The exact distribution of a verification's outcome.
 
-    Args:
-        stop: (N+1,) probability that the accepted path ends at each node; sums to 1.
-        bonus: (N+1, V) distribution of the next token given that it ended there; rows are zero
-            where stop is 0.
+    Rows of `bonus` are zero where `stop` is 0.
     """
 
-    stop: Tensor
-    bonus: Tensor
+    stop: Tensor  # (N+1,) probability that the accepted path ends at each node; sums to 1
+    bonus: Tensor  # (N+1, V) distribution of the next token given that it ended there
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One sampled verification.
+    """One sampled verification."""
 
-    Args:
-        nodes: accepted nodes from the root down, without node 0.
-        token: the token emitted after them.
-        verifier: verifies the next round: the same verifier, or a copy with persistent residuals.
-    """
-
-    nodes: list[int]
-    token: int
-    verifier: Verifier
+    nodes: list[int]  # accepted nodes from the root down, without node 0
+    token: int  # emitted after them
+    verifier: Verifier  # of the next round: the same, or a copy with persistent residuals
 
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
     """A named rule with the drafts that it has a proof for.
 
-    Args:
-        name: its key in `VERIFIERS`.
-        rule: the procedure.
-        takes: the `DraftTree.kind`s that it may be given.
-        residual_persists: whether the residual of a rejection persists over the next rounds. The
-            length of every draft must then be planned before its first token is drawn; with a
-            stopping rule that looks at drafted tokens the output is biased.
-        residuals: residuals from earlier rounds; the rule is given the target modified by them.
-        branching: whether it takes drafts with more than one candidate for a position.
-        lossless: whether the output distribution is exactly the target's.
-        paper: where it comes from.
+    Where the residual of a rejection persists over the next rounds, the length of every draft must
+    be planned before its first token is drawn: with a stopping rule that looks at drafted tokens
+    the output is biased.
     """
 
-    name: str
+    name: str  # its key in `VERIFIERS`
     rule: Rule = field(repr=False)
-    takes: tuple[str, ...]
+    takes: tuple[str, ...]  # the `DraftTree.kind`s that it may be given
     residual_persists: bool = False
-    residuals: PersistentResiduals = ()
-    branching: bool = False
-    lossless: bool = True
+    residuals: PersistentResiduals = ()  # of earlier rounds; the rule is given the modified target
+    branching: bool = False  # it takes drafts with more than one candidate for a position
+    lossless: bool = True  # the output distribution is exactly the target's
     paper: str = ""
 
     def needs_tail(self, length: int) -> bool:
@@ -241,10 +213,8 @@ class Verifier:
     def __call__(self, tree: DraftTree, target: Tensor) -> Verdict:
         """The exact distribution of the outcome, by enumeration of the rule.
 
-        Args:
-            tree: N drafted nodes.
-            target: (N+1, V), float32 or wider: row 0 after the last committed token, row i+1 after
-                node i's token.
+        Of N drafted nodes and the target's (N+1, V), float32 or wider: row 0 after the last
+        committed token, row i+1 after node i's token.
 
         Raises:
             ValueError: as `check`, or if a row of `target` is no distribution.
@@ -278,13 +248,10 @@ class Verifier:
         return outcomes(lambda rng: self.rule(tree, rows, rng))
 
     def after(self, tree: DraftTree, target: Tensor, end: Outcome, token: int) -> Verifier:
-        """The verifier of the next round, given how this one ended and the token drawn there.
+        """Return the verifier of the next round, given how this one ended.
 
-        Args:
-            tree: the draft of this round, N nodes.
-            target: (N + 1, V), as in `__call__`.
-            end: how this round ended.
-            token: the token drawn from `end.distribution`.
+        The draft of this round and the target's distributions are as in `__call__`; the token was
+        drawn from `end.distribution`.
         """
         if not self.residuals and end.residual is None:
             return self
@@ -296,13 +263,7 @@ class Verifier:
     def draw(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Drawn:
         """Sample one outcome, reading only the rows of `target` that the rule needs for it.
 
-        Args:
-            tree: as in `__call__`.
-            target: as in `__call__`.
-            generator: where random numbers come from.
-
-        Raises:
-            ValueError: as `check`.
+        Arguments are as in `__call__`. Raises ValueError as `check`.
         """
         self.check(tree, target)
         rows = modified_rows(self.residuals, tree, target) if self.residuals else target
@@ -350,18 +311,12 @@ class GeneratorRng:
 
 
 class ScriptedRng:
-    """An `Rng` that returns given outcomes in order, and then always the first possible one.
-
-    Attributes:
-        weight: probability of everything returned so far.
-        taken: outcome of every call.
-        possible: for every call, the outcomes of positive probability.
-    """
+    """An `Rng` that returns given outcomes in order, and then always the first possible one."""
 
     def __init__(self, script: list[int]) -> None:
-        self.weight = 1.0
-        self.taken: list[int] = []
-        self.possible: list[list[int]] = []
+        self.weight = 1.0  # probability of everything returned so far
+        self.taken: list[int] = []  # outcome of every call
+        self.possible: list[list[int]] = []  # of every call, outcomes of positive probability
         self._script = script
 
     def bernoulli(self, probability: float) -> bool:

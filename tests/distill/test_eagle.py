@@ -450,6 +450,36 @@ def test_publish_writes_what_export_does_of_a_measured_run_and_it_is_the_same_dr
         load_model(str(release))
 
 
+def test_export_for_openvino_refuses_what_genai_would_compute_otherwise(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in ((), ("norm_output",), ("norm_before_residual",)):
+        theirs, ours = tmp_path / "-".join(("theirs", *flags)), tmp_path / "-".join(("of", *flags))
+        published(theirs, load_model(str(target)).config.vocab_size, "eagle3", *flags)
+        paths = [str(theirs), "--target", str(target), "--out", str(ours)]
+        assert run_tool("import", paths) == 0
+    make(target, tmp_path / "two", kind="states", layout="eagle3", layers=1, taps=[1, 2])
+    make(target, tmp_path / "early", kind="states", layout="eagle3", layers=1, taps=[0, 1, 2])
+    make(target, tmp_path / "blocks", kind="states", layout="dspark", layers=1, block=2)
+    make(target, tmp_path / "few", kind="target", layers=1, vocabulary=KEPT)
+    capsys.readouterr()
+    for folder, message, *more in (
+        (tmp_path / "of-norm_output", "all that OpenVINO GenAI computes, and has norm_output"),
+        (tmp_path / "of-norm_before_residual", "and has norm_before_residual"),
+        (tmp_path / "two", "has taps [1, 2]"),
+        (tmp_path / "early", "has taps [0, 1, 2]"),
+        (tmp_path / "blocks", "and has dspark"),
+        (target, "give --target"),
+        (tmp_path / "few", "its release, which", "--target", str(target)),
+        (tmp_path / "of", "must be one that has OpenVINO", "--python", "nowhere"),
+        (tmp_path / "of", "could not convert: ", "--python", sys.executable),
+    ):
+        paths = [str(folder), "--out", str(tmp_path / "out"), "--for", "openvino", *more]
+        assert run_tool("export", paths) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
 def test_a_model_of_no_layout_and_a_draft_without_weights_are_not_released(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,8 +16,7 @@ from eval.runtime.sequence import sequence_of
 from specdata.errors import ConfigError
 from specdata.models import positions
 from specdata.probability import SamplingConfig
-from tests.support.architectures import nearby
-from tests.support.families import BUDGET, RECURRENT, WINDOWED, greedy, tiny
+from tests.support.families import BUDGET, RECURRENT, WINDOWED, greedy, nearby, tiny
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]

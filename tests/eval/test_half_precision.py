@@ -17,7 +17,6 @@ from tests.support.families import tiny
 
 HALF = [torch.bfloat16, torch.float16]
 CASES = {
-    "chain": DecodeConfig(length=3),
     "block": DecodeConfig(verifier="block", length=3),
     "tree": DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2, 1)),
     "tree as a batch": DecodeConfig(
@@ -32,8 +31,7 @@ PROMPTS = [torch.tensor([2, 3, 7]), torch.tensor([5])]
     ("family", "name", "dtype"),
     [
         *(("llama", name, torch.bfloat16) for name in CASES),
-        ("llama", "tree", torch.float16),
-        ("opt", "chain", torch.float16),
+        ("opt", "block", torch.float16),
         ("gemma", "tree as a batch", torch.bfloat16),
     ],
 )
@@ -50,25 +48,15 @@ def test_verifiers_get_float32_distributions_without_nan(
 
     monkeypatch.setattr(Verifier, "draw", recorded)
     decoder = SpeculativeDecoder.from_config(target, draft, CASES[name])
-    for seed, prompt in enumerate(PROMPTS):
-        generator = torch.Generator().manual_seed(seed)
-        out = decoder.generate(prompt, max_new_tokens=16, generator=generator)
-        assert 1 <= len(out.tokens) <= 16
-    batch = decoder.generate_batch(
-        PROMPTS,
-        max_new_tokens=16,
-        generators=[torch.Generator().manual_seed(seed) for seed in range(2)],
-    )
-    assert all(1 <= len(out.tokens) <= 16 for out in batch)
+    seeds = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    outs = decoder.generate_batch(PROMPTS, max_new_tokens=16, generators=seeds)
+    outs += [decoder.generate(PROMPTS[0], max_new_tokens=16, generator=torch.Generator())]
+    assert all(1 <= len(out.tokens) <= 16 for out in outs)
     assert any(len(draft) for draft, _ in given)
     for drafted, distributions in given:
-        for distribution in (
-            (distributions, drafted.distributions) if len(drafted) else (distributions,)
-        ):
+        for distribution in (distributions, *([drafted.distributions] if len(drafted) else [])):
             assert distribution.dtype == torch.float32
-            torch.testing.assert_close(
-                distribution.sum(-1), torch.ones(distribution.shape[:-1]), rtol=0, atol=1e-5
-            )
+            assert float((distribution.sum(-1) - 1).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -1,4 +1,4 @@
-"""A head's outputs as prefix acceptance of the draft under way, and the cost rule that learns."""
+"""A head's outputs as prefix acceptance of the draft under way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from eval.drafting.stopping import DraftedToken
-from eval.drafting.stopping.cost import Cost, CostEstimates
 from eval.drafting.stopping.logistic import OnlineLogistic, sigmoid
 from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 from eval.rounds import Round
@@ -106,12 +105,3 @@ def test_a_head_that_is_sure_of_too_much_is_recalibrated_by_what_is_accepted() -
             assert fitted == pytest.approx((-1.5, 1.0), abs=0.3)
         else:
             assert fitted == (0.0, 1.0)
-
-
-def test_a_drafted_tokens_cost_is_what_rounds_take_longer_for_one_more() -> None:
-    rule = CostEstimates(Cost())
-    for turn in range(64):
-        k = 1 + turn % 5
-        rule.begin()
-        rule.observe(Round(k, k, 0, 1, k, 0.4 * k, 5.0 + 0.3 * k, 0.1))
-    assert rule.draft_seconds == pytest.approx(0.7)

@@ -272,7 +272,7 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
         (ROOT / name).read_text()
         for name in (
             *("README.md", "docs/real/README.md", f"{GEMMA}/README.md"),
-            *("docs/engines.md", "docs/engines/vllm.md"),
+            *("docs/engines/llama-cpp.md", "docs/engines/vllm.md"),
         )
     ]
     table = r"<!-- (brief )?table of (.+?) -->\n(.*?)<!-- end of table -->"

@@ -240,9 +240,8 @@ def test_how_well_acceptance_is_predicted_is_a_section(results: Results) -> None
 @pytest.mark.parametrize("dark", [False, True])
 def test_words_stand_out_from_the_paper_behind_them(html: str, dark: bool) -> None:
     """By the contrast of WCAG 2, of which 4.5 is asked for text."""
-    colours = dict(
-        re.findall(r"--(\w+): #(\w{6});", html.split("{ :root {" if dark else ":root {")[1])
-    )
+    of_theme = html.split(":root {")[1 + dark]
+    colours = dict(re.findall(r"--(\w+): #(\w{6});", of_theme))
 
     def light(name: str) -> float:
         parts = [int(colours[name][place : place + 2], 16) / 255 for place in (0, 2, 4)]

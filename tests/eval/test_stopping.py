@@ -13,6 +13,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost, CostEstimates, gain
 from eval.drafting.stopping.logistic import Logit
+from eval.drafting.stopping.thresholds import Cumulative
 from eval.measuring.records import check_identity, record_prompt
 from eval.rounds import Round
 from specdata.config import read_config
@@ -85,6 +86,15 @@ def test_a_one_hot_distribution_stops_nothing() -> None:
         assert not any(rule.should_stop(DraftedToken(0, torch.eye(4)[1], None)) for _ in range(100))
 
 
+@pytest.mark.parametrize("rule", [Cumulative(threshold=0.5), Logit(threshold=0.5)], ids=repr)
+def test_rules_of_a_whole_draft_multiply_what_they_read_of_its_tokens(rule: StoppingRule) -> None:
+    active = rule.start(None)
+    for _ in range(2):  # a second round starts afresh
+        active.begin()
+        ends = [active.should_stop(DraftedToken(0, distribution(0.6), None)) for _ in range(2)]
+        assert ends == [False, True]
+
+
 GOLDENS = [
     ((0.95, 0.4), (0.8, 0.2), 0.1, 0.332117),
     ((0.99, 0.3), (0.7, 0.3), 0.2092, 0.478066),
@@ -155,15 +165,16 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
     assert least * 0.99 < seconds / emitted < least * 1.03 < fixed
 
 
-def test_tokens_that_one_forward_drafts_share_its_time_in_the_cost_rule() -> None:
-    rule = CostEstimates(Cost(calibration=(1.0, 0.5)))
-    times = {"draft_seconds": 0.4, "target_seconds": 1.0, "overhead_seconds": 0.0}
-    for _ in range(4):
-        rule.begin()
-        for _ in range(4):
-            rule.should_stop(DraftedToken(0, distribution(0.5), None))
-        rule.observe(Round(4, 4, 1, 2, draft_forwards=1, **times))
-    assert rule.draft_seconds == pytest.approx(0.1)
+def test_a_drafted_tokens_cost_is_what_rounds_take_longer_or_its_share_of_a_forward() -> None:
+    longer, shared = CostEstimates(Cost()), CostEstimates(Cost())
+    for turn in range(64):
+        k = 1 + turn % 5
+        for rule in (longer, shared):
+            rule.begin()
+        longer.observe(Round(k, k, 0, 1, k, 0.4 * k, 5.0 + 0.3 * k, 0.1))
+        shared.observe(Round(4, 4, 1, 2, 1, 0.4, 1.0, 0.0))  # four tokens of one forward
+    assert longer.draft_seconds == pytest.approx(0.7)
+    assert shared.draft_seconds == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("rule", STOPPING_RULES.values(), ids=lambda rule: rule.name)

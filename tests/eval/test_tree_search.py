@@ -25,8 +25,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.verifiers import VERIFIERS
 from specdata.probability import SamplingConfig, probabilities
 from specdata.sampling import generator_for
-from tests.support.architectures import nearby
-from tests.support.families import tiny
+from tests.support.families import nearby, tiny
 from tests.support.oracles import (
     TabularModel,
     chain_drafts,

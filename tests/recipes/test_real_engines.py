@@ -1,7 +1,7 @@
-"""What engines make of our files: vLLM and llama.cpp, with the pair of `make demo`.
+"""What engines make of our files: vLLM, llama.cpp and OpenVINO, with the pair of `make demo`.
 
-VLLM is a Python with vLLM, LLAMA_SERVER a llama-server built in llama.cpp's tree (`make
-test-engines`).
+VLLM is a Python with vLLM, OPENVINO one with OpenVINO GenAI, LLAMA_SERVER a llama-server built in
+llama.cpp's tree (`make test-engines`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.engines import llama, to_gguf, vllm
+from benchmarks.engines import llama, openvino, to_gguf, vllm
 from distill.config import DistilConfig
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
@@ -52,11 +52,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "runs/toy"
 TARGET = DEMO / "pair/target"
 VLLM, LLAMA = os.environ.get("VLLM", ""), os.environ.get("LLAMA_SERVER", "")
+OPENVINO = os.environ.get("OPENVINO", "")
 SETS, SPLITS = ("instruct", "maths", "code"), {"train": 80, "dev": 16, "test": 4}
 LONGEST = 64
 
 pytestmark = pytest.mark.engines
 needs_vllm = pytest.mark.skipif(not VLLM, reason="VLLM names no Python with vLLM")
+needs_openvino = pytest.mark.skipif(not OPENVINO, reason="OPENVINO names no Python with it")
 needs_llama = pytest.mark.skipif(not LLAMA, reason="LLAMA_SERVER names no llama-server")
 
 
@@ -80,6 +82,14 @@ def serve_llama(folder: Path, draft: Path, kind: str, length: int, least: float 
         "spec-draft-p-min": least,
     }
     return llama(LLAMA, str(folder / "target.gguf"), folder / "log", options)
+
+
+def serve_openvino(folder: Path, draft: Path, length: int) -> Any:
+    """OpenVINO GenAI with the demo's target and a draft, in float32."""
+    out, to = folder / "converted", ["--for", "openvino", "--python", OPENVINO]
+    assert run_tool("export", [str(draft), "--target", str(TARGET), "--out", str(out), *to]) == 0
+    options = {"draft": out / "draft", "length": length}
+    return openvino(OPENVINO, str(out / "target"), folder / "log", options)
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +185,9 @@ def decoded_here(
         pytest.param("eagle3 of 200 tokens", "eagle3", 2, marks=needs_vllm),
         pytest.param("plain", "draft-simple", 4, marks=needs_llama),
         pytest.param("eagle3", "draft-eagle3", 3, marks=needs_llama),
+        pytest.param("plain", "openvino", 3, marks=needs_openvino),
+        pytest.param("eagle3", "openvino", 3, marks=needs_openvino),
+        pytest.param("eagle3 of 200 tokens", "openvino", 4, marks=needs_openvino),
     ],
 )
 def test_an_engine_accepts_what_our_decoder_counts(
@@ -186,7 +199,10 @@ def test_an_engine_accepts_what_our_decoder_counts(
     drafts: dict[str, tuple[Path, Path]],
     tmp_path: Path,
 ) -> None:
-    """vLLM counts by position, llama-server drafted and accepted tokens of each request."""
+    """vLLM counts by position, llama-server drafted and accepted tokens of each request.
+
+    OpenVINO counts an end token that was drafted as the target's own.
+    """
     ours, theirs = drafts[name]
     config = DecodeConfig(length=length, temperature=0.0)
     decoder = SpeculativeDecoder.from_config(target, load_model(str(ours)), config)
@@ -194,12 +210,13 @@ def test_an_engine_accepts_what_our_decoder_counts(
     counted: Counter[str | int] = Counter()
     speculative: dict[str, Any] = {"method": method, "model": str(theirs)}
     speculative |= {"num_speculative_tokens": length, "parallel_drafting": name == "masks"}
-    is_llama = method.startswith("draft-")
-    server = (
-        serve_llama(tmp_path, theirs, method, length)
-        if is_llama
-        else serve(tmp_path / "log", speculative)
-    )
+    is_llama, is_openvino = method.startswith("draft-"), method == "openvino"
+    if is_llama:
+        server = serve_llama(tmp_path, theirs, method, length)
+    elif is_openvino:
+        server = serve_openvino(tmp_path, theirs if name == "plain" else ours, length)
+    else:
+        server = serve(tmp_path / "log", speculative)
     with server as url, asking(url, target) as backend:
         for number, ids in enumerate(prompts):
             if not is_llama:
@@ -207,7 +224,8 @@ def test_an_engine_accepts_what_our_decoder_counts(
                 for each in served.rounds:
                     found.update([*["rounds"] * (each.drafted > 0), *range(each.accepted)])
                 for each in decoded_here(decoder, name, ids, served.tokens.tolist()):
-                    counted.update(["rounds", *range(each.accepted)])
+                    kept = min(each.accepted, each.emitted - is_openvino)
+                    counted.update(["rounds", *range(kept)])
                 continue
             [done] = backend.complete([Request(ids, (str(number),))])
             body = {"prompt": ids, "n_predict": LONGEST, "temperature": 0}

@@ -7,68 +7,17 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-ENCODER = "an encoder, or the decoder of one, with a causal head: not decoded by itself"
-
-
-OTHER = "reads something else than text: images, sounds or another model's states"
-
-
-NOT_DECODERS = {
-    **dict.fromkeys(
-        [
-            "bart",
-            "bert",
-            "bert-generation",
-            "big_bird",
-            "bigbird_pegasus",
-            "blenderbot",
-            "blenderbot-small",
-            "camembert",
-            "data2vec-text",
-            "electra",
-            "ernie",
-            "marian",
-            "mbart",
-            "megatron-bert",
-            "mvp",
-            "pegasus",
-            "plbart",
-            "prophetnet",
-            "rembert",
-            "roberta",
-            "roberta-prelayernorm",
-            "roc_bert",
-            "roformer",
-            "trocr",
-            "whisper",
-            "xlm",
-            "xlm-roberta",
-            "xlm-roberta-xl",
-            "xmod",
-        ],
-        ENCODER,
-    ),
-    **dict.fromkeys(
-        [
-            "blt",
-            "fuyu",
-            "git",
-            "got_ocr2",
-            "moss_transcribe_diarize",
-            "musicgen_decoder",
-            "musicgen_melody_decoder",
-            "moshi",
-            "gemma3",
-            "gemma3n",
-            "gemma4",
-            "gemma4_unified",
-            "gemma4_assistant",
-            "gemma4_unified_assistant",
-            "phi4_multimodal",
-        ],
-        OTHER,
-    ),
-}
+# Encoders, or decoders of one, with a causal head; readers of images, sounds or states.
+ENCODERS = """
+bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert
+data2vec-text electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert
+roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xmod
+"""
+OTHERS = """
+blt fuyu git got_ocr2 moss_transcribe_diarize musicgen_decoder musicgen_melody_decoder moshi
+gemma3 gemma3n gemma4 gemma4_unified gemma4_assistant gemma4_unified_assistant phi4_multimodal
+"""
+NOT_DECODERS = {*ENCODERS.split(), *OTHERS.split()}
 """Registered by transformers as causal language models, and none that decodes text by itself."""
 
 
@@ -83,28 +32,12 @@ def classes() -> dict[str, Any]:
 
 
 NO_CACHE = "refused: no cache of transformers"
-
-
 OWN_STATE = "refused: a state of their own kind"
-
-
 NO_POSITIONS = "refused: positions of their own kind"
-
-
+OWN_STATES = "deepseek_v4 dory minimax mllama_text_model qwen4_exp_text recurrent_gemma xlstm"
 # Every other family decodes chains and batches, and trees unless its kind of cache forbids them.
 REFUSED = {
-    **dict.fromkeys(("cpmant",), NO_POSITIONS),
+    "cpmant": NO_POSITIONS,
     **dict.fromkeys(("openai-gpt", "reformer", "rwkv", "xlnet"), NO_CACHE),
-    **dict.fromkeys(
-        [
-            "deepseek_v4",
-            "dory",
-            "minimax",
-            "mllama_text_model",
-            "qwen4_exp_text",
-            "recurrent_gemma",
-            "xlstm",
-        ],
-        OWN_STATE,
-    ),
+    **dict.fromkeys(OWN_STATES.split(), OWN_STATE),
 }

@@ -28,15 +28,10 @@ def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
 
 @dataclass(frozen=True, slots=True)
 class RecordedHead:
-    """The outputs of an acceptance head for recorded tokens; it judges them as a head does.
+    """The outputs of an acceptance head for recorded tokens; it judges them as a head does."""
 
-    Attributes:
-        logits: raw logits (R, N) of the token at each position.
-        lag: tokens that must be drafted after a token before the head judges it.
-    """
-
-    logits: Reals
-    lag: int = 0
+    logits: Reals  # (R, N) raw, of the token at each position
+    lag: int = 0  # tokens that must be drafted after a token before the head judges it
     rejection_weight: float = 1.0
 
     def logit(self, drawn: Any) -> Reals:
@@ -50,19 +45,12 @@ class RecordedHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTokens:
-    """The drafted tokens of R rollouts, as rules read them; every array is (R, N).
+    """The drafted tokens of R rollouts, as rules read them; every array is (R, N)."""
 
-    Attributes:
-        lengths: (R,) positions of each rollout, at least 1.
-        q_max: the largest probability of the distribution that the token was drawn from.
-        entropy: of that distribution, in nats; None if it was not recorded.
-        head: what an acceptance head says; None without a head.
-    """
-
-    lengths: Lengths
+    lengths: Lengths  # (R,) positions of each rollout, at least 1
     q: Reals
-    q_max: Reals
-    entropy: Reals | None = None
+    q_max: Reals  # the largest probability of the distribution that the token was drawn from
+    entropy: Reals | None = None  # of that distribution, in nats; None if it was not recorded
     head: RecordedHead | None = None
 
     @property

@@ -38,21 +38,15 @@ def _no_embedding(_ids: Tensor) -> None:
 class DraftedToken:
     """One drafted token, as a stopping rule sees it.
 
-    Args:
-        token: its id; a tensor (1,) for `Numbers` that are read together with it.
-        distribution: (V,) the distribution q that it was drawn from.
-        state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
-            token before this one, which for the first drafted token is the last committed token.
-            None if hidden states are not captured, because the rule reads no head.
-        embed: gives the draft's input embeddings (..., E) of tokens (...); None as for `state`.
-        numbers: what the rule `reads` of it, where it was read together with the token.
+    The state has consumed the token before this one, which for the first drafted token is the last
+    committed token. It is None if hidden states are not captured, because the rule reads no head.
     """
 
-    token: int | Tensor
-    distribution: Tensor
-    state: Tensor | None
-    embed: Embed = _no_embedding
-    numbers: tuple[float, ...] | None = None
+    token: int | Tensor  # its id; a tensor (1,) for `Numbers` that are read together with it
+    distribution: Tensor  # (V,) q, which it was drawn from
+    state: Tensor | None  # (H,) the draft's last hidden state, which gave the distribution
+    embed: Embed = _no_embedding  # (...) tokens -> (..., E) the draft's input embeddings
+    numbers: tuple[float, ...] | None = None  # what the rule `reads`, if read with the token
 
     def read(self, numbers: Numbers) -> tuple[float, ...]:
         """The numbers that `ActiveRule.reads`, from the device now if the drafter has not."""
@@ -112,11 +106,8 @@ class ActiveRule:
 class Compared(ActiveRule):
     """Compares a number of each token, or the product of a round's numbers, with a threshold.
 
-    Args:
-        reads: the number of a token.
-        ends: whether a draft ends at a number or product.
-        multiplies: whether products are compared.
-        accept: the acceptance probability that a number stands for, by default itself.
+    A draft `ends` at a number or product; `accept` gives the acceptance probability that a number
+    stands for.
     """
 
     def __init__(
@@ -145,22 +136,18 @@ class Compared(ActiveRule):
 
 
 class StoppingRule(Config):
-    """The parameters of a rule, checked and frozen; `start` puts it to work.
-
-    Attributes:
-        examples: parameters that tests try it with, on drafts of at most three tokens over three:
-            each must end drafts of several lengths there, unless it is not adaptive.
-        adaptive: whether the length depends on the tokens drafted. If so, it ends chains only, and
-            no verifier whose residual persists over rounds takes it.
-        needs_head: whether it cannot work without an acceptance head.
-        fitted: parameters that an evaluation fits on labels where they are None, by `fit`. Two
-            rules may name the same one if they fit it alike.
-    """
+    """The parameters of a rule, checked and frozen; `start` puts it to work."""
 
     name: ClassVar[str]
+    # Parameters that tests try it with, on drafts of at most three tokens over three: each must end
+    # drafts of several lengths there, unless it is not adaptive.
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    # Whether the length depends on the tokens drafted. If so, it ends chains only, and no verifier
+    # whose residual persists over rounds takes it.
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
+    # Parameters that an evaluation fits on labels where they are None, by `fit`. Two rules may name
+    # the same one if they fit it alike.
     fitted: ClassVar[tuple[str, ...]] = ()
 
     @property

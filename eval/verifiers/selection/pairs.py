@@ -28,15 +28,10 @@ NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Selection:
-    """A random choice of one of n drafted tokens.
+    """A random choice of one of n drafted tokens."""
 
-    Args:
-        distribution: (V,) exact distribution b of the selected token.
-        weights: the weight with which each of the n drafts is selected, given their tokens.
-    """
-
-    distribution: Array
-    weights: Callable[[list[int]], list[float]]
+    distribution: Array  # (V,) exact distribution b of the selected token
+    weights: Callable[[list[int]], list[float]]  # of each draft, given the n tokens
 
 
 @dataclass(frozen=True)
@@ -46,19 +41,14 @@ class PairRule:
     Tokens are sorted into G groups. Between groups there is a share for every pair of groups;
     within a group the first draft is taken with a constant probability, except that the tokens of
     one group may be put in a strict order of preference.
-
-    Args:
-        group: (V,) group of every token.
-        shares: (G, G) probability that the token in group g is selected over one in group h;
-            shares[g, h] + shares[h, g] = 1. The diagonal is not used.
-        first: probability of taking the first draft if both lie in one group.
-        ranked: all tokens of one group, best first, if that group is in order.
+    `shares` (G, G) has the probability that the token in group g is selected over one in group h:
+    shares[g, h] + shares[h, g] = 1. The diagonal is not used.
     """
 
-    group: Ids
+    group: Ids  # (V,) of every token
     shares: Array
-    first: float = 0.5
-    ranked: Ids = field(default_factory=lambda: NO_IDS)
+    first: float = 0.5  # probability of taking the first draft if both lie in one group
+    ranked: Ids = field(default_factory=lambda: NO_IDS)  # all tokens of a group in order
 
     def prefer(self, i: int, j: int) -> float:
         """Probability of selecting the first draft, given X1 = i and X2 = j."""
