@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,14 @@ def spent(work: Callable[[], object]) -> dict[str, float]:
     return found | ({"tokens": made} if isinstance(made, int) else {})
 
 
+def found(name: str, *modules: str) -> Any:
+    """What has this name in the first of the modules that there is: builds differ in it."""
+    for module in modules:
+        if find_spec(module) and hasattr(known := import_module(module), name):
+            return getattr(known, name)
+    raise ImportError(f"{name} is in none of {', '.join(modules)}")
+
+
 def model(kind: str = "llama", layers: int = 1) -> Any:
     """A model of a layer; Gemma 3's has a window."""
     import torch
@@ -134,7 +144,6 @@ def pair(draft: str) -> tuple[Any, Any]:
     import torch
 
     from distill.config import InitConfig
-    from distill.initial import new_draft
     from specdata.draft_models.depths import add_masks
     from specdata.draft_models.taps import attach
 
@@ -145,6 +154,7 @@ def pair(draft: str) -> tuple[Any, Any]:
     else:
         layout = None if draft == "states" else draft
         given = {"kind": "states", "taps": [1], "layers": 1, "layout": layout}
+        new_draft = found("new_draft", "distill.initial", "distill.memory")
         made = copy.deepcopy(new_draft(target, InitConfig.model_validate(given)))
     with torch.no_grad():
         for weight in made.parameters():
@@ -226,6 +236,7 @@ def batch(size: int) -> Callable[[], int]:
         outs = decoder.generate_batch(prompts, max_new_tokens=new, generators=draws, size=size)
         return sum(len(out.tokens) for out in outs)
 
+    decoder.warm_up()
     decode(4)
     return partial(decode, NEW)
 
@@ -250,17 +261,38 @@ def economize(size: int) -> Callable[[], int]:
     return partial(decode, NEW)
 
 
+def earlier_objective(draft: Any, target: Any, config: Any) -> Any:
+    """What `Distillation` is now, of ed09b47c."""
+    from specdata.draft_models.states_draft import states_input
+    from specdata.lm_head import find_lm_head
+
+    summed_loss = found("summed_loss", "distill.trainer")
+    reads, teacher = states_input(draft), found("Teacher", "distill.teacher")(target, None)
+
+    def objective(batch: Any, step: int) -> tuple[Any]:
+        taps = None if reads is None else reads.read_target(batch["input_ids"])
+        taught, head = teacher.columns(batch), find_lm_head(draft)
+        return (summed_loss(head, teacher, config, batch, taught, taps, step),)
+
+    return objective
+
+
 def training(size: int, draft: str) -> Any:
     """Forward and backward of two steps, by one text whose last three quarters are learnt."""
     import torch
 
     from distill.batches import collate
     from distill.config import DistilConfig
-    from distill.distillation import Distillation
-    from distill.teacher import TargetTeacher
 
     target, made = pair(draft)
-    objective = Distillation(made, TargetTeacher(target), DistilConfig())
+    if kind := getattr(import_module("distill.distillation"), "Distillation", None):
+        from distill.teacher import TargetTeacher
+
+        objective = kind(made, TargetTeacher(target), DistilConfig())
+        objective.train()
+    else:
+        objective = earlier_objective(made, target, DistilConfig())
+        made.train()
 
     def step(number: int, length: int) -> None:
         ids = (torch.arange(length) * 7919 % 512).tolist()
@@ -268,7 +300,6 @@ def training(size: int, draft: str) -> Any:
         objective(collate(0)([row]), number)[0].backward()
         made.zero_grad()
 
-    objective.train()
     step(0, 32)
     return lambda: [step(number, size) for number in range(2)]
 
@@ -373,11 +404,10 @@ def storing(size: int) -> Any:
 
 def beginning(size: int, what: str) -> Any:
     """A training on stored rollouts, up to its first step."""
-    import distill.distillation
     import heads.train
     from recipes import train_draft, train_head
 
-    distill.distillation.DistilTrainer.compute_loss = begin
+    found("DistilTrainer", "distill.distillation", "distill.trainer").compute_loss = begin
     heads.train.Training.step = begin  # type: ignore[method-assign,assignment]
     if what == "draft":
         return partial(to_its_begin, train_draft.RECIPE, given())

@@ -71,11 +71,6 @@ class EvalConfig(Config):
                 "with 'eval', of letters, digits, '_', '.' and '-', without '/'; got "
                 f"{self.folder!r}"
             )
-        if self.batch > 1 and self.engine != "eager":
-            raise ConfigError(
-                f"batches run eagerly: eval.engine {self.engine!r} needs eval.batch 1, got "
-                f"{self.batch}"
-            )
         # The report must tell methods apart, and compare them.
         names = [method.name for method in self.methods]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:

@@ -73,6 +73,7 @@ class KVCache(Cache):  # type: ignore[misc]
         end: int,
         cache_positions: Tensor | None = None,
         slot_of: Tensor | None = None,
+        first: int = 0,
     ) -> None:
         """Set where the tokens of the next forward go.
 
@@ -83,9 +84,10 @@ class KVCache(Cache):  # type: ignore[misc]
             cache_positions: (B, n) where each new token is written, if the slots differ in it.
             slot_of: (1, n) the slot of each new token, if all are in one row; the cache positions
                 are then (1, n), too.
+            first: the first cache position that the forward may attend to.
         """
         for layer in self.stores:
-            layer.slots, layer.start, layer.end = slots, start, end
+            layer.slots, layer.first, layer.start, layer.end = slots, first, start, end
             layer.cache_positions, layer.slot_of = cache_positions, slot_of
         for states in self.recurrent:
             states.go_to(slots.start)
@@ -96,8 +98,8 @@ class KVCache(Cache):  # type: ignore[misc]
         state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return state
 
-    def views(self, slots: slice, end: int) -> list[Tensor] | None:
-        """Keys and values of every layer, as views (B, heads, end, size) of B slots.
+    def views(self, slots: slice, begin: int, end: int) -> list[Tensor] | None:
+        """Keys and values of every layer, as views (B, heads, end - begin, size) of B slots.
 
         None before the first forward, which shows the sizes.
         """
@@ -106,7 +108,9 @@ class KVCache(Cache):  # type: ignore[misc]
         if not fits and not self.reserve(slots.stop, end):
             return None
         return [
-            buffer[slots, :, :end] for layer in self.stores for buffer in (layer.keys, layer.values)
+            buffer[slots, :, begin:end]
+            for layer in self.stores
+            for buffer in (layer.keys, layer.values)
         ]
 
     def move(self, slot: int, source: list[int], target: int) -> None:
@@ -156,6 +160,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
         self.expected = 1  # slots
         self.slots = slice(0, 1)
+        self.first = 0
         self.start = 0
         self.end = 0
         self.cache_positions: Tensor | None = None
@@ -189,7 +194,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 row = self.slot_of.to(keys.device)
             keys[row, :, columns] = key_states.transpose(1, 2)
             values[row, :, columns] = value_states.transpose(1, 2)
-        return keys, values
+        return keys[:, :, self.first :], values[:, :, self.first :]
 
     def reserve(self, slots: int, capacity: int) -> None:
         """Have buffers of at least this size; what is stored stays."""
@@ -204,7 +209,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of cache positions that may be attended to, and the first of them."""
-        return self.end, 0
+        return self.end - self.first, self.first
 
     def get_max_length(self) -> int:
         """-1: there is no limit."""

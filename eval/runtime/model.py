@@ -45,6 +45,7 @@ class Part:
     inputs: Tensor  # (n,) ids, or (n, H) what stands for them
     logits_to_keep: int  # logits are needed after this many of the last ones
     drafted: int = 0  # of a chain, this many of the last ones are not committed
+    first: int = 0  # they attend to cache positions from this on, as far as themselves
 
 
 class Outputs(NamedTuple):
@@ -128,28 +129,33 @@ class CachedModel:
         """How many of the first of `count` tokens are to be read before the others; 0: none.
 
         A long text is read in pieces where it needs a mask. Only a tree behind it would need one:
-        the text is read first. The last `together` of them must be read in one forward.
+        the text is read first. A first token that the others do not attend to is read by itself.
+        The last `together` of the tokens must be read in one forward.
         """
         early, traits = count - together, self.traits
-        if early < PIECE or not traits.in_pieces:
+        # Draft and target together should not need more memory than the target does alone.
+        piece = PIECE if reads_first else -(-PIECE // 4)
+        if early < piece or not traits.in_pieces:
             return 0
-        rules = traits.has_rules or not traits.uses_sdpa or not reads_first
-        if traits.takes_masks and (rules or in_use > 0):
-            return PIECE
+        if not (reads_first or in_use):
+            return 1
+        if traits.takes_masks and (traits.has_rules or not traits.uses_sdpa or in_use > 0):
+            return piece
         return early if tree else 0
 
     def read(self, part: Part) -> Outputs:
         """Run a forward over tokens of one sequence."""
         layout, traits, count = part.layout, self.traits, len(part.inputs)
+        start = layout.start - part.first
         positions = torch.tensor([layout.positions], device=self.device)
         mask: Tensor | None = None
         if layout.visible is not None:
             mask = self._additive(layout.visible)[None, None]
         elif traits.takes_masks and not traits.in_blocks:
             graph = self.graphs is not None and count <= LONGEST_GRAPH_FORWARD
-            needs = (graph and not traits.uses_sdpa) if count == 1 else (graph or layout.start > 0)
-            if needs or (traits.has_rules and (layout.start or count <= PIECE)):
-                mask = self._causal_mask(layout.start, count)
+            needs = (graph and not traits.uses_sdpa) if count == 1 else (graph or start > 0)
+            if needs or (traits.has_rules and (start or count <= PIECE)):
+                mask = self._causal_mask(start, count)
         sight: Tensor | Sight | None = mask
         if traits.has_rules and mask is not None:
             sight = Sight(mask, positions, layout.key_positions[None].to(self.device))
@@ -157,9 +163,9 @@ class CachedModel:
         slots, end = slice(part.slot, part.slot + 1), layout.start + count
         outputs = None
         if count <= LONGEST_GRAPH_FORWARD:
-            outputs = self._run_graph(slots, end, inputs, positions, sight, keep)
+            outputs = self._run_graph(slots, end, inputs, positions, sight, keep, first=part.first)
         if outputs is None:
-            self.kv_cache.place(slots, layout.start, end)
+            self.kv_cache.place(slots, layout.start, end, first=part.first)
             layers, committed = self.kv_cache.layers, count - part.drafted
             with keeping_states(traits.mixers, layers, committed, count):
                 outputs = self._run_eager(self.kv_cache, inputs, positions, sight, keep)
@@ -259,9 +265,10 @@ class CachedModel:
         mask: Tensor | Sight | None,
         logits_to_keep: int,
         places: tuple[Tensor, ...] = (),
+        first: int = 0,
     ) -> Outputs | None:
         """Run a row of tokens by a graph, if there may be one; see `ForwardGraphs`."""
-        views = None if self.graphs is None else self.kv_cache.views(slots, end)
+        views = None if self.graphs is None else self.kv_cache.views(slots, first, end)
         if self.graphs is None or views is None:
             return None
         try:

@@ -40,18 +40,24 @@ class Forward:
         """How many of the tokens are no nodes."""
         return len(self.tokens) - len(self.parents)
 
-    def part(self) -> Part:
-        """The tokens laid out, given what the cache holds now. Changes nothing."""
+    def part(self, *, alone: bool = False) -> Part:
+        """The tokens laid out, given what the cache holds now. Changes nothing.
+
+        `alone`: no other sequence is read with them.
+        """
         sequence, model, count = self.sequence, self.sequence.model, len(self.tokens)
         layout = lay_out(sequence.length, sequence.ancestors, count, self.parents)
-        if not sequence.reads_first:
+        first = 0
+        if alone and layout.start and layout.visible is None and not model.traits.has_rules:
+            first = int(not sequence.reads_first)
+        if not (sequence.reads_first or first):
             visible, start = layout.visible, layout.start
             if visible is None:
                 visible = torch.ones(count, start + count, dtype=torch.bool).tril(start)
             layout = replace(layout, visible=without_first(visible))
         ids = model.known(torch.tensor(self.tokens, device=model.device))
         inputs = sequence.inputs(self, ids)
-        return Part(sequence.slot, layout, inputs, self.logits_to_keep, self.drafted)
+        return Part(sequence.slot, layout, inputs, self.logits_to_keep, self.drafted, first)
 
     def run(self) -> Tensor:
         """Run it by itself: logits (logits_to_keep, N), N = V but for a reduced vocabulary."""
@@ -170,7 +176,7 @@ class CachedSequence:
 
     def read(self, forward: Forward) -> Tensor:
         """Run one of its forwards as a whole: logits (logits_to_keep, N)."""
-        part = forward.part()
+        part = forward.part(alone=not forward.unrolled)
         if forward.unrolled:
             outputs = self.model.read_paths(part, forward.parents)
         else:
@@ -183,7 +189,7 @@ class CachedSequence:
         if taps is not None:
             end = layout.start + len(taps)
             if self.taps is None or len(self.taps) < end:
-                enlarged = taps.new_zeros(2 * end, taps.shape[1])
+                enlarged = taps.new_empty(2 * end, taps.shape[1])
                 if self.taps is not None:
                     enlarged[: len(self.taps)] = self.taps
                 self.taps = enlarged

@@ -97,6 +97,20 @@ def test_a_prompt_in_pieces_gives_the_logits_of_one_forward(
             torch.testing.assert_close(row, expected, rtol=0, atol=5e-6)
 
 
+@torch.inference_mode()
+def test_a_draft_that_hides_the_first_token_gives_the_same_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft, prompt = models("eagle3")[1], [(7 * place + 5) % 40 for place in range(17)]
+
+    def read() -> Tensor:
+        return sequence_of(CachedModel(draft, 40), 0, SamplingConfig()).append(prompt, 1).run()
+
+    whole = read()
+    monkeypatch.setattr(runtime, "PIECE", 3)
+    torch.testing.assert_close(read(), whole)
+
+
 @pytest.mark.parametrize(
     ("kind", "config"),
     [("plain", TREE), ("windows", CHAIN), ("windows", TREE), ("eagle3", CHAIN), ("eagle3", TREE)],
