@@ -103,8 +103,8 @@ class InitConfig(Config):
             raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
         if self.layout is not None and self.kind != "states":
             raise ValueError(f"layout {self.layout} needs kind states, got {self.kind}")
-        self.form.check_layers(self.layers)
-        if self.block is not None and not self.form.in_blocks:
+        self.draft_kind.check_layers(self.layers)
+        if self.block is not None and not self.draft_kind.in_blocks:
             those = " or ".join(kind.name for kind in KINDS.values() if kind.in_blocks)
             raise ValueError(f"block needs layout {those}, got {self.layout or 'none'}")
         if self.taps is not None and self.taps != sorted(set(self.taps)):
@@ -126,24 +126,24 @@ class InitConfig(Config):
         return numbers
 
     @property
-    def form(self) -> DraftKind:
+    def draft_kind(self) -> DraftKind:
         """The kind of draft that is made, before it learns to read masks."""
         return KINDS[(self.layout or "states") if self.kind == "states" else "plain"]
 
     def taps_of(self, count: int) -> list[int]:
         """The states that the draft reads of a target of so many layers, or none."""
-        return self.form.taps_of(self.taps, count)
+        return self.draft_kind.taps_of(self.taps, count)
 
 
-def check_layout(layout: str | None, kind: str | None, target: str) -> None:
+def check_layout(layout: str | None, model_type: str | None, target: str) -> None:
     """Refuse a draft of a layout that cannot begin with the last layer of such a target.
 
-    `kind` is the target's `model_type`, if it is known. Raises ConfigError.
+    `model_type` is the target's, if it is known. Raises ConfigError.
     """
-    if layout and kind and kind not in LAYOUT_TARGETS:
+    if layout and model_type and model_type not in LAYOUT_TARGETS:
         raise ConfigError(
             f"draft.init.layout {layout} needs a target of {', '.join(LAYOUT_TARGETS)}, whose last "
-            f"layer or norm it begins with, and {target} is {kind}: leave layout out"
+            f"layer or norm it begins with, and {target} is {model_type}: leave layout out"
         )
 
 
@@ -336,7 +336,7 @@ class DistilConfig(Config):
             ("finetune", self.finetune, "the target does not read texts there"),
             ("lora", self.lora, "its maps are trained whole"),
             ("depths", self.depths > 1, "masks are of drafts that read tokens alone"),
-            ("readings", self.readings > 2 and self.init.form.in_blocks, "a block has one"),
+            ("readings", self.readings > 2 and self.init.draft_kind.in_blocks, "a block has one"),
         ):
             if given:
                 raise ConfigError(f"{name} must be left out with {what}: {why}")

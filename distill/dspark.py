@@ -388,7 +388,7 @@ def _written(
     _name: str,
     confidence: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    model, blocks = load_model(record.target), record.form
+    model, blocks = load_model(record.target), record.kind_record
     given[published.FC] = given[published.FC] * given.pop(SCALE)
     vocabulary, tokens = settings["vocab_size"], settings[SIZE]
     shared = {published.TOKENS: model.get_input_embeddings()}

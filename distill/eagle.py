@@ -204,7 +204,7 @@ def _written(
     if name == "speculators":
         names[LAYER] = "layers.0."
     tensors = {published.renamed(key, names): each for key, each in given.items()}
-    norms, taps, vocabulary = asdict(record.form), record.taps, settings["vocab_size"]
+    norms, taps, vocabulary = asdict(record.kind_record), record.taps, settings["vocab_size"]
     size = {SIZE: settings.get(SIZE, vocabulary)}
     layer = {key: each for key, each in settings.items() if key not in (KEY, SIZE, *norms)}
     layer["model_type"] = "llama"

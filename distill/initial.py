@@ -78,7 +78,7 @@ def make_initial(
             record["layers"] = source.layers
             if source.taps:
                 record["taps"] = source.taps
-            model, changed = KINDS[config.form.name].begin(whole, source, rollouts, seed)
+            model, changed = KINDS[config.draft_kind.name].begin(whole, source, rollouts, seed)
             record |= changed
             if config.align:
                 plain.align_output(model, whole, rollouts, getattr(torch, states_dtype))
@@ -160,4 +160,4 @@ def new_draft(target: PreTrainedModel, init: InitConfig) -> PreTrainedModel:
         ties = init.architecture == "toy"
         config = LlamaConfig(**sizes, vocab_size=text.vocab_size, tie_word_embeddings=ties)
         return LlamaForCausalLM(config)
-    return KINDS[init.form.name].of_shapes(target, Source.of(target, init))
+    return KINDS[init.draft_kind.name].of_shapes(target, Source.of(target, init))

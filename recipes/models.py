@@ -114,7 +114,7 @@ def source_model(config: PipelineConfig) -> str:
 def kind_in(config: PipelineConfig) -> DraftKind:
     """The kind of the draft, as it is or as this run will make it, but for masks."""
     if config.draft and config.draft.init.kind != "model":
-        return config.draft.init.form
+        return config.draft.init.draft_kind
     return kind_of(model_config(config.models.draft) if config.models.draft else {})
 
 

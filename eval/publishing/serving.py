@@ -35,7 +35,7 @@ def served_lengths(kind: DraftKind = PLAIN, depths: int = 1) -> dict[str, tuple[
         why = "what was fastest there with this project's own draft"
         lengths["vLLM"] = (kind.served.fastest, why)
     whole = (depths, "what the draft proposes after one forward")
-    return lengths | dict.fromkeys(kind.served.whole, whole)
+    return lengths | dict.fromkeys(kind.served.one_forward_engines, whole)
 
 
 def serving_lines(
@@ -44,8 +44,8 @@ def serving_lines(
     """The command lines with which engines serve a draft and its target (Hub ids or folders).
 
     Of a draft that proposes `depths` tokens after one forward; engines that do not draft so
-    (`Served.whole`) take it for an ordinary one. If it has a slot for an acceptance head, that
-    `is_asked` or not there.
+    (`Served.one_forward_engines`) take it for an ordinary one. If it has a slot for an acceptance
+    head, that `is_asked` or not there.
 
     Without the sampling of the target's generation_config.json, which nobody has measured here.
     Of vLLM with greedy drafts, its default, and of "vLLM, sampled", of a plain draft alone, with
@@ -74,7 +74,7 @@ def serving_lines(
         f"sglang serve --model-path {shlex.quote(source)}{pinned} --sampling-defaults openai",
         f"  --speculative-algorithm {algorithm} --speculative-draft-model-path {quoted}",
     ]
-    if "SGLang" not in served.whole:  # else config.json says it
+    if "SGLang" not in served.one_forward_engines:  # else config.json says it
         sglang.append(f"  --speculative-num-steps {k} --speculative-eagle-topk 1")
         sglang.append(f"  --speculative-num-draft-tokens {k + 1}")
     llama = [

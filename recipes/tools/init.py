@@ -171,8 +171,8 @@ def main(args: argparse.Namespace) -> int:
         dev, test, train = ordered[:part], ordered[part : 2 * part], ordered[2 * part :]
         splits = {"train": train, "dev": dev, "test": test}
         files = {name: args.out.with_name(f"{args.out.stem}-{name}.jsonl") for name in splits}
-        if there := [str(path) for path in (args.out, *files.values()) if path.exists()]:
-            raise ConfigError(f"{', '.join(there)} must not be there yet: give another --out")
+        if existing := [str(path) for path in (args.out, *files.values()) if path.exists()]:
+            raise ConfigError(f"{', '.join(existing)} must not be there yet: give another --out")
         args.out.parent.mkdir(parents=True, exist_ok=True)
         written = [args.out, *files.values()]
         for name, path in files.items():
@@ -180,11 +180,12 @@ def main(args: argparse.Namespace) -> int:
         if not on_this_machine(args.target):
             _fetch(args.target)
         kind = _kind(args.draft)
-        training, head = (
-            (kind.section, kind.head) if kind else ("objective: lk_hybrid", "immediate")
-        )
-        names = {"output": f"runs/{args.out.stem}", "target": args.target, **files}
-        names |= {"draft": args.draft, "template": args.template}
+        training = kind.section if kind else "objective: lk_hybrid"
+        head = kind.engine_head if kind and kind.layouts else "immediate"
+        names = {
+            **{"output": f"runs/{args.out.stem}", "target": args.target, "draft": args.draft},
+            **{"template": args.template, **files},
+        }
         values = {key: json.dumps(str(each), ensure_ascii=False) for key, each in names.items()}
         values["draft"] = "" if args.draft in DRAFTS else f"draft: {values['draft']}, "
         values["asked"] = f", template: {values['template']}" if args.template else ""

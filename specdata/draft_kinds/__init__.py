@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdata.draft_kinds.dspark import DSPARK, UNHELD
+from specdata.draft_kinds.dspark import DSPARK, DSPARK_OUTSIDE_ENGINES
 from specdata.draft_kinds.eagle3 import EAGLE3
 from specdata.draft_kinds.kind import DraftKind, Settings
 from specdata.draft_kinds.masks import MASKS
@@ -19,13 +19,14 @@ KINDS: Mapping[str, DraftKind] = {
     "eagle3": EAGLE3,
     "dspark": DSPARK,
 }
-"""A kind stands behind those that it is made of."""
+"""Order matters: `kind_of` tries the last entry first."""
 
 
 def kind_of(config: Any) -> DraftKind:
     """The kind of a draft, by its configuration or what its config.json holds."""
     settings = settings_in(config)
-    return next(kind for kind in (UNHELD, *[*KINDS.values()][::-1]) if kind.is_of(settings))
+    tried = (DSPARK_OUTSIDE_ENGINES, *[*KINDS.values()][::-1])
+    return next(kind for kind in tried if kind.is_of(settings))
 
 
 def settings_in(config: Any) -> Settings:

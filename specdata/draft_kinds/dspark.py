@@ -13,7 +13,7 @@ from specdata.draft_kinds.kind import (
     Served,
     Settings,
     checked_taps,
-    has_form,
+    has_record,
     usual_taps,
 )
 from specdata.errors import ConfigError
@@ -53,17 +53,17 @@ def _check_layers(layers: int | list[int]) -> None:
 
 DSPARK = DraftKind(
     "dspark",
-    is_of=has_form("blocks"),
+    is_of=has_record("blocks"),
     served=Served(
         method="dspark",
         tags=("dspark", "vllm", "sglang", "llama-cpp", "arxiv:2607.05147"),
-        whole=("vLLM", "SGLang", "llama.cpp"),
+        one_forward_engines=("vLLM", "SGLang", "llama.cpp"),
     ),
     depths=_depths,
     reads_states=True,
     in_blocks=True,
-    form_key="blocks",
-    form=Blocks,
+    record_key="blocks",
+    record_class=Blocks,
     taps_of=_taps_of,
     check_layers=_check_layers,
     layouts={
@@ -73,13 +73,14 @@ DSPARK = DraftKind(
     section=(
         "init: {kind: states, layout: dspark, layers: 1}, optimizer: muon, learning_rate: 1.5e-3"
     ),
-    head="confidence",
+    engine_head="confidence",
 )
-UNHELD = replace(
+DSPARK_OUTSIDE_ENGINES = replace(
     DSPARK,
     is_of=lambda settings: DSPARK.is_of(settings) and 0 in settings[KEY].get("taps", ()),
     served=Served(method="draftsmith", tags=()),
     layouts={},
+    engine_head=None,
 )
 """One that reads what enters its target's first layer, as of a target of one layer. Engines, which
 call a tap by the layer before it, cannot be told so."""

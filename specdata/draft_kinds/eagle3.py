@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdata.draft_kinds.kind import DraftKind, Served, checked_taps, has_form, usual_taps
+from specdata.draft_kinds.kind import DraftKind, Served, checked_taps, has_record, usual_taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ def _check_layers(layers: int | list[int]) -> None:
 
 EAGLE3 = DraftKind(
     "eagle3",
-    is_of=has_form("layout"),
+    is_of=has_record("layout"),
     served=Served(
         method="eagle3",
         tags=("eagle3", "vllm", "sglang", "llama-cpp", "arxiv:2503.01840"),
         fastest=2,
     ),
     reads_states=True,
-    form_key="layout",
-    form=Norms,
+    record_key="layout",
+    record_class=Norms,
     taps_of=lambda taps, count: checked_taps(taps or usual_taps(count)[:-1], count),
     check_layers=_check_layers,
     layouts={
@@ -48,5 +48,4 @@ EAGLE3 = DraftKind(
     },
     architecture="Eagle3",
     section="init: {kind: states, layout: eagle3, layers: 1}",
-    head=None,  # engines ask none
 )

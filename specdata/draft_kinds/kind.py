@@ -24,14 +24,14 @@ class Served:
             engines'.
         tags: of its card: engines that load it as it is released, and its paper.
         options: of vLLM's `--speculative-config`, beside the usual ones.
-        whole: engines that take all its tokens after one forward, however many that are.
+        one_forward_engines: those that take all its tokens after one forward, however many.
         fastest: the draft length that was fastest in vLLM with a draft of this project.
     """
 
     method: str = "draft_model"
     tags: tuple[str, ...] = ("vllm", "sglang", "llama-cpp")
     options: Settings = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
+    one_forward_engines: tuple[str, ...] = ()
     fastest: int | None = None
 
 
@@ -44,14 +44,15 @@ class DraftKind:
         is_of: whether a config.json is of this kind, or of one that this kind is made of.
         depths: of a config.json, how many tokens it proposes after one forward.
         in_blocks: whether it drafts a block, and no token beyond that.
-        form_key, form: in `target_states`, where what this kind adds to it stands, and its class.
+        record_key, record_class: in `target_states`, where what this kind adds to it stands, and
+            its class.
         taps_of: the taps of a target of so many layers, those asked for or its own. Raises
             ConfigError.
         check_layers: refuses `draft.init.layers` that it cannot have. Raises ValueError.
         layouts: in which engines load it -> whose each is, as a card says it; its own comes first.
         architecture: a part of the name of its class there, by which config.json tells it.
         section: what `draftsmith init` writes of it.
-        head: the kind of head that goes with it there, if any does.
+        engine_head: the kind of acceptance head that engines ask of it, if they ask any.
     """
 
     name: str
@@ -60,26 +61,26 @@ class DraftKind:
     depths: Callable[[Settings], int] = lambda settings: 1
     reads_states: bool = False
     in_blocks: bool = False
-    form_key: str = ""
-    form: type[Any] | None = None
+    record_key: str = ""
+    record_class: type[Any] | None = None
     taps_of: Callable[[list[int] | None, int], list[int]] = lambda taps, count: []
     check_layers: Callable[[int | list[int]], None] = lambda layers: None
     layouts: Mapping[str, str] = field(default_factory=dict)
     architecture: str = ""
     section: str = ""
-    head: str | None = "immediate"
+    engine_head: str | None = None
 
     @property
     def asks_head(self) -> bool:
         """True if engines ask an acceptance head of it."""
-        return bool(self.layouts and self.head)
+        return self.engine_head is not None
 
     def longest(self, settings: Settings) -> int:
         """The longest path that a draft was made for: its block's, where it drafts in blocks."""
         return self.depths(settings) if self.in_blocks else sys.maxsize
 
 
-def has_form(key: str) -> Callable[[Settings], bool]:
+def has_record(key: str) -> Callable[[Settings], bool]:
     """A test whether a config.json says something of the target's states under such a key."""
 
     def is_of(settings: Settings) -> bool:

@@ -33,6 +33,6 @@ MASKS = DraftKind(
     served=Served(
         tags=("pard", "vllm", "arxiv:2504.18583"),
         options={"parallel_drafting": True},
-        whole=("vLLM",),
+        one_forward_engines=("vLLM",),
     ),
 )

@@ -290,7 +290,7 @@ def dspark_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
             record = TargetStates.of(config)
-            blocks = cast(Blocks, record.form)
+            blocks = cast(Blocks, record.kind_record)
             if blocks.mask >= config.vocab_size:
                 raise ConfigError(
                     f"blocks.mask in {KEY} of the draft's config.json must be below "

@@ -116,7 +116,7 @@ def eagle3_class(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
             record, model = TargetStates.of(config), self.base_model
-            norms, taps = cast(Norms, record.form), len(record.taps)
+            norms, taps = cast(Norms, record.kind_record), len(record.taps)
             model.layers[0] = Eagle3Layer(config, norm_before_residual=norms.norm_before_residual)
             size, epsilon = record.width // taps, config.rms_norm_eps
             tokens = self.get_input_embeddings()

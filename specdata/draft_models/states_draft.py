@@ -50,12 +50,12 @@ class TargetStates(Config):
     probe: list[float] = Field(min_length=1)
     model_type: str = ""
     output_bias: bool = False
-    _form: Any = PrivateAttr(None)
+    _kind_record: Any = PrivateAttr(None)
 
     @property
-    def form(self) -> Any:
-        """The part that the draft's kind adds (`DraftKind.form`); None if it adds nothing."""
-        return self._form
+    def kind_record(self) -> Any:
+        """What the draft's kind adds (`DraftKind.record_class`); None if it adds nothing."""
+        return self._kind_record
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -64,19 +64,19 @@ class TargetStates(Config):
         where = f"{KEY} in a draft's config.json"
         if isinstance(values, dict):
             values = {key: each for key, each in values.items() if each is not None}
-        if kind.form is None:
+        if kind.record_class is None:
             return read_stored(cls, values, where)
-        form: Any = kind.form
-        record: Any = read_stored(_with_form(cls, kind.form_key, form), values, where)
-        record._form = getattr(record, kind.form_key)
+        added: Any = kind.record_class
+        record: Any = read_stored(_with_record(cls, kind.record_key, added), values, where)
+        record._kind_record = getattr(record, kind.record_key)
         made: Self = record
         return made
 
 
 @cache
-def _with_form(record: Any, key: str, form: Any) -> Any:
-    """A record that has a form, too."""
-    fields: dict[str, Any] = {key: (form, ...)}
+def _with_record(record: Any, key: str, record_class: Any) -> Any:
+    """A class of `TargetStates` that has a kind's own record, too."""
+    fields: dict[str, Any] = {key: (record_class, ...)}
     return create_model(record.__name__, __base__=record, **fields)
 
 
