@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.batches import Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
-from distill.kinds import along_rounds
+from distill.kinds import round_places
 from distill.losses import LESS_BYTES, LOSSES
 from distill.masks import with_masks
 from distill.muon import MuonWithAdamW, muon_optimizer
@@ -226,9 +226,9 @@ class Distillation(Objective):
             entry_bytes=LESS_BYTES.get(config.objective, ENTRY_BYTES),
             is_narrow=teacher.is_narrow,
         )
-        places = depths_of(self.head.model)
-        is_read_again = states_input(self.head.model) is not None and places == 1
-        self.weights = weights_of(config.readings if is_read_again else places)
+        place_count = depths_of(self.head.model)
+        is_read_again = states_input(self.head.model) is not None and place_count == 1
+        self.weights = weights_of(config.readings if is_read_again else place_count)
 
     def forward(self, batch: Mapping[str, Tensor], step: int = 0) -> tuple[Tensor, Tensor]:
         """Sum the divergence at the learnt positions of a batch; see `Objective`."""
@@ -238,7 +238,7 @@ class Distillation(Objective):
         total = torch.zeros((), device=ids.device)
         is_half = self.settings.precision == "bfloat16"
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_half):
-            along = along_rounds(
+            round_states = round_places(
                 self.head,
                 ids,
                 len(self.weights),
@@ -247,7 +247,7 @@ class Distillation(Objective):
                 begins=nn.functional.pad(is_learnt, (0, 1)),
                 dropping=step,
             )
-            for number, (weight, place) in enumerate(zip(self.weights, along, strict=True)):
+            for number, (weight, place) in enumerate(zip(self.weights, round_states, strict=True)):
                 # Learnt positions whose round began at one that is learnt.
                 is_read = of_round(is_learnt, number) & place.kept[:, :-1]
                 of_place = taught

@@ -92,7 +92,8 @@ def _of_files(
         theirs = stored(folder)
         yield from _of_target(config, theirs, target)
         yield from layout.traps(config, theirs, target)
-        config |= {key: layout.only[key] for key in layout.unsaid}  # as it is measured at first
+        # As it is measured at first.
+        config |= {key: layout.fixed_values[key] for key in layout.required_keys}
         if found := not_computed(config):
             for each in found:
                 yield Finding("problem", "config.json", each)
@@ -169,7 +170,7 @@ def _of_settings(
     rounds = figures.expected_tokens["token_4"]
     others: dict[str, tuple[list[int], dict[str, bool]]] = {
         f"{flag} {not flags[flag]}": (taps, {**flags, flag: not flags[flag]})
-        for flag in layout.turned
+        for flag in layout.doubtful_flags
     }
     last = target.config.get_text_config().num_hidden_layers
     for step in (-1, 1):

@@ -265,7 +265,7 @@ def _sizes(states: Tensor) -> Tensor:
     return states.square().mean(dim=-1).sqrt()
 
 
-def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
+def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     """The states of blocks that begin along texts.
 
     State s at position t is that of slot s of the block that began at t - s; beyond its last slot,
@@ -278,13 +278,13 @@ def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
     row = torch.arange(rows, device=ids.device)[:, None]
     at = torch.arange(length, device=ids.device).expand(rows, -1)
     begin = at if begins is None else window(begins)
-    share, whole = 1.0, begin.shape[1]
+    share, whole_count = 1.0, begin.shape[1]
     kept = torch.ones_like(begin, dtype=torch.bool)
     if dropping is not None:  # evenly spread, and the same ones whatever else is in the batch
         share = WHOLE
         rank, order = ranks(begin, dropping).sort(dim=1)
         kept, begin = rank < share, begin.gather(1, order)
-        whole = max(1, int(kept.sum(dim=1).max()))
+        whole_count = max(1, int(kept.sum(dim=1).max()))
     body, width = cast(BlockModel, body_of(model)), begin.shape[1]
     parts = math.ceil(width / BLOCKS)
     reading: Callable[..., Any] = read_blocks
@@ -296,7 +296,7 @@ def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
     found, first = [], 0
     padded = nn.functional.pad(begin, (0, max(0, parts - width)))
     for part in padded.tensor_split(parts, dim=1):
-        found.append(reading(body, ids, taps, part, size, whole=max(0, whole - first)))
+        found.append(reading(body, ids, taps, part, size, whole_count=max(0, whole_count - first)))
         first += part.shape[1]
     read = torch.cat([each.last_hidden_state for each in found], dim=1)[:, :width]
     # (B, A, size, H + r)
@@ -333,7 +333,7 @@ class BlockLayers(published.Roped):
     layer_types: list[Literal["full_attention"]] | None = None
 
 
-class _Blocks(published.Read):
+class _Blocks(published.PublishedConfig):
     block_size: PositiveInt
     mask_token_id: NonNegativeInt
     markov_rank: PositiveInt
@@ -374,14 +374,14 @@ def _build(
         read_stored(_Blocks, given.settings, "config.json"),
         record_of(given.target, taps),
     )
-    tensors = {**given.whole().tensors, SCALE: torch.ones(record["width"])}
+    tensors = {**given.with_target_matrices().tensors, SCALE: torch.ones(record["width"])}
     blocks = {"size": read.block_size, "mask": read.mask_token_id, "rank": read.markov_rank}
     settings = {**given.layers(BlockLayers), KEY: {**record, "blocks": blocks}}
     given = given._replace(settings=settings, tensors=tensors)
     return published.filled(LAYOUT, Qwen3ForCausalLM, dspark_class, given)
 
 
-def _written(
+def _to_engine_files(
     settings: dict[str, Any],
     record: TargetStates,
     given: dict[str, Tensor],
@@ -479,7 +479,7 @@ LAYOUT: published.Layout = published.Layout(
     },
     taps_of=_taps_of,
     build=_build,
-    written=_written,
-    unsaid={ANCHOR: "write true if the anchor's slot proposes the token behind it, as here"},
+    to_engine_files=_to_engine_files,
+    required_keys={ANCHOR: "write true if the anchor's slot proposes the token behind it, as here"},
     traps=_traps,
 )

@@ -28,7 +28,7 @@ from specdata.draft_models.taps import decoder_layers, read_taps, record_of
 from specdata.least_squares import fit_rows, ridge
 from specdata.sources import hub_source
 
-along = states.along
+states_by_place = states.states_by_place
 LAYER = "model.layers.0."
 DRAFTED = 2
 """Tokens that speculators' config.json asks engines to draft: as in our own line for vLLM."""
@@ -157,7 +157,7 @@ class Layer(published.Roped):
     layer_types: list[Literal["full_attention"]] | None = Field(None, exclude=True)
 
 
-class _Taps(published.Read):
+class _Taps(published.PublishedConfig):
     eagle_aux_hidden_state_layer_ids: list[NonNegativeInt] | None = None  # speculators' may be null
 
 
@@ -176,7 +176,7 @@ def _taps_of(
 def _build(
     given: published.Published, taps: Sequence[int], flags: Mapping[str, bool]
 ) -> PreTrainedModel:
-    given, sizes = given.whole(), given.layers(Layer)
+    given, sizes = given.with_target_matrices(), given.layers(Layer)
     scale = sizes.pop("logit_scale", 1.0)
     tensors = {**given.tensors, "lm_head.weight": given.tensors["lm_head.weight"] * scale}
     return _made(given._replace(settings=sizes, tensors=tensors), taps, Norms(**flags))
@@ -192,7 +192,7 @@ def _made(given: published.Published, taps: Sequence[int], norms: Norms) -> PreT
     return published.filled(LAYOUT, LlamaForCausalLM, eagle3_class, given)
 
 
-def _written(
+def _to_engine_files(
     settings: dict[str, Any],
     record: TargetStates,
     given: dict[str, Tensor],
@@ -255,7 +255,7 @@ LAYOUT: published.Layout = published.Layout(
     },
     taps_of=_taps_of,
     build=_build,
-    written=_written,
+    to_engine_files=_to_engine_files,
     ignored=("num_eagle_features",),
-    turned=("norm_before_residual", "norm_output"),  # the others have tensors of their own
+    doubtful_flags=("norm_before_residual", "norm_output"),  # the others have tensors of their own
 )

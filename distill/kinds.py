@@ -19,7 +19,7 @@ from specdata.lm_head import LMHead
 class Kind(Protocol):
     """The functions of a kind's module."""
 
-    def along(self, draft: LMHead, texts: Texts, /) -> Iterator[Place]:
+    def states_by_place(self, draft: LMHead, texts: Texts, /) -> Iterator[Place]:
         """The states of a draft, which a gradient reaches, at each place of a round along texts."""
 
     def begin(
@@ -42,6 +42,7 @@ LAYOUTS: Mapping[str, published.Layout] = {"eagle3": eagle.LAYOUT, "dspark": dsp
 """Of the kinds that engines load."""
 
 
-def along_rounds(draft: LMHead, ids: Tensor, count: int, **named: Any) -> Iterator[Place]:
+def round_places(draft: LMHead, ids: Tensor, count: int, **named: Any) -> Iterator[Place]:
     """The states of a draft along texts at each place of a round; arguments as of `Texts`."""
-    return KINDS[kind_of(draft.model.config).name].along(draft, Texts(ids, count, **named))
+    kind = KINDS[kind_of(draft.model.config).name]
+    return kind.states_by_place(draft, Texts(ids, count, **named))

@@ -32,7 +32,7 @@ KEPT, LEAST_KEPT = 0.7, 0.2
 """Share of the rounds of depth d - 1 that are kept at depth d, and the least share of all."""
 
 
-def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
+def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     """The states of a draft after texts' tokens, and then after masks."""
     return after_masks(draft.model, texts)
 
@@ -62,9 +62,10 @@ def after_masks(model: PreTrainedModel, texts: Texts) -> Iterator[Place]:
     # A mask sees those of its round down to itself.
     down = torch.arange(masks, device=ids.device)
     first = torch.tensor([0, *kept[:-1]], device=ids.device).cumsum(0)
-    own = torch.where(down <= depth[:, None], first + group[:, None], -1)
-    own = nn.functional.pad(own, (0, 0, length, 0), value=-1)
-    seen = Seen(length, torch.cat([at.expand(rows, -1), at_mask], dim=1), own.expand(rows, -1, -1))
+    extra_keys = torch.where(down <= depth[:, None], first + group[:, None], -1)
+    extra_keys = nn.functional.pad(extra_keys, (0, 0, length, 0), value=-1)
+    last = torch.cat([at.expand(rows, -1), at_mask], dim=1)
+    seen = Seen(length, last, extra_keys.expand(rows, -1, -1))
     device = ids.device.type
     in_half = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if in_half else model.dtype
@@ -76,12 +77,12 @@ def after_masks(model: PreTrainedModel, texts: Texts) -> Iterator[Place]:
             position_ids=places.clamp(max=positions(model.config) - 1),  # masks may stand beyond
             use_cache=False,
         )[0]
-    along, *ahead = read.split([length, *kept], dim=1)
-    yield Place(along, torch.ones_like(ids, dtype=torch.bool))
+    after_tokens, *ahead = read.split([length, *kept], dim=1)
+    yield Place(after_tokens, torch.ones_like(ids, dtype=torch.bool))
     for step in range(1, count):
         deepest = min(step, masks) - 1
         here = begin[:, : kept[deepest]]
-        states = torch.zeros_like(along).index_put((row, here), ahead[deepest])
+        states = torch.zeros_like(after_tokens).index_put((row, here), ahead[deepest])
         states = nn.functional.pad(states, (0, 0, step, 0))[:, :length]
         is_kept = torch.zeros_like(ids, dtype=torch.bool)
         is_kept[row, here] = rank[:, : here.shape[1]] < shares[deepest]

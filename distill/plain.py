@@ -59,7 +59,7 @@ def of_shapes(target: PreTrainedModel, source: Source) -> PreTrainedModel:
     return model
 
 
-def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
+def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     """The states of a draft along texts, once, as every place is alike."""
     states = draft.states(texts.ids, texts.attention, trained=True)
     yield Place(states, torch.ones_like(texts.ids, dtype=torch.bool))

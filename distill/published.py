@@ -43,7 +43,7 @@ METADATA = (
 """Keys of published config.json files that change nothing of what is computed. Of Llama's layers
 `sliding_window` is one: engines apply it where `layer_types` says so. Matrices are tied if one is
 not stored."""
-ONLY: Mapping[str, Any] = {
+FIXED_VALUES: Mapping[str, Any] = {
     **{"decoder_sparse_step": 1, "use_sliding_window": False},
     **{"partial_rotary_factor": 1.0, "embedding_multiplier": 1.0, "use_aux_hidden_state": True},
     **{"torchscript": False, "use_bfloat16": False, "is_decoder": False, "pruned_heads": {}},
@@ -57,13 +57,13 @@ TOKENS, FC = "model.embed_tokens.tokens.weight", "model.embed_tokens.states.weig
 MAPS = ("d2t", "t2d")
 
 
-class Read(Config):
+class PublishedConfig(Config):
     """A part of a published config.json: what is read of it; more may be there."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-class Roped(Read):
+class Roped(PublishedConfig):
     """A part of a published config.json that says how positions turn."""
 
     rope_theta: PositiveFloat | None = None
@@ -95,13 +95,13 @@ class Published(NamedTuple):
     target: PreTrainedModel
     name: str
 
-    def layers(self, kind: type[Read]) -> dict[str, Any]:
+    def layers(self, kind: type[PublishedConfig]) -> dict[str, Any]:
         """The sizes of its layers. Raises ConfigError."""
         layer = self.settings.get(LAYERS, self.settings)
         where = f"the layer of {self.name}'s config.json"
         return read_stored(kind, layer, where).model_dump(exclude_none=True)
 
-    def whole(self) -> Published:
+    def with_target_matrices(self) -> Published:
         """Fill in the target's matrices where none is stored, and leave out the maps."""
         head = self.target.get_output_embeddings().weight.detach()[self.ids]
         shared = {TOKENS: self.target.get_input_embeddings().weight, "lm_head.weight": head}
@@ -115,8 +115,8 @@ class Layout:
 
     tensors: Mapping[str, str]  # how names begin, and ours
     section: str  # of config.json, whose keys are read as those beside it
-    read: tuple[type, ...]  # of config.json
-    only: Mapping[str, Any]  # as `ONLY`, of this layout
+    config_classes: tuple[type, ...]  # of config.json
+    fixed_values: Mapping[str, Any]  # as `FIXED_VALUES`, of this layout
     # Of a config.json and a target, the taps and the flags that decide what is computed.
     taps_of: Callable[[dict[str, Any], PreTrainedModel], tuple[list[int], dict[str, bool]]]
     # The draft of a folder, taps and flags.
@@ -124,11 +124,11 @@ class Layout:
     # The tensors and the config.json of a folder for engines. Of a draft of ours: its config.json,
     # what that says of the target, and its tensors; the name of one of the kind's layouts; and
     # weight and bias of a linear acceptance head whose sigmoid is a probability, if one is asked.
-    written: Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]
-    turned: tuple[str, ...] = ()  # flags that may be wrong in a config.json whose tensors are right
+    to_engine_files: Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]
+    doubtful_flags: tuple[str, ...] = ()  # may be wrong in a config.json whose tensors are right
     ignored: tuple[str, ...] = ()  # as `METADATA`, of this layout
     # Keys that config.json must have, since engines differ in what silence means, and why.
-    unsaid: Mapping[str, str] = field(default_factory=dict)
+    required_keys: Mapping[str, str] = field(default_factory=dict)
     # Of a config.json, tensors' names and a target, what engines take otherwise than was meant.
     traps: Callable[..., Iterator[Finding]] = lambda *_: iter(())
 
@@ -150,17 +150,18 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def not_computed(settings: dict[str, Any], layout: Layout) -> list[str]:
     """List what a config.json asks that is not computed or known here, or contradicts itself."""
-    read, only = {key for each in layout.read for key in fields_of(each)}, {**ONLY, **layout.only}
+    read = {key for each in layout.config_classes for key in fields_of(each)}
+    fixed = {**FIXED_VALUES, **layout.fixed_values}
     known = {*METADATA, *layout.ignored, layout.section, LAYERS, *read}
     defaults = PreTrainedConfig().to_dict()
     found = [
         f"{key} is not said, and engines differ in what that means: {what}"
-        for key, what in layout.unsaid.items()
+        for key, what in layout.required_keys.items()
         if key not in settings
     ]
     sections = (settings.get(name) for name in (layout.section, LAYERS))
     parts = [part for part in sections if isinstance(part, dict)]
-    twice = {*read, *layout.only} - {"model_type"}
+    twice = {*read, *layout.fixed_values} - {"model_type"}
     for key, value in (pair for part in (settings, *parts) for pair in part.items()):
         if key in twice and settings.get(key, value) != value:
             found.append(f"{key} is said twice, {settings[key]!r} and {value!r}")
@@ -170,10 +171,10 @@ def not_computed(settings: dict[str, Any], layout: Layout) -> list[str]:
             continue
         if key.endswith("_token_id"):  # of images, sounds and the like, which no draft reads here
             continue
-        if key not in only:
+        if key not in fixed:
             found.append(f"{key} ({value!r}) is not known here, and may change what is computed")
-        elif value != only[key]:
-            found.append(f"{key} must be {only[key]!r}, the one computed here, it is {value!r}")
+        elif value != fixed[key]:
+            found.append(f"{key} must be {fixed[key]!r}, the one computed here, it is {value!r}")
     found += [each for part in (settings, *parts) for each in contradictions(part)]
     return list(dict.fromkeys(found))
 
@@ -301,7 +302,9 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     return names[former] + name.removeprefix(former) if former else name
 
 
-def of_layout(folder: Path, target: str | None = None) -> tuple[dict[str, Any], TargetStates]:
+def read_engine_draft(
+    folder: Path, target: str | None = None
+) -> tuple[dict[str, Any], TargetStates]:
     """The config.json of a draft of ours that engines can hold, and what it says of the target.
 
     By default that lies where it was when the draft was made.
@@ -326,9 +329,9 @@ def write(
     target: str | None = None,
     confidence: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write a draft of ours for engines, with its tokenizer; see `Layout.written`."""
-    settings, record = of_layout(draft, target)
-    tensors, config = layout.written(settings, record, stored(draft), name, confidence)
+    """Write a draft of ours for engines, with its tokenizer; see `Layout.to_engine_files`."""
+    settings, record = read_engine_draft(draft, target)
+    tensors, config = layout.to_engine_files(settings, record, stored(draft), name, confidence)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", config)
     copy_tokenizer(str(draft), folder)

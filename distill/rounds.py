@@ -1,7 +1,7 @@
 """The places of rounds along known texts.
 
 A round that begins after position t drafts the tokens at t + 1, t + 2, ...: place s of it, counted
-from 0, is read at t + s. What a draft says there its kind knows (`distill.kinds.along_rounds`).
+from 0, is read at t + s. What a draft says there its kind knows (`distill.kinds.round_places`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Texts(NamedTuple):
     """Whole texts that a draft reads, and which of their rounds are asked for."""
 
     ids: Tensor  # (B, T); padding is on the right, where no token sees it
-    places: int  # of a round; a plain draft, of which all are alike, gives one
+    place_count: int  # of a round; a plain draft, of which all are alike, gives one
     attention: Tensor | None = None  # (B, T), 1 at tokens, for a plain draft
     taps: Tensor | None = None  # (B, T, F) the target's states, if the draft reads any
     # (B, T) bool where the rounds begin that are asked for, by default anywhere: prompts, which

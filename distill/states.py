@@ -138,7 +138,7 @@ def _set(fitted: Tensor, *maps: nn.Linear) -> None:
         linear.weight.copy_(part.T)
 
 
-def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
+def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     """The draft's last states along texts, after the target's states and then after its own.
 
     Reading s at position t is what drafting gives at the (s + 1)-th token of a round that began at
@@ -146,7 +146,7 @@ def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
 
     As while decoding (training-time test: Li et al. 2025, arXiv:2503.01840).
     """
-    ids, count, model, reads = texts.ids, texts.places, draft.model, states_input(draft.model)
+    ids, count, model, reads = texts.ids, texts.place_count, draft.model, states_input(draft.model)
     assert reads is not None
     assert texts.taps is not None
     body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
@@ -155,9 +155,9 @@ def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
     x, later = reads.after_target(ids, before(texts.taps)), places
     if texts.begins is not None:
         later = window(texts.begins)  # (B, W) the positions of later readings
-    own = at.new_zeros(*ids.shape, 0)
+    extra_keys = at.new_zeros(*ids.shape, 0)
     for step in range(count):
-        seen = Seen(length, places - step, own, reads.reads_first)
+        seen = Seen(length, places - step, extra_keys, reads.reads_first)
         with attending_along(model, seen, step * places.shape[1], x.dtype) as mask:
             states: Tensor = body(
                 inputs_embeds=x,
@@ -178,7 +178,7 @@ def along(draft: LMHead, texts: Texts) -> Iterator[Place]:
         # Each sees reading r of its round, which is so many places before it.
         same = torch.arange(width, device=ids.device)[:, None] + torch.arange(-step, 1).to(at)
         other = width * torch.arange(step + 1, device=ids.device)
-        own = torch.where(same < 0, -1, same + other).expand(len(ids), -1, -1)
+        extra_keys = torch.where(same < 0, -1, same + other).expand(len(ids), -1, -1)
 
 
 SMALL = 1e-3

@@ -33,7 +33,7 @@ from transformers.integrations import (
 from distill.adapters import base_of, set_weights, trained_weights, write_weights
 from distill.batches import tokens_of
 from distill.config import DistilConfig, Reporter
-from distill.kinds import along_rounds
+from distill.kinds import round_places
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.draft_models.state_store import StateStore
@@ -190,13 +190,14 @@ class HeldOut:
 
         The last at each of S places in a round, all else at the first.
         """
-        p_at, tokens, sampling = self._source.at(batch, self._stored), batch.tokens, self.sampling
+        read_p = self._source.distributions_of(batch, self._stored)
+        tokens, sampling = batch.tokens, self.sampling
         q_states = self._states(batch, draft)
 
-        def at(chunk: slice) -> dict[str, Tensor]:
+        def read_chunk(chunk: slice) -> dict[str, Tensor]:
             q_logits = to_vocabulary(draft.logits(q_states[0][chunk]), self._source.vocabulary)
             q, text = probabilities(q_logits, sampling), tokens[chunk, None].to(q_logits.device)
-            p, p_of_text, decided = p_at(chunk, q)
+            p, p_of_text, decided = read_p(chunk, q)
             # Of q before truncation, as in the losses: else it would be infinite nearly everywhere.
             log_q = (q_logits.to(p.dtype) / (sampling.temperature or 1.0)).log_softmax(dim=-1)
             counted = (p > 0) & (log_q > float("-inf"))
@@ -206,7 +207,7 @@ class HeldOut:
             values = {"acceptance": overlap(p, q), "kl": kl, "ratios": torch.cat(ratios, dim=-1)}
             return {name: each.double() for name, each in values.items()} | {"decided": decided}
 
-        return at
+        return read_chunk
 
     def _states(self, batch: TextBatch, draft: LMHead) -> list[Tensor]:
         """(N, H) the draft's states at each place of a round; of a plain draft all are alike."""
@@ -215,9 +216,9 @@ class HeldOut:
         check_ids(self._source.vocabulary, *map(int, batch.input_ids.aminmax()))
         rows = [] if self._tapped is None else [self._tapped[row] for row in batch.examples]
         taps, is_predicted = target_taps(draft.model, rows, ids), batch.is_predicted.to(ids.device)
-        places = max(PLACES, min(depths_of(draft.model), max(DRAFTED)))
-        along = along_rounds(draft, ids, places, taps=taps, begins=is_predicted)
-        return [place.states[is_predicted] for place in along]
+        place_count = max(PLACES, min(depths_of(draft.model), max(DRAFTED)))
+        places = round_places(draft, ids, place_count, taps=taps, begins=is_predicted)
+        return [place.states[is_predicted] for place in places]
 
     def _of_text(self, text: Tensor, draft: LMHead, states: Tensor) -> Tensor:
         """(C, 1) q of a text's tokens (C, 1), from states (C, H)."""

@@ -315,7 +315,7 @@ class TrainingInputs:
             states = hidden_states(self.draft, batch.input_ids[:, :-1])[batch.is_predicted]
             tokens = torch.cat([rows[each].tokens for each in batch.examples]).to(states.device)
 
-            def at(chunk: slice) -> dict[str, Tensor]:
+            def read_chunk(chunk: slice) -> dict[str, Tensor]:
                 before = states[chunk, None]
 
                 def distributions() -> Tensor:
@@ -330,7 +330,7 @@ class TrainingInputs:
                 )
                 return {name: feature_of(name, drafted) for name in names}
 
-            return at
+            return read_chunk
 
         if not rows or not names:
             return [{} for _ in rows]

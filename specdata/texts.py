@@ -148,7 +148,7 @@ class TargetDistributions(NamedTuple):
     decided: Tensor
 
 
-At = Callable[[slice, Tensor], TargetDistributions]
+ChunkReader = Callable[[slice, Tensor], TargetDistributions]
 """Some of a batch's N positions, and q there (C, V), which a bound of p is made of -> p."""
 
 
@@ -159,7 +159,7 @@ class Source(Protocol):
     def vocabulary(self) -> int:
         """V."""
 
-    def at(self, batch: TextBatch, rows: TextRows) -> At:
+    def distributions_of(self, batch: TextBatch, rows: TextRows) -> ChunkReader:
         """Read a batch; `rows` are those that its `examples` are of, with what they store."""
 
 
@@ -189,11 +189,11 @@ class ModelSource:
             return batch.states(self.head)
         return self.store.read(tuple(batch.examples), lambda: batch.states(self.head))
 
-    def at(self, batch: TextBatch, rows: TextRows) -> At:
+    def distributions_of(self, batch: TextBatch, rows: TextRows) -> ChunkReader:
         """The distributions of a batch, by its logits."""
         states, tokens = self.states(batch, rows), batch.tokens
 
-        def at(chunk: slice, q: Tensor) -> TargetDistributions:
+        def read_chunk(chunk: slice, q: Tensor) -> TargetDistributions:
             logits = self.head.logits(states[chunk].to(q.device))
             p = probabilities(logits, self.sampling)
             text = tokens[chunk, None].to(q.device)
@@ -201,7 +201,7 @@ class ModelSource:
                 p, p.gather(-1, text), torch.ones_like(text[:, 0], dtype=torch.bool)
             )
 
-        return at
+        return read_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +224,11 @@ class TopLogitSource:
         ]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def at(self, batch: TextBatch, rows: TextRows) -> At:
+    def distributions_of(self, batch: TextBatch, rows: TextRows) -> ChunkReader:
         """The distributions of a batch, as far as its top logits decide them."""
         columns, tokens = self.columns(batch, rows), batch.tokens
 
-        def at(chunk: slice, q: Tensor) -> TargetDistributions:
+        def read_chunk(chunk: slice, q: Tensor) -> TargetDistributions:
             top = {name: values[chunk].to(q.device) for name, values in columns.items()}
             p = self.distributions.distribution(top, q)
             if self.distributions.is_exact:
@@ -237,7 +237,7 @@ class TopLogitSource:
                 of_text = (top["text_logit"] - log_total(top)).exp()
             return TargetDistributions(p, of_text, self.distributions.decided(top))
 
-        return at
+        return read_chunk
 
 
 ReadBatch = Callable[[TextBatch], Callable[[slice], dict[str, Tensor]]]
@@ -322,14 +322,14 @@ def pair_columns(
     def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
         both = [batch.states(head, vocabulary=vocabulary).to(device) for head in heads]
 
-        def at(chunk: slice) -> dict[str, Tensor]:
+        def read_chunk(chunk: slice) -> dict[str, Tensor]:
             p, q = (
                 probabilities(to_vocabulary(head.logits(states[chunk]).double(), vocabulary), warp)
                 for head, states, warp in zip(heads, both, warps, strict=True)
             )
             return columns_at(p, q, batch, chunk)
 
-        return at
+        return read_chunk
 
     return text_columns(
         rows,

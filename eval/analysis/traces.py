@@ -113,7 +113,7 @@ def record_head(
         before, after = states_of(draft, batch, drafted)
         tokens = torch.cat(drafted)
 
-        def at(chunk: slice) -> dict[str, Tensor]:
+        def read_chunk(chunk: slice) -> dict[str, Tensor]:
             judged = DraftedTokens(
                 tokens=tokens[chunk],
                 before=lambda: before[chunk],
@@ -123,7 +123,7 @@ def record_head(
             )
             return {"logits": head.logits(judged)}
 
-        return at
+        return read_chunk
 
     with progress(len(texts), "held-out rollouts", "rollout") as bar:
         columns_of = text_columns(

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write a folder for engines; returns the exit status."""
-    from distill.published import config_of, of_layout
+    from distill.published import config_of, read_engine_draft
     from eval.publishing.release import release_unmeasured
     from specdata.draft_models.draft_vocabulary import SIZE
 
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
             where = f"is {released}" if released.is_dir() else "draftsmith publish writes"
             where = f"vLLM loads its release, which {where}"
         raise ConfigError(f"{args.folder} is a plain model and needs no other layout: {where}")
-    record = of_layout(args.folder, args.target)[1]
+    record = read_engine_draft(args.folder, args.target)[1]
     layout: str = args.layout or next(iter(kind.layouts))
     if layout not in kind.layouts or (args.head and not kind.asks_head):
         asked = " or ".join(each.name for each in KINDS.values() if each.asks_head)
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
 def _for_openvino(given: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Write a target and its draft as GenAI loads them; returns the exit status."""
     from distill.kinds import LAYOUTS
-    from distill.published import of_layout, write
+    from distill.published import read_engine_draft, write
     from specdata.draft_models.draft_vocabulary import SIZE
     from specdata.storage.files import atomic_folder
 
@@ -102,7 +102,7 @@ def _for_openvino(given: argparse.Namespace, settings: dict[str, Any]) -> int:
     command = [given.python, in_openvino.__file__, "convert", *["--int8"] * given.int8]
     with ExitStack() as closing:
         if kind.reads_states:
-            record = of_layout(draft, target)[1]
+            record = read_engine_draft(draft, target)[1]
             target, taps = record.target, record.taps
             flags = asdict(record.kind_record) if kind.name == "eagle3" else {kind.name: True}
             if wrong := [name for name, value in flags.items() if value]:

@@ -29,13 +29,13 @@ class Seen(NamedTuple):
 
     Args:
         last: (B, N) the last context that each attends to; -1: none.
-        own: (B, N, m) places behind the contexts; -1: none.
+        extra_keys: (B, N, m) places behind the contexts; -1: none.
         reads_first: whether the first context is seen by others than itself.
     """
 
     contexts: int
     last: Tensor
-    own: Tensor
+    extra_keys: Tensor
     reads_first: bool = True
 
 
@@ -51,14 +51,14 @@ def attention_along(
     are those of `scaled_dot_product_attention`.
     """
     last, order = seen.last.sort(dim=1, stable=True)
-    own = seen.own.gather(1, order[..., None].expand_as(seen.own))
+    extra_keys = seen.extra_keys.gather(1, order[..., None].expand_as(seen.extra_keys))
     ends: list[int] = (last.amax(dim=0) + 1).tolist()
     at = order[:, None, :, None]
     queries = queries.gather(2, at.expand_as(queries))
     parts = []
     for first in range(0, len(ends), ROWS):
         rows = slice(first, first + ROWS)
-        part = Seen(seen.contexts, last[:, rows], own[:, rows], seen.reads_first)
+        part = Seen(seen.contexts, last[:, rows], extra_keys[:, rows], seen.reads_first)
         end = ends[rows][-1]
         asked = queries[:, :, rows], keys, values, part, end, options
         parts.append(checkpoint(_attention, *asked, use_reentrant=False))
@@ -72,10 +72,11 @@ def _attention(
 ) -> Tensor:
     """Attention of a few queries, none of which attends to contexts from `end` on."""
     rows, heads, count, _ = queries.shape
-    own, itself = seen.own, torch.eye(count, dtype=torch.bool, device=seen.own.device)
-    near = (itself[..., None] & (own >= 0)[:, None]).flatten(2)
+    extra_keys = seen.extra_keys
+    itself = torch.eye(count, dtype=torch.bool, device=extra_keys.device)
+    near = (itself[..., None] & (extra_keys >= 0)[:, None]).flatten(2)
     mask = _additive(torch.cat([_sees(seen, end), near], dim=-1), queries.dtype)
-    places = (seen.contexts + own.clamp(min=0)).flatten(1)[:, None, :, None]
+    places = (seen.contexts + extra_keys.clamp(min=0)).flatten(1)[:, None, :, None]
 
     def gathered(each: Tensor) -> Tensor:
         near = each.gather(2, places.expand(rows, each.shape[1], -1, each.shape[-1]))
@@ -117,7 +118,8 @@ def attending_along(
 def _mask(seen: Seen, others: int, dtype: torch.dtype) -> Tensor:
     """(B, 1, N, T + others) the additive mask of all tokens."""
     sees = nn.functional.pad(_sees(seen, seen.contexts), (0, others + 1))
-    places = seen.contexts + torch.where(seen.own < 0, others, seen.own)  # the last is none
+    extra_keys = torch.where(seen.extra_keys < 0, others, seen.extra_keys)  # the last is none
+    places = seen.contexts + extra_keys
     sees = sees.scatter(-1, places, True)[..., :-1]
     return _additive(sees, dtype)
 
@@ -126,7 +128,7 @@ def _sees(seen: Seen, end: int) -> Tensor:
     """(B, N, end) bool which of the first contexts each token attends to."""
     sees = torch.arange(end, device=seen.last.device) <= seen.last[..., None]
     if not seen.reads_first:
-        sees[..., :1] &= (seen.last[..., None] == 0) & (seen.own.shape[-1] == 0)
+        sees[..., :1] &= (seen.last[..., None] == 0) & (seen.extra_keys.shape[-1] == 0)
     return sees
 
 

@@ -141,7 +141,7 @@ class BlockLayer(Qwen3DecoderLayer):  # type: ignore[misc]
             )
         else:
             queried = slice(first - contexts, None)
-            part = Seen(contexts, seen.last[:, queried], seen.own[:, queried])
+            part = Seen(contexts, seen.last[:, queried], seen.extra_keys[:, queried])
             attended = attention_along(queries, keys, values, part)
         projected: Tensor = attention.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
@@ -204,18 +204,19 @@ class BlockModel(Qwen3Model):  # type: ignore[misc]
         Or (B, n, F + H) `inputs_embeds` -> (B, n, H): by `BlockInput.unread`, of so many contexts
         and of one block behind them, which attends to all; what w1 adds is known later.
         """
-        reads = cast(BlockInput, self.embed_tokens)
+        input_embedding = cast(BlockInput, self.embed_tokens)
         if input_ids is None:
-            read, size = named["inputs_embeds"], len(reads.scale)
-            blocks = nn.functional.pad(read[:, contexts:, size:], (reads.width, 0))
-            context = reads.contexts(read[:, :contexts, :size])[..., : 2 * reads.width]
+            read, size = named["inputs_embeds"], len(input_embedding.scale)
+            blocks = nn.functional.pad(read[:, contexts:, size:], (input_embedding.width, 0))
+            context = input_embedding.contexts(read[:, :contexts, :size])
+            context = context[..., : 2 * input_embedding.width]
             x = torch.cat([context, blocks], dim=1)
             masks = dict.fromkeys(self.config.layer_types)
             named |= {"inputs_embeds": x, "attention_mask": masks}
             return super().forward(contexts=contexts, **named)
-        length, size = input_ids.shape[1], reads.blocks.size
+        length, size = input_ids.shape[1], input_embedding.blocks.size
         anchors = torch.arange(0, length, size, device=input_ids.device).expand(len(input_ids), -1)
-        output = read_blocks(self, input_ids, reads.read_target(input_ids), anchors, size)
+        output = read_blocks(self, input_ids, input_embedding.read_target(input_ids), anchors, size)
         output.last_hidden_state = output.last_hidden_state.flatten(1, 2)[:, :length]
         return output
 
@@ -227,7 +228,7 @@ def read_blocks(
     anchors: Tensor,
     size: int,
     *,
-    whole: int | None = None,
+    whole_count: int | None = None,
 ) -> Any:
     """The states of a draft's blocks along texts: `last_hidden_state` (B, A, size, H + r).
 
@@ -237,27 +238,27 @@ def read_blocks(
         taps: (B, T, F) the target's states along them.
         anchors: (B, A) positions at which blocks begin; those of padding have no meaning.
         size: slots of a block.
-        whole: blocks, from the first, of which all slots are read; of the others the first slot is,
-            and the rest is 0 (default: all blocks).
+        whole_count: how many blocks, from the first, have all slots read; of the others the first
+            slot is, and the rest is 0 (default: all blocks).
     """
-    reads = cast(BlockInput, body.embed_tokens)
+    input_embedding = cast(BlockInput, body.embed_tokens)
     (rows, length), device = ids.shape, ids.device
     count = anchors.shape[1]
-    whole = count if whole is None else min(whole, count)
+    whole_count = count if whole_count is None else min(whole_count, count)
     # First what nobody reads in the end, then first slots alone, then whole blocks.
     every, slots = torch.arange(count, device=device), torch.arange(size, device=device)
-    part, first = every[whole:], torch.zeros_like(every[whole:])
+    part, first = every[whole_count:], torch.zeros_like(every[whole_count:])
     rest = part.repeat_interleave(size - 1)
-    block = torch.cat([rest, part, every[:whole].repeat_interleave(size)])
-    slot = torch.cat([slots[1:].repeat(len(part)), first, slots.repeat(whole)])
+    block = torch.cat([rest, part, every[:whole_count].repeat_interleave(size)])
+    slot = torch.cat([slots[1:].repeat(len(part)), first, slots.repeat(whole_count)])
     begin = anchors[:, block]
     at = begin + slot  # (B, A size)
     before = ids.gather(1, at.clamp(max=length - 1))
-    tokens = torch.where(slot == 0, before, reads.blocks.mask)
+    tokens = torch.where(slot == 0, before, input_embedding.blocks.mask)
     places = torch.cat([torch.arange(length, device=device).expand(rows, -1), at], dim=1)
-    x = torch.cat([reads.contexts(taps), reads.slots(tokens, before)], dim=1)
+    x = torch.cat([input_embedding.contexts(taps), input_embedding.slots(tokens, before)], dim=1)
     # Where the slots of each slot's block stand: in the order of blocks, the first slot first.
-    own = torch.argsort(block * size + slot).view(count, size)[block].expand(rows, -1, -1)
+    extra_keys = torch.argsort(block * size + slot).view(count, size)[block].expand(rows, -1, -1)
     output = Qwen3Model.forward(
         body,
         inputs_embeds=x,
@@ -266,12 +267,12 @@ def read_blocks(
         use_cache=False,
         contexts=length,
         unread=len(rest),
-        seen=Seen(length, begin - 1, own),
+        seen=Seen(length, begin - 1, extra_keys),
     )
     read = output.last_hidden_state[:, length + len(rest) :]
     states = read.new_zeros(rows, count, size, read.shape[-1])
-    states[:, whole:, 0] = read[:, : len(part)]
-    states[:, :whole] = read[:, len(part) :].unflatten(1, (whole, size))
+    states[:, whole_count:, 0] = read[:, : len(part)]
+    states[:, :whole_count] = read[:, len(part) :].unflatten(1, (whole_count, size))
     output.last_hidden_state = states
     return output
 

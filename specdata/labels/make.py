@@ -173,19 +173,19 @@ class Labeller:
         rows = readable_rows(rows, self.draft.model)
 
         def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
-            p_at = self.source.at(batch, rows)
+            read_p = self.source.distributions_of(batch, rows)
             states = batch.states(self.draft, rows, self.source.vocabulary)
             uniforms = torch.cat(
                 [_uniforms(rows[example], self.seed, self.draws) for example in batch.examples]
             ).to(states.device)
 
-            def at(chunk: slice) -> dict[str, Tensor]:
+            def read_chunk(chunk: slice) -> dict[str, Tensor]:
                 logits = to_vocabulary(self.draft.logits(states[chunk]), self.source.vocabulary)
                 q = probabilities(logits, self.sampling)
-                p, _, decided = p_at(chunk, q)
+                p, _, decided = read_p(chunk, q)
                 return {**_compare(p, q, uniforms[chunk], greedy=self.greedy), DECIDED: decided}
 
-            return at
+            return read_chunk
 
         columns_of = text_columns(
             rows,
@@ -232,8 +232,8 @@ def _compare(p: Tensor, q: Tensor, uniforms: Tensor, *, greedy: bool) -> dict[st
     drafted = inverse_cdfs(q, uniforms).clamp(min=0)  # where there is none, log q is NaN
     if greedy:
         drafted = q.argmax(dim=-1, keepdim=True)
-    p_at, q_at = p.gather(-1, drafted), q.gather(-1, drafted)
-    accept = p_at.clamp(max=1.0) if greedy else accept_probability(p_at, q_at)
+    read_p, q_at = p.gather(-1, drafted), q.gather(-1, drafted)
+    accept = read_p.clamp(max=1.0) if greedy else accept_probability(read_p, q_at)
     more = (
         {"more_draft_ids": drafted[:, 1:], "more_accept_prob": accept[:, 1:]}
         if uniforms.shape[-1] > 1
@@ -243,7 +243,7 @@ def _compare(p: Tensor, q: Tensor, uniforms: Tensor, *, greedy: bool) -> dict[st
         "draft_ids": drafted[:, 0],
         "accept_prob": accept[:, 0],
         # A drafted token that the target gives 0 has log p = -inf; parquet stores it as such.
-        "log_p": p_at[:, 0].log(),
+        "log_p": read_p[:, 0].log(),
         "log_q": q_at[:, 0].log(),
         "log_q_max": q.amax(dim=-1).log(),
         "entropy": entropy(q),

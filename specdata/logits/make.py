@@ -93,12 +93,12 @@ class ModelLogits:
         def read(batch: TextBatch) -> Callable[[slice], dict[str, Tensor]]:
             states, tokens = source.states(batch, rows), batch.tokens
 
-            def at(chunk: slice) -> dict[str, Tensor]:
+            def read_chunk(chunk: slice) -> dict[str, Tensor]:
                 logits = self.target.logits(states[chunk].to(tokens.device)).float()
                 text_logit = logits.gather(-1, tokens[chunk, None]).squeeze(-1)
                 return {**top_logits(logits, self.count), "text_logit": text_logit}
 
-            return at
+            return read_chunk
 
         columns_of = text_columns(
             rows,

@@ -11,7 +11,7 @@ import torch
 
 from distill.config import DistilConfig, InitConfig, LayoutName
 from distill.initial import new_draft
-from distill.kinds import KINDS, along_rounds
+from distill.kinds import KINDS, round_places
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from recipes.command import RECIPES
 from specdata import draft_kinds
@@ -55,7 +55,7 @@ def test_a_draft_of_each_kind_is_known_keeps_the_targets_text_and_learns(
     out = decoder.generate(prompt, max_new_tokens=12, generator=torch.Generator())
     assert out.tokens.tolist() == greedy(model, prompt, 12)
     ids = torch.arange(4, 20)[None]
-    places = along_rounds(find_lm_head(draft), ids, 2, taps=target_taps(draft, [], ids))
+    places = round_places(find_lm_head(draft), ids, 2, taps=target_taps(draft, [], ids))
     loss = sum(place.states[place.kept].square().mean() for place in places)
     loss.backward()
     assert any(each.grad is not None and each.grad.any() for each in draft.parameters())

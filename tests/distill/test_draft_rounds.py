@@ -14,7 +14,7 @@ from torch import Tensor
 from distill import dspark, masks, rounds
 from distill.config import DistilConfig
 from distill.distillation import draft_trainer
-from distill.kinds import along_rounds
+from distill.kinds import round_places
 from distill.masks import check_masks, with_masks
 from distill.rounds import of_round
 from distill.watch import HeldOut
@@ -44,8 +44,8 @@ def test_a_reading_is_what_a_round_drafts_at_its_place(kind: str) -> None:
     head, taps = find_lm_head(draft), target_taps(draft, [], ids)
 
     def read(count: int, begins: Tensor | None = None) -> list[Tensor]:
-        along = along_rounds(head, ids, count, taps=taps, begins=begins)
-        return [place.states for place in along]
+        places = round_places(head, ids, count, taps=taps, begins=begins)
+        return [place.states for place in places]
 
     with torch.inference_mode():
         found = read(5)
@@ -83,7 +83,7 @@ def test_masks_are_read_of_some_rounds_other_ones_in_each_step_as_without_droppi
         of_rows = None if taps is None else taps[:rows]
         asked: dict[str, Any] = {"taps": of_rows, "begins": begins[:rows], "dropping": step}
         with torch.inference_mode():
-            return [*along_rounds(head, ids[:rows], 3, **asked)]
+            return [*round_places(head, ids[:rows], 3, **asked)]
 
     seen, whole = torch.zeros(3, *ids.shape, dtype=torch.int), read(None)
     for step in range(60):

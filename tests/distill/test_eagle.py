@@ -19,7 +19,7 @@ from torch.nn.functional import linear, silu
 
 from distill import eagle
 from distill.engine_layouts import read_published
-from distill.kinds import along_rounds
+from distill.kinds import round_places
 from distill.objective import ChunkedLoss, Columns
 from eval.analysis.traces import tree_states
 from recipes.command import RECIPES, run_tool
@@ -241,7 +241,7 @@ def test_speculators_gives_the_logits_of_a_released_draft(target: Path, tmp_path
         head, logits = find_lm_head(draft), load_file(here / "logits")
         kept = draft.get_output_embeddings().vocabulary_ids
         first, second = (
-            head.logits(place.states[0])[:, kept] for place in along_rounds(head, ids, 2, taps=taps)
+            head.logits(place.states[0])[:, kept] for place in round_places(head, ids, 2, taps=taps)
         )
         torch.testing.assert_close(logits["first"], first[1:], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(logits["second"][:-1], second[2:], rtol=1e-4, atol=1e-4)
@@ -254,7 +254,7 @@ def test_training_reads_what_drafting_does(target: Path, tmp_path: Path) -> None
     draft = read_published(tmp_path / "theirs", model)
     ids = torch.tensor([[5, 9, 31, 4, 17, 8, 3]])
     taps = read_taps(model, TAPS, ids)
-    places = along_rounds(find_lm_head(draft), ids, 3, taps=taps)
+    places = round_places(find_lm_head(draft), ids, 3, taps=taps)
     first, second, _ = (place.states for place in places)
     torch.testing.assert_close(first[:, 1:], hidden_states(draft, ids)[:, 1:])
     for at in range(2, ids.shape[1]):  # a round that began one token before

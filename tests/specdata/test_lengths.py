@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from distill.config import InitConfig
 from distill.initial import new_draft
-from distill.kinds import along_rounds
+from distill.kinds import round_places
 from distill.rounds import Place, of_round
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime import model as runtime
@@ -128,10 +128,10 @@ def test_decoding_makes_no_tensor_of_a_text_squared(
     check_growth(decode)
 
 
-def along(draft: Any, ids: Tensor, begins: Tensor, dropping: int | None) -> list[Place]:
+def read_places(draft: Any, ids: Tensor, begins: Tensor, dropping: int | None) -> list[Place]:
     taps = target_taps(draft, [], ids)
     asked: dict[str, Any] = {"taps": taps, "begins": begins, "dropping": dropping}
-    return [*along_rounds(find_lm_head(draft), ids, 3, **asked)]
+    return [*round_places(find_lm_head(draft), ids, 3, **asked)]
 
 
 @pytest.mark.parametrize("kind", ["states", "eagle3", "masks"])
@@ -145,7 +145,7 @@ def test_training_on_long_texts_computes_what_it_does_on_short_ones(
 
     def read() -> tuple[list[Tensor], list[Tensor]]:
         draft.zero_grad()
-        places = along(draft, ids, begins, dropping=1)
+        places = read_places(draft, ids, begins, dropping=1)
         states = [
             each.states[of_round(begins, step) & each.kept] for step, each in enumerate(places)
         ]
@@ -168,7 +168,7 @@ def test_training_makes_no_tensor_of_a_text_squared(
 
     def step(length: int) -> None:
         ids = 2 + torch.arange(length)[None] % 38
-        places = along(draft, ids, torch.ones_like(ids, dtype=torch.bool), dropping=0)
+        places = read_places(draft, ids, torch.ones_like(ids, dtype=torch.bool), dropping=0)
         torch.stack([each.states.sum() for each in places]).sum().backward()
 
     check_growth(step)

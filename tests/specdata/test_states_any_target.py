@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill.config import InitConfig
 from distill.initial import make_initial
-from distill.kinds import along_rounds
+from distill.kinds import round_places
 from distill.states import llama_draft
 from distill.toy import save_tokenizer, train_tokenizer
 from distill.watch import HeldOut
@@ -107,7 +107,7 @@ def test_a_draft_begins_with_the_targets_norm_and_rows_and_a_silent_layer_of_lla
 
     taps = read_taps(target, draft.config.target_states["taps"], text)
     optimizer = torch.optim.SGD(decoder_layers(draft)[1].parameters(), lr=1.0)
-    places = along_rounds(find_lm_head(draft), text, 2, taps=taps)
+    places = round_places(find_lm_head(draft), text, 2, taps=taps)
     sum(place.states.square().mean() for place in places).backward()
     optimizer.step()
     with torch.inference_mode():
