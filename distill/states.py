@@ -42,7 +42,7 @@ def begin(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A draft of the target's layers, or of as many of Llama's (`llama_draft`)."""
     layers, taps, _ = source
-    made: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     model, normed = None, None
     if can_be_silenced(target):
         with suppress(ConfigError):  # a layer depends on its place
@@ -50,12 +50,12 @@ def begin(
             silence(model)
             replace_output(model, copy.deepcopy(model.get_output_embeddings()))  # was tied
     if model is None:
-        made = {"architecture": "llama", "layers": len(layers)}
+        differences = {"architecture": "llama", "layers": len(layers)}
         context = plain.context_of(target.config, rollouts)
         model, normed = llama_draft(target, len(layers), context, seed)
     install(model, target, taps)
     fit_inputs(model, target, taps, rollouts, normed)
-    return model, made
+    return model, differences
 
 
 def of_shapes(target: PreTrainedModel, source: plain.Source) -> PreTrainedModel:
@@ -260,12 +260,13 @@ def _final_norm(target: PreTrainedModel, width: int) -> tuple[Tensor, Tensor, fl
     hook = decoder_layers(target)[1][-1].register_forward_hook(instead)
     try:
         ids = torch.zeros(1, len(states), dtype=torch.long, device=target.device)
-        made = hidden_states(target, ids)[0].double().cpu()
+        outputs = hidden_states(target, ids)[0].double().cpu()
     finally:
         hook.remove()
-    if made.shape != states.shape:
+    if outputs.shape != states.shape:
         return None
-    bias, twice, small = (made[0] + made[1]) / 2, made[0] - made[1], made[2] - made[3]
+    bias = (outputs[0] + outputs[1]) / 2
+    twice, small = outputs[0] - outputs[1], outputs[2] - outputs[3]
     left = max(SMALL**2, float((small.norm() / twice.norm()) ** 2))  # s^2 (1 + e) / (s^2 + e)
     epsilon = float(f"{SMALL**2 * max(0.0, 1 - left) / max(SMALL**2, left - SMALL**2):.3g}")
     weight = twice / 2 * signs * (1 + epsilon) ** 0.5
@@ -273,7 +274,7 @@ def _final_norm(target: PreTrainedModel, width: int) -> tuple[Tensor, Tensor, fl
     for is_centred in (False, True):
         x = states - is_centred * states.mean(dim=-1, keepdim=True)
         remade = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon) * weight + bias
-        if (remade - made)[4:].abs().amax() <= accuracy * made[4:].abs().amax():
+        if (remade - outputs)[4:].abs().amax() <= accuracy * outputs[4:].abs().amax():
             return weight, bias, epsilon, is_centred
     return None
 

@@ -42,7 +42,7 @@ SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
 
 
 DecoderName = Literal["plain", "speculative", "generate", "assisted", "server"]
-THEIRS = ("generate", "assisted", "server")
+FOREIGN_DECODERS = ("generate", "assisted", "server")
 """Decoders that are not ours: transformers', alone and with the draft, and an engine's."""
 
 SERVED_BY = ("url", "served_model")

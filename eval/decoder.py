@@ -293,7 +293,7 @@ class SpeculativeDecoder:
             emitted = accepted if ended else [*accepted, drawn.token]
             target.keep(drawn.nodes)
             if drafter is not None:
-                drafter.hold(bool(verifier.residuals))
+                drafter.set_residual_persists(bool(verifier.residuals))
                 drafter.accept(drawn.nodes)
             committed += emitted
             ended = committed[-1] in self._end_tokens

@@ -193,17 +193,17 @@ class HeadConfig(Config):
         return given
 
     @property
-    def of_kind(self) -> HeadKind:
+    def kind_facts(self) -> HeadKind:
         """The entry of `KINDS`."""
         return KINDS[self.kind]
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
         default = {n: field.get_default() for n, field in HeadConfig.model_fields.items()}
-        default |= self.of_kind.defaults
+        default |= self.kind_facts.defaults
         unread = [
             f"{name} (got {getattr(self, name)!r})"
-            for name in self.of_kind.unread
+            for name in self.kind_facts.unread
             if getattr(self, name) != default[name]
         ]
         if unread:
@@ -219,15 +219,15 @@ class HeadConfig(Config):
         """Passes over so many training rows."""
         if self.epochs is not None:
             return self.epochs
-        least, most = self.of_kind.passes
-        enough = math.ceil(self.of_kind.steps / math.ceil(rows / self.batch_size))
+        least, most = self.kind_facts.passes
+        enough = math.ceil(self.kind_facts.steps / math.ceil(rows / self.batch_size))
         return int(min(most, max(least, enough)))
 
     def peak_rate(self, hidden_size: int) -> float:
         """The largest learning rate, for a draft whose states have this width."""
         if self.learning_rate is not None:
             return self.learning_rate
-        of_width, most = self.of_kind.rate
+        of_width, most = self.kind_facts.rate
         return min(most, of_width / hidden_size)
 
     def stored_settings(self) -> dict[str, Any]:

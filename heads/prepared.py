@@ -78,7 +78,7 @@ class PreparedHead:
         size = config.micro_batch_size
         accumulation = math.ceil(config.batch_size / (size * accelerator.num_processes))
         accelerator.gradient_accumulation_steps = accumulation
-        weight_decay = config.of_kind.weight_decay
+        weight_decay = config.kind_facts.weight_decay
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=weight_decay)
         if accelerator.distributed_type != DistributedType.DEEPSPEED:
             model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)

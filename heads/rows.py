@@ -236,7 +236,7 @@ class TrainingInputs:
 
         Mixed anew for each pass, or with the pass's draws; dev rows with the first.
         """
-        if self.config.of_kind.lag:
+        if self.config.kind_facts.lag:
             key: tuple[str | int, ...] = ("dev",) if epoch is None else ("train", self.seed, epoch)
             return mixed_row(labels, rate=self.config.mixing, max_length=self.max_length, key=key)
         if epoch is None:

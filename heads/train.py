@@ -102,7 +102,7 @@ def train_head(
     `heads.rows.COLUMNS` and, of several draws, `MORE_DRAWS`; the seed is of initial weights, order
     and mixing of the train rows. `sampling`, under which they were made, is recorded with the head.
     """
-    longest, is_late = positions(draft.config), config.of_kind.lag > 0
+    longest, is_late = positions(draft.config), config.kind_facts.lag > 0
     train_rows = LabelRows.read("train", train, longest, with_draws=not is_late)
     dev_rows = LabelRows.read("dev", dev, longest, with_draws=not is_late)
     if (out / METRICS_NAME).is_file():
@@ -159,7 +159,7 @@ class Training:
         prepared, losses, config = self.prepared, self.losses, self.config
         per_epoch = math.ceil(len(self.train_rows) / config.batch_size)
         epochs = config.passes(len(self.train_rows))
-        steps, warmup_ratio = epochs * per_epoch, config.of_kind.warmup_ratio
+        steps, warmup_ratio = epochs * per_epoch, config.kind_facts.warmup_ratio
         threads = threads_of("acceptance head", prepared.accelerator.device)
 
         # The order of rows and their mixing follow from (seed, epoch) and the rate from the step,
@@ -263,7 +263,7 @@ class Training:
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "probe": probe_of(draft),
         }
-        kind = config.of_kind.load()
+        kind = config.kind_facts.load()
         with torch.random.fork_rng(devices=[]):  # layers initialise from the global generator
             torch.manual_seed(self.seed)
             return kind(**{name: v for name, v in settings.items() if name in kind.settings()})

@@ -50,8 +50,8 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
     kind = kind_of(model_config(str(draft)))
     if engines is None and kind.layouts:
         head = config.head_in_use if kind.asks_head else None
-        asked = head if head and load_head(head).for_engines() else None
-        engines = for_engines(draft, config.models.target, next(iter(kind.layouts)), asked)
+        linear_head = head if head and load_head(head).for_engines() else None
+        engines = for_engines(draft, config.models.target, next(iter(kind.layouts)), linear_head)
     return partial(release_draft, draft, about=about, engines=engines)
 
 
@@ -91,8 +91,8 @@ def for_engines(
     from eval.publishing.release import ForEngines
 
     confidence = _confidence(draft, target, head) if head else None
-    of_kind = LAYOUTS[kind_of(model_config(str(draft))).name]
-    writes = partial(write, of_kind, draft, name=layout, target=target, confidence=confidence)
+    engine_layout = LAYOUTS[kind_of(model_config(str(draft))).name]
+    writes = partial(write, engine_layout, draft, name=layout, target=target, confidence=confidence)
     return ForEngines(layout, writes, is_asked=confidence is not None)
 
 
@@ -102,13 +102,13 @@ def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, T
     from specdata.models import load_model
 
     head = load_head(folder)
-    if (asked := head.for_engines()) is None:
+    if (weight_and_bias := head.for_engines()) is None:
         raise ConfigError(
             f"{folder} must be a head of kind confidence, the one form that engines ask, and "
             f"is of kind {head.kind}: train one with head.kind: confidence"
         )
     check_head(load_model(str(draft), target=target), head)
-    return asked
+    return weight_and_bias
 
 
 def measurements(config: PipelineConfig) -> Results:

@@ -163,8 +163,9 @@ class Stage(ABC):
         names = list(RECIPE_OF)
         later = names[names.index(self.name) + 1 :] if self.name in names else []
         output = Path(self.config.output)  # which may hold several heads and evaluations
-        made = [each.parent for name in later for each in sorted(output.glob(f"{name}*/{RUN}"))]
-        return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *made]))}"
+        records = (record for name in later for record in sorted(output.glob(f"{name}*/{RUN}")))
+        later_folders = [record.parent for record in records]
+        return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *later_folders]))}"
 
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
         """Add what its models hold to its settings; where the models lie may differ."""
@@ -199,8 +200,9 @@ class Stage(ABC):
 
     def check_settings(self) -> None:
         """Raise OtherSettingsError if its folder was made with other settings."""
-        asked = portable(self.stored_settings(), self.config.output)
-        Settings(asked, self.remedy).check(stage_record(self.folder)["settings"], self.folder)
+        requested_settings = portable(self.stored_settings(), self.config.output)
+        stored = stage_record(self.folder)["settings"]
+        Settings(requested_settings, self.remedy).check(stored, self.folder)
 
 
 def run_stage(stage: Stage) -> dict[str, Any]:

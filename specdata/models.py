@@ -198,13 +198,13 @@ def read_model(
     unexpected or misfit; raises its OSError and ValueError.
     """
     whole, options = _config(source, revision), _options(load)
-    config, kind = _language_model(whole)
+    config, loader_class = _language_model(whole)
     if config is not whole:
         options |= {"config": config, "key_mapping": LANGUAGE_MODEL}
-    kind, architecture = _class_of(config, kind)
+    loader_class, architecture = _class_of(config, loader_class)
     if architecture is not None:
         options["config"] = config
-    model, info = kind.from_pretrained(
+    model, info = loader_class.from_pretrained(
         source,
         dtype=dtype,
         revision=revision,
@@ -235,26 +235,26 @@ def _tied_as_stored(model: Any) -> Any:
     return model
 
 
-def _class_of(config: PreTrainedConfig, kind: Any) -> tuple[Any, Any]:
+def _class_of(config: PreTrainedConfig, loader_class: Any) -> tuple[Any, Any]:
     """The class that a language model is loaded with, and the one that it then becomes, if other.
 
-    `kind` is the one that loads a model of transformers as it is.
+    `loader_class` is the one that loads a model of transformers as it is.
     """
     kind_name = kind_of(config).name
     network = NETWORKS.get(kind_name)
     if not is_reduced(config) and network is None:
-        return kind, None
+        return loader_class, None
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-    architecture = kind
+        loader_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    architecture = loader_class
     if network is not None:
-        kind = network(kind)
+        loader_class = network(loader_class)
     # The output of kinds that have layouts is as engines have it, whatever they hold of this one.
     if is_reduced(config) and not KINDS[kind_name].layouts:
-        kind = reduced_class(kind, getattr(config, SIZE))
+        loader_class = reduced_class(loader_class, getattr(config, SIZE))
     # By these transformers looks up under which names an architecture stores its weights.
-    kind.__name__, kind.__module__ = architecture.__name__, architecture.__module__
-    return kind, architecture
+    loader_class.__name__, loader_class.__module__ = architecture.__name__, architecture.__module__
+    return loader_class, architecture
 
 
 def _config(source: str, revision: str | None) -> PreTrainedConfig:
@@ -287,13 +287,13 @@ def _language_model(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
     text = getattr(config, "text_config", None)
     if not isinstance(text, PreTrainedConfig):
         return config, AutoModelForCausalLM
-    kinds: list[Any] = [
+    loader_classes: list[Any] = [
         MODEL_FOR_CAUSAL_LM_MAPPING[each]
         for each in (type(text), type(config))
         if each in MODEL_FOR_CAUSAL_LM_MAPPING
     ]
-    kind = next((kind for kind in kinds if kind.config_class is type(text)), None)
-    if kind is None:
+    loader_class = next((each for each in loader_classes if each.config_class is type(text)), None)
+    if loader_class is None:
         return config, AutoModelForCausalLM
     text.name_or_path = config.name_or_path
     # The wrapper's own words; transformers ties no matrices that are both stored.
@@ -301,7 +301,7 @@ def _language_model(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
     text.tie_word_embeddings = any(ties)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantized
-    return text, kind
+    return text, loader_class
 
 
 def _options(load: Loading) -> dict[str, Any]:

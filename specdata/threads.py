@@ -35,9 +35,9 @@ LOOK, PATIENCE = 1.0, (60.0, 600.0)
 COST = 100
 """More threads are tried in at most one of so many seconds, fewer in one of a quarter."""
 
-_given = _working = False
+_count_is_fixed = _working = False
 _folder: Path | None = None
-_of_stage: dict[str, Threads] = {}
+_stage_threads: dict[str, Threads] = {}
 
 
 class Threads:
@@ -186,21 +186,21 @@ class Threads:
 def are_given() -> bool:
     """True if a user or a launcher said how many threads there are to be."""
     named = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    return _given or process_count() > 1 or any(os.environ.get(each) for each in named)
+    return _count_is_fixed or process_count() > 1 or any(os.environ.get(each) for each in named)
 
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
     """Have torch use so many threads in the block; 0 leaves it as it is."""
-    global _given
-    before, was_given = torch.get_num_threads(), _given
+    global _count_is_fixed
+    before, was_given = torch.get_num_threads(), _count_is_fixed
     torch.set_num_threads(count or before)
-    _given = was_given or count > 0
+    _count_is_fixed = was_given or count > 0
     try:
         yield
     finally:
         torch.set_num_threads(before)
-        _given = was_given
+        _count_is_fixed = was_given
 
 
 @contextmanager
@@ -212,17 +212,17 @@ def choosing_threads(folder: Path) -> Iterator[dict[str, Threads]]:
     global _folder, _working
     before, _folder = torch.get_num_threads(), folder
     try:
-        yield _of_stage
+        yield _stage_threads
     finally:
         _folder, _working = None, False
-        _of_stage.clear()
+        _stage_threads.clear()
         torch.set_num_threads(before)
 
 
 def threads_of(name: str, device: torch.device) -> Threads:
     """The `Threads` of a stage's work of this name; outside a stage, new ones."""
     kept = _folder and _folder / PROGRESS / KEPT
-    made = _of_stage.get(name) or Threads(device, kept, name)
+    made = _stage_threads.get(name) or Threads(device, kept, name)
     if _folder is not None:
-        _of_stage[name] = made
+        _stage_threads[name] = made
     return made

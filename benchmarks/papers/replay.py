@@ -23,7 +23,7 @@ import numpy as np
 from eval.analysis.traces import Traces
 from eval.drafting.stopping import DraftedToken, StoppingRule
 from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
-from eval.drafting.stopping.rule import Numbers, chance, largest, nats
+from eval.drafting.stopping.rule import Numbers, chance, entropy_of, largest
 from eval.measuring.intervals import Interval, resamples
 
 
@@ -63,7 +63,8 @@ class RecordedToken:
     def read(self, numbers: Numbers) -> tuple[Reals]:
         """The numbers that a rule reads."""
         recorded: dict[Numbers, Reals | None]
-        recorded = {chance: self.tokens.q, largest: self.tokens.q_max, nats: self.tokens.entropy}
+        tokens = self.tokens
+        recorded = {chance: tokens.q, largest: tokens.q_max, entropy_of: tokens.entropy}
         if (values := recorded.get(numbers)) is None:
             raise NotRecordedError(f"{numbers} of drafted tokens")
         return (self.at(values),)

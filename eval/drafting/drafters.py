@@ -59,10 +59,10 @@ class Drafter(ABC):
         for draft in self._drafts:
             draft.sequence.follow(target)
 
-    def hold(self, persists: bool) -> None:
+    def set_residual_persists(self, persists: bool) -> None:
         """Keep the distributions of the last draft, as functions of the text, for its residual."""
         for draft in self._drafts:
-            draft.sequence.hold(persists)
+            draft.sequence.set_residual_persists(persists)
 
     def reset(self) -> None:
         """Forget the sequence; what a stopping rule has measured is kept."""
@@ -100,8 +100,8 @@ class ChainDrafter(Drafter):
                 logits = yield sequence.append(piece, 1, drafted=bool(tokens))
             distribution, state = sequence.distribution(logits[0]), sequence.hidden
             known = distribution, state, sequence.model.embed
-            reads = rule.reads and partial(_read, rule.reads, known)
-            token, numbers = draw_and_read(distribution, generator, reads)
+            read_numbers = rule.number_reader and partial(_read, rule.number_reader, known)
+            token, numbers = draw_and_read(distribution, generator, read_numbers)
             tokens.append(token)
             distributions.append(distribution)
             if token in self._end_tokens:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.decode_config import THEIRS, Method
+from eval.decode_config import FOREIGN_DECODERS, Method
 from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import Environment, measured_on, sign
@@ -222,7 +222,7 @@ class Experiment:
                 "max_new_tokens": self.config.max_new_tokens,
                 "seed": self.seed,
             },
-            engine="eager" if method.decoder in THEIRS else self.engine,
+            engine="eager" if method.decoder in FOREIGN_DECODERS else self.engine,
         )
 
 
@@ -254,7 +254,7 @@ class _Share:
             for method in self.methods:
                 if method.decoder == "server":
                     self.servers[method.name] = experiment.served(method, closing)
-                elif method.decoder not in THEIRS:
+                elif method.decoder not in FOREIGN_DECODERS:
                     self.decoders[method.name] = experiment.decoder(method)
                     self.decoders[method.name].warm_up()
             self.warm_up(self.methods)
@@ -324,7 +324,7 @@ class _Share:
             server = self.servers[method.name]
             return server.generate(prompt.ids, prompt.example_id, max_new_tokens)
         begun = time.thread_time()
-        if method.decoder in THEIRS:
+        if method.decoder in FOREIGN_DECODERS:
             out = assisted_generate(
                 experiment.models.target,
                 experiment.models.draft if method.uses_draft else None,

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from eval.decode_config import THEIRS, Method
+from eval.decode_config import FOREIGN_DECODERS, Method
 from eval.measuring.scores import ScoreName, check_scores
 from eval.runtime.engines import Engine
 from specdata.config import Config, Count, PromptSet
@@ -105,7 +105,7 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
             raise ConfigError(f"{where}: {error}") from error
         if stop.needs_head and not head:
             raise ConfigError(f"{where} stops by a head, but none was trained")
-        if config.batch > 1 and method.decoder in THEIRS:
+        if config.batch > 1 and method.decoder in FOREIGN_DECODERS:
             raise ConfigError(
                 f"{where}: decoder {method.decoder} decodes one prompt at a time: leave it out, or "
                 "set eval.batch to 1"

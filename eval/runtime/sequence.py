@@ -81,7 +81,7 @@ class CachedSequence:
     for target and draft.
     """
 
-    rereads = False
+    drops_drafted = False
     """Whether drafted tokens are read in another way than committed ones, and so are always dropped
     when a draft was verified, accepted or not; but not while a residual persists, which is of the
     distributions that its draft was drawn from."""
@@ -106,7 +106,7 @@ class CachedSequence:
         # The first tokens, which need not be read again whatever is dropped behind them: those that
         # a recurrent state is kept of, and those that were read as committed ones.
         self._lasting = 0
-        self._is_held = False
+        self._residual_persists = False
         for states in self.model.kv_cache.recurrent:
             states.forget(self.slot)
 
@@ -166,9 +166,9 @@ class CachedSequence:
         """
         self._target = target
 
-    def hold(self, persists: bool) -> None:
+    def set_residual_persists(self, persists: bool) -> None:
         """Read later tokens as the last draft would have, as long as a residual of it persists."""
-        self._is_held = persists
+        self._residual_persists = persists
 
     def distribution(self, logits: Tensor, sampling: SamplingConfig | None = None) -> Tensor:
         """Distributions (..., V) of logits (..., N), by default under the sequence's sampling."""
@@ -215,8 +215,8 @@ class CachedSequence:
         was accepted since is read again (`eval.runtime.recurrent`).
         """
         self.ancestors, self.drafted = NO_NODES, 0
-        if self.rereads:
-            length = length if self._is_held else min(length, self._lasting)
+        if self.drops_drafted:
+            length = length if self._residual_persists else min(length, self._lasting)
         elif length < self.length and self.model.kv_cache.recurrent:
             length = min(length, self._lasting)
             for states in self.model.kv_cache.recurrent:
@@ -237,7 +237,7 @@ class CachedSequence:
         if any(not 0 < node <= cached for node in nodes):
             raise ValueError(f"nodes {list(nodes)} are not all among the {cached} in the cache")
         length = self.length
-        if not self.rereads:
+        if not self.drops_drafted:
             if list(nodes) != list(range(1, len(nodes) + 1)):
                 source = [length + node - 1 for node in nodes]
                 self.model.kv_cache.move(self.slot, source, length)
@@ -260,7 +260,7 @@ class StatesSequence(CachedSequence):
     0.
     """
 
-    rereads = True
+    drops_drafted = True
 
     def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         embedding = states_input(model.model)
@@ -303,7 +303,7 @@ class StatesSequence(CachedSequence):
 
     def _read_by_target(self) -> int:
         """Tokens of the sequence whose target states are known, and may be read."""
-        if self._is_held:
+        if self._residual_persists:
             return self._lasting - 1
         return sys.maxsize if self._target is None else self._target.length
 
@@ -323,7 +323,7 @@ class StatesSequence(CachedSequence):
     def crop(self, length: int) -> None:
         """Keep at most the first `length` tokens, of those read with the target's states."""
         super().crop(length)
-        if not self._is_held:
+        if not self._residual_persists:
             self._draft_states = {}
 
 
@@ -334,7 +334,7 @@ class MaskedSequence(CachedSequence):
     trees: their cache positions hold nothing. Deeper than the masks, the last one is repeated.
     """
 
-    rereads = True
+    drops_drafted = True
 
     def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         super().__init__(model, slot, sampling)
@@ -345,7 +345,7 @@ class MaskedSequence(CachedSequence):
 
     def _is_drafted(self, forward: Forward) -> bool:
         """Whether a forward's tokens are drafted ones; `crop` and `pieces` keep the kinds apart."""
-        return self._is_held or forward.committed == forward.drafted
+        return self._residual_persists or forward.committed == forward.drafted
 
     @property
     def mask(self) -> int:

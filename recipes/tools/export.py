@@ -91,15 +91,15 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _for_openvino(given: argparse.Namespace, settings: dict[str, Any]) -> int:
+def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Write a target and its draft as GenAI loads them; returns the exit status."""
     from distill.kinds import LAYOUTS
     from distill.published import read_engine_draft, write
     from specdata.draft_models.draft_vocabulary import SIZE
     from specdata.storage.files import atomic_folder
 
-    kind, draft, target = kind_of(settings), given.folder, given.target
-    command = [given.python, in_openvino.__file__, "convert", *["--int8"] * given.int8]
+    kind, draft, target = kind_of(settings), args.folder, args.target
+    command = [args.python, in_openvino.__file__, "convert", *["--int8"] * args.int8]
     with ExitStack() as closing:
         if kind.reads_states:
             record = read_engine_draft(draft, target)[1]
@@ -117,13 +117,13 @@ def _for_openvino(given: argparse.Namespace, settings: dict[str, Any]) -> int:
                 )
             command += ["--taps", *map(str, taps)]
             draft = Path(closing.enter_context(TemporaryDirectory()))
-            write(LAYOUTS[kind.name], given.folder, draft, name="eagle3", target=target)
+            write(LAYOUTS[kind.name], args.folder, draft, name="eagle3", target=target)
         elif settings.get(SIZE) or not target:
             raise ConfigError(
                 f"{draft} is a plain draft: give --target, and if it has a vocabulary of its own "
                 "its release, which draftsmith publish writes with all tokens"
             )
-        folder = closing.enter_context(atomic_folder(given.out))
+        folder = closing.enter_context(atomic_folder(args.out))
         command += ["--", str(folder), str(target), str(draft)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -132,10 +132,10 @@ def _for_openvino(given: argparse.Namespace, settings: dict[str, Any]) -> int:
                 f"--python must be one that has OpenVINO (make .venv-openvino/installed): {error}"
             ) from error
         if done.returncode:
-            raise ConfigError(f"{given.python} could not convert: {done.stderr.strip()[-800:]}")
-    lengths = f"--draft {given.out}/draft --length 3"
-    say(f"{given.out}: target and draft")
-    say(f"serve    {given.python} {in_openvino.__file__} serve {given.out}/target {lengths}")
+            raise ConfigError(f"{args.python} could not convert: {done.stderr.strip()[-800:]}")
+    lengths = f"--draft {args.out}/draft --length 3"
+    say(f"{args.out}: target and draft")
+    say(f"serve    {args.python} {in_openvino.__file__} serve {args.out}/target {lengths}")
     return 0
 
 

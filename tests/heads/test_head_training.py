@@ -56,7 +56,7 @@ OTHERS = {
     for kind in heads.config.KINDS
 }
 KINDS = {**OTHERS, "specdec++": CONFIG, "immediate": IMMEDIATE, "confidence": CONFIDENCE}
-DRAWS = {kind: 2 - config.of_kind.lag for kind, config in KINDS.items()}
+DRAWS = {kind: 2 - config.kind_facts.lag for kind, config in KINDS.items()}
 TrainedHead = tuple[Path, HeadResult]
 
 
@@ -131,7 +131,7 @@ def test_a_head_learns_acceptance_that_what_it_reads_reveals(kind: str, tmp_path
     assert result.after.kl < (0.55 if kind == "confidence" else 0.2) * result.after.kl_constant
     assert result.after.ece < 0.08
     head = BaseHead.from_pretrained(tmp_path)
-    assert type(head) is config.of_kind.load()
+    assert type(head) is config.kind_facts.load()
     weight = 1.0 if kind == "immediate" else 6.0
     assert (head.rejection_weight, head.probe) == (weight, probe_of(tiny_draft().eval()))
     assert head.sampling == asdict(SamplingConfig(top_k=50))

@@ -128,7 +128,7 @@ class CostEstimates(ActiveRule):
             from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 
             self._prefix_acceptance = PrefixAcceptance(head, refit=self._learns)
-            self.reads = self._numbers
+            self.number_reader = self._numbers
         self._round: list[float] = []  # of each token, what the logistic model reads
         self._product = 1.0
         self._rounds: deque[Round] = deque(maxlen=ROUNDS)
@@ -165,7 +165,7 @@ class CostEstimates(ActiveRule):
         import torch
 
         assert self._prefix_acceptance is not None
-        return torch.cat([largest(drafted), self._prefix_acceptance.reads(drafted)])
+        return torch.cat([largest(drafted), self._prefix_acceptance.logits_to_read(drafted)])
 
     def observe(self, record: Round) -> None:
         """Take a finished round into account; one without a draft changes nothing."""

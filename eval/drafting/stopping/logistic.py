@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, Compared, largest
+from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, ThresholdRule, largest
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Reals, RecordedTokens
@@ -185,7 +185,7 @@ class Logit(CalibratedRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the modelled acceptance probabilities of a round's tokens."""
-        return Compared(
+        return ThresholdRule(
             self.limit,
             largest,
             lambda alive: 1.0 - alive > self.threshold,

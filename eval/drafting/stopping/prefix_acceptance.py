@@ -58,7 +58,7 @@ class PrefixAcceptance:
         self._product = 1.0
         self._logits: list[float] = []  # of the tokens that were judged, from the first on
 
-    def reads(self, drafted: DraftedToken) -> Tensor:
+    def logits_to_read(self, drafted: DraftedToken) -> Tensor:
         """(m,) the logits that `after` asks for, to be read with the token: see `ActiveRule`."""
         if self._drafted < self._lag:
             return drafted.distribution.new_zeros(0)

@@ -49,7 +49,7 @@ class DraftedToken:
     numbers: tuple[float, ...] | None = None  # what the rule `reads`, if read with the token
 
     def read(self, numbers: Numbers) -> tuple[float, ...]:
-        """The numbers that `ActiveRule.reads`, from the device now if the drafter has not."""
+        """The numbers of `ActiveRule.number_reader`, from the device now if the drafter has not."""
         return tuple(numbers(self).tolist()) if self.numbers is None else self.numbers
 
 
@@ -69,7 +69,7 @@ def largest(drafted: DraftedToken) -> Tensor:
     return drafted.distribution.max().view(1)
 
 
-def nats(drafted: DraftedToken) -> Tensor:
+def entropy_of(drafted: DraftedToken) -> Tensor:
     """(1,) the entropy of the distribution."""
     from specdata.probability import entropy
 
@@ -83,14 +83,14 @@ class ActiveRule:
     numbers that it reads are then arrays, and so is its answer. So a rule adds, multiplies and
     compares them, and decides nothing by `if` or `not`.
 
-    At most `longest` tokens are drafted in a round. The numbers that it `reads` are read together
-    with the token on a GPU: rules that read the distribution themselves wait for the device once
-    more.
+    At most `longest` tokens are drafted in a round. The numbers that its `number_reader` gives are
+    read together with the token on a GPU: rules that read the distribution themselves wait for the
+    device once more.
     """
 
-    def __init__(self, longest: int, reads: Numbers | None = None) -> None:
+    def __init__(self, longest: int, number_reader: Numbers | None = None) -> None:
         self.longest = longest
-        self.reads = reads
+        self.number_reader = number_reader
 
     def begin(self) -> None:
         """Start a round."""
@@ -103,7 +103,7 @@ class ActiveRule:
         """Take note of a finished round."""
 
 
-class Compared(ActiveRule):
+class ThresholdRule(ActiveRule):
     """Compares a number of each token, or the product of a round's numbers, with a threshold.
 
     A draft `ends` at a number or product; `accept` gives the acceptance probability that a number
@@ -113,14 +113,14 @@ class Compared(ActiveRule):
     def __init__(
         self,
         longest: int,
-        reads: Numbers,
+        number_reader: Numbers,
         ends: Callable[[float], bool],
         *,
         multiplies: bool = False,
         accept: Callable[[float], float] = lambda number: number,
     ) -> None:
-        super().__init__(longest, reads)
-        self._number, self._ends = reads, ends
+        super().__init__(longest, number_reader)
+        self._number, self._ends = number_reader, ends
         self._multiplies, self._accept = multiplies, accept
         self._value = 1.0
 

@@ -9,11 +9,11 @@ from pydantic import Field
 from eval.drafting.stopping.rule import (
     ActiveRule,
     AdaptiveRule,
-    Compared,
     DraftedToken,
     StoppingRule,
+    ThresholdRule,
     chance,
-    nats,
+    entropy_of,
 )
 from specdata.config import Few
 
@@ -65,7 +65,7 @@ class Confidence(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare each token's own probability."""
-        return Compared(self.limit, chance, lambda value: value < self.threshold)
+        return ThresholdRule(self.limit, chance, lambda value: value < self.threshold)
 
 
 class Entropy(AdaptiveRule):
@@ -88,7 +88,7 @@ class Entropy(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare the entropy of each token's distribution."""
-        return Compared(self.limit, nats, lambda value: value > self.threshold)
+        return ThresholdRule(self.limit, entropy_of, lambda value: value > self.threshold)
 
 
 class Cumulative(AdaptiveRule):
@@ -112,7 +112,9 @@ class Cumulative(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the probabilities of a round's tokens."""
-        return Compared(self.limit, chance, lambda value: value < self.threshold, multiplies=True)
+        return ThresholdRule(
+            self.limit, chance, lambda value: value < self.threshold, multiplies=True
+        )
 
 
 class Head(AdaptiveRule):
@@ -159,7 +161,7 @@ class _HeadModel(ActiveRule):
         self.prefix_acceptance = PrefixAcceptance(
             head, calibrated=False, cumulative=rule.cumulative
         )
-        super().__init__(rule.limit, self.prefix_acceptance.reads)
+        super().__init__(rule.limit, self.prefix_acceptance.logits_to_read)
         self.threshold = rule.threshold
 
     def begin(self) -> None:
