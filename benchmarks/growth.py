@@ -267,10 +267,11 @@ def earlier_objective(draft: Any, target: Any, config: Any) -> Any:
     from specdata.lm_head import find_lm_head
 
     summed_loss = found("summed_loss", "distill.trainer")
-    reads, teacher = states_input(draft), found("Teacher", "distill.teacher")(target, None)
+    input_embedding = states_input(draft)
+    teacher = found("Teacher", "distill.teacher")(target, None)
 
     def objective(batch: Any, step: int) -> tuple[Any]:
-        taps = None if reads is None else reads.read_target(batch["input_ids"])
+        taps = None if input_embedding is None else input_embedding.read_target(batch["input_ids"])
         taught, head = teacher.columns(batch), find_lm_head(draft)
         return (summed_loss(head, teacher, config, batch, taught, taps, step),)
 

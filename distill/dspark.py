@@ -133,15 +133,15 @@ def _new(target: PreTrainedModel, source: Source, mask: int) -> Any:
 
 def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset) -> None:
     """Set the context's map, the bias and the attention of the first layer."""
-    reads, last = cast(BlockInput, states_input(draft)), len(decoder_layers(target)[1])
-    width, size = reads.width, reads.blocks.size
+    input_embedding, last = cast(BlockInput, states_input(draft)), len(decoder_layers(target)[1])
+    width, size = input_embedding.width, input_embedding.blocks.size
     embedded, seen, final = [], [], []
     for row in fit_rows(rollouts):
         if len(row["completion_ids"]) < 3:
             continue
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=draft.device)
         first, read = len(row["prompt_ids"]), read_taps(target, [*taps, last], ids)[0]
-        embedded.append(reads.tokens(ids)[0, first:-1])
+        embedded.append(input_embedding.tokens(ids)[0, first:-1])
         seen.append(read[first - 1 : -2, :-width])
         final.append(unit(read[first:-1, -width:], 1))
     if not embedded:
@@ -150,12 +150,13 @@ def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset
             "rollout has one: raise rollouts.max_new_tokens and make the rollouts again"
         )
     largest = torch.cat(seen).square().mean(dim=0).sqrt().clamp(min=1e-6)
-    reads.scale.copy_(2.0 ** -largest.log2().round())  # powers of two, so that nothing is rounded
-    both = (torch.cat([x, g * reads.scale], dim=-1) for x, g in zip(embedded, seen, strict=True))
-    reads.states.weight.copy_(ridge(zip(both, final, strict=True))[width:].T)
-    contexts = [reads.contexts(each)[:, :width] for each in seen]
+    tap_scale = input_embedding.scale
+    tap_scale.copy_(2.0 ** -largest.log2().round())  # powers of two, so that nothing is rounded
+    both = (torch.cat([x, g * tap_scale], dim=-1) for x, g in zip(embedded, seen, strict=True))
+    input_embedding.states.weight.copy_(ridge(zip(both, final, strict=True))[width:].T)
+    contexts = [input_embedding.contexts(each)[:, :width] for each in seen]
     tokens = [unit(each, 1) for each in embedded]
-    mask = reads.tokens.weight[reads.blocks.mask]
+    mask = input_embedding.tokens.weight[input_embedding.blocks.mask]
 
     def later() -> Iterator[tuple[Tensor, Tensor]]:
         """Of a text and a later slot after the other: all together are many times the texts."""
@@ -168,9 +169,9 @@ def _fit(draft: Any, target: PreTrainedModel, taps: list[int], rollouts: Dataset
     of_anchor, of_context, of_before, constant = torch.split(fitted, [width, width, width, 1])
     # The token before, in as many dimensions as the bias has.
     left, strength, right = torch.linalg.svd(of_before)
-    half = strength[: reads.blocks.rank].sqrt()
+    half = strength[: input_embedding.blocks.rank].sqrt()
     w1, w2 = left[:, : len(half)] * half, right[: len(half)].T * half
-    reads.markov.weight.copy_(unit(reads.tokens.weight, 1) @ w1)
+    input_embedding.markov.weight.copy_(unit(input_embedding.tokens.weight, 1) @ w1)
     # The final norm makes states of one size, which logits and the bias share.
     alone = torch.cat([of_anchor, of_context, torch.zeros_like(of_before), constant])
     scale = torch.cat([_sizes(x @ alone + mask) for x, _ in later()]).mean()
@@ -273,8 +274,8 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
     draft learns most from it, and the others of a share of them (`WHOLE`).
     """
     model, (ids, count, _, taps, begins, dropping) = draft.model, texts
-    reads = cast(BlockInput, states_input(model))
-    (rows, length), size = ids.shape, reads.blocks.size
+    input_embedding = cast(BlockInput, states_input(model))
+    (rows, length), size = ids.shape, input_embedding.blocks.size
     row = torch.arange(rows, device=ids.device)[:, None]
     at = torch.arange(length, device=ids.device).expand(rows, -1)
     begin = at if begins is None else window(begins)
@@ -304,7 +305,8 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
         there = read[:, :, min(step, size - 1)]
         if step >= size:
             token = ids.gather(1, (begin + step).clamp(max=length - 1))
-            there = torch.cat([there[..., : reads.width], reads.markov(token)], dim=-1)
+            bias = input_embedding.markov(token)
+            there = torch.cat([there[..., : input_embedding.width], bias], dim=-1)
         states = read.new_zeros(rows, length, read.shape[-1])
         states = states.index_put((row, begin), there)
         is_kept = torch.zeros_like(ids, dtype=torch.bool)

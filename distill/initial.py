@@ -106,8 +106,8 @@ def make_initial(
             save_model(model, temporary)
             copy_tokenizer(str(target), temporary)
             reloaded = load_model(str(temporary)).to(model.device)
-            if reads := states_input(model):  # the target that is loaded already
-                reloaded.get_input_embeddings().read_target = reads.read_target
+            if input_embedding := states_input(model):  # the target that is loaded already
+                reloaded.get_input_embeddings().read_target = input_embedding.read_target
             with torch.inference_mode():
                 again = reloaded(input_ids=ids, use_cache=False).logits
             if not torch.equal(logits, again):

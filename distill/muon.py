@@ -99,9 +99,9 @@ def muon_optimizer(
 ) -> MuonWithAdamW:
     """Muon for the trained matrices of layers and maps of states, AdamW for all else."""
     inner: list[nn.Module] = [decoder_layers(student)[1]]
-    reads = states_input(base_of(student))
-    if reads is not None:
-        inner += [each for each in reads.children() if isinstance(each, nn.Linear)]
+    input_embedding = states_input(base_of(student))
+    if input_embedding is not None:
+        inner += [each for each in input_embedding.children() if isinstance(each, nn.Linear)]
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     hidden = {id(weight) for each in inner for weight in each.parameters() if weight.ndim == 2}

@@ -106,8 +106,8 @@ def fit_inputs(
     is what its output matrix reads with the first maps. The draft's layers are silent; `normed`
     makes its states of the target's last, where they are not the same.
     """
-    reads, last = states_input(model), len(decoder_layers(target)[1])
-    assert reads is not None
+    input_embedding, last = states_input(model), len(decoder_layers(target)[1])
+    assert input_embedding is not None
 
     def pairs(after_own: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and last states along each text."""
@@ -118,18 +118,18 @@ def fit_inputs(
             assert read is not None
             width = read.shape[-1] // len(taps)
             final = read[..., -width:] if last in taps else read_taps(target, [last], ids)
-            seen, final = reads.scaled(read), unit(final, 1)
+            seen, final = input_embedding.scaled(read), unit(final, 1)
             if normed is not None:
                 final = normed(final)
             if after_own:
-                with reads.reading(read):
+                with input_embedding.reading(read):
                     seen = hidden_states(model, ids)
             # At the completion's tokens but the last, which a target that samples does not read.
-            embedded = reads.tokens(ids)[0, first:-1]
+            embedded = input_embedding.tokens(ids)[0, first:-1]
             yield torch.cat([embedded, seen[0, first - 1 : -2]], dim=-1), final[0, first:-1]
 
-    _set(ridge(pairs(after_own=False)), reads.token, reads.states)
-    _set(ridge(pairs(after_own=True)), reads.own_token, reads.own_state)
+    _set(ridge(pairs(after_own=False)), input_embedding.token, input_embedding.states)
+    _set(ridge(pairs(after_own=True)), input_embedding.own_token, input_embedding.own_state)
 
 
 def _set(fitted: Tensor, *maps: nn.Linear) -> None:
@@ -146,18 +146,19 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
 
     As while decoding (training-time test: Li et al. 2025, arXiv:2503.01840).
     """
-    ids, count, model, reads = texts.ids, texts.place_count, draft.model, states_input(draft.model)
-    assert reads is not None
+    ids, count, model = texts.ids, texts.place_count, draft.model
+    input_embedding = states_input(model)
+    assert input_embedding is not None
     assert texts.taps is not None
     body, cache, length = body_of(model), DynamicCache(), ids.shape[1]
     at = torch.arange(length, device=ids.device)
     rows, places = torch.arange(len(ids), device=ids.device)[:, None], at.expand(len(ids), -1)
-    x, later = reads.after_target(ids, before(texts.taps)), places
+    x, later = input_embedding.after_target(ids, before(texts.taps)), places
     if texts.begins is not None:
         later = window(texts.begins)  # (B, W) the positions of later readings
     extra_keys = at.new_zeros(*ids.shape, 0)
     for step in range(count):
-        seen = Seen(length, places - step, extra_keys, reads.reads_first)
+        seen = Seen(length, places - step, extra_keys, input_embedding.reads_first)
         with attending_along(model, seen, step * places.shape[1], x.dtype) as mask:
             states: Tensor = body(
                 inputs_embeds=x,
@@ -173,7 +174,7 @@ def states_by_place(draft: LMHead, texts: Texts) -> Iterator[Place]:
         if step + 1 == count:
             return
         places = later
-        x = reads.after_own(ids[rows, places], before(states)[rows, places])
+        x = input_embedding.after_own(ids[rows, places], before(states)[rows, places])
         width = places.shape[1]
         # Each sees reading r of its round, which is so many places before it.
         same = torch.arange(width, device=ids.device)[:, None] + torch.arange(-step, 1).to(at)

@@ -191,8 +191,8 @@ class Planned:
         if name == "labels" and not config.labels.logits:
             return self._reading(self.target, self.used)
         if name in ("labels", "head"):  # a draft on states has its target read the texts
-            reads = states_input(self.used) is not None
-            return self._reading(self.target if reads else self.used, self.used)
+            reads_states = states_input(self.used) is not None
+            return self._reading(self.target if reads_states else self.used, self.used)
         if name == "initial":
             return self._beginning()
         return self._training(name) if name in ("finetuned", "draft") else None
@@ -236,9 +236,10 @@ class Planned:
         """Find what one process holds that makes a draft of a target in float32."""
         target = of_shapes(without_weights(self.config.models.target), torch.float32)
         draft, made = self.draft("float32"), 0
-        if (reads := states_input(draft)) is not None:  # least squares of the target's last state
+        # Least squares of the target's last state.
+        if (input_embedding := states_input(draft)) is not None:
             width = target.config.get_text_config().hidden_size
-            inputs = reads.states.in_features + width
+            inputs = input_embedding.states.in_features + width
             x, y = (shape_of(PART // inputs, each, dtype=torch.float32) for each in (inputs, width))
             made = peak(lambda: ridge([(x, y), (x, y)]))
         is_here = not self.config.models.load.target.is_spread
@@ -310,9 +311,9 @@ def prepare(student: Any, config: DistilConfig, target: PreTrainedModel) -> None
     draft = base_of(student)
     if config.depths > 1:
         add_masks(draft, config.depths, [0])
-    if (reads := states_input(draft)) is not None:
+    if (input_embedding := states_input(draft)) is not None:
         taps = TargetStates.of(draft.config).taps
-        reads.read_target = lambda ids: read_taps(target, taps, ids)
+        input_embedding.read_target = lambda ids: read_taps(target, taps, ids)
 
 
 def trained_weights(student: Any, config: DistilConfig) -> tuple[int, int]:

@@ -66,14 +66,14 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
     `rows` are B rollouts, whose completions may have been cut since; `length` is T of the ids that
     it reads of them, padding on the right included.
     """
-    reads = states_input(draft)
-    taps = [] if reads is None else TargetStates.of(draft.config).taps
+    input_embedding = states_input(draft)
+    taps = [] if input_embedding is None else TargetStates.of(draft.config).taps
     is_stored = all(row.get(TAPPED) and {*taps} <= {*(row.get(TAPS) or ())} for row in rows)
-    if reads is None or not rows or not is_stored:
+    if input_embedding is None or not rows or not is_stored:
         yield
         return
     size = TargetStates.of(draft.config).width // len(taps)
-    states = torch.zeros(len(rows), length, len(taps) * size, dtype=reads.weight.dtype)
+    states = torch.zeros(len(rows), length, len(taps) * size, dtype=input_embedding.weight.dtype)
     for place, row in enumerate(rows):
         count = len(row["prompt_ids"]) + len(row["completion_ids"]) - 1
         numbers, width = len(row[TAPPED]) / torch.float16.itemsize, len(row[TAPS]) * (size + 2)
@@ -88,7 +88,7 @@ def reading_stored(draft: Any, rows: Sequence[Mapping[str, Any]], length: int) -
         each = each[:, [row[TAPS].index(tap) for tap in taps]]
         scale = each[..., size:].contiguous().view(torch.float32)
         states[place, : len(each)] = (each[..., :size] * scale).flatten(1)
-    with reads.reading(states):
+    with input_embedding.reading(states):
         yield
 
 
@@ -97,11 +97,11 @@ def target_taps(draft: Any, rows: Sequence[Mapping[str, Any]], ids: Tensor) -> T
 
     `rows` are those of `reading_stored`. None if the draft reads no states.
     """
-    reads = states_input(draft)
-    if reads is None:
+    input_embedding = states_input(draft)
+    if input_embedding is None:
         return None
     with reading_stored(draft, rows, ids.shape[1]):
-        return reads.read_target(ids)
+        return input_embedding.read_target(ids)
 
 
 def stored_states(

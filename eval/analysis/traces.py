@@ -197,22 +197,22 @@ def tree_states(
     mask.masked_fill_(~allowed, torch.finfo(draft.dtype).min)
     places = torch.cat([text_places.expand(batch, -1), positions], dim=1)
     ids = known_ids(torch.cat([input_ids, tokens], dim=1), draft)
-    if (reads := states_input(draft)) is None and has_rules(draft):
+    if (input_embedding := states_input(draft)) is None and has_rules(draft):
         with seeing(draft, Sight(mask[:, None], places, places)):
             empty = DynamicCache(config=draft.config)
             states = hidden_states(draft, ids, position_ids=places, cache=empty)
-    elif reads is None:
+    elif input_embedding is None:
         states = hidden_states(draft, ids, mask[:, None], position_ids=places)
     else:
         with torch.no_grad():
             text, chosen = ids[:, :length], ids[:, length:]
             last = (positions - 1).clamp(min=0, max=length - 1)
-            x = reads(text)
+            x = input_embedding(text)
             # Drafted tokens come after the draft's own states, which the text's forward gives.
             of_text = draft.base_model(inputs_embeds=x, use_cache=False)[0]
             before = of_text.gather(1, last[..., None].expand(-1, -1, of_text.shape[-1]))
             states = draft.base_model(
-                inputs_embeds=torch.cat([x, reads.after_own(chosen, before)], dim=1),
+                inputs_embeds=torch.cat([x, input_embedding.after_own(chosen, before)], dim=1),
                 attention_mask=mask[:, None],
                 position_ids=places,
                 use_cache=False,

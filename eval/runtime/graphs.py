@@ -135,8 +135,8 @@ class ForwardGraphs:
         self._taps = taps
         self._in_blocks = is_in_blocks(model)
         self.prepacker = prepacker
-        reads = states_input(model)
-        self.maps = prepacked() if reads is None else prepacked(reads)
+        input_embedding = states_input(model)
+        self.maps = prepacked() if input_embedding is None else prepacked(input_embedding)
         self._graphs: dict[_GraphKind, Graph] = {}
 
     def __call__(

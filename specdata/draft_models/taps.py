@@ -146,11 +146,11 @@ def install(model: PreTrainedModel, target: PreTrainedModel, taps: Sequence[int]
     if model.get_output_embeddings().bias is not None:
         record["output_bias"] = True
     size = record["width"] // len(taps)
-    reads = StatesInput(model.get_input_embeddings(), width, len(taps), size)
-    model.set_input_embeddings(reads)
+    input_embedding = StatesInput(model.get_input_embeddings(), width, len(taps), size)
+    model.set_input_embeddings(input_embedding)
     setattr(model.config, KEY, record)
-    reads.read_target = _Reader(target, taps)
-    return reads
+    input_embedding.read_target = _Reader(target, taps)
+    return input_embedding
 
 
 def record_of(target: PreTrainedModel, taps: Sequence[int]) -> dict[str, Any]:
@@ -169,8 +169,8 @@ def attach(
     draft: PreTrainedModel, target: PreTrainedModel, store: StateStore | None = None
 ) -> list[int]:
     """Let a draft read states of a target, and keep them in a store; returns the taps."""
-    record, reads = TargetStates.of(draft.config), states_input(draft)
-    if reads is None:
+    record, input_embedding = TargetStates.of(draft.config), states_input(draft)
+    if input_embedding is None:
         raise ConfigError(
             "the draft's config.json says that it reads its target's states, and it was loaded as "
             "a model that reads none: load it with specdata.models.load_model"
@@ -180,7 +180,7 @@ def attach(
         probe, width = _probe_of(target, taps)
         alike = width == record.width and len(probe) == len(record.probe)
         if alike and probe_error(probe, record.probe) <= BOUND:
-            reads.read_target = _Reader(target, taps, store or StateStore())
+            input_embedding.read_target = _Reader(target, taps, store or StateStore())
             return taps
     raise ConfigError(
         f"the draft reads states of the target that it was made for, {record.target} (taps "
