@@ -189,7 +189,7 @@ def main() -> None:
     add("target")
     add("--draft")
     add("--length", type=int, default=3, help="tokens to draft at most (default: 3)")
-    add("--match", type=int, default=0, help="look drafts up: what followed so many tokens")
+    add("--match", type=int, default=0, help="draft what followed the last so many tokens")
     add("--property", action="append", default=[], help="NAME=VALUE of OpenVINO")
     add("--port", type=int, default=8000)
     given = parser.parse_args()
