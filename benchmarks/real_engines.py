@@ -169,7 +169,7 @@ def in_openvino(
                 row = {"draft": str(made / name / "draft"), "length": length}
                 rows[f"{name} K={length}"] = row
         for size, length in LOOKUPS:
-            rows[f"lookup {size} K={length}"] = {"lookup": size, "length": length}
+            rows[f"lookup {size} K={length}"] = {"match": size, "length": length}
         folders.append(out / f"eval-openvino-{weights}")
         alone = made / next(iter(drafts)) / "target"
         given = [*options, "--openvino", alone, "--eval.folder", folders[-1].name]

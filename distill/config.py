@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,10 +28,10 @@ ARCHITECTURES: dict[Architecture, dict[str, int]] = {
     "toy": dict(zip(_SIZES, (1, 128, 4, 336), strict=True)),
 }
 Reporter = Literal["tensorboard", "wandb", "trackio"]
-LayoutName = Literal["eagle3", "dspark"]
-"""Kinds of drafts on their target's states, but ours (`specdata.draft_kinds`)."""
-LAYOUT_TARGETS = ("llama", "mistral", "qwen2", "qwen3")
-"""Targets that a draft in an engine's layout can begin with."""
+if TYPE_CHECKING:
+    LayoutName = str
+else:  # kinds of drafts on their target's states, but the usual one
+    LayoutName = Literal[tuple(n for n, k in KINDS.items() if k.reads_states and n != "states")]
 BLOCK = 7
 """Tokens that a draft in blocks proposes after one forward, as published ones do."""
 
@@ -136,13 +136,14 @@ class InitConfig(Config):
 
 
 def check_layout(layout: str | None, model_type: str | None, target: str) -> None:
-    """Refuse a draft of a layout that cannot begin with the last layer of such a target.
+    """Refuse a draft of a layout that cannot begin with the last layer or norm of such a target.
 
     `model_type` is the target's, if it is known. Raises ConfigError.
     """
-    if layout and model_type and model_type not in LAYOUT_TARGETS:
+    targets = KINDS[layout].targets if layout else ()
+    if targets and model_type and model_type not in targets:
         raise ConfigError(
-            f"draft.init.layout {layout} needs a target of {', '.join(LAYOUT_TARGETS)}, whose last "
+            f"draft.init.layout {layout} needs a target of {', '.join(targets)}, whose last "
             f"layer or norm it begins with, and {target} is {model_type}: leave layout out"
         )
 

@@ -101,6 +101,11 @@ else:
     Kind = Literal[tuple(KINDS)]
 
 
+def _readers(setting: str) -> str:
+    """The kinds that read a setting, for help."""
+    return ", ".join(name for name, kind in KINDS.items() if setting not in kind.unread)
+
+
 def check_depths(kind: str, depths: int) -> None:
     """Refuse a head of states that a draft with masks does not have. Raises ConfigError."""
     if KINDS[kind].lag and depths != 1:
@@ -128,11 +133,11 @@ class HeadConfig(Config):
         description="residual blocks, 0 is a linear head [immediate: layers after the sum of what "
         "it reads, 0; not of confidence]",
     )
-    width: Count = Field(64, ge=1, description="width of its layers [immediate alone]")
+    width: Count = Field(64, ge=1, description=f"width of its layers [{_readers('width')} alone]")
     features: tuple[FeatureName, ...] = Field(
         DEFAULT_FEATURES,
         min_length=1,
-        description="what the head reads of a drafted token [immediate alone]",
+        description=f"what the head reads of a drafted token [{_readers('features')} alone]",
     )
     mixing: float = Field(
         0.15,
@@ -158,23 +163,23 @@ class HeadConfig(Config):
         ge=1,
         le=MOST_TIMES,
         description="passes over the training rows; null: as many as make 400 steps, at least 3 "
-        "[immediate, confidence: 1500 steps, 12 to 24 passes]",
+        "[other kinds: 1500 steps, 12 to 24 passes]",
     )
     batch_size: Count = Field(
-        32, ge=1, description="rows a step, over all processes [immediate, confidence: 12]"
+        32, ge=1, description="rows a step, over all processes [other kinds: 12]"
     )
     micro_batch_size: Count = Field(
         8,
         ge=1,
-        description="rows a forward pass, per process; does not change the result [immediate, "
-        "confidence: 12]",
+        description="rows a forward pass, per process; does not change the result [other "
+        "kinds: 12]",
     )
     learning_rate: float | None = Field(
         None,
         gt=0.0,
         description="Adam's peak rate, then cosine; null: the paper's 5e-5 for states of width "
-        "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3; confidence: 6e-4 "
-        "for that width, at most 2e-2]",
+        "4096, inversely more for narrower ones, at most 1e-3 [confidence: 6e-4 for that "
+        "width, at most 2e-2; other kinds: 2e-3]",
     )
     save_steps: Count = Field(200, ge=1, description="steps between checkpoints")
     report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")

@@ -1,7 +1,7 @@
 """Models in OpenVINO GenAI: converted, and served with the API of vLLM.
 
     PYTHON recipes/in_openvino.py convert FOLDER TARGET [DRAFT] [--int8] [--taps 2 15 27]
-    PYTHON recipes/in_openvino.py serve TARGET [--draft DRAFT] [--length 3] [--port 8000]
+    PYTHON recipes/in_openvino.py serve TARGET [--draft DRAFT | --match 3] [--length 3] [--port N]
 
 PYTHON has OpenVINO in it (`make .venv-openvino/installed`); nothing of ours is imported here.
 `draftsmith export --for openvino` runs the first. The second takes and gives token ids, one request
@@ -83,7 +83,7 @@ class Engine:
         scheduler.num_kv_blocks, scheduler.cache_size = BLOCKS, 0
         scheduler.enable_prefix_caching = False  # with it, sampling with a draft raises
         properties = PROPERTIES | dict(each.split("=", 1) for each in given.property)
-        more: dict[str, Any] = {"prompt_lookup": True} if given.lookup else {}
+        more: dict[str, Any] = {"prompt_lookup": True} if given.match else {}
         if given.draft:
             more["draft_model"] = genai.draft_model(given.draft, "CPU", **properties)
         more |= {"scheduler_config": scheduler, **properties}
@@ -102,10 +102,10 @@ class Engine:
             config.do_sample, config.rng_seed = True, body["seed"] % 2**32
             config.temperature, config.top_k = body["temperature"], body["top_k"]
             config.top_p, config.min_p = body["top_p"], body["min_p"]
-        if self.given.draft or self.given.lookup:
+        if self.given.draft or self.given.match:
             config.num_assistant_tokens = self.given.length
-        if self.given.lookup:
-            config.max_ngram_size = self.given.lookup
+        if self.given.match:
+            config.max_ngram_size = self.given.match
         ids = np.array([body["prompt"]], dtype=np.int64)
         inputs = self.genai.TokenizedInputs(Tensor(ids), Tensor(np.ones_like(ids)))
         with self.busy:
@@ -126,7 +126,7 @@ class Engine:
             last = min(self.given.length, budget - 2 - sum(rounds[:-1]))
             drafted = found.extended_perf_metrics.get_num_draft_tokens() + last
             self.counted.update(drafts=len(rounds) - (last == 0), draft_tokens=drafted)
-        elif self.given.lookup:
+        elif self.given.match:
             rounds = [new for new in rounds if new > 1]
             self.counted.update(drafts=len(rounds), draft_tokens=sum(rounds) - len(rounds))
         else:
@@ -189,7 +189,7 @@ def main() -> None:
     add("target")
     add("--draft")
     add("--length", type=int, default=3, help="tokens to draft at most (default: 3)")
-    add("--lookup", type=int, default=0, help="look so many tokens up in the prompt")
+    add("--match", type=int, default=0, help="draft what followed the last so many tokens")
     add("--property", action="append", default=[], help="NAME=VALUE of OpenVINO")
     add("--port", type=int, default=8000)
     given = parser.parse_args()

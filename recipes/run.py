@@ -83,7 +83,7 @@ class Stage(ABC):
     """One stage of a run: what decides its result, what it reads, writes and refuses, its work.
 
     A new stage is a class in its recipe's file, its section of the configuration, and its places in
-    `RECIPE_OF` and `recipes.pipeline.STAGES`.
+    `RECIPE_OF` and `recipes.pipeline.TRAINING`.
 
     Attributes:
         name: what it is called in messages; its folder in the run's output.

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from specdata.draft_kinds.kind import (
     KEY,
+    LLAMA_LIKE,
     DraftKind,
     Served,
     Settings,
@@ -65,6 +66,7 @@ DSPARK = DraftKind(
     record_key="blocks",
     record_class=Blocks,
     taps_of=_taps_of,
+    targets=LLAMA_LIKE,
     check_layers=_check_layers,
     layouts={
         "dspark": "DSpark's own code, which vLLM (on GPUs), SGLang and llama.cpp's converter load",

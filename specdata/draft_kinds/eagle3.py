@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdata.draft_kinds.kind import DraftKind, Served, checked_taps, has_record, usual_taps
+from specdata.draft_kinds.kind import (
+    LLAMA_LIKE,
+    DraftKind,
+    Served,
+    checked_taps,
+    has_record,
+    usual_taps,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ EAGLE3 = DraftKind(
     record_key="layout",
     record_class=Norms,
     taps_of=lambda taps, count: checked_taps(taps or usual_taps(count)[:-1], count),
+    targets=LLAMA_LIKE,
     check_layers=_check_layers,
     layouts={
         "eagle3": "EAGLE-3's own code, which vLLM, SGLang and llama.cpp's converter load",

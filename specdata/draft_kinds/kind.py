@@ -13,6 +13,8 @@ KEY = "target_states"
 """The key of config.json by which a draft on its target's states is known."""
 Settings = Mapping[str, Any]
 """What a draft's config.json holds."""
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+"""Targets with the layers that engines give a draft of a layout of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class DraftKind:
             its class.
         taps_of: the taps of a target of so many layers, those asked for or its own. Raises
             ConfigError.
+        targets: `model_type`s of the targets that it can begin with; empty: of any.
         check_layers: refuses `draft.init.layers` that it cannot have. Raises ValueError.
         layouts: in which engines load it -> whose each is, as a card says it; its own comes first.
         architecture: a part of the name of its class there, by which config.json tells it.
@@ -64,6 +67,7 @@ class DraftKind:
     record_key: str = ""
     record_class: type[Any] | None = None
     taps_of: Callable[[list[int] | None, int], list[int]] = lambda taps, count: []
+    targets: tuple[str, ...] = ()
     check_layers: Callable[[int | list[int]], None] = lambda layers: None
     layouts: Mapping[str, str] = field(default_factory=dict)
     architecture: str = ""
