@@ -37,6 +37,7 @@ PUBLIC = "docs/real/public/results.json"
 FLOAT32 = "docs/real/float32"
 GEMMA = "docs/real/gemma-3-270m"
 SERVED = ("f16-t0", "f16-t0.2", "q8_0-t0", "q8_0-t0.2")
+OPENVINO = " ".join(f"docs/engines/openvino-{name}/results.json" for name in ("fp32", "int8"))
 LLAMA_CPP = " ".join(f"docs/engines/{name}/results.json" for name in SERVED)
 
 
@@ -272,7 +273,7 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
         (ROOT / name).read_text()
         for name in (
             *("README.md", "docs/real/README.md", f"{GEMMA}/README.md"),
-            *("docs/engines/llama-cpp.md", "docs/engines/vllm.md"),
+            *("docs/engines/llama-cpp.md", "docs/engines/vllm.md", "docs/engines/openvino.md"),
         )
     ]
     table = r"<!-- (brief )?table of (.+?) -->\n(.*?)<!-- end of table -->"
@@ -281,7 +282,7 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
         *(REAL, f"{FLOAT32}/results.json", f"{FLOAT32}/temperature-1/results.json"),
         *(f"{FLOAT32}/plain/results.json", REAL, AT_ONE, PUBLIC, f"{FLOAT32}/public/results.json"),
         *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
-        *(LLAMA_CPP, "docs/engines/results.json"),
+        *(LLAMA_CPP, "docs/engines/results.json", OPENVINO),
     ]
     for brief, paths, stands in found:
         evaluations = {Path(each).parent.name: read_results(ROOT / each) for each in paths.split()}
