@@ -109,6 +109,7 @@ class SpeculativeDecoder:
         drafts = () if draft is None else tuple(draft) if isinstance(draft, Sequence) else (draft,)
         if config.drafter == "lookup":
             drafts = ()
+        taps = taps_of(drafts, target)  # a draft on states reads this target from here on
         if drafts:
             if len(drafts) != len(config.drafts):
                 raise ConfigError(
@@ -128,7 +129,6 @@ class SpeculativeDecoder:
             if config.drafter != "chain":
                 for model in (target, *drafts):
                     check_trees(model, by_mask=config.tree_attention or model is not target)
-        taps = taps_of(drafts, target)
         capture_hidden = head is not None and config.stop.reads_head
         # A residual that persists is of tokens after those of its round, too.
         deepest = sys.maxsize if verifier.residual_persists else config.deepest

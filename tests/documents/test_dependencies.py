@@ -89,6 +89,8 @@ def test_the_oldest_set_is_the_lower_end_of_every_declared_range() -> None:
 def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None:
     imported: set[str] = set()
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        if path.name == "in_openvino.py":  # runs in an environment of its own
+            continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}

@@ -34,9 +34,9 @@ TREE = DecodeConfig(temperature=0.0, verifier="traversal", drafter="tree", width
 class Shifted(CachedModel):
     """A defect: tokens that are verified together are read one position too late."""
 
-    def _run_slot(self, slot, start, ids, positions, mask, logits_to_keep):  # type: ignore[no-untyped-def]
-        late = positions + 1 if start and ids.shape[1] > 1 else positions
-        return super()._run_slot(slot, start, ids, late, mask, logits_to_keep)
+    def _run_eager(self, cache, inputs, positions, mask, logits_to_keep):  # type: ignore[no-untyped-def]
+        late = positions + 1 if positions[0, 0] and inputs.shape[1] > 1 else positions
+        return super()._run_eager(cache, inputs, late, mask, logits_to_keep)
 
 
 class Leaking(CachedModel):

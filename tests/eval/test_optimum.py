@@ -21,7 +21,7 @@ from tests.support.oracles import (
 )
 
 P3, Q3, HOT, COLD, RARE = torch.tensor(
-    [[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [0.7, 0.2995, 0.0005]],
+    [[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [0.7, 0.295, 0.005]],
     dtype=torch.float64,
 )
 EDGES = [(HOT, Q3), (Q3, Q3), (HOT, COLD), (P3, HOT), (P3, RARE)]

@@ -229,9 +229,9 @@ def test_of_the_hub_what_is_asked_is_read_and_again_offline_or_refused_with_what
     )
     (root / "me/data/README.md").write_text(f"---\nconfigs:\n{card}---\n")
     script = (
-        "from specdata.prompts.loading import PromptSet, load_prompts\n"
+        "from specdata.config import PromptSet\n"
         "from specdata.errors import ConfigError\n"
-        "from tests.support.prompt_files import PLAIN, texts\n"
+        "from tests.support.prompt_files import PLAIN, load, texts\n"
         f"for wanted in {HUB_SETS}:\n"
         "    try:\n        print(texts(load(wanted, PLAIN)))\n"
         "    except ConfigError as error:\n        print(error)\n"
