@@ -111,11 +111,11 @@ real-engines: recipes/configs/$(MODEL)-plain.yaml $(if $(LLAMA_SERVER),$(INSTALL
 	@$(RUN) $(BIN)/python benchmarks/real_engines.py $(or $(LLAMA_SERVER),$(BESIDE)/bin/python) $(MODEL) $(if $(IN_FLOAT32),--float32)
 
 test: $(INSTALLED)
-	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)
 
 # Without engines: make test-engines.
 test-all: $(INSTALLED)
-	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-engines: demo $(ENGINES)/installed $(OPENVINO)/installed
 	@$(RUN) VLLM=$(CURDIR)/$(ENGINES)/bin/python OPENVINO=$(CURDIR)/$(OPENVINO)/bin/python $(BIN)/python -m pytest -m engines tests/recipes/test_real_engines.py $(PYTEST)
@@ -144,7 +144,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 check: lint
-	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not slow and not exhaustive" $(PYTEST)
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not slow and not exhaustive" $(PYTEST)
 
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .

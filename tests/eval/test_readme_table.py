@@ -274,6 +274,7 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
         for name in (
             *("README.md", "docs/real/README.md", f"{GEMMA}/README.md"),
             *("docs/engines/llama-cpp.md", "docs/engines/vllm.md", "docs/engines/openvino.md"),
+            "docs/evidence/lookups.md",
         )
     ]
     table = r"<!-- (brief )?table of (.+?) -->\n(.*?)<!-- end of table -->"
@@ -282,7 +283,7 @@ def test_tables_in_the_documents_are_what_the_command_prints() -> None:
         *(REAL, f"{FLOAT32}/results.json", f"{FLOAT32}/temperature-1/results.json"),
         *(f"{FLOAT32}/plain/results.json", REAL, AT_ONE, PUBLIC, f"{FLOAT32}/public/results.json"),
         *(f"{GEMMA}/results.json", f"{GEMMA}/temperature-1/results.json"),
-        *(LLAMA_CPP, "docs/engines/results.json", OPENVINO),
+        *(LLAMA_CPP, "docs/engines/results.json", OPENVINO, "docs/evidence/lookups/results.json"),
     ]
     for brief, paths, stands in found:
         evaluations = {Path(each).parent.name: read_results(ROOT / each) for each in paths.split()}
