@@ -210,7 +210,8 @@ class Method(Config):
             )
         if self.stop.adaptive and self.drafter != "chain":
             raise ConfigError(
-                f"stop={self.stop.name!r} ends chains; {self.drafter} need stop={Fixed.name!r}"
+                f"stop={self.stop.name!r} ends chains; drafter {self.drafter!r} takes "
+                f"stop={Fixed.name!r}"
             )
         if self.stop.adaptive and verifier.residual_persists:
             raise ConfigError(

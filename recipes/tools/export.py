@@ -61,7 +61,11 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.out} exists: give another --out, or remove it")
     kind = kind_of(settings)
     if args.engine:
+        if args.layout or args.head:
+            raise ConfigError("--for openvino takes no --layout and no --head: leave them out")
         return _for_openvino(args, settings)
+    if args.int8:
+        raise ConfigError("--int8 is for --for openvino")
     if not kind.reads_states:
         if is_for_engines(settings):
             raise ConfigError(f"{args.folder} is in a layout of engines: they load it as it is")
@@ -96,6 +100,7 @@ def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     from distill.kinds import LAYOUTS
     from distill.published import read_engine_draft, write
     from specdata.draft_models.draft_vocabulary import SIZE
+    from specdata.models import load_configs
     from specdata.storage.files import atomic_folder
 
     kind, draft, target = kind_of(settings), args.folder, args.target
@@ -118,11 +123,17 @@ def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             command += ["--taps", *map(str, taps)]
             draft = Path(closing.enter_context(TemporaryDirectory()))
             write(LAYOUTS[kind.name], args.folder, draft, name="eagle3", target=target)
-        elif settings.get(SIZE) or not target:
+        elif not target:
+            raise ConfigError(f"{draft} is a plain draft: give its --target")
+        elif settings.get(SIZE):
             raise ConfigError(
-                f"{draft} is a plain draft: give --target, and if it has a vocabulary of its own "
-                "its release, which draftsmith publish writes with all tokens"
+                f"{draft} has a vocabulary of its own: give its release, which draftsmith publish "
+                "writes with all tokens"
             )
+        elif (size := load_configs(target)[0].get_text_config().vocab_size) != (
+            found := settings.get("vocab_size")
+        ):
+            raise ConfigError(f"{draft} must have the {size} tokens of {target}, and has {found}")
         folder = closing.enter_context(atomic_folder(args.out))
         command += ["--", str(folder), str(target), str(draft)]
         try:

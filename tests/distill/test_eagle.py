@@ -30,6 +30,7 @@ from specdata.models import load_model
 from tests.support.eagle import learnt, norm, turned
 from tests.support.initial import make, stored
 from tests.support.states_draft import DRAFTED, decoded_as_defined
+from tests.support.tiny import tiny_llama
 from tests.support.word_pair import with_train_and_dev
 
 ROOT = Path(__file__).parents[2]
@@ -462,6 +463,8 @@ def test_export_for_openvino_refuses_what_genai_would_compute_otherwise(
     make(target, tmp_path / "early", kind="states", layout="eagle3", layers=1, taps=[0, 1, 2])
     make(target, tmp_path / "blocks", kind="states", layout="dspark", layers=1, block=2)
     make(target, tmp_path / "few", kind="target", layers=1, vocabulary=KEPT)
+    other = tmp_path / "other"
+    tiny_llama(0).save_pretrained(other)
     capsys.readouterr()
     for folder, message, *more in (
         (tmp_path / "of-norm_output", "all that OpenVINO GenAI computes, and has norm_output"),
@@ -469,7 +472,9 @@ def test_export_for_openvino_refuses_what_genai_would_compute_otherwise(
         (tmp_path / "two", "has taps [1, 2]"),
         (tmp_path / "early", "has taps [0, 1, 2]"),
         (tmp_path / "blocks", "and has dspark"),
-        (target, "give --target"),
+        (target, "give its --target"),
+        (tmp_path / "of", "takes no --layout and no --head", "--layout", "eagle3"),
+        (other, "tokens of", "--target", str(target)),
         (tmp_path / "few", "its release, which", "--target", str(target)),
         (tmp_path / "of", "must be one that has OpenVINO", "--python", "nowhere"),
         (tmp_path / "of", "could not convert: ", "--python", sys.executable),
