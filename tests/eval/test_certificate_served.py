@@ -22,8 +22,8 @@ from recipes.command import run_tool
 from specdata.models import load_tokenizer
 from specdata.probability import SamplingConfig, probabilities
 from specdata.rollouts.backend import Request
+from tests.support.served_by_vllm import Handler, serving
 from tests.support.tiny import END, tiny_llama
-from tests.support.vllm import Handler, serving
 
 VOCABULARY, DRAFTED, TEXTS, NEW = 16, 3, 128, 96
 PROMPTS = [[3, 5, number] for number in range(4, 12)]

@@ -23,7 +23,7 @@ from recipes.config import TOY
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from tests.support.random_pair import measured_only
-from tests.support.vllm import Handler, client, no_pauses, serving
+from tests.support.served_by_vllm import Handler, client, no_pauses, serving
 
 __all__ = ["no_pauses"]  # a fixture
 

@@ -33,8 +33,8 @@ from specdata.storage.schema import TOP_LOGITS, Logits, Rollout
 from specdata.top_logits import TopLogits
 from tests.support import vllm
 from tests.support.acceptance import labeller, rollouts
+from tests.support.served_by_vllm import Edit, Server, no_pauses
 from tests.support.tiny import tiny_llama
-from tests.support.vllm import Edit, Server, no_pauses
 from tests.support.word_pair import with_train_and_dev
 
 __all__ = ["no_pauses"]  # a fixture

@@ -15,8 +15,8 @@ from specdata.config import PromptSet, RolloutConfig, ServerConfig
 from specdata.errors import ConfigError, without_passwords
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import Request, TransformersBackend
+from tests.support.served_by_vllm import VOCABULARY, Edit, Handler, client, no_pauses, serving
 from tests.support.tiny import END, tiny_llama
-from tests.support.vllm import VOCABULARY, Edit, Handler, client, no_pauses, serving
 
 __all__ = ["no_pauses"]  # a fixture
 
