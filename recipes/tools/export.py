@@ -143,7 +143,8 @@ def _for_openvino(args: argparse.Namespace, settings: dict[str, Any]) -> int:
                 f"--python must be one that has OpenVINO (make .venv-openvino/installed): {error}"
             ) from error
         if done.returncode:
-            raise ConfigError(f"{args.python} could not convert: {done.stderr.strip()[-800:]}")
+            reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]  # no traceback
+            raise ConfigError(f"{args.python} could not convert: {reason}")
     lengths = f"--draft {args.out}/draft --length 3"
     say(f"{args.out}: target and draft")
     say(f"serve    {args.python} {in_openvino.__file__} serve {args.out}/target {lengths}")
