@@ -82,11 +82,10 @@ class Engine:
         scheduler = genai.SchedulerConfig()
         scheduler.num_kv_blocks, scheduler.cache_size = BLOCKS, 0
         scheduler.enable_prefix_caching = False  # with it, sampling with a draft raises
-        properties = PROPERTIES | dict(each.split("=", 1) for each in given.property)
         more: dict[str, Any] = {"prompt_lookup": True} if given.match else {}
         if given.draft:
-            more["draft_model"] = genai.draft_model(given.draft, "CPU", **properties)
-        more |= {"scheduler_config": scheduler, **properties}
+            more["draft_model"] = genai.draft_model(given.draft, "CPU", **PROPERTIES)
+        more |= {"scheduler_config": scheduler, **PROPERTIES}
         self.pipeline = genai.LLMPipeline(given.target, "CPU", **more)
 
     def complete(self, body: dict[str, Any]) -> list[int]:
@@ -190,7 +189,6 @@ def main() -> None:
     add("--draft")
     add("--length", type=int, default=3, help="tokens to draft at most (default: 3)")
     add("--match", type=int, default=0, help="draft what followed the last so many tokens")
-    add("--property", action="append", default=[], help="NAME=VALUE of OpenVINO")
     add("--port", type=int, default=8000)
     given = parser.parse_args()
     if given.command == "serve":
