@@ -31,7 +31,7 @@ from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import TOP_LOGITS, Logits, Rollout
 from specdata.top_logits import TopLogits
-from tests.support import vllm
+from tests.support import served_by_vllm
 from tests.support.acceptance import labeller, rollouts
 from tests.support.served_by_vllm import Edit, Server, no_pauses
 from tests.support.tiny import tiny_llama
@@ -42,7 +42,7 @@ __all__ = ["no_pauses"]  # a fixture
 V, N = 40, 6
 
 
-class Handler(vllm.Handler):
+class Handler(served_by_vllm.Handler):
     """Speaks /v1/models and /v1/completions, with and without log probabilities of the prompt."""
 
     def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
@@ -65,7 +65,7 @@ class Handler(vllm.Handler):
             if "prompt_logprobs" in body:
                 answer = by_vllm(self.server.model, body)
             else:
-                answer = vllm.complete(self.server.model, body)
+                answer = served_by_vllm.complete(self.server.model, body)
         self.answer(200, self.server.edit(answer))
 
 
@@ -95,7 +95,7 @@ def by_vllm(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def serving(model: PreTrainedModel, **behaviour: Any) -> AbstractContextManager[Server]:
-    return vllm.serving(model=model, handler=Handler, **behaviour)
+    return served_by_vllm.serving(model=model, handler=Handler, **behaviour)
 
 
 @contextmanager
