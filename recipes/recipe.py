@@ -25,7 +25,6 @@ from recipes.models import (
     unapplied_settings,
 )
 from recipes.run import RUN, Stage, check_files, console, run_stage, say, stage_record
-from recipes.steps import CommandLine
 from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
 from specdata.interruption import Interrupted, stop_signal, stopping_on_signals
 from specdata.loading import shorter
@@ -138,8 +137,8 @@ class Recipe:
                     show_doubts(stages)
             else:
                 self.main(config)
-                for step in self.stages_of(config)[-1].next(CommandLine(given, program)):
-                    say(f"{step.purpose:<8} {step.line}")
+                for line in self.stages_of(config)[-1].next(given):
+                    say(line)
         except KeyboardInterrupt as stop:
             return interrupted(stop)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from recipes.config import PipelineConfig, absolute
-from recipes.steps import CommandLine, Step, next_recipe
 from specdata.errors import (
     USER_ERRORS,
     ConfigError,
@@ -149,9 +148,9 @@ class Stage(ABC):
         """Print results, of this run or an earlier one, in the main process."""
         return
 
-    def next(self, line: CommandLine) -> list[Step]:
-        """The uses of what it made: by default the next recipe that is asked for."""
-        return next_recipe(self.config, self.recipe, line)
+    def next(self, arguments: Sequence[str]) -> list[str]:
+        """What can be done with what it made, one line each; `arguments` are the recipe's own."""
+        return []
 
     @property
     def remedy(self) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,6 @@ from recipes.models import (
 from recipes.recipe import Recipe
 from recipes.run import Stage, command_line, console, say
 from recipes.sizes import prompt_count
-from recipes.steps import CommandLine, Step
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.prompts.reading import is_file, prompt_inputs
@@ -204,9 +204,9 @@ class Eval(Stage):
         """Print the table."""
         console.print(terminal(read_results(self.folder / RESULTS)))
 
-    def next(self, line: CommandLine) -> list[Step]:
-        """Read the report; assemble what was trained, if anything was."""
-        return [Step("look", str(self.folder / "report.html")), *super().next(line)]
+    def next(self, arguments: Sequence[str]) -> list[str]:
+        """Read the report."""
+        return [f"look     {self.folder / 'report.html'}"]
 
 
 RECIPE = Recipe("Decode prompts with every method, and report.", (Eval,))

@@ -21,11 +21,6 @@ from eval.measuring.results import check_metrics, read_results
 from eval.reporting.verdict import verdict
 from heads.probe import OtherSamplingWarning
 from recipes.command import RECIPES
-from recipes.config import parse
-from recipes.make_rollouts import Rollouts
-from recipes.run_eval import Eval
-from recipes.sizes import in_bytes
-from recipes.train_draft import Draft
 from specdata.storage.dataset import load_stored, read_manifest
 from specdata.storage.files import digests
 from tests.support import stages
@@ -266,18 +261,6 @@ def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     assert steps[0][1] == "out/eval/report.html"
     assert "publish" in steps[-1][1]
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
-
-
-def test_the_sizes_of_a_plan_are_those_of_the_files(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(finished)
-    config = parse(["--config", "pair.yaml"]).config
-    weights = load_file(Draft(config).folder / "model/model.safetensors").values()
-    size = in_bytes(sum(4 * weight.numel() for weight in weights))
-    assert Draft(config).size == f"the draft, {size} of weights"
-    assert "36 completions, at most 864 tokens" in Rollouts(config).size
-    assert "5 prompts x 5 methods" in Eval(config).size
 
 
 # --- launched
