@@ -147,6 +147,10 @@ def launch(arguments: Sequence[str]) -> int:
                 return started.run(further, program)
             # One answer in place of one from every process.
             started.check(parse(further, started.description, started.sections, program).config)
+            import torch  # accelerate has imported it
+
+            if not (profile.startswith("cpu") or torch.cuda.is_available()):
+                print(f"no GPU is here: the processes of {profile} use the CPU", file=sys.stderr)
         except Exception as error:  # noqa: BLE001 - raised again if it is a defect
             return tell(error)
         os.execve(command[0], command, outside)  # its signals and exit status are then this one's

@@ -20,7 +20,7 @@ from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
 from recipes.models import model_config
 from recipes.recipe import Recipe
 from recipes.releases import draft_release, head_release, measurements
-from recipes.run import Stage, remove_caches, say
+from recipes.run import Stage, say
 from recipes.sizes import in_bytes
 from specdata.draft_kinds import kind_of
 from specdata.errors import ConfigError
@@ -119,8 +119,7 @@ class Release(Stage):
         }
 
     def show(self, results: dict[str, Any]) -> None:
-        """Print the verdict, and where the copies are; nothing is left to be made of datasets."""
-        remove_caches(self.config)
+        """Print the verdict, and where the copies are."""
         say(verdict(read_results(self.config.eval_folder / RESULTS)))
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():

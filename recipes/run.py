@@ -28,7 +28,6 @@ from specdata.errors import (
 )
 from specdata.processes import is_main, local_rank, process_count, rank
 from specdata.storage.files import (
-    CACHE,
     MANIFEST,
     PROGRESS,
     digests,
@@ -66,8 +65,6 @@ LOCK = ".lock"
 PAUSE = 0.5
 PATIENCE = 600
 GRACE = 75
-# Seconds after which a process says what it waits for, and says it again.
-REMINDER = 15
 # A process that waits holds the lock for a short time to see whether it is free; so it is tried
 # again.
 RETRIES = 5
@@ -399,39 +396,17 @@ def wait_for(folder: Path, patience: float, done: Callable[[Path], bool] = finis
         patience: seconds that the lock may be free before the stage is finished.
         done: whether it is, or has come as far as is waited for.
     """
-    free_since = reported = time.monotonic()
-    is_new = True
+    free_since = time.monotonic()
     while not done(folder):
         time.sleep(PAUSE)
         now = time.monotonic()
-        at_work = is_locked(folder / LOCK)
-        if at_work:
+        if is_locked(folder / LOCK):
             free_since, patience = now, min(patience, GRACE)
         elif now - free_since > patience and not done(folder):
             raise TimeoutError(
                 f"no main process has been at work in {folder} for {patience:.0f} s: rank 0 ended, "
                 f"was lost, or never began, and rank {rank()} waited for it"
             )
-        if now - reported > REMINDER and (is_new or not at_work):
-            state = "is at work" if at_work else "is not at work"
-            print(
-                f"rank {rank()} waits for rank 0, which {state} in {folder}",
-                file=sys.stderr,
-                flush=True,
-            )
-            reported, is_new = now, False
-
-
-def remove_caches(config: PipelineConfig) -> None:
-    """Remove the copies of datasets that stages mapped into memory, as large as the datasets.
-
-    Whoever reads a dataset again makes its copy again. Nothing is removed while another process
-    works on this run.
-    """
-    output = Path(config.output)
-    if not any(is_locked(lock) for lock in output.glob(f"*/{LOCK}")):
-        for cache in output.glob(f"*/{CACHE}"):
-            shutil.rmtree(cache, ignore_errors=True)
 
 
 def say(text: str, style: str = "") -> None:
