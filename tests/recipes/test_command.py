@@ -114,6 +114,26 @@ def test_a_launch_is_refused_once_before_it_starts_processes(
     assert message in said
 
 
+def test_a_launch_for_gpus_says_that_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Started(BaseException):
+        """What takes the place of this process."""
+
+    def start(*_: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "execve", start)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    recipe = ["make-rollouts", f"--output={tmp_path}"]
+    recipe += [f"--models.{name}={tmp_path}/pair/{name}" for name in ("target", "draft")]
+    for profile, says in (("multi_gpu", True), ("cpu", False)):
+        with pytest.raises(Started):
+            main(["launch", profile, "--num_processes=1", *recipe])
+        assert ("no GPU is here" in capsys.readouterr().err) is says
+
+
 def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
