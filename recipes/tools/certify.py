@@ -277,7 +277,7 @@ def _certify_server(args: argparse.Namespace, closing: ExitStack) -> int:
 
     def answers(requests: Sequence[Request], sampling: SamplingConfig) -> list[list[int]]:
         backend = replace(engine.backend, sampling=sampling)
-        texts: dict[tuple[str, ...], list[int]] = {}
+        texts: dict[tuple[str | int, ...], list[int]] = {}
         with progress(len(requests), f"{requests[0].key[0]} texts", "text") as bar:
 
             def answer(request: Request) -> None:
