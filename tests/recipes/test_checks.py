@@ -58,22 +58,6 @@ SPLIT = "[{name: maths, split: tset, count: 1}]"
 MANY = "[{name: maths, split: test, count: 999999}]"
 
 
-def test_rollouts_of_a_split_that_nothing_is_made_of_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"prompt": "Say it."}\n')
-    named = {"maths": "train", "code": "dev", str(tmp_path / "mine.jsonl"): "trian"}
-    sets = ", ".join(f"{{name: {name}, split: {split}, count: 1}}" for name, split in named.items())
-    flags = [*toy(tmp_path / "out"), "--rollouts.sets", f"[{sets}]"]
-    refuse(
-        pipeline.RECIPE,
-        flags,
-        "and no others but test, got dev, train, trian",
-        tmp_path / "out",
-        capsys,
-    )
-
-
 @pytest.mark.parametrize(
     ("recipe", "flags", "message"),
     [

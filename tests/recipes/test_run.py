@@ -14,11 +14,9 @@ from torch import distributed
 from recipes.config import PipelineConfig, parse
 from recipes.recipe import Recipe
 from recipes.run import KEYS, finished, portable, run_stage, wait_for
-from recipes.run_eval import Eval
 from recipes.train_head import Labels
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import fingerprint, locked
-from specdata.storage.resume import Settings
 from tests.support.made_up import Work, at
 
 
@@ -41,22 +39,6 @@ def test_run_json_remembers_what_was_found_and_where(tmp_path: Path) -> None:
 def test_an_input_that_no_recipe_makes_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which is not there: run the stage that makes it"):
         run_stage(Work(at(tmp_path), source=str(tmp_path / "gone")))
-
-
-def test_a_refused_evaluation_shows_the_methods_that_differ_and_names_eval_folder() -> None:
-    stored = Eval(parse([], "").config)
-    asked = Eval(parse(["--method", "K=4", "--method", "{name: mine, length: 3}"]).config)
-    with pytest.raises(ConfigError, match=r"--eval\.folder NAME") as refusal:
-        Settings(asked.stored_settings(), asked.remedy).check(
-            stored.stored_settings(), stored.folder
-        )
-    assert "--output" not in str(refusal.value)
-    lines = str(refusal.value).splitlines()[1:]
-    assert all(line.startswith("  eval.methods.") for line in lines)
-    assert any(line.startswith("  eval.methods.mine: absent -> {") for line in lines)
-    assert not any(
-        line.startswith(("  eval.methods.K=4", "  eval.methods.plain")) for line in lines
-    )
 
 
 def test_a_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
