@@ -152,16 +152,13 @@ class Stage(ABC):
     @property
     def remedy(self) -> str:
         """The remedy for a folder that was made with other settings."""
-        elsewhere = "choose another --output"
-        if self.config.toy:  # whose models must lie in the output
-            elsewhere += " NEW, with --models.target NEW/pair/target and --models.draft "
-            elsewhere += "NEW/pair/draft"
         names = list(RECIPE_OF)
         later = names[names.index(self.name) + 1 :] if self.name in names else []
         output = Path(self.config.output)  # which may hold several heads and evaluations
         records = (record for name in later for record in sorted(output.glob(f"{name}*/{RUN}")))
         later_folders = [record.parent for record in records]
-        return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *later_folders]))}"
+        folders = ", ".join(map(str, [self.folder, *later_folders]))
+        return f"choose another --output, or remove {folders}"
 
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
         """Add what its models hold to its settings; where the models lie may differ."""

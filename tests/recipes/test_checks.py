@@ -250,9 +250,7 @@ def test_the_example_of_the_readme_is_what_init_writes_and_a_plan_names_what_dif
     assert main(["pipeline", "my-pair.yaml", "--plan", *other, "--draft.init.kind=model"]) == 0
     shown = capsys.readouterr().out
     assert "temperature is 1 here and 0.7 there, top_k is 0 here and 20 there." in shown
-    assert shown.endswith(
-        "looked at:\n  draft my-org/my-160m: no such folder here, so it is taken for a Hub id\n"
-    )
+    assert "reads draft: my-org/my-160m (from the Hub: no such folder here)" in shown
 
 
 @pytest.mark.parametrize(
