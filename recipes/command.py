@@ -40,7 +40,7 @@ DOES = {
     "certify": "Certify that an evaluation, a server or a function decodes as its target alone.",
     "engine": "Measure a served engine on a run's prompts, with and without its draft.",
     "verifiers": "Find the best verifier and draft for a pair, and whether speculation pays.",
-    "import": "Read a draft in a layout of engines, to decode with it.",
+    "import": "Read a draft in a layout of engines, or a SpecDec++ head, to decode with it.",
     "export": "Write a draft in a layout of engines.",
     "doctor": "Examine a draft in a layout of engines: why it is accepted or not.",
 }
