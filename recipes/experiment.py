@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.analysis.prediction import fitted_on
 from eval.measuring.methods import needs_fit, path_drafts, with_fit
 from recipes.config import PipelineConfig
 from recipes.models import load_head, load_models, shared_tokenizer
@@ -90,6 +89,8 @@ def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[
         return read_record(path, (), f"remove {path} and run the same command again")
     fitted = {"rows": 0}
     if config.head:
+        from eval.analysis.traces import fitted_on
+
         rules = [method.stop for method in config.eval.methods]
         fitted = fitted_on(config.folder("labels"), rules, draft, config.sampling)
     if rows := fitted["rows"]:

@@ -163,7 +163,7 @@ def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[R
     models = Artefacts(getattr(pair, spec.get("alone", "target")), pair.draft, head, names)
     scorer = None
     if config.scores and any(prompt.reference for prompt in prompts):
-        scorer = Scorer(config.scores, prompts, load_tokenizer(pair.config.models.target), None)
+        scorer = Scorer(config.scores, prompts, load_tokenizer(pair.config.models.target))
     by_seed: list[Results] = []
     with using_threads(config.threads):
         where = describe_environment(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -14,7 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
+from eval.drafting.stopping import fit_rules
 from eval.drafting.stopping.recorded import Reals, RecordedHead, RecordedTokens, pad
+from eval.drafting.stopping.rule import StoppingRule
 from eval.runtime.masks import Sight, seeing
 from eval.runtime.transformers_models import has_rules
 from heads import BaseHead
@@ -23,10 +27,12 @@ from heads.probe import check_head, warn_of_other_sampling
 from heads.rows import logits_of_states, token_embeddings
 from specdata.draft_models.states_draft import states_input
 from specdata.errors import ConfigError
+from specdata.labels.make import are_greedy, load_labels
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.columns import arrow_table
+from specdata.storage.dataset import of_split
 from specdata.terminal import progress
 from specdata.texts import TextBatch, text_columns, text_length, tokens_at_once
 
@@ -56,8 +62,8 @@ def first_rows(labels: datasets.Dataset, split: str, most: int) -> datasets.Data
     splits, datasets = arrow_table(labels, "split", "dataset").to_pydict().values()
     taken: Counter[str] = Counter()
     rows = []
-    for index, (of_split, dataset) in enumerate(zip(splits, datasets, strict=True)):
-        if of_split == split and taken[dataset] < most:
+    for index, (row_split, dataset) in enumerate(zip(splits, datasets, strict=True)):
+        if row_split == split and taken[dataset] < most:
             taken[dataset] += 1
             rows.append(index)
     return labels.select(rows)
@@ -89,6 +95,21 @@ def acceptance_traces(
         head=recorded,
     )
     return Traces(tokens, pad(rows["accept_prob"]))
+
+
+def fitted_on(
+    folder: Path, rules: Sequence[StoppingRule], draft: PreTrainedModel, sampling: SamplingConfig
+) -> dict[str, Any]:
+    """Parameters of stopping rules that fit the labels in a folder, if these are of drawn tokens.
+
+    Beside them the number of labelled `rows` that were read: of split dev, because the draft was
+    distilled on the others, where it is accepted more often.
+    """
+    if are_greedy(folder):
+        return {"rows": 0}
+    labels = of_split(load_labels(folder, sampling), "dev", folder)
+    traces = acceptance_traces(labels, draft=draft, sampling=sampling)
+    return {**fit_rules(rules, traces.tokens, traces.accept), "rows": len(labels)}
 
 
 def record_head(

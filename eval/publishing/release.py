@@ -18,14 +18,13 @@ from huggingface_hub import HfApi, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
-from eval.analysis.prediction import Predictions
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
-from eval.publishing.serving import served_lengths, serving_lines, speculation_profile
+from eval.publishing.serving import served_lengths, serving_lines
 from eval.reporting import verifiers
 from eval.reporting.rendering import Table, public_name, render
-from eval.reporting.report import acceptance_by_position, head_predictors
+from eval.reporting.report import acceptance_by_position
 from eval.reporting.table import readme_table
 from eval.reporting.verdict import fixed_lengths, verdict
 from heads import BaseHead
@@ -58,7 +57,6 @@ from specdata.saving import add_former_names, copy_tokenizer
 from specdata.storage.files import atomic_folder, write_json, write_text
 
 CARD = "README.md"
-PROFILE = "speculation_profile.json"
 UPLOAD = "upload.json"
 """The record of an upload: here alone, beside what was uploaded."""
 REDUCED = "reduced"
@@ -169,8 +167,6 @@ def release_draft(
                 _save(model, folder / REDUCED, target)
                 _make_whole(model)
             _save(model, folder, target)
-        profile = speculation_profile(kind, _shortened(shown), results.environment.date)
-        write_json(folder / PROFILE, profile)
         if not states:
             write_custom_generate(folder)
     return out
@@ -250,14 +246,13 @@ def release_head(
     about: About | None = None,
     *,
     trained: str = "",
-    predictions: Predictions | None = None,
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
     """Assemble an acceptance head for the Hub: weights, configuration, code, card.
 
-    As `release_draft`; `trained` says in words on how many rollouts of what it was trained, and
-    `predictions` how well it predicts. A ValueError if `source` is no head.
+    As `release_draft`; `trained` says in words on how many rollouts of what it was trained. A
+    ValueError if `source` is no head.
     """
     about, name = about or About(), push_to or out.name
     check_repository(push_to)
@@ -298,7 +293,6 @@ def release_head(
         width=getattr(head, "width", None),
         reduced=not states and is_reduced(read),
         trained=trained,
-        predictors=head_predictors(predictions),
         best=used.method,
     ) as folder:
         head.save_pretrained(folder)

@@ -14,17 +14,14 @@ from rich.console import Console
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, fastest, pool
-from eval.measuring.records import Sample
 from eval.measuring.results import Results, Run, build_results, check_metrics
 from eval.reporting.charts import COLOURS, draw_bars, write_bars
 from eval.reporting.report import (
     RATES_SHOWN,
-    Context,
     methods_table,
     picture,
     positions_of,
     render_page,
-    sections,
     terminal,
     write_report,
 )
@@ -36,7 +33,6 @@ from tests.support.synthetic_results import (
     rebuilt,
     setup,
     slower,
-    synthetic_predictions,
     synthetic_results,
 )
 
@@ -86,15 +82,13 @@ def fastest_of(results: Results, dataset: str) -> tuple[PooledRow, list[PooledRo
 
 @pytest.fixture(scope="module")
 def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
-    best, _ = fastest_of(results, "gsm8k")
-    sample = {"dataset": "gsm8k", "prompt_id": "p", "prompt": f"Prompt {EVIL}"}
-    sample |= {"methods": {best.name: EVIL}}
-    context = Context(
+    path = write_report(
+        results,
+        tmp_path_factory.mktemp("r"),
         command="run_eval.py --config 'my pair.yaml'",
         unapplied=unapplied_words({"repetition_penalty": 1.1}),
-        samples=[Sample.model_validate(sample)],
     )
-    return write_report(results, tmp_path_factory.mktemp("r"), context).read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +150,7 @@ def test_the_page_says_first_what_is_fastest_then_over_all_sets_then_over_each(
     html: str, results: Results
 ) -> None:
     marks = [f'class="{name}"' for name in ("finding", "bars")]
-    marks += ["<details", "<h2>Every method, all prompt sets", "<h2>Each prompt set", 'id="texts"']
+    marks += ["<details", "<h2>Every method, all prompt sets", "<h2>Each prompt set"]
     places = [html.index(mark, html.index("<body>")) for mark in marks]
     assert places == sorted(places)
     assert html.count('<rect y="22%"') > 5
@@ -167,7 +161,7 @@ def test_the_title_names_the_models_and_not_their_folders(html: str, results: Re
         return run.model_copy(update={"target": "/models/my-7b", "draft": "/r/draft/model"})
 
     assert "<title>acme/target-7b with acme/draft-160m</title>" in html
-    page = render_page(rebuilt(only(results, PLAIN, "fixed-4"), moved), Context())
+    page = render_page(rebuilt(only(results, PLAIN, "fixed-4"), moved))
     assert "<title>my-7b with draft</title>" in page
 
 
@@ -180,18 +174,10 @@ def test_green_is_only_what_is_lossless_and_surely_faster(results: Results) -> N
         assert [bar.look for bar in picture(again)] == ["best" if wins else "first"]
 
 
-def test_names_and_samples_of_the_best_method_are_text_and_never_markup(
-    page: Page, results: Results
-) -> None:
-    without_samples = Page(render_page(renamed(results, EVIL), Context()))
-    assert "Samples" not in "".join(without_samples.text)
-    for each in (page, without_samples):
-        assert "script" not in {tag for tag, _ in each.tags}
-        assert EVIL in "".join(each.text)
-    _, shown = "".join(page.text).split("Samples")
-    assert f"Prompt {EVIL}" in shown
-    assert fastest_of(results, "gsm8k")[0].name in shown
-    assert ("details", {"class": "fold", "id": "texts"}) in page.tags
+def test_names_are_text_and_never_markup(results: Results) -> None:
+    page = Page(render_page(renamed(results, EVIL)))
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert EVIL in "".join(page.text)
 
 
 # --- the sections ---
@@ -215,26 +201,14 @@ def test_a_biased_method_is_marked_and_its_measured_bias_said_once(results: Resu
     table = methods_table(results, ["alpaca"])
     assert [name for name, _ in table.rows if "†" in name] == ["biased-0.05 †"]
     assert "† biased" in table.note
-    html = render_page(results, Context())
+    html = render_page(results)
     assert html.count("(total variation 0.041 [0.041, 0.041] a token)") == 1
 
     def unmeasured(run: Run) -> Run:
         unread = [dataclasses.replace(g, variation_tokens=0) for g in run.generations]
         return run.model_copy(update={"generations": unread})
 
-    assert "total variation" not in render_page(rebuilt(results, unmeasured), Context())
-
-
-def test_how_well_acceptance_is_predicted_is_a_section(results: Results) -> None:
-    context = Context(predictions=synthetic_predictions())
-    (shown,) = [each for each in sections(results, context) if "predicted" in each.title]
-    assert shown.table.rows[0] == (
-        "head (as soon as the token is drawn)",
-        ("0.800 [0.790, 0.810]", "0.100 [0.090, 0.110]", "0.020 [0.010, 0.030]", "0.710 / 0.700"),
-    )
-    assert len(shown.table.rows) == 4
-    assert "on 32 test rollouts" in shown.sentence
-    assert "fitted on 24 dev rollouts." in shown.sentence
+    assert "total variation" not in render_page(rebuilt(results, unmeasured))
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -259,7 +233,7 @@ def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Resu
     assert methods_table(alone).rows[0][1][0] == "\N{EN DASH}"
     (bar,) = picture(alone)
     assert bar.text.endswith(" tokens/s")
-    assert render_page(alone, Context())
+    assert render_page(alone)
 
 
 def test_without_times_tables_say_so_and_pictures_need_none(tmp_path: Path) -> None:
@@ -285,7 +259,7 @@ def test_the_terminal_has_the_answer_and_one_table_that_cuts_nothing(results: Re
     text = printed(results)
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    page, said = render_page(results, Context()), verdict(results)
+    page, said = render_page(results), verdict(results)
     assert " ".join(text.split()).startswith(said)
     assert f'id="verdict">{said}</p>' in page
     assert len(text.splitlines()) <= 18, "a run's end has 25 lines, its own seven among them"
