@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ from specdata.labels.make import are_greedy, load_labels
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities
-from specdata.storage.columns import arrow_table
 from specdata.storage.dataset import of_split
 from specdata.terminal import progress
 from specdata.texts import TextBatch, text_columns, text_length, tokens_at_once
@@ -55,18 +53,6 @@ class Traces:
     def mean_accept(self) -> float:
         """The mean over all tokens."""
         return float(self.accept[self.inside].mean())
-
-
-def first_rows(labels: datasets.Dataset, split: str, most: int) -> datasets.Dataset:
-    """The first rows of a split, at most so many of each prompt set."""
-    splits, datasets = arrow_table(labels, "split", "dataset").to_pydict().values()
-    taken: Counter[str] = Counter()
-    rows = []
-    for index, (row_split, dataset) in enumerate(zip(splits, datasets, strict=True)):
-        if row_split == split and taken[dataset] < most:
-            taken[dataset] += 1
-            rows.append(index)
-    return labels.select(rows)
 
 
 def acceptance_traces(

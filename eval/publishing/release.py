@@ -7,7 +7,7 @@ counts first. Nothing leaves this machine unless a repository is named.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.publishing.metadata import ELSEWHERE, About, check_repository, loadable, metadata
 from eval.publishing.serving import served_lengths, serving_lines
 from eval.reporting import verifiers
-from eval.reporting.rendering import Table, public_name, render
+from eval.reporting.rendering import public_name, render
 from eval.reporting.report import acceptance_by_position
 from eval.reporting.table import readme_table
 from eval.reporting.verdict import fixed_lengths, verdict
@@ -104,7 +104,6 @@ def release_draft(
     check_repository(push_to)
     measured = _measured(results, source, "draft")
     target = measured.runs[0].target
-    # The metadata gives the metrics of the best length, else of the longest.
     fixed, fastest = fixed_lengths(pool(measured)), fastest_lengths(measured)
     if not fixed:
         raise ManifestError(
@@ -112,8 +111,6 @@ def release_draft(
             " length (stop: fixed) on every prompt set"
         )
     longest = max(fixed, key=lambda row: row.method.deepest)
-    best = (fastest["draftsmith"] or fastest["transformers"] or [longest])[0]
-    shown = [run for run in measured.judged if run.name == best.name]
     lengths = {engine: rows[0].method.deepest for engine, rows in fastest.items() if rows}
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
@@ -134,7 +131,6 @@ def release_draft(
         "library": "draftsmith" if states else "transformers",
         "tags": ["draft-model", *kind.served.tags],
         "relation": "finetune",
-        "measured": shown,
     }
     with _assembled(
         "draft_card.md.jinja",
@@ -154,7 +150,6 @@ def release_draft(
         target_vocabulary=load_configs(target)[0].get_text_config().vocab_size,
         longest=longest.method.deepest,
         lengths=lengths,
-        length_table=lengths_table(fastest),
         acceptance=acceptance_by_position(measured),
         **card,
     ) as folder:
@@ -184,20 +179,6 @@ def fastest_lengths(results: Results) -> dict[str, list[PooledRow]]:
         engine: [row for row in fixed if row.method.decoder == decoder]
         for engine, decoder in decoders.items()
     }
-
-
-def lengths_table(fastest: Mapping[str, Sequence[PooledRow]]) -> Table:
-    """The best length of each engine that was measured."""
-    rows = []
-    for engine, of_engine in fastest.items():
-        if of_engine:
-            method, speed = of_engine[0].method, of_engine[0].rate("tokens_per_second")
-            verifier = f", {method.verifier} verification" * (method.decoder == "speculative")
-            lengths = sorted({row.method.deepest for row in of_engine})
-            measured = f"K = {', '.join(map(str, lengths))}"
-            cells = (f"K = {method.deepest}{verifier}", speed.within(1) if speed else "", measured)
-            rows.append((engine, cells))
-    return Table([(heading, "") for heading in ("best", "tokens/s", "measured")], rows, "engine")
 
 
 def _of_draft(config: Any, engines: ForEngines | None, name: str, target: str) -> dict[str, Any]:
@@ -266,7 +247,6 @@ def release_head(
         "library": "draftsmith",
         "tags": ["acceptance-head", "arxiv:2405.19715"],
         "relation": "adapter",
-        "measured": [run for run in measured.judged if run.name == used.name],
     }
     with _assembled(
         "head_card.md.jinja",
@@ -333,7 +313,7 @@ def _assembled(
     **values: Any,
 ) -> Iterator[Path]:
     """The folder under a temporary name, to be filled; then card, upload if asked, its name."""
-    data, unnamed = metadata(about, name=name, target=target, **front)
+    data, unnamed = metadata(about, target=target, **front)
     results = measured.model_copy(update={"runs": _shortened(measured.runs)})
     generation = load_configs(target)[1].to_dict()
     text = render(

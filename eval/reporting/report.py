@@ -1,8 +1,7 @@
 """The report of results.json: a table in the terminal and one HTML page.
 
-The page is the verdict on one screen and then folded sections (`Section`: a title, one sentence, a
-`Table`, and perhaps `bars`, a picture that stands above the fold). To add one, write a function
-that returns it, and name it in `sections`.
+The page is the verdict on one screen and then folded sections (`Section`: a title, one sentence and
+a `Table`). To add one, write a function that returns it, and name it in `sections`.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def render_page(results: Results, command: str = "", unapplied: str = "") -> str
     )
 
 
-def sections(results: Results, command: str, unapplied: str) -> list[Section]:
+def sections(results: Results, command: str = "", unapplied: str = "") -> list[Section]:
     """The sections of the page, in its order."""
     several = len(results.datasets()) > 1
     pooling = "Every set counts alike: the rates of a text with equally many tokens of each."

@@ -146,6 +146,6 @@ def verifier_row(
     """Of all prompt sets, without a ceiling."""
     row = {"dataset": ALL_SETS, "verifier": verifier, "parameters": {}, "draft_kind": kind}
     row |= {"expected_tokens": Interval(tokens, tokens - 0.1, tokens + 0.1), "gain": gain}
-    row |= {"lossless": True, "positions": 100, "bias": None, "microseconds": 1.0}
+    row |= {"lossless": True, "positions": 100, "microseconds": 1.0}
     unknown = dict.fromkeys(("ceiling", "share_of_ceiling", "speedup"))
     return VerifierRow(**row | unknown | more)  # type: ignore[arg-type]
