@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from benchmarks.table import COLOURS, draw_bars, write_bars
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, fastest, pool
 from eval.measuring.results import Results, Run, build_results, check_metrics
-from eval.reporting.charts import COLOURS, draw_bars, write_bars
 from eval.reporting.report import (
     RATES_SHOWN,
     methods_table,
