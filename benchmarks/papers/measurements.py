@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from benchmarks.papers.replay import Counts
-    from eval.analysis.traces import Traces
+    from benchmarks.papers.traces import Traces
     from eval.measuring.records import PromptRecord
     from eval.measuring.results import Results
     from specdata.prompts.prompt import Prompt
@@ -378,7 +378,7 @@ def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Recor
     fastest of its rule there. Times are the specification's, by Eq. 5.1.
     """
     from benchmarks.papers.replay import GRIDS, Counts, Times, oracle_counts, replayed, saving
-    from eval.analysis.traces import acceptance_traces
+    from benchmarks.papers.traces import acceptance_traces
     from eval.drafting.stopping import STOPPING_RULES
     from heads import BaseHead
     from heads.config import HeadConfig
