@@ -5,7 +5,7 @@ draftsmith certify --target T --draft D [--method "{length: 8, verifier: block}"
 draftsmith certify --server URL --target T [--draft D] [--temperature 0.7] [--prompts FILE]
 draftsmith certify --callable pkg.module:function [--target T --draft D]
 
-Of a finished evaluation each way of decoding is enumerated, sampled and run greedily. Writes
+Of a finished evaluation each way of decoding is sampled and run greedily. Writes
 certificate.json into the evaluation's folder; publish puts its sentence on the cards. Of a pair
 greedy texts are compared with transformers' `generate` (`eval.analysis.ties` tells a tie from a
 bug). Of a served engine (vLLM 0.10.2 or newer, llama-server, or what answers /v1/completions with
@@ -125,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
     evaluation = experiment.config.model_copy(update={"engine": "eager"})
     experiment = replace(experiment, folder=folder, config=evaluation)
     parts = folder / f".certificate-{texts}"
-    number = 1 + len(ways(evaluation, config.sampling))
+    number = len(ways(evaluation, config.sampling))
     with using_threads(evaluation.threads), progress(number, "certificate", "method") as bar:
         where = describe_environment(
             device=experiment.environment.device, dtype=experiment.environment.dtype
