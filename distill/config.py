@@ -16,17 +16,11 @@ TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
 Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
-Architecture = Literal["llama-68m", "toy"]
-"""Names of the configurations in `ARCHITECTURES`."""
-
-
-# The first are those of JackFram/llama-68m (SpecInfer, arXiv:2305.09781), whose matrices are
-# untied; the second are those of the embedded pair's draft, which ties them.
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-ARCHITECTURES: dict[Architecture, dict[str, int]] = {
-    "llama-68m": dict(zip(_SIZES, (2, 768, 12, 3072), strict=True)),
-    "toy": dict(zip(_SIZES, (1, 128, 4, 336), strict=True)),
+FRESH = {
+    **{"num_hidden_layers": 2, "hidden_size": 768},
+    **{"num_attention_heads": 12, "intermediate_size": 3072},
 }
+"""Sizes of a fresh draft: those of JackFram/llama-68m (SpecInfer, arXiv:2305.09781)."""
 Reporter = Literal["tensorboard", "wandb", "trackio"]
 if TYPE_CHECKING:
     LayoutName = str
@@ -41,10 +35,10 @@ class InitConfig(Config):
 
     kind: Literal["model", "fresh", "target", "states"] = Field(
         default="model",
-        description="model (models.draft), fresh (random weights), target (layers of the target) "
-        "or states (the target's last layers, or some of Llama's kind, which read its states)",
+        description="model (models.draft), fresh (random weights, sizes of LLaMA-68M), target "
+        "(layers of the target) or states (the target's last layers, or some of Llama's kind, "
+        "which read its states)",
     )
-    architecture: Architecture = Field(default="llama-68m", description="of a fresh draft")
     layers: int | list[int] = Field(
         default=2,  # untrained, the first of a real model start at .09, evenly spaced ones at 0
         description="layers cut from the target: how many of the first (of the last, with kind "
@@ -96,7 +90,7 @@ class InitConfig(Config):
         return layers
 
     @model_validator(mode="after")
-    def _layers_are_aligned(self) -> Self:
+    def _parts_fit_each_other(self) -> Self:
         if self.align and self.kind != "target":
             raise ValueError(f"align needs kind target, whose layers are cut, got {self.kind}")
         if self.taps is not None and self.kind != "states":
@@ -292,11 +286,6 @@ class DistilConfig(Config):
         description="how many of these are read each time, evenly over prompt sets; all are before "
         "and after",
     )
-    keep: Literal["best", "last"] = Field(
-        "best",
-        description="the weights that become the draft: the best by expected tokens a round, of "
-        "those measured, or the last",
-    )
     report_to: list[Reporter] | None = Field(
         None,
         description="where losses are also reported; [] is nowhere (default: tensorboard if it is "
@@ -304,27 +293,22 @@ class DistilConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _lora_trains_adapters_alone(self) -> Self:
-        if self.lora is not None and self.optimizer == "muon":
-            raise ValueError(
-                "optimizer must be adamw with lora, whose matrices are not the layers'"
-            )
-        if self.lora is not None and self.freeze_embeddings:
-            raise ValueError("freeze_embeddings must be left out with lora, which freezes them")
-        return self
-
-    @model_validator(mode="after")
-    def _logits_are_of_the_texts(self) -> Self:
-        if self.logits is not None and self.on_policy > 0:
-            raise ValueError(
-                f"logits are those along the target's own texts, and on_policy "
-                f"({self.on_policy:g}) has the target read those of the draft: set it to 0, or "
-                "leave logits out to distil with the target"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _states_are_the_targets(self) -> Self:
+    def _parts_fit_each_other(self) -> Self:
+        for name, given, other, why in (
+            (
+                "optimizer muon",
+                self.optimizer == "muon",
+                "lora",
+                "its matrices are not the layers'",
+            ),
+            ("freeze_embeddings", self.freeze_embeddings, "lora", "it freezes them"),
+            ("on_policy", self.on_policy, "logits", "they are along the target's own texts"),
+            ("freeze_embeddings", self.freeze_embeddings, "depths", "the mask is learnt"),
+            ("lora", self.lora, "depths", "the mask is learnt"),
+        ):
+            has_other = self.depths > 1 if other == "depths" else getattr(self, other) is not None
+            if given and has_other:
+                raise ValueError(f"{name} must be left out with {other}: {why}")
         if self.init.kind == "states":
             self.check_states("init.kind states")
         return self
@@ -341,13 +325,6 @@ class DistilConfig(Config):
         ):
             if given:
                 raise ConfigError(f"{name} must be left out with {what}: {why}")
-
-    @model_validator(mode="after")
-    def _masks_are_learnt(self) -> Self:
-        for name in ("freeze_embeddings", "lora"):
-            if self.depths > 1 and getattr(self, name):
-                raise ValueError(f"{name} must be left out with depths, whose mask is learnt")
-        return self
 
     def stored_settings(self) -> dict[str, Any]:
         """The settings that the draft depends on, as JSON values."""

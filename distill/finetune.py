@@ -33,10 +33,9 @@ from distill.training import (
     RESULT_FILE,
     DraftTrainer,
     ModelFolder,
-    Schedule,
+    draft_arguments,
     logged_steps,
     train_resumably,
-    training_arguments,
 )
 from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
@@ -294,11 +293,10 @@ def finetune_trainer(
 ) -> DraftTrainer:
     """The trainer of a draft on texts: `config.batch_size` rows a batch, checkpoints in `work`."""
     state = join_processes()
-    schedule = Schedule.of(config, len(rows.dataset), save_steps)
     return DraftTrainer(
         objective=NextToken(student),
         batch_size=config.batch_size,
-        args=training_arguments(work, schedule, seed=seed),
+        args=draft_arguments(work, config, len(rows.dataset), save_steps=save_steps, seed=seed),
         train_dataset=rows.dataset,
         data_collator=collate_texts(
             # Padding is never learnt nor seen, so any id will do where a tokenizer names none.

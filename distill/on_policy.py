@@ -14,13 +14,11 @@ a batch of another shape moves a cumulative probability past a uniform.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -120,34 +118,6 @@ class DraftTexts:
 
     def _generator(self, *key: int) -> torch.Generator:
         return generator_for(self.seed, "on-policy", *key)
-
-
-def copy_to_write(draft: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel | None:
-    """A copy of a draft whose weights ZeRO-3 is about to split; None elsewhere.
-
-    A draft in parts gathers them at each forward, on all processes together; but one process may
-    have more to write than another.
-    """
-    plugin = accelerator.state.deepspeed_plugin
-    is_split = plugin is not None and plugin.zero_stage == 3
-    return copy.deepcopy(draft) if is_split else None
-
-
-def whole_draft(draft: PreTrainedModel, duplicate: PreTrainedModel | None) -> PreTrainedModel:
-    """The draft as it is now, which a process may call as often as it likes.
-
-    All processes must call this together. The draft is the one in training, out of its engine's
-    wrapper; the duplicate is what `copy_to_write` made of it before.
-    """
-    if duplicate is None:
-        return draft
-    import deepspeed
-
-    weights = list(draft.parameters())
-    with deepspeed.zero.GatheredParameters(weights), torch.no_grad():
-        for old, new in zip(duplicate.parameters(), weights, strict=True):
-            old.copy_(new)
-    return duplicate
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> list[TextRow]:

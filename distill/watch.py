@@ -308,7 +308,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Measure what training starts from, or find the best weights so far."""
         if not measurements(state):
             self._measure(args, state)
-        elif self.config.keep == "best":
+        else:
             load_best(Path(args.output_dir), best_step(measurements(state)))  # must be there
 
     def on_step_end(
@@ -337,8 +337,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             )
         state.log_history.append({"step": step, MEASURED: asdict(measured)})
         self.trainer.log(_scalars(measured))
-        is_best = best_step(measurements(state)) == step
-        if main and self.config.keep == "best" and is_best:
+        if main and best_step(measurements(state)) == step:
             store_best(Path(args.output_dir), step, weights, _needed(args, state))
 
 

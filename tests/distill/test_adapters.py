@@ -25,9 +25,7 @@ from tests.support.tiny import tiny_llama
 from tests.support.trainings import distilled, trainer_of, weights_of
 
 LORA = LoraConfig(rank=4)
-QUICK = DistilConfig(
-    epochs=4, learning_rate=2e-2, save_steps=4, lora=LORA, keep="last", report_to=[]
-)
+QUICK = DistilConfig(epochs=4, learning_rate=2e-2, save_steps=4, lora=LORA, report_to=[])
 IDS = torch.arange(12).unsqueeze(0)
 
 

@@ -86,6 +86,9 @@ OTHER_TRAININGS = {"logits": "a", "on_policy": 0.5, "finetune": {}, "lora": {}, 
         ({"init": {"kind": "target", "taps": [1]}}, "taps needs kind states"),
         ({"depths": 3, "freeze_embeddings": True}, "embeddings must be left out with depths"),
         ({"depths": 3, "lora": {}}, "lora must be left out with depths"),
+        ({"optimizer": "muon", "lora": {}}, "optimizer muon must be left out with lora"),
+        ({"freeze_embeddings": True, "lora": {}}, "embeddings must be left out with lora"),
+        ({"on_policy": 0.5, "logits": "a"}, "on_policy must be left out with logits"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(

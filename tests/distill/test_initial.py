@@ -13,7 +13,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch import nn
 
-from distill.config import ARCHITECTURES, InitConfig
+from distill.config import FRESH, InitConfig
 from distill.initial import coverage, frequent_tokens
 from distill.plain import cut
 from distill.states import silence
@@ -122,24 +122,19 @@ def test_a_reduced_cut_unties_and_keeps_the_whole_input_embedding(tmp_path: Path
     assert not load_model(str(tmp_path / "draft")).config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("architecture", ["toy", "llama-68m"])
-def test_a_fresh_draft_is_a_llama_of_the_targets_vocabulary_drawn_from_the_seed(
-    architecture: str, target: Path, tmp_path: Path
+def test_a_fresh_draft_is_a_llama_68m_of_the_targets_vocabulary_drawn_from_the_seed(
+    target: Path, tmp_path: Path
 ) -> None:
-    config = {"kind": "fresh", "architecture": architecture, "vocabulary": 16}
-    make(target, tmp_path / "one", **config)
-    draft = load_model(str(tmp_path / "one"))
-    sizes = ARCHITECTURES[architecture]  # type: ignore[index]
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
-        assert getattr(draft.config, name) == sizes[name]
-    theirs = load_model(str(target)).config
+    for name in ("one", "two"):
+        make(target, tmp_path / name, kind="fresh", vocabulary=16)
+    draft, theirs = load_model(str(tmp_path / "one")), load_model(str(target)).config
+    for name, size in FRESH.items():
+        assert getattr(draft.config, name) == size
     assert draft.config.vocab_size == theirs.vocab_size == len(load_tokenizer(str(target))) + 8
     assert draft.config.max_position_embeddings == theirs.max_position_embeddings
     assert draft.generation_config.eos_token_id == [1, 3]
-    if architecture == "toy":
-        make(target, tmp_path / "two", **config)
-        one, two = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "two"))
-        assert all(torch.equal(one[name], two[name]) for name in one)
+    one, two = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_tokens_are_kept_by_frequency_then_id_and_ends_always() -> None:

@@ -33,8 +33,8 @@ from tests.support.random_pair import texts_of
 from tests.support.trainings import QUICK, changed, distilled
 from tests.support.two_processes import ENGINES, ON_CPU
 
-# Of an epoch's last batch some ranks have no row, and a draft's last step has fewer batches. What
-# ZeRO-3 divides also writes texts, not as many on every rank.
+# Of an epoch's last batch some ranks have no row, and a draft's last step has fewer batches. It
+# also writes texts, not as many on every rank, where ZeRO-3 does not divide it.
 HEAD = changed(IMMEDIATE, epochs=1, micro_batch_size=2, save_steps=1)
 LAYOUTS = ("eagle3", "dspark")
 DRAFT = changed(QUICK, batch_size=5, accumulation=2, epochs=1, eval_steps=2, save_steps=1)
@@ -45,7 +45,7 @@ def head(pair: Path, out: Path, engine: str) -> None:
 
 
 def draft(pair: Path, out: Path, engine: str) -> None:
-    config = changed(DRAFT, on_policy=0.4) if engine == "ZeRO-3" else DRAFT
+    config = DRAFT if engine == "ZeRO-3" else changed(DRAFT, on_policy=0.4)
     distilled(pair, out / "model", config, rows=17)
 
 
