@@ -1,4 +1,4 @@
-"""Fine-tuning on texts: what is learnt, how texts are packed, what is refused, what survives."""
+"""Fine-tuning on texts: what is learnt, what is refused, what survives."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from torch.nn import functional
 
 from distill.config import FinetuneConfig
 from distill.finetune import (
-    PackedRows,
+    TextRows,
     collate_texts,
     finetune,
     finetune_trainer,
     make_rows,
-    tells_texts_apart,
 )
 from distill.toy import language_model
 from distill.training import save_model
@@ -43,7 +42,7 @@ from specdata.storage.dataset import load_stored
 from specdata.texts import IGNORED
 from specdata.toy.corpus import examples
 from tests.support.chats import chat_tokenizer
-from tests.support.families import PARTS, build, tiny
+from tests.support.families import PARTS, build
 from tests.support.family_classes import REFUSED, classes
 from tests.support.trainings import assert_same_gradients
 from tests.support.trainings import step_gradients as gradients_of
@@ -56,7 +55,7 @@ TALK = [
     {"role": "assistant", "content": "Because 3 + 2 is 5, too."},
 ]
 QUESTION = TALK[:1]
-# A head of its own, a body of another name, a router, attention by which packed texts would mix.
+# A head of its own, a body of another name, a router, attention with sinks.
 QUICK = ("modernbert-decoder", "llama4_text", "granitemoe", "gpt_oss")
 FAMILIES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive)
@@ -141,11 +140,11 @@ def tuned(
     )
 
 
-def made(config: FinetuneConfig, family: str = "chatml") -> PackedRows:
+def made(config: FinetuneConfig, family: str = "chatml") -> TextRows:
     return make_rows(chat_tokenizer(family), rollouts(30), config, seed=0)
 
 
-def learnt(rows: PackedRows) -> list[str]:
+def learnt(rows: TextRows) -> list[str]:
     """The content of the labels of each row."""
     tokenizer = chat_tokenizer("chatml")
     return [
@@ -174,53 +173,32 @@ def test_only_what_the_assistant_says_is_learnt(family: str, tmp_path: Path) -> 
 def test_of_rollouts_only_the_completion_is_learnt() -> None:
     rows = made(config())
     assert rows.account["texts"] == "rollouts"
-    expected = [
-        (prompt + completion, [IGNORED] * len(prompt) + completion)
-        for prompt, completion in ((r["prompt_ids"], r["completion_ids"]) for r in rollouts(30))
-    ]
-    texts = [(text["input_ids"], text["labels"]) for text in texts_in(rows)]
-    assert sorted(texts) == sorted(expected)
+    for row, given in zip(rows.dataset, rollouts(30), strict=True):
+        prompt, completion = given["prompt_ids"], given["completion_ids"]
+        assert row["input_ids"] == prompt + completion
+        assert row["labels"] == [IGNORED] * len(prompt) + completion
 
 
-def texts_in(rows: PackedRows) -> list[dict[str, list[int]]]:
-    """The texts that are packed into rows, each as a row of its own."""
-    texts = []
-    for row in rows.dataset:
-        end = 0
-        for length in row["seq_lengths"]:
-            begin, end = end, end + length
-            text = {name: row[name][begin:end] for name in ("input_ids", "labels")}
-            texts.append({**text, "seq_lengths": [length]})
-    return texts
-
-
-def step_gradients(
-    pair: Path, work: Path, config: FinetuneConfig, rows: PackedRows | None = None
-) -> dict[str, Tensor]:
+def step_gradients(pair: Path, work: Path, config: FinetuneConfig) -> dict[str, Tensor]:
     """Gradients of a step on all texts, through the trainer that `finetune` uses."""
     student, tokenizer = load_model(str(pair / "draft")), load_tokenizer(str(pair / "target"))
-    trainer = finetune_trainer(student, tokenizer, rows or made(config), work, config, 0, 100)
+    trainer = finetune_trainer(student, tokenizer, made(config), work, config, 0, 100)
     return {name.removeprefix("module."): each for name, each in gradients_of(trainer).items()}
 
 
-def test_packed_and_accumulated_texts_give_the_gradient_of_separate_ones(
+def test_accumulated_texts_give_the_gradient_of_one_batch(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
-    packed = config(file, epochs=1, batch_size=64)
-    rows = made(packed)
-    assert rows.account["rows"] < 0.6 * rows.account["used"]
-    apart = PackedRows(Dataset.from_list(texts_in(rows)), rows.account)
-    alone = step_gradients(pair, tmp_path / "apart", packed, apart)
-    assert_same_gradients(alone, step_gradients(pair, tmp_path / "packed", packed), 2000)
-    parts = config(file, epochs=1, batch_size=1, accumulation=rows.account["rows"])
-    assert_same_gradients(alone, step_gradients(pair, tmp_path / "parts", parts), 2000)
+    whole = step_gradients(pair, tmp_path / "whole", config(file, epochs=1, batch_size=64))
+    parts = config(file, epochs=1, batch_size=5, accumulation=8)
+    assert_same_gradients(whole, step_gradients(pair, tmp_path / "parts", parts), 2000)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_that_decodes_learns_by_its_own_loss_each_text_by_itself(
+def test_every_family_that_decodes_learns_by_its_own_loss(
     name: str, pair: Path, tmp_path: Path
 ) -> None:
-    """Through its own head and no loss of its router; where texts would mix, one text a row."""
+    """Through its own head and no loss of its router."""
     texts = [[2 + (7 * n + i * (n + 3)) % 90 for i in range(12 + 9 * n)] for n in range(3)]
     rows = Dataset.from_list([{"prompt_ids": x[:3], "completion_ids": x[3:]} for x in texts])
     save_model(build(name), tmp_path / "draft")
@@ -237,15 +215,9 @@ def test_every_family_that_decodes_learns_by_its_own_loss_each_text_by_itself(
 
     once = config(epochs=1, max_length=64, batch_size=4, warmup_ratio=0.0, learning_rate=1e-3)
     result = tuned(tmp_path, tmp_path / "out", once, rows)
-    assert result["rows"] == (1 if result["packed"] else 3)
     own = own_loss(tmp_path / "draft")
     assert result["loss_first"] == pytest.approx(own, abs=1e-3)  # PhiMoE's router draws in training
     assert own_loss(tmp_path / "out") < result["loss_first"]
-
-
-def test_texts_share_rows_where_they_do_not_see_each_other() -> None:
-    apart = {name: tells_texts_apart(tiny(name, 0)) for name in ("llama", "gpt2", "bloom", "mamba")}
-    assert apart == {"llama": True, "gpt2": True, "bloom": False, "mamba": False}
 
 
 def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
@@ -268,16 +240,14 @@ def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
     assert short < len(whole["input_ids"])
 
 
-def test_the_collator_keeps_texts_apart_and_learns_nothing_beyond_the_vocabulary() -> None:
+def test_the_collator_learns_nothing_beyond_the_vocabulary_and_divides_rows() -> None:
     rows = [
-        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9], "seq_lengths": [2, 3]},
-        {"input_ids": [5, 6], "labels": [-100, 6], "seq_lengths": [2]},
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]},
+        {"input_ids": [5, 6], "labels": [-100, 6]},
     ]
-    packed = collate_texts(0, 9)(rows)
-    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
-    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
-    assert packed["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
-    assert "attention_mask" not in packed  # with one transformers would not look for texts
+    batch = collate_texts(0, 9)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
     shares = [collate_texts(0, 10, process=i, processes=3)(rows) for i in range(3)]
     assert [share["labels"].shape for share in shares] == [(1, 5), (1, 2), (1, 2)]
     assert (shares[2]["labels"] == IGNORED).all()
