@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from datasets import Dataset, load_from_disk
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from distill.adapters import base_of, load_student, merged, set_weights, trained_weights
 from distill.config import FinetuneConfig, LoraConfig
@@ -165,6 +165,7 @@ def collate_texts(
         process: which of the `processes` shares to collate, as `distill.batches.collate`.
         processes: among how many the rows are divided.
     """
+    padding = DataCollatorForLanguageModeling(pad_id)
     of_label = torch.arange(vocab_size)
     if vocabulary_ids is not None:
         of_label = torch.full_like(of_label, IGNORED)
@@ -172,11 +173,8 @@ def collate_texts(
 
     def batch(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         nothing = {"input_ids": rows[0]["input_ids"][:2], "labels": [IGNORED] * 2}
-        rows = rows[process::processes] or [nothing]
-        ids, labels = (
-            pad_sequence([torch.tensor(row[name]) for row in rows], True, padding)
-            for name, padding in (("input_ids", pad_id), ("labels", IGNORED))
-        )
+        padded = padding(rows[process::processes] or [nothing])
+        ids, labels = padded["input_ids"], padded["labels"]
         is_readable = ids < vocab_size
         ids = torch.where(is_readable, ids, 0)
         labels = torch.where(is_readable & (labels != IGNORED), of_label[ids], IGNORED)
