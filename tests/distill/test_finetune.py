@@ -25,14 +25,13 @@ from distill.finetune import (
 )
 from distill.toy import language_model
 from distill.training import save_model
-from recipes import train_draft
 from recipes.config import parse
 from recipes.initial_draft import Finetuned
 from recipes.make_rollouts import Rollouts
 from recipes.run import run_stage
 from recipes.run_eval import Eval
 from recipes.train_draft import Draft
-from specdata.draft_models.draft_vocabulary import draft_vocabulary_ids, reduce_vocabulary
+from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
@@ -344,14 +343,6 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     among = logits[..., kept].log_softmax(-1)[proposable]
     expected = -among.gather(-1, labels[proposable, None] // 2).mean()
     torch.testing.assert_close(ours, expected)
-    # Through the whole training, and the folder is one of such a draft.
-    save_model(reduced, tmp_path / "reduced/draft")
-    tokenizer.save_pretrained(tmp_path / "reduced/draft")
-    shutil.copytree(pair / "target", tmp_path / "reduced/target")
-    result = tuned(tmp_path / "reduced", tmp_path / "out", config(file, epochs=4))
-    assert result["loss_last"] < result["loss_first"]
-    tuned_draft = load_model(str(tmp_path / "out"))
-    assert torch.equal(draft_vocabulary_ids(tuned_draft), torch.tensor(kept))
 
 
 def shipped(pair: Path, tmp_path: Path, *arguments: str) -> list[str]:
@@ -382,63 +373,6 @@ def test_vicunas_template_is_fastchats_and_hides_no_answer() -> None:
     learnt = [token for token, bit in zip(ids, mask, strict=True) if bit]
     assert tokenizer.decode(learnt) == " It is 5.<eos> Because 3 + 2 is 5, too.<eos>"
     assert tokenizer.decode(chat_ids(tokenizer, TALK[:3])).endswith("<eos>USER: Why? ASSISTANT:")
-
-
-def test_the_shipped_configuration_is_planned_without_a_network(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shipped = str(REPOSITORY / "recipes/configs/vicuna-68m.yaml")
-    assert train_draft.RECIPE.run(["--config", shipped, "--plan"]) == 0
-    planned = capsys.readouterr().out
-    assert "runs/vicuna-68m/finetuned" in planned
-    assert "anon8231489123/ShareGPT_Vicuna_unfiltered" in planned
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--draft.finetune.max_length", "1025"], "max_length must be at most 1024, the positions"),
-        (["--draft.finetune.conversations", "[{path}]"], "none of 2 can be trained on: 2 without"),
-        (["--models.target", "{pair}/draft"], "draft has none: save one beside its tokenizer"),
-    ],
-)
-def test_a_plan_refuses_what_cannot_be_trained_on(
-    arguments: list[str],
-    message: str,
-    pair: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = lines(tmp_path / "silent.jsonl", [{"messages": QUESTION}] * 2)
-    plain = shutil.copytree(pair, tmp_path / "plain")
-    (plain / "draft" / "chat_template.jinja").unlink()
-    filled = [argument.format(path=path, pair=plain) for argument in arguments]
-    short = ["--draft.finetune.max_length", "512"]
-    assert train_draft.RECIPE.run([*shipped(pair, tmp_path, *short, *filled), "--plan"]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_recipe_says_what_was_trained_on(
-    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = lines(tmp_path / "talks.jsonl", [*talks(8), {"messages": QUESTION}])
-    changes = [
-        *("--draft.finetune.conversations", f"[{path}]", "--draft.finetune.max_length", "256"),
-        *("--draft.finetune.batch_size", "2", "--draft.finetune.accumulation", "1"),
-    ]
-    wanted = parse(shipped(pair, tmp_path, *changes)).config
-    stage = Finetuned(wanted)
-    assert str(path) in stage.inputs.values()
-    assert "rollouts" not in stage.inputs
-    result = run_stage(stage)
-    stage.show(result)
-    stored = json.loads((tmp_path / "run/finetuned/run.json").read_text())
-    assert stored["results"] == result
-    said = capsys.readouterr().out
-    assert "fine-tuned on 8 conversations, in " in said
-    assert f"{result['assistant_tokens']:,} of {result['tokens']:,} tokens" in said
-    assert "left out of" in said
-    assert "1 without a turn of the assistant" in " ".join(said.split())
 
 
 def test_every_stage_gives_the_chat_template_what_the_run_says_and_stores_it(

@@ -149,13 +149,6 @@ def test_tokens_are_kept_by_frequency_then_id_and_ends_always() -> None:
             frequent_tokens(ROWS, wrong, 48, [1, 3])
 
 
-def test_a_made_draft_is_kept(target: Path, tmp_path: Path) -> None:
-    made = make(target, tmp_path / "draft", kind="target", layers=1)
-    written = (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns
-    assert make(target, tmp_path / "draft", kind="target", layers=1) == made
-    assert (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns == written
-
-
 @pytest.mark.parametrize("rows", [[], [{"prompt_ids": [2, 3], "completion_ids": []}] * 2])
 def test_rollouts_without_a_completion_are_refused(
     rows: list[Any], target: Path, tmp_path: Path

@@ -51,7 +51,7 @@ def draft(pair: Path, out: Path, engine: str) -> None:
 
 def tuned_draft(pair: Path, out: Path, engine: str) -> None:
     """As the stages of `train-draft` do in one process, one after the other."""
-    tuned(pair, out / "tuned", {"finetune": {"epochs": 0.2}})
+    tuned(pair, out / "tuned", {"finetune": {"epochs": 0.06}})
     PartialState().wait_for_everyone()
     distilled(pair, out / "model", DRAFT, rows=17, draft=out / "tuned")
 

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from distill import watch
 from distill.config import DistilConfig
 from distill.distillation import DistilResult
 from distill.watch import Figures, HeldOut, Measurement, best_step, store_best
 from specdata import texts
-from specdata.config import read_config
 from specdata.draft_models.state_store import StateStore
-from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
+from specdata.errors import ManifestError, TrainingDivergedError
 from specdata.expected_tokens import expected_tokens, log_ratios
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
@@ -54,26 +53,10 @@ def dev(pair: Path) -> Dataset:
 @pytest.fixture(scope="module")
 def whole(
     pair: Path, dev: Dataset, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, DistilResult, Reporter]:
-    """An uninterrupted training: its folder, its result, and what it reported."""
-    out, reporter = tmp_path_factory.mktemp("whole") / "out", Reporter()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.distillation.reporters", lambda *_: [reporter])
-        return out, trained(pair, dev, out), reporter
-
-
-class Reporter(TrainerCallback):
-    """Keeps the steps at which each name was reported."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, list[int]] = {}
-
-    def on_log(
-        self, _: object, state: Any, __: object, logs: dict[str, float], **___: object
-    ) -> None:
-        for name, value in logs.items():
-            assert isinstance(value, (int, float)), name  # what reporters take
-            self.seen.setdefault(name, []).append(state.global_step)
+) -> tuple[Path, DistilResult]:
+    """An uninterrupted training: its folder and its result."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return out, trained(pair, dev, out)
 
 
 def by_hand(
@@ -211,9 +194,9 @@ def test_weights_that_got_worse_are_not_kept(pair: Path, tmp_path: Path) -> None
 
 
 def test_a_draft_gets_better_and_its_result_tells_of_every_prompt_set_and_is_stored(
-    pair: Path, dev: Dataset, whole: tuple[Path, DistilResult, Reporter]
+    pair: Path, dev: Dataset, whole: tuple[Path, DistilResult]
 ) -> None:
-    out, result, _ = whole
+    out, result = whole
     before, after = result.before, result.after
     assert before is not None
     assert after is not None
@@ -264,8 +247,8 @@ def steps_of(measured: list[dict[str, Any]]) -> list[int]:
     return [each["step"] for each in measured]
 
 
-def test_history_and_reports_have_every_step_that_was_logged_and_every_measurement(
-    whole: tuple[Path, DistilResult, Reporter],
+def test_history_has_every_step_that_was_logged_and_every_measurement(
+    whole: tuple[Path, DistilResult],
 ) -> None:
     history = kept(whole[0])
     assert steps_of(history["steps"]) == [4, 8, 10, 12]
@@ -276,10 +259,6 @@ def test_history_and_reports_have_every_step_that_was_logged_and_every_measureme
     assert {each["rollouts"] for each in history["measurements"]} == {4}
     assert all({*each["sets"]} == {"maths", "sums"} for each in history["measurements"])
     assert history["before"]["rollouts"] == 9
-    reported = whole[2].seen
-    assert reported["loss"] == [4, 8, 10, 12]
-    for name in ("acceptance", "kl", "expected_tokens_block_8", "acceptance_sums"):
-        assert reported[f"eval_{name}"] == [0, 5, 10, 12]
 
 
 class Killed(BaseException):
@@ -290,7 +269,7 @@ class Killed(BaseException):
 def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
     pair: Path,
     dev: Dataset,
-    whole: tuple[Path, DistilResult, Reporter],
+    whole: tuple[Path, DistilResult],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -327,18 +306,3 @@ def test_figures_that_are_not_finite_end_a_training(pair: Path, tmp_path: Path) 
     with pytest.raises(TrainingDivergedError, match="acceptance on held-out rollouts is nan after"):
         distilled(pair, tmp_path / "out", config)
     assert not (tmp_path / "out").exists()
-
-
-# --- reports
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_reports_go_to_names_that_exist_and_are_installed(
-    name: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distill.watch.get_available_reporting_integrations", list)
-    with pytest.raises(ConfigError, match=r"report_to\.0: .*'tensorboard'.* \(got 'tensorbord'\)"):
-        read_config(DistilConfig, {"report_to": ["tensorbord"]})
-    with pytest.raises(ConfigError, match=f"'{name}', which is not installed here: install it"):
-        distilled(pair, tmp_path / "out", changed(WATCHED, report_to=[name]))
-    assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ def learnt(target: Path, folder: Path, **init: Any) -> dict[str, Any]:
     """What was made as `folder/new`, from which `folder/draft` learnt, as is made sure of."""
     init = {"kind": "states", "layers": 1} | init
     made = make(target, folder / "new", **init)
-    settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw", "keep": "last"}
+    settings = {"epochs": 40, "learning_rate": 1e-2, "warp": "raw"}
     config = changed(QUICK, init=init, optimizer="muon", **settings)
     rows = {"target": target, "draft": folder / "new", "train": ROWS, "dev": ROWS}
     found = distilled(folder, folder / "draft", config, **rows)
