@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from specdata.config import MOST_TIMES, MOST_TOKENS, Config, Count, Few
 from specdata.draft_kinds import KINDS
@@ -39,10 +39,11 @@ class InitConfig(Config):
         "(layers of the target) or states (the target's last layers, or some of Llama's kind, "
         "which read its states)",
     )
-    layers: int | list[int] = Field(
+    layers: Few = Field(
         default=2,  # untrained, the first of a real model start at .09, evenly spaced ones at 0
-        description="layers cut from the target: how many of the first (of the last, with kind "
-        "states), or which ([0, 5]; 0 is the first)",
+        ge=1,
+        description="layers cut from the target: so many of the first (of the last, with kind "
+        "states)",
     )
     taps: list[int] | None = Field(
         default=None,
@@ -75,20 +76,6 @@ class InitConfig(Config):
         "squares on rollouts), as it is made for those of the target's last layer",
     )
 
-    @field_validator("layers")
-    @classmethod
-    def _are_layers(cls, layers: int | list[int]) -> int | list[int]:
-        """Refuse what is neither a number of layers nor their numbers in order."""
-        if isinstance(layers, int) and not 1 <= layers <= MOST_TIMES:
-            raise ValueError(f"must be from 1 to {MOST_TIMES}, got {layers}")
-        if isinstance(layers, list) and (
-            not layers or layers[0] < 0 or layers != sorted(set(layers))
-        ):
-            raise ValueError(
-                f"must be the numbers of layers in order, each once and 0 or more, got {layers}"
-            )
-        return layers
-
     @model_validator(mode="after")
     def _parts_fit_each_other(self) -> Self:
         if self.align and self.kind != "target":
@@ -97,7 +84,8 @@ class InitConfig(Config):
             raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
         if self.layout is not None and self.kind != "states":
             raise ValueError(f"layout {self.layout} needs kind states, got {self.kind}")
-        self.draft_kind.check_layers(self.layers)
+        if self.layers > (most := self.draft_kind.most_layers or self.layers):
+            raise ValueError(f"layout {self.layout} needs layers: {most}, got {self.layers}")
         if self.block is not None and not self.draft_kind.in_blocks:
             those = " or ".join(kind.name for kind in KINDS.values() if kind.in_blocks)
             raise ValueError(f"block needs layout {those}, got {self.layout or 'none'}")
@@ -107,17 +95,13 @@ class InitConfig(Config):
 
     def layers_of(self, count: int, target: str | Path) -> list[int]:
         """The numbers of the layers that are cut from a target of so many."""
-        numbers = self.layers
-        if isinstance(numbers, int):
-            first = count - numbers if self.kind == "states" else 0
-            numbers = [*range(first, first + numbers)]
-        if numbers[0] < 0 or numbers[-1] >= count:
-            allowed = f"1 to {count}" if isinstance(self.layers, int) else f"0 to {count - 1}"
+        if self.layers > count:
             raise ConfigError(
-                f"draft.init.layers must be {allowed}, because {target} has {count} layers; got "
+                f"draft.init.layers must be 1 to {count}, because {target} has {count} layers; got "
                 f"{self.layers}"
             )
-        return numbers
+        first = count - self.layers if self.kind == "states" else 0
+        return [*range(first, first + self.layers)]
 
     @property
     def draft_kind(self) -> DraftKind:

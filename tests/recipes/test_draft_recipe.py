@@ -78,7 +78,6 @@ SHORT = "--draft.init.kind=model --models.draft=short --rollouts.max_new_tokens=
 ADAPTED = "--draft.init.kind=model --models.draft=adapters --draft.lora.rank"
 PLANS = [
     ("--draft.init='{kind: target, layers: 5}'", "must be 1 to 4"),
-    ("--draft.init='{kind: target, layers: [1, 4]}'", "must be 0 to 3"),
     ("--draft.init='{kind: target, vocabulary: 4000}'", "must be at most"),
     ("--draft.init='{kind: states, layers: 1, taps: [2, 5]}'", "init: taps must be .* to 4"),
     (
