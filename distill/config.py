@@ -272,8 +272,7 @@ class DistilConfig(Config):
     )
     report_to: list[Reporter] | None = Field(
         None,
-        description="where losses are also reported; [] is nowhere (default: tensorboard if it is "
-        "installed)",
+        description="where losses and measurements are also reported: tensorboard, wandb, trackio",
     )
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -49,7 +50,6 @@ from distill.watch import (
     best_step,
     load_best,
     measurements,
-    reporters,
 )
 from specdata.draft_models.depths import depths_of
 from specdata.draft_models.state_store import StateStore
@@ -133,7 +133,6 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     folder = ModelFolder(out)
     if stored := folder.result():
         return TypeAdapter(DistilResult).validate_python(stored)
-    reports = reporters(config.report_to, out.with_name(f"{out.name}.logs"))
     state = join_processes()
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
@@ -169,8 +168,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         trainer = draft_trainer(
             teacher, student, fit.rollouts, folder.work, config, sampling, seed, store
         )
-        for callback in (*reports, Watch(trainer, held_out, plain, config, label)):
-            trainer.add_callback(callback)
+        trainer.add_callback(Watch(trainer, held_out, plain, config, label))
         train_resumably(trainer, folder.work, label=label)
         steps, watched = logged_steps(trainer), measurements(trainer.state)
         kept_step = best_step(watched)
@@ -301,6 +299,9 @@ def draft_trainer(
     """
     state = join_processes()
     arguments = draft_arguments(work, config, len(train), save_steps=config.save_steps, seed=seed)
+    arguments.report_to = config.report_to or []
+    # By default TensorBoard's files would lie among the checkpoints, and go with them.
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(work.with_suffix(".logs")))
     freeze(student, config)
     objective = Distillation(
         student, teacher_of(student, teacher, config, sampling, train, store), config

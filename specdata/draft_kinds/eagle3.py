@@ -47,7 +47,6 @@ EAGLE3 = DraftKind(
     most_layers=1,
     layouts={
         "eagle3": "EAGLE-3's own code, which vLLM, SGLang and llama.cpp's converter load",
-        "speculators": "the package speculators, which vLLM loads",
     },
     architecture="Eagle3",
     section="init: {kind: states, layout: eagle3, layers: 1}",

@@ -110,7 +110,7 @@ PLANS = [
         r"^draft\.finetune\.conversations: .* no column 'messages'; it has 'text'\. Each row must",
     ),
     ("--draft.finetune.conversations=[absent.jsonl]", r"^draft\.finetune\.conversations: .*absent"),
-    ("--draft.report_to=[wandb]", "draft.report_to names 'wandb'"),
+    ("--draft.report_to=[wandb]", "draft.report_to names wandb, which is not installed"),
 ]
 
 
@@ -118,7 +118,7 @@ PLANS = [
 def test_what_cannot_be_made_or_trained_is_refused_before_anything_runs(
     asked: str, said: str | None, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.watch.get_available_reporting_integrations", list)
+    monkeypatch.setattr("transformers.integrations.get_available_reporting_integrations", list)
     monkeypatch.chdir(models)
     config = parse(arguments(Path("target"), *shlex.split(asked))).config
     outcome = nullcontext() if said is None else pytest.raises(ConfigError, match=said)
