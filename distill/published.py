@@ -199,7 +199,7 @@ def ids_of(tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str) ->
     if not (int(ids[0]) >= 0 and bool((ids.diff() > 0).all()) and int(ids[-1]) < vocabulary):
         raise ConfigError(
             f"d2t in {name} must give ids below {vocabulary}, the target's vocabulary, in "
-            "order and each once"
+            "order and each once: it holds what is added to 0, 1, 2, ..., no ids"
         )
     if (t2d := tensors.get("t2d")) is not None and not torch.equal(t2d.nonzero().flatten(), ids):
         raise ConfigError(
