@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from distill.batches import collate
 from distill.config import DistilConfig
 from distill.on_policy import DraftTexts, TextRow, rows_of
-from specdata.draft_models.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
 from specdata.texts import IGNORED
@@ -162,16 +161,6 @@ def test_the_draft_draws_ids_of_the_target_only_and_reads_the_targets_others() -
     assert any(token >= V - 10 for row in written for token in row["prompt_ids"])
 
 
-def test_a_draft_with_a_reduced_vocabulary_writes_its_own_tokens() -> None:
-    kept = [END, 4, 9, 17, 30]
-    draft = tiny_llama(1, vocab=V)
-    reduce_vocabulary(draft, kept)
-    drawn = texts(ends=frozenset(), sampling=WARPED)
-    rows = [{"prompt_ids": [2], "completion_ids": [3] * 8}] * 30
-    written = drawn.write(draft, rows, range(30), step=0)
-    assert {token for row in written for token in row["completion_ids"]} == {*kept}
-
-
 # --- in the trainer
 
 
@@ -220,21 +209,6 @@ def gradients(one: Trainer) -> dict[str, Tensor]:
     """Those of a training's only step, not clipped: their size tells what they were divided by."""
     one.args.max_grad_norm = 0.0
     return step_gradients(one)
-
-
-def test_a_step_is_one_on_a_data_set_of_the_texts_however_it_is_accumulated(
-    tmp_path: Path,
-) -> None:
-    def drafting(batch_size: int) -> Trainer:
-        settings = {"batch_size": batch_size, "accumulation": 8 // batch_size}
-        return trainer(tmp_path / "work", config(**settings, on_policy=0.5), rollouts(8))
-
-    (batch,), _ = step_batches(drafting(8), 1)
-    written = rows_of(batch)
-    whole = gradients(drafting(8))
-    assert_same_gradients(gradients(drafting(4)), whole, 200)
-    static = config(batch_size=len(written) // 2, accumulation=2)
-    assert_same_gradients(gradients(trainer(tmp_path / "work", static, written)), whole, 200)
 
 
 def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(

@@ -219,16 +219,6 @@ def test_a_draft_gets_better_and_its_result_tells_of_every_prompt_set_and_is_sto
     assert (out / "model.safetensors").stat() == written
 
 
-def test_no_epochs_keep_the_draft_as_it_starts_and_measure_it(pair: Path, tmp_path: Path) -> None:
-    result = distilled(pair, tmp_path / "out", changed(WATCHED, epochs=0))
-    assert (result.steps, result.best_step) == (0, 0)
-    assert result.acceptance_before == result.acceptance_after > 0
-    assert result.before == result.after
-    assert_same_weights(tmp_path / "out", pair / "draft")
-    assert kept(tmp_path / "out")["steps"] == []
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 # --- history and resume
 
 
