@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of, load_student, merged, set_weights
-from distill.batches import Numbered, check_context, collate, fitted
+from distill.batches import DraftTexts, Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
 from distill.kinds import round_places
 from distill.losses import LESS_BYTES, LOSSES
 from distill.masks import with_masks
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.objective import ENTRY_BYTES, ChunkedLoss, Columns, Objective
-from distill.on_policy import DraftTexts
 from distill.rounds import of_round, weights_of
 from distill.teacher import Teacher, teacher_of
 from distill.training import (

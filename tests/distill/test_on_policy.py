@@ -16,9 +16,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from distill.batches import collate
+from distill.batches import DraftTexts, TextRow, collate, rows_of
 from distill.config import DistilConfig
-from distill.on_policy import DraftTexts, TextRow, rows_of
 from specdata.probability import SamplingConfig
 from specdata.rollouts.backend import sample_batch
 from specdata.texts import IGNORED
