@@ -78,12 +78,13 @@ class InitConfig(Config):
 
     @model_validator(mode="after")
     def _parts_fit_each_other(self) -> Self:
-        if self.align and self.kind != "target":
-            raise ValueError(f"align needs kind target, whose layers are cut, got {self.kind}")
-        if self.taps is not None and self.kind != "states":
-            raise ValueError(f"taps needs kind states, whose input they are, got {self.kind}")
-        if self.layout is not None and self.kind != "states":
-            raise ValueError(f"layout {self.layout} needs kind states, got {self.kind}")
+        for name, given, kind in (
+            ("align", self.align or None, "target"),
+            ("taps", self.taps, "states"),
+            ("layout", self.layout, "states"),
+        ):
+            if given is not None and self.kind != kind:
+                raise ValueError(f"{name} needs kind {kind}, got {self.kind}")
         if self.layers > (most := self.draft_kind.most_layers or self.layers):
             raise ValueError(f"layout {self.layout} needs layers: {most}, got {self.layers}")
         if self.block is not None and not self.draft_kind.in_blocks:

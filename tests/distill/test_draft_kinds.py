@@ -78,7 +78,7 @@ OTHER_TRAININGS = {"logits": "a", "on_policy": 0.5, "finetune": {}, "lora": {}, 
             "greater than or equal to 2",
         ),
         ({"init": {"kind": "states", "layout": "eagle3", "layers": 2}}, "needs layers: 1, got 2"),
-        ({"init": {"kind": "target", "layout": "dspark"}}, "dspark needs kind states, got target"),
+        ({"init": {"kind": "target", "layout": "dspark"}}, "layout needs kind states, got target"),
         (
             {"init": {"kind": "states", "layout": "dspark"}, "readings": 3},
             "readings must be left out",
