@@ -51,7 +51,7 @@ ACCOUNT_FILE = "account.json"
 
 
 @dataclass(frozen=True, slots=True)
-class TextRows:
+class TuningRows:
     """The training data: of each row `input_ids` (T,) and `labels` (T,).
 
     The account says what the rows were made of, as JSON values: `texts` (conversations or
@@ -63,7 +63,7 @@ class TextRows:
     account: dict[str, Any]
 
 
-def stored_rows(folder: Path, make: Callable[[], TextRows]) -> TextRows:
+def stored_rows(folder: Path, make: Callable[[], TuningRows]) -> TuningRows:
     """Make the rows of a training, or read those that another process or an earlier run made.
 
     Rendering and masking a hundred thousand conversations takes many minutes, so the main process
@@ -78,7 +78,7 @@ def stored_rows(folder: Path, make: Callable[[], TextRows]) -> TextRows:
                 write_json(temporary / ACCOUNT_FILE, rows.account)
         account = read_record(folder / ACCOUNT_FILE, (), f"remove {folder}")
     account = broadcast_by_main(account)
-    return TextRows(load_from_disk(str(folder)), account)
+    return TuningRows(load_from_disk(str(folder)), account)
 
 
 def make_rows(
@@ -88,7 +88,7 @@ def make_rows(
     seed: int,
     template_variables: Mapping[str, Any] = {},
     vocabulary: int = sys.maxsize,
-) -> TextRows:
+) -> TuningRows:
     """Make the rows of a training.
 
     Of conversations, rendered by the target's chat template, which is given `template_variables`,
@@ -131,7 +131,7 @@ def make_rows(
         "tokens": sum(map(len, ids)),
         "assistant_tokens": int(sum((part != IGNORED).sum() for part in labels)),
     }
-    return TextRows(dataset, account)
+    return TuningRows(dataset, account)
 
 
 def rollout_texts(
@@ -203,7 +203,7 @@ def finetune(
     configuration names no conversations.
 
     Returns:
-        What was done, as JSON values: `TextRows.account`, `steps`, and the mean loss
+        What was done, as JSON values: `TuningRows.account`, `steps`, and the mean loss
         (nats a token of the assistant's) over the first and over the last logged steps,
         `loss_first` and `loss_last`.
     """
@@ -259,7 +259,7 @@ def negative_log(logits: Tensor, columns: Columns) -> Tensor:
 def finetune_trainer(
     student: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: TextRows,
+    rows: TuningRows,
     work: Path,
     config: FinetuneConfig,
     seed: int,

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from distill.config import FinetuneConfig
 from distill.finetune import (
-    TextRows,
+    TuningRows,
     collate_texts,
     finetune,
     finetune_trainer,
@@ -139,11 +139,11 @@ def tuned(
     )
 
 
-def made(config: FinetuneConfig, family: str = "chatml") -> TextRows:
+def made(config: FinetuneConfig, family: str = "chatml") -> TuningRows:
     return make_rows(chat_tokenizer(family), rollouts(30), config, seed=0)
 
 
-def learnt(rows: TextRows) -> list[str]:
+def learnt(rows: TuningRows) -> list[str]:
     """The content of the labels of each row."""
     tokenizer = chat_tokenizer("chatml")
     return [
