@@ -25,11 +25,8 @@ from specdata.models import load_model
 from specdata.probability import overlap, probabilities
 from specdata.sampling import SamplingConfig
 from specdata.top_logits import TopLogits
-from tests.support.distill import pair
 from tests.support.random_pair import texts_of
 from tests.support.trainings import assert_same_weights, changed, distilled
-
-__all__ = ["pair"]  # a fixture
 
 WATCHED = DistilConfig(epochs=2, learning_rate=5e-3, save_steps=4, eval_steps=5, report_to=[])
 """12 steps: checkpoints after 4, 8, 12; measured after 0, 5, 10, 12; losses of 4, 8, 10, 12."""
@@ -38,25 +35,25 @@ TOO_FAST = changed(WATCHED, learning_rate=3.0, epochs=1)
 
 
 @pytest.fixture(scope="module")
-def models(pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return load_model(str(pair / "target")), load_model(str(pair / "draft"))
+def models(trained_pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return load_model(str(trained_pair / "target")), load_model(str(trained_pair / "draft"))
 
 
 @pytest.fixture(scope="module")
-def dev(pair: Path) -> Dataset:
+def dev(trained_pair: Path) -> Dataset:
     """Nine rollouts of two prompt sets, unequally many."""
-    sets = {"maths": texts_of(pair, 6, seed=2), "sums": texts_of(pair, 3, seed=3)}
+    sets = {"maths": texts_of(trained_pair, 6, seed=2), "sums": texts_of(trained_pair, 3, seed=3)}
     named = [rows.add_column("dataset", [name] * len(rows)) for name, rows in sets.items()]
     return concatenate_datasets(named)
 
 
 @pytest.fixture(scope="module")
 def whole(
-    pair: Path, dev: Dataset, tmp_path_factory: pytest.TempPathFactory
+    trained_pair: Path, dev: Dataset, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, DistilResult]:
     """An uninterrupted training: its folder and its result."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    return out, trained(pair, dev, out)
+    return out, trained(trained_pair, dev, out)
 
 
 def by_hand(
@@ -182,11 +179,11 @@ def test_the_earliest_of_equally_good_weights_are_the_best() -> None:
     assert best_step(measured) == 10
 
 
-def test_weights_that_got_worse_are_not_kept(pair: Path, tmp_path: Path) -> None:
-    best = distilled(pair, tmp_path / "best", TOO_FAST)
+def test_weights_that_got_worse_are_not_kept(trained_pair: Path, tmp_path: Path) -> None:
+    best = distilled(trained_pair, tmp_path / "best", TOO_FAST)
     assert (best.steps, best.best_step) == (6, 0)
     assert best.acceptance_after == best.acceptance_before
-    assert_same_weights(tmp_path / "best", pair / "draft")
+    assert_same_weights(tmp_path / "best", trained_pair / "draft")
     history = kept(tmp_path / "best")
     assert steps_of(history["measurements"]) == [0, 5, 6]
     first, *_, last = history["measurements"]
@@ -194,7 +191,7 @@ def test_weights_that_got_worse_are_not_kept(pair: Path, tmp_path: Path) -> None
 
 
 def test_a_draft_gets_better_and_its_result_tells_of_every_prompt_set_and_is_stored(
-    pair: Path, dev: Dataset, whole: tuple[Path, DistilResult]
+    trained_pair: Path, dev: Dataset, whole: tuple[Path, DistilResult]
 ) -> None:
     out, result = whole
     before, after = result.before, result.after
@@ -206,25 +203,27 @@ def test_a_draft_gets_better_and_its_result_tells_of_every_prompt_set_and_is_sto
     assert result.positions == sum(map(len, dev["completion_ids"]))
     assert set(after.sets) == {"maths", "sums"}
     assert after.rollouts == 9
-    target, draft = load_model(str(pair / "target")), load_model(str(out))
+    target, draft = load_model(str(trained_pair / "target")), load_model(str(out))
     stored = HeldOut(target, dev, SamplingConfig()).measure(draft).overall.acceptance
     assert stored == pytest.approx(result.acceptance_after, abs=1e-6)
     assert draft.config.use_cache
-    for path in (pair / "target").glob("tokenizer*"):
+    for path in (trained_pair / "target").glob("tokenizer*"):
         assert (out / path.name).read_bytes() == path.read_bytes()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     # A finished one is read, not made again.
     written = (out / "model.safetensors").stat()
-    assert trained(pair, dev, out) == result
+    assert trained(trained_pair, dev, out) == result
     assert (out / "model.safetensors").stat() == written
 
 
 # --- history and resume
 
 
-def trained(pair: Path, dev: Dataset, out: Path, config: DistilConfig = WATCHED) -> DistilResult:
-    train = texts_of(pair, 48, seed=1)
-    return distilled(pair, out, changed(config, eval_rollouts=4), train=train, dev=dev)
+def trained(
+    trained_pair: Path, dev: Dataset, out: Path, config: DistilConfig = WATCHED
+) -> DistilResult:
+    train = texts_of(trained_pair, 48, seed=1)
+    return distilled(trained_pair, out, changed(config, eval_rollouts=4), train=train, dev=dev)
 
 
 def kept(folder: Path) -> dict[str, Any]:
@@ -257,7 +256,7 @@ class Killed(BaseException):
 
 @pytest.mark.slow
 def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
-    pair: Path,
+    trained_pair: Path,
     dev: Dataset,
     whole: tuple[Path, DistilResult],
     tmp_path: Path,
@@ -278,21 +277,21 @@ def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
     with monkeypatch.context() as patch:
         patch.setattr(watch, "store_best", store_and_die)
         with pytest.raises(Killed):
-            trained(pair, dev, tmp_path / "out")
+            trained(trained_pair, dev, tmp_path / "out")
     assert times == [0, 5]  # it gets better all the time
     best = tmp_path / "out.training" / "best-0"
     best.rename(tmp_path / "elsewhere")
     with pytest.raises(ManifestError, match=r"best-0/weights.safetensors, the best weights so far"):
-        trained(pair, dev, tmp_path / "out")
+        trained(trained_pair, dev, tmp_path / "out")
     (tmp_path / "elsewhere").rename(best)
-    assert trained(pair, dev, tmp_path / "out") == whole[1]
+    assert trained(trained_pair, dev, tmp_path / "out") == whole[1]
     assert_same_weights(tmp_path / "out", whole[0])
     assert kept(tmp_path / "out") == kept(whole[0])
     assert not (tmp_path / "out.training").exists()
 
 
-def test_figures_that_are_not_finite_end_a_training(pair: Path, tmp_path: Path) -> None:
+def test_figures_that_are_not_finite_end_a_training(trained_pair: Path, tmp_path: Path) -> None:
     config = changed(WATCHED, epochs=1, learning_rate=1e6, save_steps=100, eval_steps=2)
     with pytest.raises(TrainingDivergedError, match="acceptance on held-out rollouts is nan after"):
-        distilled(pair, tmp_path / "out", config)
+        distilled(trained_pair, tmp_path / "out", config)
     assert not (tmp_path / "out").exists()
