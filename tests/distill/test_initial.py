@@ -97,6 +97,7 @@ def test_a_cut_draft_has_the_targets_vocabulary_context_and_ends(
     target = stored(tmp_path / "target", num_hidden_layers=3, tie_word_embeddings=tied)
     made = make(target, tmp_path / "draft", kind="target", layers=2)
     assert made["layers"] == [0, 1]
+    assert InitConfig(kind="states", layers=2).layers_of(3, "") == [1, 2]  # the last ones
     draft, whole = load_model(str(tmp_path / "draft")), load_model(str(target))
     assert draft.dtype == torch.float32
     assert draft.config.vocab_size == whole.config.vocab_size
