@@ -13,7 +13,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch import nn
 
-from distill.config import FRESH
+from distill.config import FRESH, InitConfig
 from distill.initial import coverage, frequent_tokens
 from distill.plain import cut
 from distill.states import silence
