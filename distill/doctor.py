@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +41,8 @@ BETTER = 0.02
 """By so much of the tokens of a round other flags or taps must be better to be named."""
 LOW, FLAG = 0.2, 0.01
 """Acceptance below which a draft slows decoding down, whatever its cost, or is read wrongly."""
+SPREAD, TAIL, LEAST = 0.02, 0.15, 8_000
+"""How near to .02 and 3 deviation and kurtosis of a matrix never trained are; its least size."""
 
 
 def examine(
@@ -101,13 +104,12 @@ def _of_files(
         return None
     findings = [*_of_tensors(tensors, layout)]
     yield from findings
-    if findings:
+    if any(each.kind == "problem" for each in findings):
         return None
-    yield Finding("ok", "tensors", f"{len(tensors)}, all finite")
-    try:
-        ids = ids_of(tensors, target, name)
-    except ConfigError as error:
-        yield Finding("problem", "vocabulary map", str(error))
+    ids, wrong = _ids(tensors, name, target)
+    if wrong:
+        yield Finding("problem", "vocabulary map", wrong)
+    if ids is None:
         return None
     share = sum(map({*ids.tolist()}.__contains__, new)) / len(new)
     head = "" if "lm_head.weight" in tensors else "; no lm_head, so the target's rows of them"
@@ -237,12 +239,45 @@ def _acceptance(figures: Figures) -> Finding:
 
 
 def _of_tensors(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[Finding]:
-    """Tensors that hold nothing."""
-    for name, each in tensors.items():
-        if each.is_floating_point() and not (each.isfinite().all() and each.any()):
-            what = "NaN or infinity" if each.any() else "only zeros"
-            text = f"{layout.theirs(name)} holds {what}: it was not trained, or lost"
-            yield Finding("problem", "tensors", text)
+    """Tensors that hold nothing, or what they were filled with before training."""
+    untrained = []
+    for ours, each in tensors.items():
+        if not each.is_floating_point():
+            continue
+        name, wide = layout.theirs(ours), each.float()
+        if not wide.isfinite().all() or not wide.any():
+            what = "only zeros" if not wide.any() else "NaN or infinity"
+            yield Finding("problem", "tensors", f"{name} holds {what}: it was not trained, or lost")
+        elif each.dim() == 2 and each.numel() >= LEAST:
+            scaled = (wide - wide.mean()) / (deviation := wide.std())
+            fourth = float(scaled.pow(4).mean())
+            if abs(float(deviation) / 0.02 - 1) < SPREAD and abs(fourth - 3) < TAIL:
+                untrained.append(name)
+    if untrained:
+        yield Finding(
+            "warning",
+            "tensors",
+            f"{', '.join(untrained)} are as random weights are (normal, deviation .02): never "
+            "trained, or filled by a loader that did not find them",
+        )
+    else:
+        yield Finding("ok", "tensors", f"{len(tensors)}, none as random weights are")
+
+
+def _ids(
+    tensors: Mapping[str, Tensor], name: str, target: PreTrainedModel
+) -> tuple[Tensor | None, str]:
+    """(N,) the ids of the draft's tokens, and what is wrong with its maps."""
+    try:
+        return ids_of(tensors, target, name), ""
+    except ConfigError as error:
+        if (added := tensors.get("d2t")) is None or added.dim() != 1:
+            return None, str(error)
+        try:
+            ids = ids_of({**tensors, "d2t": added - torch.arange(len(added))}, target, name)
+        except ConfigError:
+            return None, str(error)
+    return ids, "d2t holds ids, and must hold what is added to 0, 1, 2, ...: subtract these"
 
 
 def _of_tokenizer(folder: Path, target: PreTrainedTokenizerBase) -> Iterator[Finding]:

@@ -107,6 +107,12 @@ def shift(_tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         part["eagle_aux_hidden_state_layer_ids"] = [1, 2]
 
 
+def random_head(tensors: dict[str, Tensor], _config: dict[str, Any]) -> None:
+    draws = torch.Generator().manual_seed(1)
+    shape = tensors["lm_head.weight"].shape
+    tensors["lm_head.weight"] = 0.02 * torch.randn(shape, generator=draws)
+
+
 FAULTS: dict[str, tuple[Change, str]] = {
     "taps off by one": (shift, r"with taps \[0, 1\] the draft is accepted more"),
     "norm flag": (
@@ -119,10 +125,11 @@ FAULTS: dict[str, tuple[Change, str]] = {
         lambda tensors, _: tensors["fc.weight"].fill_(torch.nan),
         r"^problem +tensors: fc\.weight holds NaN",
     ),
+    "random": (random_head, "lm_head.weight are as random weights are"),
     "no map": (lambda tensors, _: tensors.pop("d2t"), "has no d2t"),
     "ids for differences": (
         lambda tensors, _: tensors["d2t"].add_(torch.arange(KEPT)),
-        "d2t .* holds what is added to 0, 1, 2, ..., no ids",
+        "d2t holds ids",
     ),
     "a key": (lambda _, config: config.update(clip_qkv=8), r"config.json: clip_qkv \(8\) is not"),
     "maps of two drafts": (
