@@ -50,7 +50,6 @@ ONLY_READ_BY = {
     "widths": ("tree",),
     "siblings": ("tree",),
     **dict.fromkeys(("nodes", "depth", "gain"), ("dynamic_tree",)),
-    "tree_attention": ("paths", "tree", "dynamic_tree"),
     **dict.fromkeys(("paths", "path_temperatures", "path_drafts"), ("paths",)),
 }
 """Settings that only some drafters read; elsewhere they are a mistake."""
@@ -122,11 +121,6 @@ class Method(Config):
     path_drafts: tuple[str, ...] = Field(
         default=(),
         description="a draft model (folder or Hub id) for each path; '' is the run's draft",
-    )
-    tree_attention: bool = Field(
-        default=True,
-        description="score paths and trees in one row with a tree mask; false: as a batch of "
-        "paths, the same tokens, usually slower (an ablation)",
     )
     stop: SerializeAsAny[StoppingRule] = Field(
         default=Fixed(),

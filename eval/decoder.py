@@ -128,7 +128,7 @@ class SpeculativeDecoder:
                     warn_of_other_sampling(head, config.sampling)
             if config.drafter != "chain":
                 for model in (target, *drafts):
-                    check_trees(model, by_mask=config.tree_attention or model is not target)
+                    check_trees(model)
         capture_hidden = head is not None and config.stop.reads_head
         # A residual that persists is of tokens after those of its round, too.
         deepest = sys.maxsize if verifier.residual_persists else config.deepest
@@ -241,7 +241,6 @@ class SpeculativeDecoder:
         committed: list[int] = prompt_ids.tolist()  # T, and every token emitted since
         check_ids(self._target.vocabulary, min(committed), max(committed))
         max_length, verifier = len(committed) + max_new_tokens, self._verifier
-        tree_attention = self._config.tree_attention
         check_rope(self._target.model, max_length)
         rounds: list[Round] = []
         ended = False
@@ -274,7 +273,7 @@ class SpeculativeDecoder:
                 )  # (N+1, V)
             else:
                 logits = yield target.append_tree(
-                    tree.token_list, tree.parent_list, uncached, unrolled=not tree_attention
+                    tree.token_list, tree.parent_list, uncached
                 )  # (N+1, V)
             distributions = target.distribution(logits).to(self._verified_on)  # (N+1, V)
             scored = self._now() if alone else 0.0

@@ -307,7 +307,7 @@ def check_decodable(config: PipelineConfig) -> None:
         for method in methods:
             with named(f"method {method.name!r} with {name}"):
                 if method.drafter != "chain":
-                    check_trees(model, by_mask=method.tree_attention or name != target)
+                    check_trees(model)
                 if method.decoder == "assisted" and name == target:
                     check_assisted(model)
 

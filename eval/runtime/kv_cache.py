@@ -35,7 +35,6 @@ class KVCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, kinds: Sequence[LayerKind]) -> None:
-        self.kinds = kinds
         super().__init__(layers=[kind.layer() for kind in kinds])
         attending = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
         indexers = [layer.indexer for layer in attending if isinstance(layer, IndexedLayer)]
@@ -120,28 +119,6 @@ class KVCache(Cache):  # type: ignore[misc]
             index = index.to(layer.keys.device, non_blocking=True)  # layers may lie on several
             for buffer in (layer.keys[slot], layer.values[slot]):
                 buffer[:, target : target + len(source)] = buffer[:, index]
-
-    def repeat_prefix(self, slot: int, length: int, copies: int) -> KVCache:
-        """A new cache whose slots are `copies` of the first `length` cache positions of one."""
-        copy = KVCache(self.kinds)
-        for layer, copied in zip(self.stores, copy.stores, strict=True):
-            if length:
-                copied.keys = layer.keys[slot, :, :length].repeat(copies, 1, 1, 1)
-                copied.values = layer.values[slot, :, :length].repeat(copies, 1, 1, 1)
-        return copy
-
-    def copy_from(
-        self, other: KVCache, rows: list[int], columns: list[int], slot: int, start: int
-    ) -> None:
-        """Store entries of another cache, by row and column, in a slot from `start` on."""
-        self.place(slice(slot, slot + 1), start, start + len(rows))
-        for layer, source in zip(self.stores, other.stores, strict=True):
-            # (n, heads, size) -> (1, heads, n, size)
-            keys, values = (
-                buffer[rows, :, columns].transpose(0, 1).unsqueeze(0)
-                for buffer in (source.keys, source.values)
-            )
-            layer.update(keys, values)
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -201,35 +201,6 @@ class CachedModel:
             for end, part in zip(ends, parts, strict=True)
         ]
 
-    def read_paths(self, part: Part, parents: Sequence[int]) -> Outputs:
-        """Read a whole tree as a batch of its paths from the root to each leaf (an ablation)."""
-        layout, start, count = part.layout, part.layout.start, len(part.inputs)
-        committed, nodes = count - len(parents), range(len(parents))
-        # A node comes after its ancestors, so the ancestors of a leaf in order are its path.
-        ancestors = layout.ancestors.tolist()
-        paths = [
-            [*range(committed), *(committed + node for node in nodes if ancestors[leaf][node])]
-            for leaf in nodes
-            if leaf + 1 not in parents
-        ]
-        width = max(map(len, paths))
-        padded = torch.tensor([path + [0] * (width - len(path)) for path in paths])
-        positions = torch.arange(start, start + width, device=self.device).expand(len(paths), -1)
-        cache = self.kv_cache.repeat_prefix(part.slot, start, len(paths))
-        cache.place(slice(0, len(paths)), start, start + width)
-        mask: Tensor | Sight | None = None
-        if start or self.traits.has_rules:
-            causal = self._causal_mask(start, width).expand(len(paths), -1, -1, -1)
-            keys = torch.arange(start + width, device=self.device)[None]
-            mask = Sight(causal, positions, keys) if self.traits.has_rules else causal
-        inputs = part.inputs[padded.to(self.device)]
-        outputs = self._run_eager(cache, inputs, positions, mask, width)
-        # Each token is read on the first path that has it.
-        rows = [next(row for row, path in enumerate(paths) if i in path) for i in range(count)]
-        columns = [position - start for position in layout.positions]
-        self.kv_cache.copy_from(cache, rows, layout.positions, part.slot, start)
-        return outputs.of(rows, columns, part.logits_to_keep)
-
     def embed(self, ids: Tensor) -> Tensor | None:
         """(..., E) the model's input embeddings of tokens, for heads; None if none reads it."""
         if not self._capture_hidden:

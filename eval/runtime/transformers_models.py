@@ -238,9 +238,9 @@ def takes_masks(model: PreTrainedModel) -> bool:
     return "flash" not in str(model.config._attn_implementation)
 
 
-def check_trees(model: PreTrainedModel, *, by_mask: bool = True) -> None:
-    """Raise ConfigError if the model cannot read a tree, by a mask or else as its paths."""
-    if by_mask and not takes_masks(model):
+def check_trees(model: PreTrainedModel) -> None:
+    """Raise ConfigError if the model cannot read a tree by a mask."""
+    if not takes_masks(model):
         raise ConfigError(
             f"{model.config._attn_implementation} takes no tree mask: load the model "
             "with attn_implementation='sdpa' (or 'eager'), or draft chains"

@@ -23,20 +23,7 @@ PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]
 CASES = {
     "chain": DecodeConfig(temperature=0.0, length=4),
     "tree": DecodeConfig(temperature=0.0, verifier="rrs_wor", drafter="tree", widths=(3, 2, 1)),
-    "tree as a batch": DecodeConfig(
-        temperature=0.0,
-        verifier="rrs_wor",
-        drafter="tree",
-        widths=(3, 2, 1),
-        tree_attention=False,
-    ),
-    "paths": DecodeConfig(
-        temperature=0.0,
-        verifier="rrs",
-        drafter="paths",
-        paths=2,
-        length=3,
-    ),
+    "paths": DecodeConfig(temperature=0.0, verifier="rrs", drafter="paths", paths=2, length=3),
 }
 
 
@@ -155,10 +142,8 @@ def test_attention_that_takes_no_mask_reads_chains_only() -> None:
     SpeculativeDecoder.from_config(target, draft, CASES["chain"])
     with pytest.raises(ConfigError, match="flash_attention_2 takes no tree mask"):
         SpeculativeDecoder.from_config(target, draft, CASES["tree"])
-    # Only the target scores paths one by one: the draft extends its tree in one row.
-    SpeculativeDecoder.from_config(target, draft, CASES["tree as a batch"])
     with pytest.raises(ConfigError, match="flash_attention_2 takes no tree mask"):
-        SpeculativeDecoder.from_config(draft, target, CASES["tree as a batch"])
+        SpeculativeDecoder.from_config(draft, target, CASES["tree"])
 
 
 def test_private_names_of_transformers_are_in_one_file_and_still_mean_what_they_did() -> None:

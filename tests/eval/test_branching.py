@@ -97,12 +97,11 @@ def test_so_many_draws_would_show_the_drafts_distribution() -> None:
     assert power(target, mixed, DRAWS) > 0.99
 
 
-@pytest.mark.parametrize("attention", [True, False])
-def test_a_greedy_tree_is_the_whole_k_configuration_and_exact(attention: bool) -> None:
+def test_a_greedy_tree_is_the_whole_k_configuration_and_exact() -> None:
     """Of the draft's likeliest tokens, whatever the verifier; more are accepted than of a chain."""
     widths = (3, 2, 1)
     trees = [
-        DecodeConfig(name, drafter="tree", widths=widths, temperature=0.0, tree_attention=attention)
+        DecodeConfig(name, drafter="tree", widths=widths, temperature=0.0)
         for name, spec in VERIFIERS.items()
         if any(kind.startswith("tree") for kind in spec.takes)
     ]

@@ -19,9 +19,6 @@ HALF = [torch.bfloat16, torch.float16]
 CASES = {
     "block": DecodeConfig(verifier="block", length=3),
     "tree": DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2, 1)),
-    "tree as a batch": DecodeConfig(
-        verifier="traversal", drafter="tree", widths=(2, 2, 1), tree_attention=False
-    ),
     "paths": DecodeConfig(verifier="kseq", drafter="paths", paths=2, length=3),
 }
 PROMPTS = [torch.tensor([2, 3, 7]), torch.tensor([5])]
@@ -32,7 +29,7 @@ PROMPTS = [torch.tensor([2, 3, 7]), torch.tensor([5])]
     [
         *(("llama", name, torch.bfloat16) for name in CASES),
         ("opt", "block", torch.float16),
-        ("gemma", "tree as a batch", torch.bfloat16),
+        ("gemma", "tree", torch.bfloat16),
     ],
 )
 def test_verifiers_get_float32_distributions_without_nan(
