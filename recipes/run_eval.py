@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.analysis.prediction import predictions_on
-from eval.measuring.methods import check_methods, needs_fit, path_drafts
+from eval.measuring.methods import check_methods, needs_fit
 from eval.measuring.records import write_samples
 from eval.measuring.results import read_results, write_results
 from eval.reporting.report import Context, terminal, write_report
@@ -77,7 +77,6 @@ class Eval(Stage):
         """The models, files of prompts, and labels where rules are fitted on them."""
         config = self.config
         inputs = {"target": config.models.target, "draft": config.draft_in_use}
-        inputs |= {f"path draft {name}": name for name in path_drafts(config.eval)}
         inputs |= prompt_inputs(config.eval.sets)
         if config.eval.reward_model:
             inputs["reward model"] = config.eval.reward_model
@@ -128,7 +127,7 @@ class Eval(Stage):
                 "eval.engine to eager, or leave device_map out"
             )
         check_room("eval", config.eval.max_new_tokens, target, positions_of(config, target))
-        check_shared(config, [*config.given_models, *path_drafts(config.eval)])
+        check_shared(config, config.given_models)
         check_decodable(config)
         trained: set[str] = set()
         if config.draft or config.head:
