@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -92,41 +93,37 @@ def test_a_greedy_tree_is_the_whole_k_configuration_and_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("widths", "how", "shape"),
-    [((3, 2), "iid", "tree"), ((3, 2), "distinct", "tree"), ((3, 2), "greedy", "tree"),
-     ((3, 1, 1), "iid", "paths")],
+    ("widths", "how", "shape", "temperatures"),
+    [((3, 2), "iid", "tree", ()), ((3, 2), "distinct", "tree", ()), ((3, 2), "greedy", "tree", ()),
+     ((3, 1, 1), "iid", "paths", ()), ((3, 1, 1), "independent", "paths", (0.5, 1.0, 2.0))],
 )  # fmt: skip
 def test_a_branching_draft_is_what_its_class_promises_and_no_deeper_than_allowed(
-    widths: tuple[int, ...], how: str, shape: str
+    widths: tuple[int, ...], how: Any, shape: Any, temperatures: tuple[float, ...]
 ) -> None:
     draft = tiny_llama(1, vocab=6)
     committed = [2, 3]
     for room in (1, 2, 5):
         for seed in range(15):
             sequence = sequence_of(CachedModel(draft, 6), 0, SamplingConfig())
-            drafter = BranchingDrafter(sequence, widths, how, frozenset([END]), shape=shape)  # type: ignore[arg-type]
+            samplings = [SamplingConfig(each) for each in temperatures]
+            drawn = "iid" if temperatures else how
+            drafter = BranchingDrafter(
+                sequence, widths, drawn, frozenset([END]), shape=shape, samplings=samplings
+            )
             generator = torch.Generator().manual_seed(seed)
             with torch.inference_mode():
                 tree = drive(drafter.propose(committed, room, generator)).checked()
             assert tree.kind == f"{shape}, {how}"
-            depth = {0: 0}
-            for node, parent in enumerate(tree.parents.tolist(), start=1):
-                depth[node] = depth[parent] + 1
-                tokens = [tree.token_list[node - 1]]
-                while parent:
-                    assert tree.token_list[parent - 1] != END, "nothing follows an end token"
-                    tokens.append(tree.token_list[parent - 1])
-                    parent = int(tree.parents[parent - 1])
-                context = torch.tensor([committed + tokens[:0:-1]])
+            assert tree.depth <= min(room, len(widths))
+            for node in range(1, len(tree) + 1):
+                first, *_ = path = tree.path_to(node)
+                tokens = [tree.token_list[each - 1] for each in path[:-1]]
+                assert END not in tokens, "nothing follows an end token"
                 with torch.inference_mode():
-                    distribution = draft(input_ids=context).logits[0, -1].float().softmax(-1)
-                torch.testing.assert_close(
-                    tree.distribution_of(node),
-                    distribution.to(tree.distributions),
-                    atol=1e-6,
-                    rtol=0,
-                )
-            assert max(depth.values()) <= min(room, len(widths))
+                    logits = draft(input_ids=torch.tensor([committed + tokens])).logits[0, -1]
+                temperature = temperatures[first - 1] if temperatures else 1.0
+                q = (logits.float() / temperature).softmax(-1).to(tree.distributions)
+                torch.testing.assert_close(tree.distribution_of(node), q, atol=1e-6, rtol=0)
 
 
 def test_a_branching_drafter_accepts_only_nodes_of_its_last_draft() -> None:
