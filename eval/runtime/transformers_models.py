@@ -240,6 +240,7 @@ def takes_masks(model: PreTrainedModel) -> bool:
 
 def check_trees(model: PreTrainedModel) -> None:
     """Raise ConfigError if the model cannot read a tree by a mask."""
+    check_forward(model)  # the advice to draft chains is for models that can
     if not takes_masks(model):
         raise ConfigError(
             f"{model.config._attn_implementation} takes no tree mask: load the model "
