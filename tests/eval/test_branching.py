@@ -126,25 +126,6 @@ def test_a_branching_draft_is_what_its_class_promises_and_no_deeper_than_allowed
                 torch.testing.assert_close(tree.distribution_of(node), q, atol=1e-6, rtol=0)
 
 
-def test_a_branching_drafter_accepts_only_nodes_of_its_last_draft() -> None:
-    """Before a draft nothing; then its nodes that were run, for they had children; then nothing."""
-    model = CachedModel(tiny_llama(1, vocab=40), 40)
-    sequence = sequence_of(model, 0, SamplingConfig())
-    drafter = BranchingDrafter(sequence, (2, 2, 2), "distinct", frozenset())
-    with torch.inference_mode():
-        drafter.accept([1, 3])
-        assert sequence.in_use == 0
-        generator = torch.Generator().manual_seed(0)
-        tree = drive(drafter.propose([2, 3], 3, generator))
-        assert (sequence.length, sequence.in_use) == (2, 2 + 6)
-        path = tree.path_to(len(tree))
-        assert len(path) == 3
-        drafter.accept(path)
-        assert (sequence.length, sequence.in_use) == (4, 4)
-        drafter.accept(path)
-        assert (sequence.length, sequence.in_use) == (4, 4)
-
-
 def test_only_nodes_in_the_cache_can_be_accepted() -> None:
     model = CachedModel(tiny_llama(1, vocab=40), 40)
     sequence = sequence_of(model, 0, SamplingConfig())
