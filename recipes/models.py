@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.config import BLOCK, FRESH, TOY_POSITIONS
-from eval.measuring.methods import path_drafts
 from heads.config import check_depths
 from recipes.config import PipelineConfig, absolute, named
 from specdata.draft_kinds import kind_of
@@ -251,8 +250,7 @@ def check_models(config: PipelineConfig, *, here_alone: bool = False) -> None:
 
     A plan takes them, and so does a target behind a server. With `here_alone` only of folders.
     """
-    every = dict.fromkeys((*config.given_models, *path_drafts(config.eval)))
-    models = {name: base_of_adapters(name) or name for name in every}
+    models = {name: base_of_adapters(name) or name for name in config.given_models}
     models = {name: base for name, base in models.items() if not is_made_here(config, name)}
     for name, base in models.items():
         if not Path(base).is_dir():
@@ -286,7 +284,7 @@ def check_decodable(config: PipelineConfig) -> None:
     target, methods = config.models.target, config.eval.methods
     models = [
         name
-        for name in dict.fromkeys((*config.given_models, *path_drafts(config.eval)))
+        for name in config.given_models
         if not is_made_here(config, name) and "model_type" in model_config(name)
     ]
     if not models:
@@ -307,7 +305,7 @@ def check_decodable(config: PipelineConfig) -> None:
         for method in methods:
             with named(f"method {method.name!r} with {name}"):
                 if method.drafter != "chain":
-                    check_trees(model, by_mask=method.tree_attention or name != target)
+                    check_trees(model)
                 if method.decoder == "assisted" and name == target:
                     check_assisted(model)
 
@@ -322,21 +320,18 @@ def shared_tokenizer(target: str, *others: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_models(
-    config: PipelineConfig, *drafts: str
-) -> tuple[PreTrainedModel, list[PreTrainedModel]]:
-    """The target and drafts, which are attached to it if they read its states."""
+def load_models(config: PipelineConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The target and the draft in use, which is attached to it if it reads its states."""
     from specdata.draft_models.states_draft import states_input
     from specdata.draft_models.taps import attach
     from specdata.models import load_model
 
     models = config.models
     target = load_model(models.target, load=models.loading("target"))
-    loaded = [load_model(name, load=models.loading("draft")) for name in drafts]
-    for draft in loaded:
-        if states_input(draft) is not None:
-            attach(draft, target)
-    return target, loaded
+    draft = load_model(config.draft_in_use, load=models.loading("draft"))
+    if states_input(draft) is not None:
+        attach(draft, target)
+    return target, draft
 
 
 def load_draft_in_use(config: PipelineConfig) -> PreTrainedModel:

@@ -107,7 +107,7 @@ class Labels(Stage):
             rows = rows_with_logits(config, logits, "labels.logits", source, rollouts)
             target, draft = TopLogits.of(Path(logits)), load_draft_in_use(config)
         else:
-            rows, (target, (draft,)) = rollouts, load_models(config, config.draft_in_use)
+            rows, (target, draft) = rollouts, load_models(config)
         # 3. The labels, shard by shard.
         with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
             count = make_labels(
