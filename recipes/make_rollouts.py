@@ -16,7 +16,6 @@ from recipes.models import (
     check_room,
     check_shared,
     has_chat_template,
-    is_shared,
     positions_of,
     shared_tokenizer,
     sizes_of,
@@ -187,7 +186,6 @@ class Rollouts(Stage):
                     dialogue=Dialogue(tokenizer, longest, vocabulary),
                     settings=settings,
                     report=DrawnTokens(bar, asked, rollouts.max_new_tokens),
-                    tensor_parallel=is_shared(config, "rollouts"),
                 )
             counts = read_manifest(self.folder)["counts"]
             return {**counts, "asked": asked, "prompts": loaded.report}

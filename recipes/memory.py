@@ -203,11 +203,10 @@ class Planned:
         return self.draft(self.config.models.dtype_of("draft"))
 
     def _held(self, *models: Any) -> int:
-        """Bytes of models, of a target that is split this process's part."""
-        load, parts = self.config.models.load.target, self.engine.processes
+        """Bytes of models on the device."""
         target = size_of(self.target) * (self.target in models)
-        here = 0 if load.device_map == "cpu" else target // (parts if load.tp_plan else 1)
-        return size_of(*models) - target + here
+        on_cpu = self.config.models.load.target.device_map == "cpu"
+        return size_of(*models) - target * on_cpu
 
     def _generating(self, models: Sequence[Any], rows: int, new: int) -> Memory:
         """Find what models hold that write so many texts together."""

@@ -22,7 +22,6 @@ from recipes.make_logits import (
 from recipes.models import (
     check_depths_of,
     check_loading,
-    is_shared,
     load_draft_in_use,
     load_models,
     shared_tokenizer,
@@ -120,7 +119,6 @@ class Labels(Stage):
                 seed=config.seed,
                 settings=self.dataset_settings({**source, "draft": identity(config.draft_in_use)}),
                 report=bar.update,
-                tensor_parallel=is_shared(config, "labels"),
             )
         # 4. How many tokens the draft has no positions for, and its acceptance.
         prompts, completions = list_lengths(rollouts, "prompt_ids", "completion_ids")
