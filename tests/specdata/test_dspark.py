@@ -6,6 +6,7 @@ What every draft must do is in `test_draft_decoding.py`, where they are a row.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,13 @@ def test_states_that_leave_the_last_layer_are_refused(target: Path, tmp_path: Pa
     make(target, tmp_path / "draft", taps=[1, 3], **init)
 
 
+@pytest.fixture(scope="module")
+def stored_draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("blocks") / "draft"
+    make(target, folder, kind="states", layout="dspark", layers=1, block=3)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -205,10 +213,9 @@ def test_states_that_leave_the_last_layer_are_refused(target: Path, tmp_path: Pa
     ],
 )
 def test_a_draft_says_how_it_drafts_or_is_refused(
-    target: Path, tmp_path: Path, change: dict[str, Any], message: str
+    stored_draft: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    make(target, tmp_path / "draft", kind="states", layout="dspark", layers=1, block=3)
-    path = tmp_path / "draft" / "config.json"
+    path = shutil.copytree(stored_draft, tmp_path / "draft") / "config.json"
     config = json.loads(path.read_text())
     config["target_states"] |= change
     path.write_text(json.dumps(config))
