@@ -77,8 +77,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.folder} is a plain model and needs no other layout: {where}")
     record = read_engine_draft(args.folder, args.target)[1]
     layout: str = args.layout or next(iter(kind.layouts))
-    if layout not in kind.layouts or (args.head and not kind.asks_head):
-        asked = " or ".join(each.name for each in KINDS.values() if each.asks_head)
+    if layout not in kind.layouts or (args.head and not kind.engine_head):
+        asked = " or ".join(each.name for each in KINDS.values() if each.engine_head)
         raise ConfigError(
             f"{args.folder} is a draft of layout {kind.name}: --layout must be "
             f"{' or '.join(kind.layouts)}, and --head is for {asked} alone"

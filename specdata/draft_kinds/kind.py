@@ -72,11 +72,6 @@ class DraftKind:
     section: str = ""
     engine_head: str | None = None
 
-    @property
-    def asks_head(self) -> bool:
-        """True if engines ask an acceptance head of it."""
-        return self.engine_head is not None
-
     def longest(self, settings: Settings) -> int:
         """The longest path that a draft was made for: its block's, where it drafts in blocks."""
         return self.depths(settings) if self.in_blocks else sys.maxsize
