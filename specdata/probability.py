@@ -136,7 +136,9 @@ def drawn_tokens(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> T
     return torch.cat(
         [
             inverse_cdf(probabilities(rows, sampling), chosen)
-            for rows, chosen in zip(logits.split(at_once), uniform.split(at_once), strict=True)
+            for rows, chosen in zip(
+                torch.split(logits, at_once), torch.split(uniform, at_once), strict=True
+            )
         ]
     )
 

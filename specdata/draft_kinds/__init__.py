@@ -25,7 +25,7 @@ KINDS: Mapping[str, DraftKind] = {
 def kind_of(config: Any) -> DraftKind:
     """The kind of a draft, by its configuration or what its config.json holds."""
     settings = settings_in(config)
-    return next(kind for kind in reversed(KINDS.values()) if kind.is_of(settings))
+    return next(kind for kind in [*KINDS.values()][::-1] if kind.is_of(settings))
 
 
 def settings_in(config: Any) -> Settings:
