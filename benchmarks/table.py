@@ -1,7 +1,6 @@
 """Print a finished evaluation as a table for a README, and copy what to commit of it.
 
 python benchmarks/table.py RESULTS ... [--method NAME ...] [--brief] [--out FOLDER | --beside]
-    [--format vllm]
 
 Of several evaluations of the same settings it shows the median of each figure and the spread, of
 several of other settings (--beside) each in a column, by the name of its folder.
@@ -14,24 +13,47 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import medians
 from eval.measuring.records import PromptRecord
-from eval.measuring.results import Results, Run, Setup, check_metrics, read_results
-from eval.reporting.rendering import Table, escape_markdown
+from eval.measuring.results import Results, Setup, check_metrics, read_results
+from eval.reporting.rendering import Bar, Table, escape_markdown, longest
 from eval.reporting.report import picture
 from eval.reporting.table import conditions, readme_table, shown_methods, speedup_cell
 from recipes.config import RESULTS
 from specdata.errors import ConfigError
-from specdata.storage.files import read_object, write_json, write_text
+from specdata.storage.files import atomic_write, read_object, write_json, write_text
 from specdata.terminal import accept_any_text, tell
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURE, RECIPE = "speedup.png", "recipe.json"
 STAGES = ("rollouts", "draft", "labels", "head")
+INK, GRID = "#24292f", "#d0d7de"
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+}
+"""The look of figures, in matplotlib's terms."""
+COLOURS = {"": "#56B4E9", "first": "#0072B2", "best": "#009E73", "biased": "#808080"}
+"""The look of a bar -> its colour: Okabe and Ito's, which the colour-blind can tell apart, too."""
 
 
 def together(evaluations: Sequence[Results]) -> Results:
@@ -98,8 +120,6 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
         out: folder, created if missing.
         methods: those of the picture.
     """
-    from eval.reporting.charts import write_bars  # imports matplotlib
-
     values = results.model_dump(mode="json")
     for run in values["runs"]:
         rows = run["generations"]
@@ -114,60 +134,44 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
     write_bars(out / PICTURE, bars, "speed-up over the target alone")
 
 
-def vllm_metrics(run: Run) -> dict[str, Any]:
-    """The acceptance of a run that drafted under the names that vLLM and specdec_bench give it.
+def draw_bars(bars: Sequence[Bar], meaning: str) -> Figure:
+    """Bars from the top, a gap between groups, each with its whisker, mark and value.
 
-    Per request as vLLM 0.32.0 answers with `--per-request-spec-decode-metrics summary`, pooled as
-    `vllm bench serve` saves it (`spec_decode_*`) and as specdec_bench of NVIDIA's Model-Optimizer
-    does (`Average_AL`, ...). docs/results.md has every definition beside ours.
+    `meaning` is of their length, and of the mark.
     """
-    records, requests = run.generations, []
-    longest = max(
-        run.method.deepest if run.draft else 0,
-        *(len(each.accepted_by_position) for each in records),
-    )
-    pooled = [0] * (longest + 1)  # rounds that drafted and accepted at least 0, 1, ... tokens
-    for record in records:
-        # The last token of a budget is drafted for by none, so not every round is one.
-        steps = sum(record.drafted_by_position[:1])
-        reached = [steps, *record.accepted_by_position]
-        reached += [0] * (longest + 1 - len(reached))
-        pooled = [before + here for before, here in zip(pooled, reached, strict=True)]
-        summary = {
-            "mean_acceptance_length": 1 + record.accepted / max(1, steps),
-            "draft_acceptance_rate": record.accepted / max(1, record.n_draft),
-            "acceptance_histogram": [more - less for more, less in pairwise([*reached, 0])],
-            "num_spec_steps": steps,
-            "num_accepted_draft_tokens": record.accepted,
-            "num_draft_tokens": record.n_draft,
-            "num_spec_tokens": longest,
-        }
-        requests.append(
-            {
-                "id": record.prompt_id,
-                "usage": {"completion_tokens": record.tokens},
-                "metrics": {"speculative_decoding": summary},
-            }
-        )
-    drafts, *by_position = pooled
-    accepted = sum(record.accepted for record in records)
-    # Every round emits a token, so a length of 1 or more is certain.
-    joint = [run.rounds, *by_position]
-    conditional = [1.0, *(now / before for before, now in pairwise(joint) if before)]
-    return {
-        "dataset": run.dataset,
-        "method": run.name,
-        "spec_decode_acceptance_length": 1 + accepted / drafts,
-        "spec_decode_acceptance_rate": 100 * accepted / run.n_draft,
-        "spec_decode_num_drafts": drafts,
-        "spec_decode_draft_tokens": run.n_draft,
-        "spec_decode_accepted_tokens": accepted,
-        "spec_decode_per_position_acceptance_rates": [count / drafts for count in by_position],
-        "Average_AL": sum(record.tokens / record.rounds for record in records) / len(records),
-        "Joint_Acceptance_Rate": {str(n): count / run.rounds for n, count in enumerate(joint, 1)},
-        "Conditional_Acceptance_Rate": {str(n): share for n, share in enumerate(conditional, 1)},
-        "requests": requests,
-    }
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(bar.group for bar in bars))
+    rows = [number + 0.7 * groups.index(bar.group) for number, bar in enumerate(bars)]
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8, 0.8 + 0.26 * rows[-1]), layout="constrained")
+        axes = figure.add_subplot()
+        for row, bar in zip(rows, bars, strict=True):
+            hatch, edge = ("////", "white") if bar.look == "biased" else ("", "none")
+            value, low, high = bar.value.value, bar.value.low, bar.value.high
+            axes.barh(row, value, color=COLOURS[bar.look], height=0.8, hatch=hatch, edgecolor=edge)
+            axes.plot([low, high], [row, row], color=INK, linewidth=1.1)
+            if bar.mark is not None:
+                axes.plot([bar.mark, bar.mark], [row - 0.45, row + 0.45], color=INK)
+            end = (longest([bar]), row)
+            axes.annotate(
+                bar.text, end, (4, 0), textcoords="offset points", va="center", fontsize=8
+            )
+        names = [f"{bar.group}: {bar.name}" if bar.group else bar.name for bar in bars]
+        axes.set_yticks(rows, names, parse_math=False)
+        axes.set_ylim(rows[-1] + 0.6, -0.6)
+        axes.set_xlim(0.0, 1.15 * longest(bars))
+        axes.set_xlabel(meaning)
+        axes.grid(axis="y", visible=False)
+    return figure
+
+
+def write_bars(path: Path, bars: Sequence[Bar], meaning: str) -> None:
+    """Draw bars and save them at 150 dots an inch on white, whole or not at all."""
+    look: dict[str, Any] = {"dpi": 150, "facecolor": "white", "metadata": {"Software": None}}
+    with atomic_write(path) as temporary:
+        draw_bars(bars, meaning).savefig(temporary, format="png", **look)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,12 +199,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help=f"also write what to commit there: {RESULTS}, {PICTURE}, and in {RECIPE} the settings "
         "that the run's rollouts, draft, labels and head were made with",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("markdown", "vllm"),
-        default="markdown",
-        help="vllm: JSON with the acceptance of every method and request under vLLM's names",
     )
     accept_any_text()
     try:
@@ -238,10 +236,6 @@ def _shown(given: argparse.Namespace) -> str:
         kept = {each: read_object(file)["config"] for each, file in ran.items() if file.is_file()}
         if kept:
             write_json(given.out / RECIPE, {each: config[each] for each, config in kept.items()})
-    if given.format == "vllm":
-        runs = [run for run in results.runs if run.name in given.method or not given.method]
-        drafting = [vllm_metrics(run) for run in runs if run.n_draft]
-        table = json.dumps({"format": "vLLM 0.32.0", "runs": drafting}, indent=1) + "\n"
     return table
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill.config import ARCHITECTURES, BLOCK, TOY_POSITIONS
+from distill.config import BLOCK, FRESH, TOY_POSITIONS
 from eval.measuring.methods import path_drafts
 from heads.config import check_depths
 from recipes.config import PipelineConfig, absolute, named
@@ -133,7 +133,7 @@ def block_of(config: PipelineConfig) -> int | None:
 def draft_width(config: PipelineConfig) -> int | None:
     """The draft's hidden size, if it is known on this machine."""
     if config.draft and config.draft.init.kind == "fresh":
-        return ARCHITECTURES[config.draft.init.architecture]["hidden_size"]
+        return FRESH["hidden_size"]
     return width_of(sizes_of(config, source_model(config)))
 
 

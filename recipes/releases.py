@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill.config import DistilConfig
-from eval.analysis.prediction import Predictions
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import CERTIFICATE, RESULTS, PipelineConfig
 from recipes.models import load_head, model_config, source_model
@@ -51,7 +50,7 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
     if engines is None and kind.layouts:
         head = config.head_in_use if kind.engine_head else None
         linear_head = head if head and load_head(head).for_engines() else None
-        engines = for_engines(draft, config.models.target, next(iter(kind.layouts)), linear_head)
+        engines = for_engines(draft, config.models.target, linear_head)
     return partial(release_draft, draft, about=about, engines=engines)
 
 
@@ -66,7 +65,6 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
     if made["config"]["labels"].get("greedy"):  # as it was when the head was trained
         tokens = "the draft's likeliest token, which is kept with p"
     sets = _training_sets(config)
-    predicted = stage_record(config.eval_folder)["results"].get("predictions")
     return partial(
         release_head,
         Path(str(config.head_in_use)),
@@ -78,22 +76,19 @@ def head_release(config: PipelineConfig) -> Callable[..., Path]:
         ),
         trained=f"{trained['train_rows']} rollouts of {', '.join(map(public_name, sets))} with "
         f"{tokens}",
-        predictions=predicted and Predictions.model_validate(predicted, strict=False),
     )
 
 
-def for_engines(
-    draft: Path, target: str, layout: str, head: str | Path | None = None
-) -> ForEngines:
+def for_engines(draft: Path, target: str, head: str | Path | None = None) -> ForEngines:
     """A draft of `draft.init.layout`, or an imported one, in a layout that engines hold."""
     from distill.kinds import LAYOUTS
     from distill.published import write
     from eval.publishing.release import ForEngines
 
     confidence = _confidence(draft, target, head) if head else None
-    engine_layout = LAYOUTS[kind_of(model_config(str(draft))).name]
-    writes = partial(write, engine_layout, draft, name=layout, target=target, confidence=confidence)
-    return ForEngines(layout, writes, is_asked=confidence is not None)
+    kind = kind_of(model_config(str(draft))).name
+    writes = partial(write, LAYOUTS[kind], draft, target=target, confidence=confidence)
+    return ForEngines(kind, writes, is_asked=confidence is not None)
 
 
 def _confidence(draft: Path, target: str, folder: str | Path) -> tuple[Tensor, Tensor]:

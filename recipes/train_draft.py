@@ -55,9 +55,13 @@ class Draft(OfDraft):
         if draft.lora and (width := draft_width(config)) is not None:
             draft.lora.check_width(width)
         if draft.report_to:
-            from distill.watch import reporters  # here: it needs torch
+            from transformers.integrations import get_available_reporting_integrations
 
-            reporters(draft.report_to, Path())
+            if missing := {*draft.report_to} - {*get_available_reporting_integrations()}:
+                raise ConfigError(
+                    f"draft.report_to names {', '.join(sorted(missing))}, which is not installed "
+                    "here: install it, or take it out"
+                )
         if config.models.draft and draft.init.kind == "model":
             limit = positions_of(config, config.models.draft)
             new = config.rollouts.max_new_tokens

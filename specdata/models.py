@@ -19,7 +19,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -326,21 +325,6 @@ def _placed(model: Any, name: str, load: Loading) -> Any:
             "the disk already; allow more in max_memory, or leave that out"
         )
     return model
-
-
-def load_reward_model(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a model for sequence classification and its tokenizer, without remote code."""
-    source, revision = hub_source(name)
-    kind: Any = AutoModelForSequenceClassification
-    model, info = from_hub(
-        "reward model",
-        name,
-        lambda: kind.from_pretrained(
-            source, revision=revision, trust_remote_code=False, output_loading_info=True
-        ),
-    )
-    _check_weights(name, model, info)
-    return model.to(device()).eval(), load_tokenizer(name)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -179,7 +179,7 @@ def write_figure(
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    from eval.reporting.charts import HEIGHT, STYLE
+    from benchmarks.table import STYLE
 
     panels: dict[str, list[Record]] = {}
     for record in selected(figure, measured):
@@ -193,7 +193,7 @@ def write_figure(
         "svg.hashsalt": path.stem,  # makes ids, and so the bytes, depend on the input only
     }
     with mpl.rc_context({**STYLE, **look}):
-        drawn = Figure(figsize=(4.2 * columns, HEIGHT * lines), layout="constrained")
+        drawn = Figure(figsize=(4.2 * columns, 4.3 * lines), layout="constrained")
         FigureCanvasSVG(drawn)
         every = drawn.subplots(lines, columns, squeeze=False, sharey=True).flatten()
         for axes, (name, of_panel) in zip(every, panels.items(), strict=False):

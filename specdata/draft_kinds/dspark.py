@@ -44,13 +44,6 @@ def _taps_of(taps: list[int] | None, count: int) -> list[int]:
     return found
 
 
-def _check_layers(layers: int | list[int]) -> None:
-    if not isinstance(layers, int):
-        raise ValueError(
-            f"layers must be how many with layout dspark, whose layers are new, got {layers}"
-        )
-
-
 DSPARK = DraftKind(
     "dspark",
     is_of=has_record("blocks"),
@@ -66,7 +59,6 @@ DSPARK = DraftKind(
     record_class=Blocks,
     taps_of=_taps_of,
     targets=LLAMA_LIKE,
-    check_layers=_check_layers,
     layouts={
         "dspark": "DSpark's own code, which vLLM (on GPUs), SGLang and llama.cpp's converter load",
     },

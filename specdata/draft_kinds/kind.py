@@ -49,7 +49,7 @@ class DraftKind:
         taps_of: the taps of a target of so many layers, those asked for or its own. Raises
             ConfigError.
         targets: `model_type`s of the targets that it can begin with; empty: of any.
-        check_layers: refuses `draft.init.layers` that it cannot have. Raises ValueError.
+        most_layers: that it can have, if there is a limit.
         layouts: in which engines load it -> whose each is, as a card says it; its own comes first.
         architecture: a part of the name of its class there, by which config.json tells it.
         section: what `draftsmith init` writes of it.
@@ -66,7 +66,7 @@ class DraftKind:
     record_class: type[Any] | None = None
     taps_of: Callable[[list[int] | None, int], list[int]] = lambda taps, count: []
     targets: tuple[str, ...] = ()
-    check_layers: Callable[[int | list[int]], None] = lambda layers: None
+    most_layers: int | None = None
     layouts: Mapping[str, str] = field(default_factory=dict)
     architecture: str = ""
     section: str = ""

@@ -58,13 +58,12 @@ BELOW = {
         "probability": "block_verification errors sampling",
         # A leaf: rollouts and labels run any model through it.
         "prepack": "",
-        "memory": "",
         "sources": "errors storage",
         "probe": "",
         "loading": "config errors processes sources",
         "models": "draft_kinds draft_models errors loading processes sources storage",
         "saving": "draft_kinds draft_models errors models sources storage",
-        "lm_head": "cache errors memory models",
+        "lm_head": "cache errors models",
         "storage": "config errors interruption processes sampling",
         "threads": "processes storage",
         "target_states": "draft_models errors lm_head storage",
@@ -73,7 +72,7 @@ BELOW = {
         "server": "config errors",
         "top_logits": "errors probability storage",
         "texts": "draft_models lm_head models probability target_states threads top_logits",
-        "rollouts": "cache config draft_models errors lm_head memory models prepack probability "
+        "rollouts": "cache config draft_models errors lm_head models prepack probability "
         "prompts sampling server storage target_states threads",
         "labels": "config errors lm_head prepack probability sampling storage texts top_logits",
         "logits": "config errors lm_head probability server storage texts top_logits",

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.papers.replay import Counts, Times, oracle_counts, recorded_lengths, replayed
-from eval.analysis.traces import Traces, acceptance_traces
+from benchmarks.papers.traces import Traces, acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.cost import Cost

@@ -16,12 +16,9 @@ from benchmarks.papers.measurements import (
     KINDS,
     ModelPair,
     _fitted,
-    as_long,
     evaluated,
     evaluation,
-    expanded,
     formula,
-    of_drafts,
     replay,
 )
 from benchmarks.papers.reproduce import PAPERS, protocol_of
@@ -102,13 +99,6 @@ def test_fitted_times_are_those_that_generations_were_made_of() -> None:
     assert "t_target" not in alone
 
 
-def test_methods_of_a_grid_have_its_values_in_their_names() -> None:
-    grid = {"widths": [[4, 2], [8]], "verifier": ["rrs", "kseq"]}
-    made = expanded([{"name": "{verifier} {widths}", "each": grid, "over": "K={widths}"}])
-    assert [method["name"] for method in made] == ["rrs 4x2", "kseq 4x2", "rrs 8", "kseq 8"]
-    assert made[-1] == {"name": "kseq 8", "widths": [8], "verifier": "kseq", "over": "K=8"}
-
-
 def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
     trained_pair: Path, tmp_path: Path
 ) -> None:
@@ -128,29 +118,6 @@ def test_gains_are_of_the_same_prompts_and_scores_of_texts_that_have_references(
     assert 0 < one["rougeL"]["value"] < 1
     assert one["rougeL"]["low"] is one["rougeL"]["high"] is None, "of two prompts"
     assert {name for name, method in of if "rougeL" in of[name, method]} == {"instruct"}
-
-
-def test_sd_as_long_as_the_fastest_tree_of_its_set_is_shown_once_more() -> None:
-    def record(name: str, of: str, length: int, speed: float) -> dict[str, Any]:
-        return {"set": name, "of": of, "length": length, "speedup": {"value": speed}}
-
-    chains = [record(name, "SD, best length", n, 1.0 + n) for name in "ab" for n in (2, 3)]
-    trees = [record("a", "MCSD", 2, 3.0), record("a", "MCSD", 3, 2.0), record("b", "MCSD", 3, 2.0)]
-    alike = [(each["set"], each["length"], each["of"]) for each in as_long([*chains, *trees])]
-    assert alike == [("a", 2, "SD, same length"), ("b", 3, "SD, same length")]
-
-
-def test_a_measurement_of_further_drafts_is_made_with_each_and_says_which(tmp_path: Path) -> None:
-    command = parse([], "mcsd")
-    further = {"before training": "elsewhere/draft", "mine": "mine"}
-    pair = ModelPair(command.config, command.given, tmp_path, further=further)
-    measured = of_drafts(lambda pair, _, folder: [{"of": pair.draft_name, "in": folder.name}])
-    (own,) = measured(pair, {}, tmp_path)
-    assert own == {"of": pair.draft_name, "in": tmp_path.name, "draft": "in use"}
-    assert [each["of"] for each in measured(pair, {"further": True}, tmp_path)] == [
-        *further.values()
-    ]
-    assert len({each["in"] for each in measured(pair, {"further": True}, tmp_path)}) == 2
 
 
 def said(page: Path) -> list[str]:
