@@ -18,7 +18,7 @@ from specdata.draft_kinds import kind_of
 from specdata.draft_kinds.kind import DraftKind
 from specdata.errors import ConfigError
 from specdata.loading import check_vocabularies, reach
-from specdata.processes import local_process_count, process_count
+from specdata.processes import local_process_count
 from specdata.sampling import unapplied_words
 from specdata.sources import base_of_adapters, hub_source, is_hub_id
 from specdata.storage.files import read_object
@@ -211,38 +211,15 @@ def loads_target(config: PipelineConfig, stage: str) -> bool:
     return stage != "labels" or config.labels.logits is None
 
 
-def is_shared(config: PipelineConfig, stage: str) -> bool:
-    """True if a stage's processes hold the target in parts, and so work on everything together."""
-    return loads_target(config, stage) and config.models.load.target.tp_plan is not None
-
-
-def check_loading(config: PipelineConfig, stage: str, *, apart: str = "") -> None:
-    """Refuse a target that a stage's processes cannot hold.
-
-    `apart` says why they cannot work in step, if they cannot, and what to do.
-    """
-    load, target = config.models.load.target, config.models.target
-    local = local_process_count()
+def check_loading(config: PipelineConfig, stage: str) -> None:
+    """Refuse a target that every process of a stage would spread over the same devices."""
+    load, local = config.models.load.target, local_process_count()
     if loads_target(config, stage) and load.is_spread and local > 1:
         raise ConfigError(
             f"models.load.target: device_map: {load.device_map} spreads the model over all devices "
             f"of a machine, and {local} processes on this one would each do so: start one process "
-            "a machine, or share the layers among them with tp_plan: auto"
+            "a machine"
         )
-    if not is_shared(config, stage):
-        return
-    key, sizes = "models.load.target.tp_plan", sizes_of(config, target)
-    if apart:
-        raise ConfigError(f"{key}: {apart}")
-    heads = sizes.get("num_attention_heads")
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        size = sizes.get(name, heads)
-        if isinstance(size, int) and size % process_count():
-            raise ConfigError(
-                f"{key} gives each process as many attention heads as any other: {target} has "
-                f"{name} {size}, which {process_count()} processes cannot share evenly; start "
-                "another number of them"
-            )
 
 
 def check_models(config: PipelineConfig, *, here_alone: bool = False) -> None:
@@ -343,7 +320,7 @@ def load_draft_in_use(config: PipelineConfig) -> PreTrainedModel:
         config.draft_in_use,
         load=models.loading("draft"),
         target=models.target,
-        target_load=models.loading("target").model_copy(update={"tp_plan": None}),
+        target_load=models.loading("target"),
     )
 
 

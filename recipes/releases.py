@@ -48,7 +48,7 @@ def draft_release(config: PipelineConfig, engines: ForEngines | None = None) -> 
     )
     kind = kind_of(model_config(str(draft)))
     if engines is None and kind.layouts:
-        head = config.head_in_use if kind.asks_head else None
+        head = config.head_in_use if kind.engine_head else None
         linear_head = head if head and load_head(head).for_engines() else None
         engines = for_engines(draft, config.models.target, linear_head)
     return partial(release_draft, draft, about=about, engines=engines)

@@ -97,13 +97,7 @@ class Eval(Stage):
 
         config, target = self.config, self.config.models.target
         check_methods(config.eval, config.sampling, head=config.head is not None)
-        check_loading(
-            config,
-            "eval",
-            apart="an evaluation decides by the clock of one process, so several cannot decode in "
-            "step: leave it out, and spread the target over the devices of one process with "
-            "models.load.target.device_map: auto",
-        )
+        check_loading(config, "eval")
         methods = [each for each in config.eval.methods if each.uses_draft]
         assisted = [each.name for each in methods if each.decoder == "assisted"]
         if assisted and kind_in(config).reads_states:

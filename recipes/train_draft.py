@@ -44,13 +44,7 @@ class Draft(OfDraft):
         config, draft = self.config, self.draft
         config.rollouts.check_splits()
         check_depths_of(config)
-        check_loading(
-            config,
-            "draft",
-            apart="processes that distil have rollouts of their own, and a target that is split in "
-            "every layer needs them in step: leave it out, spread the target with device_map: "
-            "auto, or distil on top logits (draft.logits)",
-        )
+        check_loading(config, "draft")
         self.check_states()
         if draft.lora and draft.init.kind == "fresh":
             raise ConfigError(

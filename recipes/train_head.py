@@ -22,7 +22,6 @@ from recipes.make_logits import (
 from recipes.models import (
     check_depths_of,
     check_loading,
-    is_shared,
     load_draft_in_use,
     load_models,
     shared_tokenizer,
@@ -120,7 +119,6 @@ class Labels(Stage):
                 seed=config.seed,
                 settings=self.dataset_settings({**source, "draft": identity(config.draft_in_use)}),
                 report=bar.update,
-                tensor_parallel=is_shared(config, "labels"),
             )
         acceptance = mean_overlap(load_labels(self.folder, config.sampling))
         return {"rows": count, "acceptance": acceptance}

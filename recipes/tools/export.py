@@ -71,8 +71,8 @@ def main(args: argparse.Namespace) -> int:
             where = f"vLLM loads its release, which {where}"
         raise ConfigError(f"{args.folder} is a plain model and needs no other layout: {where}")
     record = read_engine_draft(args.folder, args.target)[1]
-    if args.head and not kind.asks_head:
-        asked = " or ".join(each.name for each in KINDS.values() if each.asks_head)
+    if args.head and not kind.engine_head:
+        asked = " or ".join(each.name for each in KINDS.values() if each.engine_head)
         raise ConfigError(
             f"{args.folder} is a draft of layout {kind.name}, and --head is for {asked} alone"
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdata.config import checked_taps
 from specdata.draft_kinds.kind import (
     LLAMA_LIKE,
     DraftKind,
     Served,
-    checked_taps,
     has_record,
     usual_taps,
 )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from specdata.config import check_taps
 
 KEY = "target_states"
 """The key of config.json by which a draft on its target's states is known."""
@@ -74,11 +72,6 @@ class DraftKind:
     section: str = ""
     engine_head: str | None = None
 
-    @property
-    def asks_head(self) -> bool:
-        """True if engines ask an acceptance head of it."""
-        return self.engine_head is not None
-
     def longest(self, settings: Settings) -> int:
         """The longest path that a draft was made for: its block's, where it drafts in blocks."""
         return self.depths(settings) if self.in_blocks else sys.maxsize
@@ -97,9 +90,3 @@ def has_record(key: str) -> Callable[[Settings], bool]:
 def usual_taps(count: int) -> list[int]:
     """Early, middle and late of so many layers (Li et al. 2025, arXiv:2503.01840), and the last."""
     return sorted({min(2, count), count // 2, max(count - 3, 0), count})
-
-
-def checked_taps(taps: Sequence[int], count: int) -> list[int]:
-    """Taps that a target of so many layers has. Raises ConfigError."""
-    check_taps(taps, count)
-    return list(taps)

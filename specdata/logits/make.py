@@ -48,7 +48,6 @@ def make_logits(
     *,
     settings: Settings,
     report: Callable[[int], object],
-    tensor_parallel: bool = False,
 ) -> int:
     """Store the target's largest logits along every rollout (see `fill_dataset`).
 
@@ -68,7 +67,7 @@ def make_logits(
         }
     )
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
-    return fill_dataset(folder, LOGITS, settings, shards, report, tensor_parallel=tensor_parallel)
+    return fill_dataset(folder, LOGITS, settings, shards, report)
 
 
 @dataclass(frozen=True, slots=True)

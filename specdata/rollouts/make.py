@@ -51,7 +51,6 @@ def make_rollouts(
     dialogue: Dialogue | None = None,
     settings: Settings,
     report: Report = lambda ended, drawn: None,
-    tensor_parallel: bool = False,
 ) -> int:
     """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
 
@@ -75,7 +74,6 @@ def make_rollouts(
         shards,
         lambda rows: None,
         found=lambda record: report(record["rows"], record["tokens"]),
-        tensor_parallel=tensor_parallel,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from itertools import islice
 
 import pytest
@@ -34,13 +33,6 @@ def test_what_a_seed_writes_stays_as_it_is(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_comes_with_the_answer_that_was_written_with_it(family: str) -> None:
-    written = {each.prompt: each.completion for each in islice(examples(family, 0), 60)}
-    train = [prompt for prompt in written if split_of(prompt) == "train"]
-    assert prompts(family, "train", len(train), seed=0) == {text: written[text] for text in train}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_of_different_splits_never_meet_even_for_different_seeds(family: str) -> None:
     drawn = {
         (split, seed): prompts(family, split, 60, seed=seed) for split in SPLITS for seed in (0, 1)
@@ -57,15 +49,6 @@ def test_the_training_documents_hold_no_prompt_of_dev_or_test() -> None:
             assert not any(document.startswith(prompt) for document in documents)
     assert len(documents) > 3 * SMALL["examples_per_family"]
     assert documents == corpus(seed=0, **SMALL)
-
-
-def test_maths_answers_are_right() -> None:
-    for example in islice(examples("maths", 3), 200):
-        steps = re.findall(r"(\d+) ([-+*]) (\d+) = (\d+)", example.completion)
-        assert len(steps) == 2
-        for left, sign, right, result in steps:
-            a, b = int(left), int(right)
-            assert int(result) == {"+": a + b, "-": a - b, "*": a * b}[sign]
 
 
 def test_prompt_tokens_are_a_prefix_of_the_document_tokens() -> None:
