@@ -331,7 +331,7 @@ class _Supervisor(TrainerCallback):  # type: ignore[misc]
         self.threads = threads_of(label, device())
 
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        self.threads.begin()
+        self.threads.begin(state.global_step + 1)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.threads.end()  # before measurements and checkpoints

@@ -173,7 +173,7 @@ class Training:
                     batch = order[start : start + config.batch_size]
                     if not prepared.head.lag:
                         self.inputs.keep(self.train_rows, batch)
-                    threads.begin()
+                    threads.begin(len(losses) + 1)
                     loss = self.step([self.inputs.row(self.train_rows[i], i, epoch) for i in batch])
                     threads.end()
                     if not math.isfinite(loss):

@@ -30,9 +30,10 @@ CLEAR = 1.5
 """A number that takes so many times as long in two units needs no more."""
 GAIN = 1.03
 """More threads must be faster by so much."""
-LOOK, REST, REST_IF_WAITING = 1.0, 50, 10
-"""Seconds between looks at work whose number is chosen, and how many times as long as the last
-comparison it goes on without another: with more threads, and with fewer if it waits."""
+LOOK, PATIENCE = 1.0, (60.0, 600.0)
+"""Seconds between looks at this; the least and the most before more threads are tried again."""
+COST = 100
+"""More threads are tried in at most one of so many seconds, fewer in one of a quarter."""
 
 _count_is_fixed = _working = False
 _folder: Path | None = None
@@ -48,7 +49,7 @@ class Threads:
 
     Args:
         device: of the work.
-        kept: file of what was chosen, with which resumed work goes on.
+        kept: file of what was chosen, by which resumed work goes on as it was.
         name: of the work in that file.
         warm_up: units that are not compared: memory is taken, kernels are chosen, graphs are made.
     """
@@ -58,19 +59,24 @@ class Threads:
     ) -> None:
         self._most = torch.get_num_threads()
         self._is_open = device.type == "cpu" and self._most > 1 and not are_given()
-        self._kept, self._name, self._warm_up = kept, name, warm_up
-        chosen = self._stored().get(name) if self._is_open else None
+        self._kept, self._name, self._step = kept, name, 0
+        stored = {}
+        if self._is_open and kept is not None and kept.is_file():
+            stored = json.loads(kept.read_text(encoding="utf-8")).get(name, {})
+        self._log: list[list[int]] = stored.get("log", [])  # [step, number], where it changed
+        self._until = self._log[-1][0] if self._log else 0  # steps are done as they were
+        chosen = stored.get("chosen")
         self.count = chosen or (self._most + 1) // 2  # beside others all may be the slowest by far
-        self._tried: dict[int, list[float]] = {}  # of the two that are compared, seconds a unit
-        self._raced = self._rested = self._wall = self._worked = 0.0
-        if self._is_open and chosen is None:
-            self._compare_with(self._most)
+        self._rivals = [] if chosen else self._beside(self._most, self.count // 2)
+        self._tried: dict[int, list[float]] = {}
+        self._warm_up = warm_up
+        self._wall = self._worked = self._rested = self._spent = 0.0
         self._entered: tuple[int, int, float, float] | None = None
 
     @property
     def is_settled(self) -> bool:
         """True if no numbers are being compared."""
-        return not self._tried
+        return not (self._is_open and self._rivals)
 
     def units(self, each: Iterable[T]) -> Iterator[T]:
         """Do a unit of work with each of these."""
@@ -81,19 +87,17 @@ class Threads:
             finally:
                 self.end()
 
-    def begin(self, *, is_unit: bool = True) -> None:
-        """Begin a unit with the number that is to be used now.
+    def begin(self, step: int = 0, *, is_unit: bool = True) -> None:
+        """Begin a unit with the number that is to be used now, at a training's `step`, from 1.
 
         Without `is_unit` it is unlike the others, and is done with the number in use.
         """
         global _working
-        self._is_unit = is_unit
+        self._step, self._is_unit = step, is_unit
         if not self._is_open or _working or torch.get_num_threads() != self._most:
             return
-        _working, now = True, self.count
-        if self._tried and is_unit and not self._warm_up:
-            now = min(self._tried, key=lambda number: sum(self._tried[number]))
-        before = torch.get_num_threads()
+        _working = True
+        now, before = self._now(), torch.get_num_threads()
         torch.set_num_threads(now)
         self._entered = now, before, time.perf_counter(), time.thread_time()
 
@@ -106,31 +110,37 @@ class Threads:
         seconds, worked = time.perf_counter() - begun, time.thread_time() - worked
         torch.set_num_threads(before)
         self._entered, _working = None, False
-        if not self._is_unit:
+        if not self._is_unit or 0 < self._step <= self._until:
             return
         if self._warm_up:
             self._warm_up -= 1
-        elif self._tried:
-            self._raced += seconds
-            self._tried[now].append(seconds)
-            self._choose()
+        elif self._rivals:
+            self._tried.setdefault(now, []).append(seconds)
+            self._compare()
         else:
             self._look(seconds, worked)
 
-    def _compare_with(self, rival: int) -> None:
-        """Compare the number in use with another; where there are no more, with half as many."""
-        rival = min(rival, self._most)
-        rival = rival if rival != self.count else self.count // 2
-        self._tried = {self.count: [], rival: []} if rival else {}
-        self._rested = self._wall = self._worked = 0.0
-        if rival:
-            self._raced = 0.0
+    def _now(self) -> int:
+        """The number of the unit that begins."""
+        if 0 < self._step <= self._until:
+            return [number for step, number in self._log if step <= self._step][-1]
+        now = self.count
+        if self._rivals and self._is_unit and not self._warm_up:
+            now = min(now, self._rivals[0], key=lambda number: sum(self._tried.get(number, [])))
+        if self._step and (self._rivals or self._log[-1][1] != now):
+            self._log.append([self._step, now])
+            self._keep()
+        return now
 
-    def _choose(self) -> None:
+    def _beside(self, *numbers: int) -> list[int]:
+        """Those of these numbers that can be tried beside the one in use."""
+        return [number for number in numbers if 1 <= number <= self._most and number != self.count]
+
+    def _compare(self) -> None:
         """Choose between the number in use and its rival, once enough is known."""
-        rival = next(number for number in self._tried if number != self.count)
-        fewer, more = sorted(self._tried)
-        slow, fast = self._tried[fewer], self._tried[more]
+        rival, *others = self._rivals
+        more, fewer = max(self.count, rival), min(self.count, rival)
+        slow, fast = (self._tried.get(number, []) for number in (fewer, more))
         if min(sum(slow), sum(fast)) < SECONDS:
             return
         ratio = median(slow) / median(fast)
@@ -138,35 +148,39 @@ class Threads:
             ratio = min(slow) / min(fast)  # one may have been held up, as where a graph is made
             if few < 2 or 1 / CLEAR < ratio < CLEAR:
                 return
+        self._spent += sum(self._tried[rival])
+        self._tried = {}
         if rival == (more if ratio > GAIN else fewer):
             self.count = rival
-            self._compare_with(2 * rival if rival == more else rival // 2)
-        elif rival == more:
-            self._compare_with(self.count // 2)
-        else:
-            self._tried = {}
-        if not self._tried and self._kept is not None:
-            write_json(self._kept, {**self._stored(), self._name: self.count})
+            others = self._beside(2 * rival if rival == more else rival // 2)
+        self._rivals = others
+        if not others:
+            self._rested = self._wall = self._worked = 0.0
+            self._keep()
 
     def _look(self, seconds: float, worked: float) -> None:
-        """Compare again if the work has rested long enough, earlier if it waits."""
+        """Compare again if the work waits, or has rested long enough."""
         self._wall, self._worked = self._wall + seconds, self._worked + worked
         if self._wall < LOOK:
             return
         self._rested += self._wall
         waits = self._worked < IDLE * self._wall
         self._wall = self._worked = 0.0
-        if waits and self._rested > REST_IF_WAITING * self._raced:
-            self._compare_with(self.count // 2)
-        elif self._rested > REST * self._raced:
-            self._compare_with(2 * self.count)
+        soon, late = PATIENCE
+        if waits and self._rested > min(soon, COST / 4 * self._spent):
+            self._rivals = self._beside(self.count // 2)
+        elif self._rested > min(late, max(soon, COST * self._spent)):
+            self._rivals = self._beside(2 * self.count)
+        if self._rivals:
+            self._spent = 0.0
 
-    def _stored(self) -> dict[str, int]:
-        """What was chosen in this stage, by name."""
-        if self._kept is None or not self._kept.is_file():
-            return {}
-        stored: dict[str, int] = json.loads(self._kept.read_text(encoding="utf-8"))
-        return stored
+    def _keep(self) -> None:
+        """Store what this work goes on with."""
+        if self._kept is None:
+            return
+        kept = json.loads(self._kept.read_text(encoding="utf-8")) if self._kept.exists() else {}
+        kept[self._name] = {"chosen": self.count if self.is_settled else None, "log": self._log}
+        write_json(self._kept, kept)
 
 
 def are_given() -> bool:

@@ -124,3 +124,23 @@ def test_a_resumed_stage_uses_what_it_chose(clock: Clock, tmp_path: Path) -> Non
     with choosing_threads(tmp_path):
         assert {*work(threads_of("labels", CPU), clock, busy, 5)} == {1}
         assert {*work(threads_of("others", CPU), clock, busy, 1)} == {4}
+
+
+@pytest.mark.parametrize("killed_at", [3, 6, 40])
+def test_a_resumed_training_repeats_its_steps_as_they_were(
+    clock: Clock, tmp_path: Path, killed_at: int
+) -> None:
+    def train(first: int, last: int) -> list[int]:
+        used = []
+        with choosing_threads(tmp_path):
+            for step in range(first, last + 1):
+                threads_of("draft", CPU).begin(step)
+                used.append(torch.get_num_threads())
+                clock.wall += busy(used[-1])
+                threads_of("draft", CPU).end()
+        return used
+
+    begun = train(1, killed_at)
+    assert len({*begun}) > 1  # there is something to repeat
+    assert train(2, killed_at) == begun[1:]
+    assert train(killed_at, 60)[-1] == 1
