@@ -1,7 +1,6 @@
 """Print a finished evaluation as a table for a README, and copy what to commit of it.
 
 python benchmarks/table.py RESULTS ... [--method NAME ...] [--brief] [--out FOLDER | --beside]
-    [--format vllm]
 
 Of several evaluations of the same settings it shows the median of each figure and the spread, of
 several of other settings (--beside) each in a column, by the name of its folder.
@@ -14,14 +13,13 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import medians
 from eval.measuring.records import PromptRecord
-from eval.measuring.results import Results, Run, Setup, check_metrics, read_results
+from eval.measuring.results import Results, Setup, check_metrics, read_results
 from eval.reporting.rendering import Table, escape_markdown
 from eval.reporting.report import picture
 from eval.reporting.table import conditions, readme_table, shown_methods, speedup_cell
@@ -114,62 +112,6 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
     write_bars(out / PICTURE, bars, "speed-up over the target alone")
 
 
-def vllm_metrics(run: Run) -> dict[str, Any]:
-    """The acceptance of a run that drafted under the names that vLLM and specdec_bench give it.
-
-    Per request as vLLM 0.32.0 answers with `--per-request-spec-decode-metrics summary`, pooled as
-    `vllm bench serve` saves it (`spec_decode_*`) and as specdec_bench of NVIDIA's Model-Optimizer
-    does (`Average_AL`, ...). docs/results.md has every definition beside ours.
-    """
-    records, requests = run.generations, []
-    longest = max(
-        run.method.deepest if run.draft else 0,
-        *(len(each.accepted_by_position) for each in records),
-    )
-    pooled = [0] * (longest + 1)  # rounds that drafted and accepted at least 0, 1, ... tokens
-    for record in records:
-        # The last token of a budget is drafted for by none, so not every round is one.
-        steps = sum(record.drafted_by_position[:1])
-        reached = [steps, *record.accepted_by_position]
-        reached += [0] * (longest + 1 - len(reached))
-        pooled = [before + here for before, here in zip(pooled, reached, strict=True)]
-        summary = {
-            "mean_acceptance_length": 1 + record.accepted / max(1, steps),
-            "draft_acceptance_rate": record.accepted / max(1, record.n_draft),
-            "acceptance_histogram": [more - less for more, less in pairwise([*reached, 0])],
-            "num_spec_steps": steps,
-            "num_accepted_draft_tokens": record.accepted,
-            "num_draft_tokens": record.n_draft,
-            "num_spec_tokens": longest,
-        }
-        requests.append(
-            {
-                "id": record.prompt_id,
-                "usage": {"completion_tokens": record.tokens},
-                "metrics": {"speculative_decoding": summary},
-            }
-        )
-    drafts, *by_position = pooled
-    accepted = sum(record.accepted for record in records)
-    # Every round emits a token, so a length of 1 or more is certain.
-    joint = [run.rounds, *by_position]
-    conditional = [1.0, *(now / before for before, now in pairwise(joint) if before)]
-    return {
-        "dataset": run.dataset,
-        "method": run.name,
-        "spec_decode_acceptance_length": 1 + accepted / drafts,
-        "spec_decode_acceptance_rate": 100 * accepted / run.n_draft,
-        "spec_decode_num_drafts": drafts,
-        "spec_decode_draft_tokens": run.n_draft,
-        "spec_decode_accepted_tokens": accepted,
-        "spec_decode_per_position_acceptance_rates": [count / drafts for count in by_position],
-        "Average_AL": sum(record.tokens / record.rounds for record in records) / len(records),
-        "Joint_Acceptance_Rate": {str(n): count / run.rounds for n, count in enumerate(joint, 1)},
-        "Conditional_Acceptance_Rate": {str(n): share for n, share in enumerate(conditional, 1)},
-        "requests": requests,
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit status, 2 for unusable input."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
@@ -196,12 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"also write what to commit there: {RESULTS}, {PICTURE}, and in {RECIPE} the settings "
         "that the run's rollouts, draft, labels and head were made with",
     )
-    parser.add_argument(
-        "--format",
-        choices=("markdown", "vllm"),
-        default="markdown",
-        help="vllm: JSON with the acceptance of every method and request under vLLM's names",
-    )
     accept_any_text()
     try:
         sys.stdout.write(_shown(parser.parse_args(arguments)))
@@ -223,7 +159,6 @@ def _shown(given: argparse.Namespace) -> str:
         return beside_table(dict(zip(names, evaluations, strict=True)), given.method)
     results = together(evaluations)
     methods = shown_methods(results, given.method)
-    table = readme_table(results, given.method, is_brief=given.brief)
     if given.out is not None:
         if not results.timed:
             raise ConfigError(f"{paths[0]} holds no speeds to draw: measure with eval.batch 1")
@@ -238,11 +173,7 @@ def _shown(given: argparse.Namespace) -> str:
         kept = {each: read_object(file)["config"] for each, file in ran.items() if file.is_file()}
         if kept:
             write_json(given.out / RECIPE, {each: config[each] for each, config in kept.items()})
-    if given.format == "vllm":
-        runs = [run for run in results.runs if run.name in given.method or not given.method]
-        drafting = [vllm_metrics(run) for run in runs if run.n_draft]
-        table = json.dumps({"format": "vLLM 0.32.0", "runs": drafting}, indent=1) + "\n"
-    return table
+    return readme_table(results, given.method, is_brief=given.brief)
 
 
 if __name__ == "__main__":

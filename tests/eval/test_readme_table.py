@@ -15,7 +15,6 @@ from eval.decode_config import Method
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import ALL_SETS, medians, pool
-from eval.measuring.records import record_prompt
 from eval.measuring.results import (
     Results,
     Run,
@@ -26,7 +25,6 @@ from eval.measuring.results import (
 )
 from eval.reporting.rendering import NOT_MEASURED
 from eval.reporting.table import ROWS, readme_table, shown_methods
-from eval.rounds import Round
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
 from tests.support.synthetic_results import only, rebuilt, slower
@@ -197,51 +195,6 @@ def test_evaluations_of_other_tokens_are_not_put_together_but_rules_that_follow_
     elsewhere = one.environment.model_copy(update={"git_commit": "another"})
     with pytest.raises(ConfigError, match="differs in machine, packages or commit"):
         together([one, one.model_copy(update={"environment": elsewhere})])
-
-
-def test_acceptance_under_the_names_of_vllm_is_counted_as_vllm_counts_it(
-    results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A step is a round that drafted; specdec_bench counts every round, and requests alike."""
-    steps = {"a": [(4, 4), (4, 0), (4, 2), (0, 0)], "b": [(4, 1), (4, 1)]}
-    records = [
-        record_prompt(
-            name,
-            [Round(deep, deep, kept, kept + 1, deep, 0.1, 0.1, 0.1) for deep, kept in rounds],
-            seconds=1.0,
-            finish="length",
-        )
-        for name, rounds in steps.items()
-    ]
-    run = next(run for run in results.runs if run.name == "fixed-4")
-    made = build_results(results.environment, [(run, records)])
-    write_results(tmp_path / "results.json", made)
-    assert main([str(tmp_path), "--format", "vllm"]) == 0
-    (pooled,) = json.loads(capsys.readouterr().out)["runs"]
-    first, second = pooled.pop("requests")
-    assert [each["usage"]["completion_tokens"] for each in (first, second)] == [10, 4]
-    assert first["metrics"]["speculative_decoding"] == {
-        "mean_acceptance_length": 3.0,
-        "draft_acceptance_rate": 0.5,
-        "acceptance_histogram": [1, 0, 1, 0, 1],
-        "num_spec_steps": 3,
-        "num_accepted_draft_tokens": 6,
-        "num_draft_tokens": 12,
-        "num_spec_tokens": 4,
-    }
-    assert pooled == {
-        "dataset": run.dataset,
-        "method": "fixed-4",
-        "spec_decode_acceptance_length": 1 + 8 / 5,
-        "spec_decode_acceptance_rate": 40.0,
-        "spec_decode_num_drafts": 5,
-        "spec_decode_draft_tokens": 20,
-        "spec_decode_accepted_tokens": 8,
-        "spec_decode_per_position_acceptance_rates": [4 / 5, 2 / 5, 1 / 5, 1 / 5],
-        "Average_AL": (10 / 4 + 4 / 2) / 2,
-        "Joint_Acceptance_Rate": {"1": 1.0, "2": 4 / 6, "3": 2 / 6, "4": 1 / 6, "5": 1 / 6},
-        "Conditional_Acceptance_Rate": {"1": 1.0, "2": 4 / 6, "3": 0.5, "4": 0.5, "5": 1.0},
-    }
 
 
 @pytest.mark.parametrize(
