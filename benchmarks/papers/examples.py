@@ -27,7 +27,7 @@ from eval.verifiers.kseq import any_accepted, discount
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.selection.pairs import largest
 from eval.verifiers.selection.solvers import Solver, selector
-from specdata.probability import nucleus, overlap
+from specdata.probability import overlap
 
 POINTS = 32
 """Of the quadrature over rejected candidates; docs/papers/mcsd has its error."""
@@ -116,17 +116,6 @@ RULES: dict[str, Callable[..., float]] = {
     "likeliest": likeliest,
 }
 """(p (V,), q (V,), k, parameters) -> acceptance; verifiers by their names in `VERIFIERS`."""
-
-
-BUCKETS = {f"{n}-{2 * n - 1}" if n > 1 else "1": (n, 2 * n - 1) for n in (1, 2, 4, 8, 16, 32, 64)}
-BUCKETS["128+"] = (128, 1 << 62)
-"""Least and most tokens of the buckets that effective alphabets are counted in, by name."""
-
-
-def effective_alphabet(p: Tensor, q: Tensor, of: str, top_p: float) -> list[float]:
-    """1 for the bucket of the effective alphabet of p or q (`of`), what top-p leaves; else 0."""
-    left = int((nucleus({"p": p, "q": q}[of], top_p) > 0).sum())
-    return [float(least <= left <= most) for least, most in BUCKETS.values()]
 
 
 def two_drafts(q: Sequence[float], points: int) -> list[Record]:

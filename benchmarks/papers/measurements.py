@@ -31,7 +31,7 @@ from recipes.run import portable, prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig, generator_for
-from specdata.storage.files import fingerprint, write_json
+from specdata.storage.files import fingerprint
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -424,53 +424,52 @@ def _expected(counts: Counts, prompts: Sequence[str], spec: Mapping[str, Any]) -
 
 
 def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
-    """Acceptance by rule, and shares of effective alphabets, at positions of the target's texts.
+    """Acceptance by rule, at positions of the target's texts.
 
-    Finished prompt sets are kept in the folder. A record a prompt set and rule, and one of all
-    sets, positions weighing alike; intervals are bootstraps over prompts. `rules` are listed as
-    methods are: `rule` names a function of `acceptance.RULES` and `k` the candidates, other keys
-    are its parameters; `rule: alphabet` with `of` (p or q) and `top_p` counts the tokens that
-    truncation leaves. `positions` a text; `draft_temperature` where it is not the target's.
+    A record a prompt set and rule, and one of all sets, positions weighing alike; intervals are
+    bootstraps over prompts. `rules` are listed as methods are: `rule` names a function of
+    `examples.RULES` and `k` the candidates, other keys are its parameters. `positions` a text;
+    `draft_temperature` where it is not the target's.
     """
     import torch
 
+    from benchmarks.papers.examples import RULES
     from specdata.texts import pair_columns
 
     sampling = sampling_of(pair, spec)
     drafts = replace(sampling, temperature=spec.get("draft_temperature", sampling.temperature))
-    columns = list(_columns(spec))
+    rules = expanded(spec["rules"])
+    functions = [
+        partial(RULES[rule["rule"]], **{key: rule[key] for key in rule.keys() - {"name", "rule"}})
+        for rule in rules
+    ]
 
     def values(p: Tensor, q: Tensor, *_: object) -> dict[str, Tensor]:
         pairs = zip(p.cpu(), q.cpu(), strict=True)
-        rows = [np.hstack([function(*pair) for _, function in columns]) for pair in pairs]
-        return {"values": torch.tensor(np.array(rows))}
+        rows = [[rule(*pair) for rule in functions] for pair in pairs]
+        return {"values": torch.tensor(rows, dtype=torch.float64)}
 
     sums: dict[str, list[list[float]]] = {}
     for name, rows in texts(pair, spec):
-        path = folder / f"{name}.json"
-        if not path.is_file():
-            lasts = [len(row["completion_ids"]) - 1 for row in rows]
-            places = [  # evenly over the text; all, if it has fewer
-                torch.linspace(0, last, min(spec["positions"], last + 1)).round().long()
-                for last in lasts
-            ]
-            models, warps = (pair.target, pair.draft), (sampling, drafts)
-            with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
-                along = pair_columns(models, rows, warps, values, places=places, report=bar.update)
-            of_texts = [each["values"].numpy() for each in along]
-            write_json(path, [[len(each), *each.sum(axis=0).tolist()] for each in of_texts])
-        sums[name] = json.loads(path.read_text(encoding="utf-8"))
+        lasts = [len(row["completion_ids"]) - 1 for row in rows]
+        places = [  # evenly over the text; all, if it has fewer
+            torch.linspace(0, last, min(spec["positions"], last + 1)).round().long()
+            for last in lasts
+        ]
+        models, warps = (pair.target, pair.draft), (sampling, drafts)
+        with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
+            along = pair_columns(models, rows, warps, values, places=places, report=bar.update)
+        of_texts = [each["values"] for each in along]
+        sums[name] = [[len(each), *each.sum(dim=0).tolist()] for each in of_texts]
     several = {ALL_SETS: [row for rows in sums.values() for row in rows]} if len(sums) > 1 else {}
     shared = {**asdict(sampling), "draft_temperature": drafts.temperature}
     records = []
     for name, of_set in (sums | several).items():
         total = resamples(len(of_set)) @ np.array(of_set)
-        every = (keys for group, _ in columns for keys in group)
-        for index, keys in enumerate(every, start=1):
-            field = "share" if "tokens left" in keys else "acceptance"
+        for index, rule in enumerate(rules, start=1):
             figure = Interval.of(total[:, index] / total[:, 0]).stored()
             counts = {"positions": int(total[0, 0])}
-            records.append({**shared, "set": name, **keys, field: figure, "counts": counts})
+            records.append({**shared, "set": name, **rule, "acceptance": figure, "counts": counts})
     return records
 
 
@@ -504,21 +503,6 @@ def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[
             for prompt, out in zip(of_set, generations, strict=True)
         ]
         yield name, [row for row in rows if row["completion_ids"]]
-
-
-def _columns(
-    spec: Mapping[str, Any],
-) -> Iterator[tuple[list[Record], Callable[[Tensor, Tensor], float | list[float]]]]:
-    """The keys of some figures, and the function of p and q whose means they are."""
-    from benchmarks.papers.examples import BUCKETS, RULES, effective_alphabet
-
-    for rule in expanded(spec["rules"]):
-        if rule["rule"] == "alphabet":
-            keys = [{**rule, "tokens left": name} for name in BUCKETS]
-            yield keys, partial(effective_alphabet, of=rule["of"], top_p=rule["top_p"])
-        else:
-            parameters = {key: rule[key] for key in rule if key not in ("name", "rule")}
-            yield [rule], partial(RULES[rule["rule"]], **parameters)
 
 
 Measure = Callable[[ModelPair, Mapping[str, Any], Path], list[Record]]

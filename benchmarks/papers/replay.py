@@ -150,27 +150,13 @@ GRIDS: dict[str, Sequence[float]] = {
 """Thresholds of rules without a head, of which the fastest is looked for."""
 
 
-def saving(
-    rule: Counts, rival: Counts, times: Times, prompts: Sequence[str] | None = None
-) -> Interval:
+def saving(rule: Counts, rival: Counts, times: Times, prompts: Sequence[str]) -> Interval:
     """The share of the rival's time a token that a rule saves: 1 - t(rule) / t(rival).
 
-    Both are replayed on the same rollouts, so their times are paired: a resample draws prompts, and
-    both are judged on those.
-
-    Args:
-        rule: expected counts of R rollouts.
-        rival: of the same rollouts under another rule.
-        times: t_d and t_t.
-        prompts: (R,) which prompt each rollout is of; those of one are resampled together. Each of
-            its own by default.
+    Both are replayed on the same R rollouts, so their times are paired: a resample draws prompts,
+    and both are judged on those. `prompts` (R,) says which prompt each rollout is of.
     """
-    if not np.array_equal(rule.tokens, rival.tokens):
-        raise ValueError("rules are compared on the same rollouts, and these emit other tokens")
-    if prompts is not None and len(prompts) != len(rule.tokens):
-        raise ValueError(f"{len(prompts)} prompts were named for {len(rule.tokens)} rollouts")
-    names = np.arange(len(rule.tokens)) if prompts is None else prompts
-    _, group = np.unique(names, return_inverse=True)
+    _, group = np.unique(prompts, return_inverse=True)
     drawn = resamples(int(group.max()) + 1)
     seconds, rival_seconds = (
         drawn @ np.bincount(group, each.seconds(times)) for each in (rule, rival)
