@@ -94,7 +94,7 @@ $(ENGINES)/installed: $(INSTALLED) tests/support/vllm_cpu_expand.py
 	cat tests/support/vllm_cpu_expand.py >> $$($(ENGINES)/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py
 	@touch $@
 
-# optimum-intel converts for OpenVINO GenAI; torch first, or a build for GPUs comes.
+# optimum-intel converts for OpenVINO GenAI; torch first, or a build for GPUs comes. Its torchvision may be built for another.
 OPENVINO := .venv-openvino
 $(OPENVINO)/installed: $(INSTALLED)
 	rm -rf $(OPENVINO)
@@ -102,6 +102,7 @@ $(OPENVINO)/installed: $(INSTALLED)
 	$(OPENVINO)/bin/pip install $(CPU_WHEELS) torch==2.13.0
 	$(OPENVINO)/bin/pip install $(CPU_WHEELS) torch==2.13.0 optimum-intel==2.2.0 transformers==5.5.4 nncf==3.4.0 \
 		openvino==2026.4.1 openvino-tokenizers==2026.4.1.0 openvino-genai==2026.4.1.0
+	$(OPENVINO)/bin/pip uninstall --quiet --yes torchvision
 	@touch $@
 
 # The target of `make real` in llama.cpp, in OpenVINO GenAI (ENGINE=openvino), or in vLLM, alone and with drafts.

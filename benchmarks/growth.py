@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -57,7 +57,7 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--base", default="ed09b47c", help="the earlier build's commit")
+    options.add_argument("--base", default="ed09b47c", help="the earlier build's commit, or none")
     options.add_argument("--works", default="", help="only works whose name matches")
     options.add_argument("--most", type=int, default=100_000, help="only sizes up to this")
     options.add_argument("--out", type=Path, default=Path("runs/bench/growth.json"))
@@ -67,16 +67,17 @@ def main() -> None:
         print(json.dumps(spent(WORKS[given.work[0]][0](int(given.work[1])))))
         return
     rows = []
-    with earlier(given.base) as base, tempfile.TemporaryDirectory() as temporary:
+    tree = nullcontext() if given.base == "none" else earlier(given.base)
+    with tree as base, tempfile.TemporaryDirectory() as temporary:
         for name, (work, sizes) in WORKS.items():
             is_asked = re.search(given.works, name)
             for size in [each for each in sizes if is_asked and each <= given.most]:
                 row: dict[str, Any] = {"work": name, "size": size}
                 builds = {"base": base, "now": Path.cwd()}
-                for build, tree in list(builds.items())[work is economize :]:
+                for build, code in list(builds.items())[base is None or work is economize :]:
                     folder = Path(temporary, f"{build}-{name.split()[0]}-{size}")
                     folder.mkdir(exist_ok=True)
-                    row[build] = measured(tree, name, size, folder)
+                    row[build] = measured(code, name, size, folder)
                     print(f"{name:<28} {size:>9,} {build:<4} {row[build]}", flush=True)
                 rows.append(row)
     commit = ["git", "describe", "--always", "--dirty"]
@@ -417,7 +418,7 @@ def beginning(size: int, what: str) -> Any:
 
 LENGTHS = (2_000, 8_000, 16_000, 32_000)
 TREE = {"drafter": "tree", "verifier": "traversal", "widths": (2, 2, 1)}
-PROMPTS, ROWS = (10_000, 100_000), (20_000, 100_000)
+PROMPTS, ROWS = (10_000, 100_000, 1_000_000), (20_000, 100_000, 1_000_000)
 CHAIN = {"verifier": "block", "length": 4}
 WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
     "decode chain": (partial(decoding, draft="plain", **CHAIN), LENGTHS),
