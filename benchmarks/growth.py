@@ -6,8 +6,7 @@ Each work runs in a process of its own, on one thread, with models of one layer 
 It gives CPU seconds and the peak of the process's memory above what it held when the work began.
 Works of prompts and rollouts are stages, from their begin to the first batch or step, begun and
 begun again; the processes of one size and build share a folder, in which each finds what the works
-before it have made. Batches are of the demo's pair (`make demo`), and those of economize 0.3.2, if
-it can be imported.
+before it have made.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from typing import Any
 Work = Callable[[int], Callable[[], object]]
 """Of a size, what is set up, unmeasured -> what is measured."""
 WIDTH = 32
-DEMO, NEW, DRAFTED = Path(__file__).absolute().parents[1] / "runs/toy", 64, 4
-PEERS = os.environ.get("PYTHONPATH", "")
 
 
 @contextmanager
@@ -69,12 +66,12 @@ def main() -> None:
     rows = []
     tree = nullcontext() if given.base == "none" else earlier(given.base)
     with tree as base, tempfile.TemporaryDirectory() as temporary:
-        for name, (work, sizes) in WORKS.items():
+        for name, (_, sizes) in WORKS.items():
             is_asked = re.search(given.works, name)
             for size in [each for each in sizes if is_asked and each <= given.most]:
                 row: dict[str, Any] = {"work": name, "size": size}
                 builds = {"base": base, "now": Path.cwd()}
-                for build, code in list(builds.items())[base is None or work is economize :]:
+                for build, code in list(builds.items())[base is None :]:
                     folder = Path(temporary, f"{build}-{name.split()[0]}-{size}")
                     folder.mkdir(exist_ok=True)
                     row[build] = measured(code, name, size, folder)
@@ -90,11 +87,8 @@ def main() -> None:
 
 def measured(tree: Path, name: str, size: int, folder: Path) -> dict[str, float] | None:
     """What a work takes by the code of a tree; None if it ends by an error, such as no memory."""
-    given = {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": f"{tree}:{Path.cwd()}:{PEERS}",
-    }
+    paths = f"{tree}:{Path.cwd()}"
+    given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-W", "ignore", str(Path(__file__).absolute())]
     done = subprocess.run(
         [*command, "--work", name, str(size)],
@@ -107,13 +101,12 @@ def measured(tree: Path, name: str, size: int, folder: Path) -> dict[str, float]
 
 
 def spent(work: Callable[[], object]) -> dict[str, float]:
-    """CPU seconds of a work, megabytes by which the process grew, and tokens if it counts any."""
+    """CPU seconds of a work, and megabytes by which the process grew."""
     held, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    made = work()
+    work()
     seconds = time.process_time() - begun
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = {"cpu_seconds": round(seconds, 3), "megabytes": round((most - held) / 1024, 1)}
-    return found | ({"tokens": made} if isinstance(made, int) else {})
+    return {"cpu_seconds": round(seconds, 3), "megabytes": round((most - held) / 1024, 1)}
 
 
 def found(name: str, *modules: str) -> Any:
@@ -125,7 +118,7 @@ def found(name: str, *modules: str) -> Any:
 
 
 def model(kind: str = "llama", layers: int = 1) -> Any:
-    """A model of a layer; Gemma 3's has a window."""
+    """A model of a layer or more."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -168,98 +161,6 @@ def pair(draft: str) -> tuple[Any, Any]:
     elif draft != "plain":
         attach(made, target)
     return target, made.eval()
-
-
-def decoding(size: int, draft: str = "", target: str = "llama", **method: Any) -> Any:
-    """Eight tokens after a prompt."""
-    import torch
-
-    from eval.decoder import DecodeConfig, SpeculativeDecoder
-
-    models = pair(draft) if draft else (model(target), None)
-    decoder = SpeculativeDecoder.from_config(*models, DecodeConfig(**method))
-    draw = torch.Generator().manual_seed(0)
-
-    def decode(prompt: Any) -> None:
-        decoder.generate(prompt, max_new_tokens=8, generator=draw)
-
-    decode(torch.arange(8))
-    return partial(decode, torch.arange(size) * 7919 % 512)
-
-
-def generating(size: int, target: str) -> Any:
-    """The same by transformers' `generate`."""
-    import torch
-
-    made = model(target)
-
-    def generate(prompt: Any) -> None:
-        mask = torch.ones_like(prompt)
-        made.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=True)
-
-    generate(torch.arange(8)[None])
-    return partial(generate, torch.arange(size)[None] * 7919 % 512)
-
-
-def demo_prompts(size: int) -> list[Any]:
-    """Prompts of the demo's rollouts."""
-    import torch
-    from pyarrow import parquet
-
-    files = sorted((DEMO / "rollouts").glob("*.parquet"))
-    rows = parquet.read_table(files, columns=["prompt_ids"])["prompt_ids"].to_pylist()
-    return [torch.tensor(rows[number % len(rows)]) for number in range(size)]
-
-
-def loaded(folder: str) -> Any:
-    """A model of the demo."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(DEMO / folder, trust_remote_code=False).eval()
-
-
-def batch(size: int) -> Callable[[], int]:
-    """Sequences side by side."""
-    import torch
-
-    from eval.decoder import DecodeConfig, SpeculativeDecoder
-
-    decoder = SpeculativeDecoder.from_config(
-        loaded("pair/target"),
-        loaded("draft/model"),
-        DecodeConfig(length=DRAFTED),
-        engine="captured",
-    )
-
-    def decode(new: int) -> int:
-        draws = [torch.Generator().manual_seed(seed) for seed in range(size)]
-        prompts = demo_prompts(size)
-        outs = decoder.generate_batch(prompts, max_new_tokens=new, generators=draws, size=size)
-        return sum(len(out.tokens) for out in outs)
-
-    decoder.warm_up()
-    decode(4)
-    return partial(decode, NEW)
-
-
-def economize(size: int) -> Callable[[], int]:
-    """The same by economize, whose draws are other ones of the same distribution."""
-    from economize import DecodeConfig, TopPSampler, apply
-    from economize.techniques.draft_model import DraftModelConfig
-
-    target = loaded("pair/target")
-    model = apply(target, DraftModelConfig(model=str(DEMO / "draft/model")))
-    config = DecodeConfig(cycle_length=DRAFTED + 1, verifier="rejection")
-    ends = (target.generation_config.eos_token_id,)
-
-    def decode(new: int) -> int:
-        sampler = TopPSampler(temperature=1.0, seed=0)
-        prompts = demo_prompts(size)
-        outs = model.decode_batch(prompts, new, decoding=config, selector=sampler, stop=ends)
-        return sum(len(out.tokens) for out in outs)
-
-    decode(4)
-    return partial(decode, NEW)
 
 
 def earlier_objective(draft: Any, target: Any, config: Any) -> Any:
@@ -416,20 +317,8 @@ def beginning(size: int, what: str) -> Any:
     return partial(to_its_begin, train_head.RECIPE, given("--draft", "null"))
 
 
-LENGTHS = (2_000, 8_000, 16_000, 32_000)
-TREE = {"drafter": "tree", "verifier": "traversal", "widths": (2, 2, 1)}
 PROMPTS, ROWS = (10_000, 100_000, 1_000_000), (20_000, 100_000, 1_000_000)
-CHAIN = {"verifier": "block", "length": 4}
 WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
-    "decode chain": (partial(decoding, draft="plain", **CHAIN), LENGTHS),
-    "decode tree": (partial(decoding, draft="plain", **TREE), LENGTHS),
-    "decode eagle3": (partial(decoding, draft="eagle3", **CHAIN), LENGTHS),
-    "decode eagle3 tree": (partial(decoding, draft="eagle3", **TREE), LENGTHS),
-    "decode windows": (partial(decoding, target="gemma3_text"), LENGTHS),
-    "generate": (partial(generating, target="llama"), LENGTHS),
-    "generate windows": (partial(generating, target="gemma3_text"), LENGTHS[:3]),
-    "batch": (batch, (16, 64)),
-    "batch, economize": (economize, (16, 64, 256)),
     **{
         f"train {kind}": (partial(training, draft=kind), (2_048, 8_192))
         for kind in ("plain", "eagle3", "states", "dspark", "pard")
